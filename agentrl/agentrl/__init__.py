@@ -1,0 +1,27 @@
+"""agentrl: reinforcement learning for the agent you already have.
+
+In an agent only ``emit_reward`` is needed::
+
+    from agentrl import emit_reward
+
+Importing this package is cheap and safe in any process: everything else is loaded when it is used.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl_tracer.emit import emit_reward
+    from agentrl_tracer.store import Store
+
+__version__ = "0.1.0"
+__all__ = ["Store", "__version__", "emit_reward"]
+
+_HOMES = {"emit_reward": "agentrl_tracer.emit", "Store": "agentrl_tracer.store"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""How a chat request becomes tokens and back, recorded token for token."""

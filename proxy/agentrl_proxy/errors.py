@@ -1,0 +1,94 @@
+"""Every way the gateway says no, in the shape that OpenAI's clients understand.
+
+Knows status codes and the error object. Does not know routes, tokens or the store. Messages are
+for the person debugging an agent: they say what was got and what is allowed, and never quote a
+credential.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+# OpenAI's clients retry 408, 409, 429 and 5xx by themselves. A sealed attempt stays sealed, so
+# they are told not to.
+DO_NOT_RETRY = {"x-should-retry": "false"}
+
+
+class ApiError(Exception):
+    """An answer that is not a completion."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def json(self) -> bytes:
+        return orjson.dumps(self.body())
+
+
+def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+
+
+def forbidden(message: str, code: str) -> ApiError:
+    return ApiError(403, message, kind="permission_error", code=code)
+
+
+def attempt_sealed(state: str) -> ApiError:
+    return ApiError(
+        409,
+        f"this attempt is over (state: {state}); it takes no more calls, spans or rewards",
+        kind="conflict_error",
+        code="attempt_sealed",
+        headers=DO_NOT_RETRY,
+    )
+
+
+def model_not_found(model: str) -> ApiError:
+    return ApiError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
+
+
+def context_length_exceeded(prompt_tokens: int, context_length: int) -> ApiError:
+    return invalid(
+        "messages",
+        f"the prompt is {prompt_tokens} tokens long; this model's context is {context_length} "
+        "tokens, and at least one must be left for the answer",
+        code="context_length_exceeded",
+    )
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, kind="server_error", code=code)
+
+
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")

@@ -1,0 +1,217 @@
+"""The request body of ``/v1/chat/completions``, checked field by field.
+
+Knows OpenAI's field names, their types and ranges. Does not know templates, tokens or who asks.
+A table instead of a pydantic model: the model costs a third more CPU per request, and its error
+texts name Python types. Fields nobody here knows are ignored, as frameworks send many.
+
+Accepted but not enforced yet: ``response_format`` json_object and json_schema, ``tool_choice``
+required or named (both read as auto), ``parallel_tool_calls``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from .errors import ApiError, invalid
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(slots=True)
+class ChatRequest:
+    """A checked request. ``None`` means the client left it to us."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    n: int = 1
+    sampling: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of max_tokens, temperature, top_p, top_k, stop and seed: those the client set."""
+    raw: dict[str, Any] = field(default_factory=dict[str, Any])  # the wire request
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _wrong(param: str, value: Any, allowed: str) -> ApiError:
+    return invalid(param, f"{param} must be {allowed}; got {_shown(value)}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_stop(value: Any) -> bool:
+    stops = [value] if isinstance(value, str) else value
+    return (
+        isinstance(stops, list)
+        and len(stops) <= MAX_STOPS
+        and all(isinstance(stop, str) and stop for stop in stops)
+    )
+
+
+# field -> (check, what is allowed). ``null`` always means "not set".
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_tokens": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
+    "max_completion_tokens": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
+    "temperature": (lambda v: _is_number(v) and 0 <= v <= 2, "a number from 0 to 2"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
+    "top_k": (lambda v: _is_int(v) and v >= -1, "an integer; 0 and -1 mean all tokens"),
+    "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"an integer from 1 to {MAX_CHOICES}"),
+    "stop": (_is_stop, f"a non-empty string or a list of up to {MAX_STOPS} of them"),
+    "seed": (_is_int, "an integer"),
+    "logprobs": (lambda v: isinstance(v, bool), "true or false"),
+    "top_logprobs": (
+        lambda v: _is_int(v) and 0 <= v <= MAX_TOP_LOGPROBS,
+        f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+    ),
+    "stream": (lambda v: isinstance(v, bool), "true or false"),
+    "stream_options": (lambda v: isinstance(v, dict), "an object"),
+    "tools": (lambda v: isinstance(v, list), "a list"),
+    "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required or an object"),
+    "response_format": (lambda v: isinstance(v, dict), "an object"),
+}
+
+
+def sampling_value(name: str, value: Any) -> Any:
+    """Check one sampling field, wherever it came from: a request, a config, an attempt."""
+    check, allowed = _FIELDS[name]
+    if not check(value):
+        raise _wrong(name, value, allowed)
+    if name == "stop":
+        return (value,) if isinstance(value, str) else tuple(value)
+    if name == "top_k":
+        return max(value, 0)
+    if name in ("temperature", "top_p"):
+        return float(value)
+    return value
+
+
+def parse_chat_request(body: bytes) -> ChatRequest:
+    """The request in a body, or an ApiError that names the field that is wrong."""
+    try:
+        raw = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise invalid(None, f"the body must be a JSON object; got {_shown(raw)}")
+    for name in raw.keys() & _FIELDS.keys():
+        value = raw[name]
+        if value is not None and not _FIELDS[name][0](value):
+            raise _wrong(name, value, _FIELDS[name][1])
+    model = raw.get("model")
+    if not isinstance(model, str) or not model:
+        raise _wrong("model", model, "a non-empty string")
+
+    sampling: dict[str, Any] = {}
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed"):
+        if raw.get(name) is not None:
+            sampling[name] = sampling_value(name, raw[name])
+    if raw.get("max_completion_tokens") is not None:  # the newer name of max_tokens
+        sampling["max_tokens"] = raw["max_completion_tokens"]
+
+    logprobs = bool(raw.get("logprobs"))
+    top_logprobs = raw.get("top_logprobs") or 0
+    if top_logprobs and not logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+    _check_response_format(raw.get("response_format"))
+    tools = _tools(raw.get("tools"), raw.get("tool_choice"))
+    options = raw.get("stream_options") or {}
+    return ChatRequest(
+        model=model,
+        messages=_messages(raw.get("messages")),
+        tools=tools,
+        stream=bool(raw.get("stream")),
+        include_usage=bool(options.get("include_usage")),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        n=raw.get("n") or 1,
+        sampling=sampling,
+        raw=raw,
+    )
+
+
+def _check_response_format(value: Mapping[str, Any] | None) -> None:
+    allowed = ("text", "json_object", "json_schema")
+    if value is not None and value.get("type") not in allowed:
+        raise _wrong("response_format.type", value.get("type"), ", ".join(allowed))
+
+
+def _tools(tools: list[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise _wrong("tool_choice", choice, "none, auto, required or an object")
+    for i, tool in enumerate(tools or []):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise _wrong(f"tools[{i}]", tool, 'an object like {"type": "function", "function": {}}')
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise _wrong(f"tools[{i}].function.name", function.get("name"), "a non-empty string")
+    return tools if tools and choice != "none" else None
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", messages, "a non-empty list")
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise _wrong(where, message, "an object")
+        role = message.get("role")
+        if role not in ROLES:
+            raise _wrong(f"{where}.role", role, ", ".join(ROLES))
+        content = message.get("content")
+        if content is None and role != "assistant":
+            raise _wrong(f"{where}.content", content, "a string or a list of content parts")
+        if content is not None and not isinstance(content, str | list):
+            raise _wrong(f"{where}.content", content, "a string or a list of content parts")
+        if isinstance(content, list):
+            _check_parts(content, f"{where}.content")
+        calls = message.get("tool_calls")
+        if calls is not None:
+            _check_tool_calls(calls, f"{where}.tool_calls")
+    return messages
+
+
+def _check_parts(parts: list[Any], where: str) -> None:
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if kind in ("text", "refusal") and isinstance(text, str):
+            continue
+        if kind in ("image_url", "input_audio", "file"):
+            raise invalid(
+                f"{where}[{i}]",
+                f"{where}[{i}] is of type {kind}; this model reads text only",
+                code="unsupported_content",
+            )
+        raise _wrong(f"{where}[{i}]", part, 'an object like {"type": "text", "text": "..."}')
+
+
+def _check_tool_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise _wrong(where, calls, "a list")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(f"{where}[{i}]", call, "an object with function.name")
+        if not isinstance(function.get("arguments", ""), str):
+            arguments = function["arguments"]
+            raise _wrong(f"{where}[{i}].function.arguments", arguments, "a string of JSON")

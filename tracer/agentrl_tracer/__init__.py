@@ -1,0 +1,1 @@
+"""What happened in a run: rollouts, attempts, calls, spans, rewards, and where they are kept."""

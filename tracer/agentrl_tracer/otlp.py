@@ -1,0 +1,158 @@
+"""OTLP/HTTP in: a trace export request, protobuf or JSON, becomes ``Span`` and ``Reward`` records.
+
+Knows the OTLP wire format (https://opentelemetry.io/docs/specs/otlp/); does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+from agentrl_tracer.conventions import (
+    EVALUATION_EXPLANATION,
+    EVALUATION_NAME,
+    EVALUATION_VALUE,
+    RESPONSE_ID,
+    REWARD_NAME,
+    REWARD_SPAN,
+)
+from agentrl_tracer.schemas import Json, Reward, Span
+
+_KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
+_STATUSES = ("unset", "ok", "error")
+
+
+def parse_traces(
+    body: bytes, content_type: str, rollout_id: str | None, attempt_id: str | None
+) -> list[Span]:
+    """The spans of an export request, marked as belonging to this rollout and attempt.
+
+    Raises:
+        ValueError: the body is not OTLP.
+    """
+    request = _from_json(body) if "json" in content_type else _from_protobuf(body)
+    spans: list[Span] = []
+    for resource_spans in request.resource_spans:
+        resource = _attributes(resource_spans.resource.attributes)
+        for scope_spans in resource_spans.scope_spans:
+            spans += [_span(span, resource, rollout_id, attempt_id) for span in scope_spans.spans]
+    return spans
+
+
+def export_response(content_type: str) -> bytes:
+    """The body of a successful answer, in the encoding of the request."""
+    return b"{}" if "json" in content_type else ExportTraceServiceResponse().SerializeToString()
+
+
+def rewards_in(spans: Iterable[Span]) -> list[Reward]:
+    """The rewards among spans.
+
+    Raises:
+        ValueError: a reward span without a finite number, or outside a rollout.
+    """
+    return [_reward(span) for span in spans if span.name == REWARD_SPAN]
+
+
+def _reward(span: Span) -> Reward:
+    value = span.attributes.get(EVALUATION_VALUE)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{EVALUATION_VALUE} must be a finite number, got {value!r}")
+    if span.rollout_id is None or span.attempt_id is None:
+        raise ValueError("a reward must come with the key of the rollout it is for")
+    return Reward(
+        attempt_id=span.attempt_id,
+        rollout_id=span.rollout_id,
+        name=str(span.attributes.get(EVALUATION_NAME, REWARD_NAME)),
+        value=float(value),
+        key=span.span_id,
+        span_id=span.parent_span_id,
+        response_id=span.attributes.get(RESPONSE_ID),
+        explanation=span.attributes.get(EVALUATION_EXPLANATION),
+        created_at=span.start_ns / 1e9,
+    )
+
+
+def _from_protobuf(body: bytes) -> ExportTraceServiceRequest:
+    try:
+        return ExportTraceServiceRequest.FromString(body)
+    except DecodeError as error:
+        raise ValueError(f"not an OTLP protobuf trace request: {error}") from error
+
+
+def _from_json(body: bytes) -> ExportTraceServiceRequest:
+    try:
+        document = json.loads(body)
+        _hex_ids_to_base64(document)
+        return ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+    except (ValueError, ParseError) as error:
+        raise ValueError(f"not an OTLP JSON trace request: {error}") from error
+
+
+def _hex_ids_to_base64(node: Any) -> None:
+    """OTLP/JSON writes ids in hex, protobuf's JSON expects base64 and would decode hex as such."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("traceId", "spanId", "parentSpanId") and isinstance(value, str):
+                node[key] = base64.b64encode(bytes.fromhex(value)).decode()
+            else:
+                _hex_ids_to_base64(value)
+    elif isinstance(node, list):
+        for item in node:
+            _hex_ids_to_base64(item)
+
+
+def _span(span: Any, resource: Json, rollout_id: str | None, attempt_id: str | None) -> Span:
+    return Span(
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_span_id=span.parent_span_id.hex() or None,
+        name=span.name,
+        kind=_name(_KINDS, span.kind),
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        status=_name(_STATUSES, span.status.code),
+        attributes=_attributes(span.attributes),
+        events=[
+            {
+                "name": event.name,
+                "time_ns": event.time_unix_nano,
+                "attributes": _attributes(event.attributes),
+            }
+            for event in span.events
+        ],
+        resource=resource,
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+    )
+
+
+def _name(names: tuple[str, ...], number: int) -> str:
+    return names[number] if 0 <= number < len(names) else str(number)
+
+
+def _attributes(pairs: Iterable[Any]) -> Json:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: Any) -> Any:
+    match value.WhichOneof("value"):
+        case None:
+            return None
+        case "array_value":
+            return [_value(item) for item in value.array_value.values]
+        case "kvlist_value":
+            return _attributes(value.kvlist_value.values)
+        case "bytes_value":
+            return base64.b64encode(value.bytes_value).decode()
+        case kind:
+            return getattr(value, kind)

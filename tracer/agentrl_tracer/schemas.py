@@ -1,0 +1,262 @@
+"""The words of the house as types: rollout, attempt, call, span, reward, adapter.
+
+Knows what happened in a run and how it ended. Does not know models, HTTP or torch, and imports
+nothing outside the standard library, so an agent's process can afford it.
+
+Times are seconds since the Unix epoch (float); span times are nanoseconds (int), as in OTLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Json = dict[str, Any]
+
+
+class Purpose(StrEnum):
+    """Why a rollout is executed."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class RolloutState(StrEnum):
+    """``queued → running → succeeded | failed | cancelled``; a retry goes back to ``queued``."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class AttemptState(StrEnum):
+    """How one try of a rollout stands. Every state but ``running`` is final: the attempt is sealed."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    ERROR = "error"  # the agent raised, or its command exited non-zero
+    TIMEOUT = "timeout"  # killed after its time was up
+    INFRASTRUCTURE = "infrastructure"  # the gateway or sampler failed it: not the agent's fault
+    LOST = "lost"  # its runner stopped heartbeating and the lease ran out
+    CANCELLED = "cancelled"  # nobody wants it any more
+
+
+class CallState(StrEnum):
+    """``open`` from the moment a request is accepted; the rest are final."""
+
+    OPEN = "open"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"  # the client went away in mid-answer; the partial answer is kept
+    ERROR = "error"  # the sampler failed it
+
+
+class SkipReason(StrEnum):
+    """Why a recorded call did not train. Every call that did not train has exactly one."""
+
+    EVALUATION = "evaluation"  # made by an evaluation rollout
+    NO_ROLLOUT = "no_rollout"  # made outside any rollout (operator key)
+    NO_REWARD = "no_reward"  # the rollout emitted none: missing is not zero
+    FAILED_ATTEMPT = "failed_attempt"  # its attempt did not win
+    FAILED_ROLLOUT = "failed_rollout"  # no attempt of its rollout succeeded
+    CLIENT_DISCONNECTED = "client_disconnected"
+    SAMPLER_ERROR = "sampler_error"
+    GATEWAY_LOST = "gateway_lost"  # the gateway died between accepting and answering it
+    LATE_CALL = "late_call"  # finished after its attempt was sealed
+    NOT_TRAINABLE_MODEL = "not_trainable_model"  # no adapter being trained answered it
+    CLIENT_RETRY = "client_retry"  # a marked retry replayed another call's answer
+    MALFORMED_RECORD = "malformed_record"  # lengths of tokens and log-probs disagree
+    EMPTY_RESPONSE = "empty_response"
+    TOO_LONG = "too_long"
+    SMALL_GROUP = "small_group"  # its group shrank below the minimum size
+    ZERO_ADVANTAGE = "zero_advantage"  # every rollout of the group earned the same
+    NON_FINITE_STEP = "non_finite_step"  # the whole optimizer step was refused
+    STALE = "stale"  # sampled by too old an adapter
+    SUPERSEDED = "superseded"  # a resumed run repeated its step
+
+
+@dataclass(frozen=True, slots=True)
+class NewRollout:
+    """One execution of the agent that somebody wants."""
+
+    task_id: str
+    group_id: str
+    purpose: Purpose
+    step: int
+    index: int  # position in its group, from 0
+    seed: int  # every sampling seed inside the rollout derives from it
+    sampling: Json = field(default_factory=dict[str, Any])
+    """Defaults for requests that do not set them themselves: temperature, max_tokens, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """What failures mean. ``retry``: a new attempt; ``drop``: the rollout fails; a number: reward."""
+
+    on_error: str | float = "retry"
+    on_timeout: str | float = "drop"
+    max_attempts: int = 3
+    max_infrastructure_retries: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a runner gets when it claims a rollout: one attempt, leased to it, with its secret key."""
+
+    rollout_id: str
+    attempt_id: str
+    attempt_number: int  # from 1
+    run_id: str
+    purpose: Purpose
+    step: int
+    task_id: str
+    task: Json
+    key: str  # the attempt's secret; only its hash is stored
+    lease_expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRef:
+    """Whom a key belongs to, as the gateway needs it."""
+
+    run_id: str
+    rollout_id: str
+    attempt_id: str
+    state: AttemptState
+    purpose: Purpose
+    seed: int
+    sampling: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One answer of a model to one request, as it was sampled. ``n > 1`` makes ``n`` of these.
+
+    Invariant: ``len(response_logprobs) == len(response_ids)``; log-probs are natural logs under
+    the policy at temperature 1, before top-p/top-k, as the trainer recomputes them.
+    """
+
+    id: str  # unique; ``response_id`` for choice 0, ``response_id#i`` for choice i
+    response_id: str  # the id the client saw
+    choice: int
+    run_id: str | None
+    rollout_id: str | None
+    attempt_id: str | None
+    seq: int  # order of acceptance within the attempt, from 0
+    agent: str | None
+    model: str  # as requested
+    adapter: str | None  # None: the base model
+    adapter_version: int | None
+    state: CallState
+    prompt_ids: list[int]
+    response_ids: list[int]  # stop token included
+    response_logprobs: list[float]
+    finish_reason: str | None
+    params: Json
+    request: Json | None  # the wire request
+    response: Json | None  # the wire response (for streams: the answer the chunks add up to)
+    error: str | None
+    trace_id: str | None  # hex, from traceparent
+    span_id: str | None
+    started_at: float
+    ended_at: float | None
+    trained_step: int | None = None
+    skip_reason: SkipReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An OpenTelemetry span. Ids are lower-case hex: 32 digits for traces, 16 for spans."""
+
+    trace_id: str
+    span_id: str
+    parent_span_id: str | None
+    name: str
+    kind: str
+    start_ns: int
+    end_ns: int
+    status: str  # unset | ok | error
+    attributes: Json
+    events: list[Json]
+    resource: Json
+    rollout_id: str | None = None
+    attempt_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A number earned in a rollout. ``key`` makes delivery idempotent (span id, usually)."""
+
+    attempt_id: str
+    rollout_id: str
+    name: str
+    value: float
+    key: str
+    span_id: str | None = None
+    response_id: str | None = None
+    explanation: str | None = None
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    id: str
+    run_id: str
+    task_id: str
+    group_id: str
+    purpose: Purpose
+    step: int
+    index: int
+    seed: int
+    state: RolloutState
+    reason: str | None  # why it failed, in words
+    attempts: int
+    winner: str | None  # the attempt that succeeded
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    id: str
+    rollout_id: str
+    number: int
+    state: AttemptState
+    runner: str
+    error: str | None
+    log: str | None  # path of the captured stdout and stderr
+    started_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    run_id: str
+    name: str
+    version: int
+    path: str
+    step: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """The sum that must hold: ``proxied == recorded == trained + sum(skipped) + pending``.
+
+    ``proxied`` is the gateways' own count of accepted answers, kept apart from the recorded rows.
+    ``pending`` counts calls of rollouts not yet judged; after a step it is zero.
+    """
+
+    proxied: int
+    recorded: int
+    trained: int
+    skipped: dict[str, int]
+    pending: int
+
+    @property
+    def adds_up(self) -> bool:
+        total = self.trained + sum(self.skipped.values()) + self.pending
+        return self.proxied == self.recorded == total

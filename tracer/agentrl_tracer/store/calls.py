@@ -1,0 +1,202 @@
+"""Calls, spans and rewards: recording them, judging them, and the sum that must hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from agentrl_tracer.schemas import (
+    Accounting,
+    AttemptState,
+    Call,
+    CallState,
+    Reward,
+    SkipReason,
+    Span,
+)
+from agentrl_tracer.store import tables as t
+from agentrl_tracer.store.engine import Database
+from agentrl_tracer.store.upsert import upsert
+
+_CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
+_SPAN_COLUMNS = [t.spans.c[name] for name in Span.__dataclass_fields__]
+_REWARD_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
+# A verdict, once given, stands: a call judged while it was open keeps that reason when it finishes.
+_KEPT_VERDICT = ("trained_step", "skip_reason")
+_CALL_UPDATES = [c.name for c in _CALL_COLUMNS if c.name not in ("id", *_KEPT_VERDICT)]
+
+
+class CallStore:
+    db: Database
+
+    def write_calls(
+        self, boot_id: str, opened: Sequence[Call], finished: Sequence[Call], proxied: int
+    ) -> dict[str, AttemptState | None]:
+        """One group commit: new open calls, finished calls, and the gateway's own count.
+
+        A call that finishes after its attempt was sealed is kept, as ``late_call``. Returns the
+        state of every finished call's attempt as of this transaction, by attempt id.
+        """
+        done = {call.id for call in finished}
+        with self.db.write() as c:
+            states = self._attempt_states(c, {call.attempt_id for call in finished} - {None})
+            rows = [_row(call, boot_id) for call in opened if call.id not in done]
+            if rows:
+                c.execute(upsert(self.db, t.calls, update=()), rows)
+            rows = [_row(call, boot_id) for call in finished]
+            for row in rows:
+                state = states.get(row["attempt_id"])
+                if row["attempt_id"] is not None and state is not AttemptState.RUNNING:
+                    row["skip_reason"] = SkipReason.LATE_CALL
+            if rows:
+                statement = upsert(self.db, t.calls, update=_CALL_UPDATES, keep=_KEPT_VERDICT)
+                c.execute(statement, rows)
+            c.execute(
+                t.gateways.update().where(t.gateways.c.boot_id == boot_id).values(proxied=proxied)
+            )
+        return states
+
+    def record_spans(self, spans: Sequence[Span]) -> None:
+        """Keeps spans; one delivered twice (an exporter's retry) is kept once."""
+        if spans:
+            rows = [_fields(span) for span in spans]
+            with self.db.write() as c:
+                c.execute(upsert(self.db, t.spans, update=()), rows)
+
+    def record_rewards(self, rewards: Sequence[Reward]) -> None:
+        """Keeps rewards; one delivered twice (same attempt and key) counts once."""
+        if rewards:
+            rows = [_fields(r) | {"created_at": r.created_at or time.time()} for r in rewards]
+            with self.db.write() as c:
+                c.execute(upsert(self.db, t.rewards, update=()), rows)
+
+    def next_seq(self, attempt_id: str) -> int:
+        with self.db.read() as c:
+            query = sa.select(sa.func.max(t.calls.c.seq)).where(t.calls.c.attempt_id == attempt_id)
+            last = c.execute(query).scalar()
+        return 0 if last is None else last + 1
+
+    def calls(
+        self,
+        *,
+        rollout_ids: Collection[str] | None = None,
+        attempt_ids: Collection[str] | None = None,
+    ) -> list[Call]:
+        """Calls of these rollouts or attempts, by attempt and order of acceptance."""
+        query = sa.select(*_CALL_COLUMNS)
+        if rollout_ids is not None:
+            query = query.where(t.calls.c.rollout_id.in_(rollout_ids))
+        if attempt_ids is not None:
+            query = query.where(t.calls.c.attempt_id.in_(attempt_ids))
+        query = query.order_by(t.calls.c.attempt_id, t.calls.c.seq, t.calls.c.choice)
+        with self.db.read() as c:
+            return [_call(row) for row in c.execute(query).mappings()]
+
+    def spans(self, rollout_id: str) -> list[Span]:
+        with self.db.read() as c:
+            query = sa.select(*_SPAN_COLUMNS).where(t.spans.c.rollout_id == rollout_id)
+            rows = c.execute(query.order_by(t.spans.c.start_ns)).mappings()
+            return [Span(**row) for row in rows]
+
+    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
+        with self.db.read() as c:
+            query = sa.select(*_REWARD_COLUMNS).where(t.rewards.c.rollout_id.in_(rollout_ids))
+            rows = c.execute(query.order_by(t.rewards.c.created_at)).mappings()
+            return [Reward(**row) for row in rows]
+
+    def settle(self, *, trained: Mapping[str, int], skipped: Mapping[str, SkipReason]) -> None:
+        """Gives calls their verdict: the step that trained on them, or why none did.
+
+        A call judged before keeps its first verdict.
+        """
+        unjudged = sa.and_(t.calls.c.trained_step.is_(None), t.calls.c.skip_reason.is_(None))
+        with self.db.write() as c:
+            if trained:
+                c.execute(
+                    t.calls.update()
+                    .where(t.calls.c.id == sa.bindparam("call_id"), unjudged)
+                    .values(trained_step=sa.bindparam("step")),
+                    [{"call_id": i, "step": step} for i, step in trained.items()],
+                )
+            if skipped:
+                c.execute(
+                    t.calls.update()
+                    .where(t.calls.c.id == sa.bindparam("call_id"), unjudged)
+                    .values(skip_reason=sa.bindparam("reason")),
+                    [{"call_id": i, "reason": reason} for i, reason in skipped.items()],
+                )
+
+    def supersede(self, run_id: str, after_step: int) -> int:
+        """A resumed run repeats the steps after ``after_step``: their calls train no more."""
+        redone = sa.select(t.rollouts.c.id).where(
+            t.rollouts.c.run_id == run_id, t.rollouts.c.step > after_step
+        )
+        unjudged = sa.and_(t.calls.c.trained_step.is_(None), t.calls.c.skip_reason.is_(None))
+        with self.db.write() as c:
+            changed = c.execute(
+                t.calls.update()
+                .where(
+                    t.calls.c.rollout_id.in_(redone),
+                    sa.or_(unjudged, t.calls.c.trained_step > after_step),
+                )
+                .values(trained_step=None, skip_reason=SkipReason.SUPERSEDED)
+            )
+            return changed.rowcount
+
+    def accounting(self, run_id: str) -> Accounting:
+        """The run's sums, read in one transaction."""
+        mine = t.calls.c.run_id == run_id
+        with self.db.write() as c:
+            proxied = c.execute(
+                sa.select(sa.func.coalesce(sa.func.sum(t.gateways.c.proxied), 0)).where(
+                    t.gateways.c.run_id == run_id
+                )
+            ).scalar_one()
+            rows = c.execute(
+                sa.select(
+                    t.calls.c.skip_reason, t.calls.c.trained_step.is_not(None), sa.func.count()
+                )
+                .where(mine)
+                .group_by(t.calls.c.skip_reason, t.calls.c.trained_step.is_not(None))
+            ).all()
+        trained = sum(n for reason, was_trained, n in rows if was_trained)
+        skipped: dict[str, int] = {}
+        pending = 0
+        for reason, was_trained, n in rows:
+            if was_trained:
+                continue
+            if reason is None:
+                pending += n
+            else:
+                skipped[reason] = skipped.get(reason, 0) + n
+        return Accounting(proxied, sum(row[2] for row in rows), trained, skipped, pending)
+
+    @staticmethod
+    def _attempt_states(c: sa.Connection, ids: Collection[Any]) -> dict[str, AttemptState | None]:
+        if not ids:
+            return {}
+        query = sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(ids))
+        return {row.id: AttemptState(row.state) for row in c.execute(query)}
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """A slotted dataclass as a row, without ``asdict``'s deep copies."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _row(call: Call, boot_id: str) -> dict[str, Any]:
+    return _fields(call) | {"gateway": boot_id}
+
+
+def _call(row: Any) -> Call:
+    reason = row["skip_reason"]
+    return Call(
+        **{
+            **row,
+            "state": CallState(row["state"]),
+            "skip_reason": None if reason is None else SkipReason(reason),
+        }
+    )

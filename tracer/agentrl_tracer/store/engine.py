@@ -1,0 +1,125 @@
+"""Opening the database: URLs, pragmas, transactions, migrations.
+
+SQLite runs in WAL mode with ``synchronous=NORMAL``: a committed transaction survives the death of
+any process (``kill -9``), though the last few may be lost when the whole machine loses power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.pool import NullPool
+
+_BUSY_MS = 30_000  # writers queue for the one write lock this long before giving up
+
+
+def normalise_url(url: str) -> str:
+    """A path means SQLite; ``postgres://`` means the psycopg 3 driver."""
+    if "://" not in url:
+        return f"sqlite:///{Path(url).absolute()}"
+    for prefix in ("postgres://", "postgresql://"):
+        if url.startswith(prefix):
+            return "postgresql+psycopg://" + url.removeprefix(prefix)
+    return url
+
+
+def open_engine(url: str, *, pooled: bool) -> sa.Engine:
+    """An engine for ``url``; ``pooled=False`` keeps no connection open between transactions.
+
+    A process that forks must not carry an open SQLite connection across the fork, hence the choice.
+    """
+    pool: dict[str, Any] = {} if pooled else {"poolclass": NullPool}
+    if not url.startswith("sqlite"):
+        return sa.create_engine(url, pool_pre_ping=pooled, **pool)
+    file = sa.make_url(url).database
+    if file:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+    engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **pool)
+
+    @sa.event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # we say BEGIN ourselves, below
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
+        cursor.execute("PRAGMA journal_mode=WAL")
+        cursor.execute("PRAGMA synchronous=NORMAL")
+        cursor.execute("PRAGMA foreign_keys=ON")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        # IMMEDIATE: take the write lock at once. A deferred transaction that reads first and
+        # writes later fails with "database is locked" instead of waiting its turn.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return engine
+
+
+class Database:
+    """An engine and the two ways to use it."""
+
+    def __init__(self, url: str, *, pooled: bool = True) -> None:
+        self.url = normalise_url(url)
+        self.engine = open_engine(self.url, pooled=pooled)
+        self.is_remote = not self.url.startswith("sqlite")
+        migrate(self.engine)
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """One transaction holding the write lock; also the way to read several things at once."""
+        with self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """Single statements, outside any transaction, never waiting for a writer."""
+        with self.engine.connect() as connection:
+            yield connection.execution_options(isolation_level="AUTOCOMMIT")
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+HEAD = "0001"
+"""The newest migration; a test compares it with the scripts."""
+
+
+def migrate(engine: sa.Engine) -> None:
+    """Brings the schema to ``HEAD``.
+
+    Raises:
+        RuntimeError: the database was made by a newer agentrl.
+    """
+    if _revision(engine) == HEAD:
+        return  # the usual case costs one query, and does not import alembic
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util.exc import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    # One transaction, begun IMMEDIATE: of several processes that open a new store at the same
+    # moment, one migrates and the others wait, then find nothing to do.
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(727274)"))
+        config.attributes["connection"] = connection
+        try:
+            command.upgrade(config, "head")
+        except CommandError as error:
+            raise RuntimeError(
+                f"store {engine.url.render_as_string()!r} has schema {_revision(engine)!r}, which "
+                f"this agentrl (schema {HEAD}) does not know: upgrade agentrl, or use another store"
+            ) from error
+
+
+def _revision(engine: sa.Engine) -> str | None:
+    with engine.connect() as connection:
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+        if not sa.inspect(connection).has_table("alembic_version"):
+            return None
+        return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()

@@ -1,0 +1,117 @@
+"""Group commit: many calls finish at once, one transaction makes them all durable.
+
+The gateway's event loop hands calls over and waits for the commit only where it must: before an
+answer leaves. A single thread owns the writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from dataclasses import dataclass
+
+from agentrl_tracer.schemas import AttemptState, Call
+from agentrl_tracer.store.store import Store
+
+_MAX_BATCH = 512
+
+
+@dataclass(slots=True)
+class _Item:
+    call: Call
+    proxied: int  # the gateway's count when this was handed over
+    done: asyncio.Future[AttemptState | None] | None  # None: an open call, nobody waits
+
+
+class CallWriter:
+    """Writes calls to the store in group commits.
+
+    ``proxied`` counts accepted answers; it travels with the calls so that the count in the store
+    never runs ahead of, or behind, the rows committed with it.
+    """
+
+    def __init__(self, store: Store, boot_id: str) -> None:
+        self._store = store
+        self._boot_id = boot_id
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self.proxied = 0
+        self._thread = threading.Thread(target=self._run, name="call-writer", daemon=True)
+        self._thread.start()
+
+    def open(self, call: Call) -> None:
+        """Marks a call accepted; returns at once."""
+        self.proxied += 1
+        self._queue.put(_Item(call, self.proxied, None))
+
+    async def finish(self, call: Call) -> AttemptState | None:
+        """Stores a finished call; returns, after the commit, the state of its attempt.
+
+        Anything but ``running`` (None for calls outside rollouts) means the attempt was sealed
+        and the call was kept as ``late_call``.
+
+        Raises:
+            Exception: whatever the database raised; the call is then not durable.
+        """
+        done: asyncio.Future[AttemptState | None] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Item(call, self.proxied, done))
+        return await done
+
+    def close(self) -> None:
+        """Writes what is queued and ends the thread."""
+        self._queue.put(None)
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while True:
+            batch, closing = self._take()
+            if batch:
+                self._commit(batch)
+            if closing:
+                return
+
+    def _take(self) -> tuple[list[_Item], bool]:
+        batch: list[_Item] = []
+        item = self._queue.get()
+        while item is not None:
+            batch.append(item)
+            if len(batch) >= _MAX_BATCH:
+                return batch, False
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _commit(self, batch: list[_Item]) -> None:
+        opened = [item.call for item in batch if item.done is None]
+        finished = [item for item in batch if item.done is not None]
+        error: Exception | None = None
+        states: dict[str, AttemptState | None] = {}
+        try:
+            states = self._store.write_calls(
+                self._boot_id, opened, [item.call for item in finished], batch[-1].proxied
+            )
+        except Exception as caught:  # a full disk must fail the requests, not the thread
+            error = caught
+        # One wake-up of each event loop per commit, however many calls it made durable.
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Item]] = {}
+        for item in finished:
+            assert item.done is not None
+            by_loop.setdefault(item.done.get_loop(), []).append(item)
+        for loop, items in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, items, states, error)
+
+
+def _resolve(
+    items: list[_Item], states: dict[str, AttemptState | None], error: Exception | None
+) -> None:
+    for item in items:
+        if item.done is None or item.done.done():
+            continue
+        if error is not None:
+            item.done.set_exception(error)
+        else:
+            attempt = item.call.attempt_id
+            item.done.set_result(None if attempt is None else states.get(attempt))

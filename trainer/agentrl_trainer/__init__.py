@@ -1,0 +1,1 @@
+"""How traces become weight updates: trajectories, advantages, losses, LoRA."""

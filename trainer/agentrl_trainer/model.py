@@ -1,0 +1,330 @@
+"""Loading the base model, and LoRA adapters in and out of PEFT folders.
+
+Knows: transformers, peft, safetensors. Does not know: sampling, training, HTTP.
+
+An adapter on disk is always a standard PEFT folder (``adapter_config.json`` and
+``adapter_model.safetensors``): the same folder serves the embedded sampler, vLLM and the user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TINY_MODEL = "agentrl-tiny"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+
+class ModelError(ValueError):
+    """The model or adapter cannot be used; the message says which field to change, and how."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A loaded base model, without adapters."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """The name the user gave, e.g. ``agentrl-tiny`` or ``Qwen/Qwen3-0.6B``."""
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    """Most tokens, prompt and answer together, the model has positions for."""
+    eos_ids: frozenset[int]
+    """Tokens which end an answer: the generation config's and the tokenizer's."""
+
+
+def resolve_model(name: str) -> str:
+    """Where the weights of ``name`` are: a local folder, or the hub name as it is."""
+    if name == TINY_MODEL:
+        from agentrl_trainer.tiny import MODEL_DIR
+
+        if not (MODEL_DIR / "config.json").is_file():
+            raise ModelError(
+                f"model: the weights of {TINY_MODEL!r} are missing from {MODEL_DIR}. Reinstall "
+                "agentrl, or rebuild them with `python -m agentrl_trainer.tiny.pretrain`."
+            )
+        return str(MODEL_DIR)
+    if not name:
+        raise ModelError(
+            f"model: is empty. Give {TINY_MODEL!r}, a local folder or a Hugging Face name."
+        )
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"model: {name!r} is a folder without a config.json. Give a folder written by "
+                "`save_pretrained`, or a Hugging Face name."
+            )
+        return str(folder)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local:
+        raise ModelError(
+            f"model: there is no folder {name!r} (looked in {Path.cwd()}). Give {TINY_MODEL!r}, an "
+            "existing folder, or a Hugging Face name such as 'Qwen/Qwen3-0.6B'."
+        )
+    return name
+
+
+def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseModel:
+    """Load a decoder-only chat model in evaluation mode, its weights frozen.
+
+    ``device`` "auto": the first GPU, else the CPU. ``dtype`` "auto": the checkpoint's own type on a
+    GPU, float32 on a CPU (where half precision is slower and less exact).
+    """
+    source = resolve_model(name)
+    config = _load(name, lambda: AutoConfig.from_pretrained(source))
+    _require_decoder_only(name, config)
+    tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source))
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
+            "instruct version of the model, or set `tokenizer.chat_template` and save it."
+        )
+    target = _device(device)
+    kind = _dtype(dtype, target)
+    model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
+    model = cast(PreTrainedModel, model.to(target).eval().requires_grad_(False))
+    model.config.name_or_path = name if name == TINY_MODEL else source
+    return BaseModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        device=target,
+        dtype=model.dtype,
+        context_length=_context_length(name, config),
+        eos_ids=_eos_ids(model, tokenizer),
+    )
+
+
+def lora_config(
+    rank: int, alpha: float, targets: str | list[str] = "all-linear"
+) -> LoraConfig:
+    """LoRA without dropout; "all-linear" is every linear layer but the output embedding."""
+    if rank < 1:
+        raise ModelError(f"lora.rank: must be at least 1, not {rank}.")
+    return LoraConfig(
+        r=rank,
+        # PEFT types alpha as an int but only ever divides it; whole numbers stay ints on disk
+        # because vLLM reads the field as one.
+        lora_alpha=int(alpha) if float(alpha).is_integer() else cast(Any, alpha),
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def attach_adapter(
+    base: BaseModel | PeftModel, name: str, config: LoraConfig, seed: int
+) -> PeftModel:
+    """Add a fresh adapter: A drawn from ``seed`` alone, B zero, so it starts as the base model.
+
+    The global random state is left as it was, and trainable weights are float32 whatever the base.
+    """
+    if "." in name or not name:
+        raise ModelError(f"adapter: {name!r} is no usable name; it may not be empty or hold dots.")
+    with torch.random.fork_rng(devices=_cuda_devices()):
+        torch.manual_seed(seed)
+        if isinstance(base, PeftModel):
+            if name in base.peft_config:
+                raise ModelError(f"adapter: {name!r} is already attached to this model.")
+            base.add_adapter(name, config)
+            peft_model = base
+        else:
+            config.base_model_name_or_path = base.name
+            peft_model = cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
+    # PEFT takes the name from the model's own config, which for a local folder is only a path.
+    attached = peft_model.peft_config[name]
+    if not isinstance(base, PeftModel):
+        attached.base_model_name_or_path = base.name
+    elif others := [c for n, c in base.peft_config.items() if n != name]:
+        attached.base_model_name_or_path = others[0].base_model_name_or_path
+    return peft_model
+
+
+def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
+    """Write a PEFT folder; readers see either nothing or the whole of it.
+
+    Written beside ``folder`` under a temporary name, synced, then renamed. A folder which is
+    already there is replaced (versions normally get a new folder each, so this is a resume).
+    """
+    folder = Path(folder)
+    _require_adapter(peft_model, adapter_name)
+    state = get_peft_model_state_dict(
+        peft_model, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    config = peft_model.peft_config[adapter_name].to_dict()
+    config["inference_mode"] = True
+    # Sets have no order (nor a JSON form): sorted, so that equal adapters give equal files.
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
+    staging.mkdir()
+    try:
+        save_file(tensors, str(staging / WEIGHTS_FILE), metadata={"format": "pt"})
+        (staging / CONFIG_FILE).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str))
+        for part in (staging / WEIGHTS_FILE, staging / CONFIG_FILE, staging):
+            _fsync(part)
+        if folder.exists():
+            # rename() cannot replace a folder that has content: move the old one out of the way.
+            old = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.old"
+            os.rename(folder, old)
+            os.rename(staging, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(staging, folder)
+        _fsync(folder.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
+    """Copy a saved adapter into the attached one, in place: optimizer references stay valid."""
+    _require_adapter(peft_model, adapter_name)
+    path = Path(folder) / WEIGHTS_FILE
+    if not path.is_file():
+        raise ModelError(f"adapter: {path} does not exist; is {folder} a PEFT adapter folder?")
+    loaded = load_file(str(path))
+    state = get_peft_model_state_dict(
+        peft_model, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    if missing := sorted(state.keys() - loaded.keys()):
+        raise ModelError(_mismatch(folder, adapter_name, "lacks", missing))
+    if unexpected := sorted(loaded.keys() - state.keys()):
+        raise ModelError(_mismatch(folder, adapter_name, "has unknown", unexpected))
+    for key, tensor in state.items():
+        if tensor.shape != loaded[key].shape:
+            raise ModelError(
+                f"adapter: {key} in {folder} has shape {tuple(loaded[key].shape)}, but adapter "
+                f"{adapter_name!r} has {tuple(tensor.shape)}. Rank, targets and base model must be "
+                "those it was trained with."
+            )
+    with torch.no_grad():
+        for key, tensor in state.items():
+            tensor.copy_(loaded[key])
+
+
+def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a saved adapter, read from the header only."""
+    with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+def _load(name: str, load: Any) -> Any:
+    try:
+        return load()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model: could not load {name!r}: {error}\nGive {TINY_MODEL!r} (ships with agentrl), a "
+            "local folder, or the name of a model on Hugging Face; private models need "
+            "`hf auth login`."
+        ) from error
+
+
+def _require_decoder_only(name: str, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"model: {name!r} is an encoder-decoder ({config.model_type}); agentrl trains "
+            "decoder-only chat models. Choose for instance a Qwen3 or Llama instruct model."
+        )
+    parts = [p for p in ("vision_config", "audio_config") if getattr(config, p, None) is not None]
+    if parts:
+        raise ModelError(
+            f"model: {name!r} is multimodal ({config.model_type} has {', '.join(parts)}); agentrl "
+            "trains text models. Choose the text-only model of the family."
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(
+        config, "auto_map", None
+    ):
+        raise ModelError(
+            f"model: {name!r} ({config.model_type}) is not a causal language model. Choose for "
+            "instance a Qwen3 or Llama instruct model."
+        )
+
+
+def _context_length(name: str, config: Any) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 2:
+        raise ModelError(
+            f"model: the config.json of {name!r} has no max_position_embeddings, so its context "
+            "length is unknown. Add the field to a local copy of the model."
+        )
+    return length
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    ids = [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+    own = tokenizer.eos_token_id
+    if isinstance(own, int):
+        ids.append(own)
+    return frozenset(int(i) for i in ids)
+
+
+def _device(device: str) -> torch.device:
+    if device != "auto":
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ModelError(f"device: {device!r} is no torch device: {error}") from error
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ModelError(f"dtype: {dtype!r} is unknown; use auto, float32, bfloat16 or float16.")
+    return found
+
+
+def _cuda_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+
+
+def _require_adapter(peft_model: PeftModel, name: str) -> None:
+    if name not in peft_model.peft_config:
+        known = ", ".join(sorted(peft_model.peft_config)) or "none"
+        raise ModelError(f"adapter: {name!r} is not attached to this model (attached: {known}).")
+
+
+def _mismatch(folder: str | Path, name: str, what: str, keys: list[str]) -> str:
+    shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return (
+        f"adapter: {folder} {what} tensors {shown}, compared with adapter {name!r}. Targets and "
+        "base model must be those it was trained with."
+    )
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,29 @@
+"""The embedded sampler: continuous batching over any causal language model with full attention."""
+
+from agentrl_trainer.sampler.engine import Handle, SamplerEngine, check_params
+from agentrl_trainer.sampler.types import (
+    Event,
+    Finished,
+    FinishReason,
+    RequestError,
+    RequestErrorCode,
+    SampleParams,
+    SampleRequest,
+    SamplerStats,
+    Token,
+)
+
+__all__ = [
+    "Event",
+    "Finished",
+    "FinishReason",
+    "Handle",
+    "RequestError",
+    "RequestErrorCode",
+    "SampleParams",
+    "SampleRequest",
+    "SamplerEngine",
+    "SamplerStats",
+    "Token",
+    "check_params",
+]

@@ -1,0 +1,300 @@
+"""Key/value storage: dense rows for the sequences being computed, and a prefix cache beside them.
+
+Knows: tensors and the transformers ``Cache`` interface. Does not know: requests, sampling, LoRA.
+
+A ``RowCache`` is one rectangle ``[layers, rows, time, kv_heads, head_dim]``. Rows in use are always
+the first ones (removing a row moves the last one into the hole), so a decode step attends over a
+*view* and copies nothing: on a CPU, gathering scattered rows costs as much as the attention itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+MIN_ROWS = 4
+MIN_TIME = 64
+# Storage is kept finite and the view's length rounded to this: GPU attention kernels want it.
+TIME_STEP = 16
+# Sharing fewer tokens than this is not worth a copy, let alone a wait.
+MIN_PREFIX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Per token and layer: keys are ``[heads, key_dim]``, values ``[heads, value_dim]``."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class KV:
+    """Keys and values of a run of tokens: two tensors ``[layers, tokens, heads, dim]``."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.keys.shape[1]
+
+
+class Budget:
+    """Counts allocated key/value tokens, and frees the prefix cache when they run out."""
+
+    def __init__(self, tokens: int) -> None:
+        self.limit = tokens
+        self.used = 0
+        self.evict: Callable[[], bool] = lambda: False
+        """Drops the least recently used prefix; False when there is none."""
+
+    def fits(self, tokens: int) -> bool:
+        """Whether ``tokens`` more can be had, evicting prefixes if that is what it takes."""
+        while self.used + tokens > self.limit:
+            if not self.evict():
+                return False
+        return True
+
+
+class _RowLayer(CacheLayerMixin):
+    """One layer of a RowCache: writes the new tokens where the current step says."""
+
+    def __init__(self, rows: RowCache, index: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self._index = index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
+        return self._rows.write(self._index, key_states, value_states)
+
+    # The engine passes a ready 4D mask and positions, so the model never needs these; they say the
+    # truth for a model that asks anyway.
+    def get_seq_length(self) -> int:
+        return self._rows.view
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._rows.view, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RowCache(Cache):
+    def __init__(self, shape: KVShape, budget: Budget) -> None:
+        super().__init__(layers=[_RowLayer(self, i) for i in range(shape.layers)])
+        self.shape = shape
+        self.count = 0
+        """Rows in use: 0 to count - 1."""
+        self._budget = budget
+        self._keys, self._values = self._empty(0, 0)
+        # Set by begin(): the flat slots new tokens go to, and how much of the rows is attended to.
+        self._targets = torch.empty(0, dtype=torch.long)
+        self.view = 0
+
+    @property
+    def rows(self) -> int:
+        return self._keys.shape[1]
+
+    @property
+    def time(self) -> int:
+        return self._keys.shape[2]
+
+    def begin(self, targets: torch.Tensor, view: int) -> None:
+        """Prepare a forward: ``targets`` ``[batch * new]`` flat slots (row * time + position)."""
+        self._targets = targets
+        self.view = view
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = keys.shape[0]
+        stored_k, stored_v = self._keys[layer], self._values[layer]
+        stored_k.view(-1, *stored_k.shape[2:]).index_copy_(
+            0, self._targets, keys.transpose(1, 2).flatten(0, 1)
+        )
+        stored_v.view(-1, *stored_v.shape[2:]).index_copy_(
+            0, self._targets, values.transpose(1, 2).flatten(0, 1)
+        )
+        return (
+            stored_k[:batch, : self.view].transpose(1, 2),
+            stored_v[:batch, : self.view].transpose(1, 2),
+        )
+
+    def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:
+        """Make room for ``rows`` rows of ``time`` tokens; False if the budget forbids it.
+
+        Grows by doubling while the budget allows, else to just what is asked for.
+        ``force`` allocates beyond the budget: a lone sequence must be able to go on.
+        """
+        if rows <= self.rows and time <= self.time:
+            return True
+        time = -(-time // TIME_STEP) * TIME_STEP
+        held = self.rows * self.time
+        for want_rows, want_time in (
+            (_grown(rows, self.rows, MIN_ROWS), _grown(time, self.time, MIN_TIME)),
+            (max(rows, self.count), time if time > self.time else self.time),
+        ):
+            extra = want_rows * want_time - held
+            if self._budget.used + extra <= self._budget.limit:
+                break
+        else:
+            if not self._budget.fits(extra) and not force:
+                return False
+        self._resize(want_rows, want_time)
+        return True
+
+    def append(self) -> int:
+        """Take the next free row (reserve() it first)."""
+        assert self.count < self.rows
+        self.count += 1
+        return self.count - 1
+
+    def remove(self, row: int, last_length: int) -> None:
+        """Give back a row; the last row, holding ``last_length`` tokens, moves into its place."""
+        last = self.count - 1
+        if row != last:
+            self._keys[:, row, :last_length] = self._keys[:, last, :last_length]
+            self._values[:, row, :last_length] = self._values[:, last, :last_length]
+        self.count -= 1
+        if not self.count and self.rows * self.time > 16 * MIN_ROWS * MIN_TIME:
+            self._resize(0, 0)
+
+    def load(self, row: int, source: KV, length: int) -> None:
+        """Copy the first ``length`` tokens of ``source`` into a row."""
+        self._keys[:, row, :length] = source.keys[:, :length]
+        self._values[:, row, :length] = source.values[:, :length]
+
+    def peek(self, row: int, length: int) -> KV:
+        """A view of the first ``length`` tokens of a row: valid until the next change."""
+        return KV(self._keys[:, row, :length], self._values[:, row, :length])
+
+    def export(self, row: int, length: int) -> KV:
+        """A copy of the first ``length`` tokens of a row."""
+        view = self.peek(row, length)
+        return KV(view.keys.clone(), view.values.clone())
+
+    def scrub(self, row: int) -> None:
+        """Zero a row that may hold NaN: masked slots are multiplied by 0, and 0 * NaN is NaN."""
+        self._keys[:, row].zero_()
+        self._values[:, row].zero_()
+
+    def free(self) -> None:
+        self.count = 0
+        self._resize(0, 0)
+
+    def _resize(self, rows: int, time: int) -> None:
+        keys, values = self._empty(rows, time)
+        kept_rows, kept_time = min(self.count, rows), min(self.time, time)
+        keys[:, :kept_rows, :kept_time] = self._keys[:, :kept_rows, :kept_time]
+        values[:, :kept_rows, :kept_time] = self._values[:, :kept_rows, :kept_time]
+        self._budget.used += rows * time - self.rows * self.time
+        self._keys, self._values = keys, values
+
+    def _empty(self, rows: int, time: int) -> tuple[torch.Tensor, torch.Tensor]:
+        s = self.shape
+        size = (s.layers, rows, time, s.heads)
+        # Zeros, not empty: masked slots take part in the product with weight 0 and must be finite.
+        keys = torch.zeros(*size, s.key_dim, dtype=s.dtype, device=s.device)
+        return keys, torch.zeros(*size, s.value_dim, dtype=s.dtype, device=s.device)
+
+
+def _grown(want: int, have: int, least: int) -> int:
+    return have if want <= have else max(want, 2 * have, least)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix (bisection: list slices compare at C speed)."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Keys and values of the tokens of a finished sequence."""
+
+    owner: object
+    """The adapter version which computed them: no other may use them."""
+    tokens: list[int]
+    kv: KV
+
+
+class PrefixStore:
+    """Keys and values of finished sequences, least recently used first."""
+
+    def __init__(self, budget: Budget, most: int) -> None:
+        self._budget = budget
+        self._most = most
+        self._entries: dict[Prefix, None] = {}
+        budget.evict = self.evict_oldest
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def of(self, owner: object) -> list[Prefix]:
+        return [e for e in self._entries if e.owner is owner]
+
+    def wants(self, owner: object, tokens: list[int]) -> bool:
+        """Whether these tokens are worth storing: long enough, and not stored already."""
+        size = len(tokens)
+        return size >= MIN_PREFIX and not any(
+            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1]
+            and e.tokens[:size] == tokens
+            for e in self.of(owner)
+        )
+
+    def add(self, owner: object, tokens: list[int], kv: KV) -> None:
+        # A conversation's next turn contains the one before: keep only the longer.
+        for entry in self.of(owner):
+            size = len(entry.tokens)
+            if size <= len(tokens) and tokens[:size] == entry.tokens:
+                self._drop(entry)
+        while len(self._entries) >= self._most:
+            self.evict_oldest()
+        if self._budget.fits(len(kv)):
+            self._entries[Prefix(owner, tokens, kv)] = None
+            self._budget.used += len(kv)
+
+    def touch(self, entry: Prefix) -> None:
+        if entry in self._entries:
+            self._entries[entry] = self._entries.pop(entry)
+
+    def evict_oldest(self) -> bool:
+        entry = next(iter(self._entries), None)
+        if entry is None:
+            return False
+        self._drop(entry)
+        return True
+
+    def drop_owner(self, owner: object) -> None:
+        for entry in self.of(owner):
+            self._drop(entry)
+
+    def _drop(self, entry: Prefix) -> None:
+        del self._entries[entry]
+        self._budget.used -= len(entry.kv)

@@ -1,0 +1,178 @@
+"""One forward of the model over rows of a RowCache, and the check that this model allows it.
+
+Knows: transformers models, attention. Does not know: requests, sampling, adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from agentrl_trainer.model import BaseModel, ModelError
+from agentrl_trainer.sampler.cache import TIME_STEP, Budget, KVShape, RowCache
+
+ATTENTION = "agentrl_sdpa"
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """SDPA which, for one new token per row, never copies the cache.
+
+    transformers repeats keys and values for grouped-query attention whenever there is a mask: at a
+    batch of 64 and 1,000 tokens that copy costs nine times the attention. With a single query the
+    heads of a group can stand in for query positions instead. Query ``[batch, heads, new, dim]``.
+    """
+    batch, heads, new, dim = query.shape
+    groups = key.shape[1]
+    if new != 1 or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,  # type: ignore[arg-type]
+        )  # fmt: skip
+    out = F.scaled_dot_product_attention(
+        query.reshape(batch, groups, heads // groups, dim),
+        key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling,
+    )  # fmt: skip
+    return out.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class Forward:
+    """Runs the model. Construction proves that the model can be served this way, or raises."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self.model = base.model
+        self.device = base.device
+        self.shape = _kv_shape(base)
+        self._additive = not getattr(base.model, "_supports_sdpa", False)
+        self._self_check(base)
+
+    @property
+    def context_length(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    def __call__(
+        self, rows: RowCache, chunks: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits ``[batch, vocab]`` after the last token of each chunk.
+
+        Row i of ``rows`` holds ``starts[i]`` tokens and gets ``chunks[i]`` on top. Shorter chunks
+        are padded by *repeating their last token at its own position*: it overwrites itself with
+        the same keys, and the last column holds every row's last token.
+        """
+        longest = max(map(len, chunks))
+        time = rows.time
+        ids: list[list[int]] = []
+        positions: list[list[int]] = []
+        targets: list[list[int]] = []
+        for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
+            size, pad = len(chunk), longest - len(chunk)
+            end = start + size
+            ids.append([*chunk, *[chunk[-1]] * pad])
+            at = [*range(start, end), *[end - 1] * pad]
+            positions.append(at)
+            offset = row * time
+            targets.append([offset + p for p in at])
+        packed = torch.tensor([ids, positions, targets], device=self.device)
+        position_ids = packed[1]
+        end = max(p[-1] for p in positions) + 1
+        view = min(-(-end // TIME_STEP) * TIME_STEP, time)
+        rows.begin(packed[2].flatten(), view)
+        mask = torch.arange(view, device=self.device) <= position_ids[:, None, :, None]
+        if self._additive:
+            # Eager attention adds its mask.
+            lowest = torch.finfo(self.model.dtype).min
+            mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill(
+                ~mask, lowest
+            )
+        out = self.model(
+            input_ids=packed[0],
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=rows,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    @torch.inference_mode()
+    def _self_check(self, base: BaseModel) -> None:
+        """Compare with a plain forward: two rows of different length, each fed in two chunks."""
+        vocab = base.model.get_input_embeddings().weight.shape[0]
+        tokens = [(i * 7919 + 13) % vocab for i in range(12)]
+        first, second = tokens[:9], tokens[3:8]
+        expected = [
+            base.model(torch.tensor([t], device=self.device)).logits[0, -1].float()
+            for t in (first, second)
+        ]
+        implementation = "eager" if self._additive else ATTENTION
+        base.model.set_attn_implementation(implementation)
+        rows = RowCache(self.shape, Budget(10**9))
+        rows.reserve(2, 9)
+        rows.append(), rows.append()
+        try:
+            self(rows, [first[:5], second[:4]], [0, 0])
+            found = self(rows, [first[5:], second[4:]], [5, 4]).float()
+            step = self(rows, [first[8:], second[4:]], [8, 4]).float()
+        except Exception as error:
+            raise ModelError(_cannot(base, f"its forward rejects our cache: {error}")) from error
+        scale = max(float(e.abs().max()) for e in expected)
+        limit = (2e-4 if base.dtype == torch.float32 else 0.1) * max(scale, 1.0)
+        for logits in (found, step):
+            worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
+            if not worst <= limit:
+                raise ModelError(_cannot(base, f"logits differ by {worst:.2g} from a plain run"))
+
+
+@torch.inference_mode()
+def _kv_shape(base: BaseModel) -> KVShape:
+    """Ask the model what it caches, by running one token."""
+    cache = DynamicCache(config=base.model.config)
+    odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    if odd:
+        raise ModelError(_cannot(base, f"it has layers without full attention ({', '.join(odd)})"))
+    base.model(
+        torch.zeros(1, 1, dtype=torch.long, device=base.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    found = {
+        (tuple(layer.keys.shape), tuple(layer.values.shape), layer.keys.dtype)
+        for layer in cache.layers
+        if layer.keys is not None and layer.values is not None
+    }
+    if len(found) != 1:
+        raise ModelError(_cannot(base, f"its layers cache different shapes: {sorted(map(str, found))}"))
+    ((_, heads, _, key_dim), (_, _, _, value_dim), dtype) = found.pop()
+    return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, base.device)
+
+
+def _cannot(base: BaseModel, why: str) -> str:
+    kind = base.model.config.model_type
+    return (
+        f"model: the embedded sampler cannot serve {base.name!r} ({kind}): {why}. Use a model with "
+        "full attention in every layer (Qwen3, Llama, ...), or sample with vLLM."
+    )
+
+
+def supports(model: PreTrainedModel) -> bool:
+    """Whether every layer of the model has full attention."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)

@@ -1,0 +1,137 @@
+"""From logits to tokens: one uniform number per token, inverted through the filtered distribution.
+
+Knows: logits and sampling parameters. Does not know: requests, caches, models.
+
+One uniform per token makes a seeded sequence independent of its neighbours (each sequence owns its
+generator, and consumes exactly one number a step), and costs O(vocab) vector work only.
+A grammar would go in as a ``[rows, vocab]`` mask added to the logits before ``_uniform_pick``; the
+log-probabilities stay those of the raw logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from agentrl_trainer.sampler.types import SampleParams
+
+_BLOCK = 64
+
+
+class Uniforms:
+    """The uniform numbers of one sequence: a function of the key and the step only."""
+
+    def __init__(self, *key: int) -> None:
+        entropy = [part & 0xFFFFFFFFFFFFFFFF for part in key]
+        self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        self._block: list[float] = []
+        self._next = 0
+
+    def next(self) -> float:
+        """In [0, 1). Drawn in blocks: one call of numpy costs as much as a whole block."""
+        if self._next == len(self._block):
+            self._block = self._generator.random(_BLOCK).tolist()
+            self._next = 0
+        self._next += 1
+        return self._block[self._next - 1]
+
+
+@dataclass(slots=True)
+class Picked:
+    """One entry per row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    tops: list[list[tuple[int, float]]]
+
+
+def pick(
+    logits: torch.Tensor, params: Sequence[SampleParams], uniforms: Sequence[Uniforms]
+) -> Picked:
+    """Sample one token per row of ``logits`` ``[rows, vocab]``.
+
+    Log-probabilities are of the raw logits in float32, whatever temperature and filters are.
+    """
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if all(p.temperature == 0 for p in params):
+        ids = logits.argmax(dim=-1)
+    else:
+        ids = _sampled(logits, logprobs, params, uniforms)
+    chosen = logprobs.gather(1, ids[:, None])[:, 0]
+    most = max(p.top_logprobs for p in params)
+    tops: list[list[tuple[int, float]]] = [[] for _ in params]
+    if most:
+        top_values, top_ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+        values, indices = top_values.tolist(), top_ids.tolist()
+        for row, p in enumerate(params):
+            k = p.top_logprobs
+            tops[row] = list(zip(indices[row][:k], values[row][:k], strict=True))
+    return Picked(ids.tolist(), chosen.tolist(), tops)
+
+
+def _sampled(
+    logits: torch.Tensor,
+    logprobs: torch.Tensor,
+    params: Sequence[SampleParams],
+    uniforms: Sequence[Uniforms],
+) -> torch.Tensor:
+    greedy = [i for i, p in enumerate(params) if p.temperature == 0]
+    scaled = logits
+    weights = logprobs
+    if any(p.temperature != 1 for p in params):
+        temperature = logits.new_tensor([p.temperature or 1.0 for p in params])
+        scaled = logits / temperature[:, None]
+        weights = torch.log_softmax(scaled, dim=-1)
+    probs = weights.exp()
+    # A greedy row consumes no number: nothing it does depends on one.
+    u = torch.tensor(
+        [0.0 if p.temperature == 0 else s.next() for p, s in zip(params, uniforms, strict=True)],
+        dtype=torch.float64,
+        device=logits.device,
+    )
+    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
+    if len(filtered) < len(params):
+        ids = _invert(probs, u)
+    else:
+        ids = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    if filtered:
+        rows = torch.tensor(filtered, device=logits.device)
+        ids[rows] = _filtered_pick(probs[rows], u[rows], [params[i] for i in filtered])
+    if greedy:
+        rows = torch.tensor(greedy, device=logits.device)
+        ids[rows] = logits[rows].argmax(dim=-1)
+    return ids
+
+
+def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """First index whose cumulative probability exceeds ``u`` times the total; ``[rows]``.
+
+    float64: with 150,000 tokens a float32 running sum would lose the tail. A token of probability 0
+    never moves the sum, so it is never the first to exceed anything.
+    """
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    found = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp_(max=probs.shape[1] - 1)
+
+
+def _filtered_pick(
+    probs: torch.Tensor, u: torch.Tensor, params: Sequence[SampleParams]
+) -> torch.Tensor:
+    """Top-k, then top-p of what is left (renormalised), as everybody else does."""
+    vocab = probs.shape[1]
+    # Stable, so that equally likely tokens are kept in the same order on every machine.
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=probs.device)
+    top_k = torch.tensor([p.top_k or vocab for p in params], device=probs.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None], 0.0)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=probs.device)
+    cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
+    # Keep a token if those before it do not yet reach top_p: the first is always kept.
+    before = cumulative - ordered
+    cut = (before >= top_p[:, None] * cumulative[:, -1:]) & (top_p < 1)[:, None]
+    cut[:, 0] = False
+    return order.gather(1, _invert(ordered.masked_fill(cut, 0.0), u)[:, None])[:, 0]

@@ -1,0 +1,224 @@
+"""From the calls of one attempt to the token paths that train: the call graph.
+
+Pure functions over recorded calls: no torch, no store, no models. A call *extends* another when its
+prompt begins with that call's prompt and response, token by token. This makes a forest, one per
+adapter, which is cut into chains from a root (or a fork) down to a leaf. Each chain is a
+trajectory, and each sampled token trains in exactly one of them:
+
+    A ── B ── C        trajectory 1: tokens of C, training A, B and C
+     └── D             trajectory 2: tokens of D, training D (A is context here)
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl_tracer.schemas import Call, CallState, SkipReason
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where the response of one call lies in its trajectory: ``tokens[start:end]``."""
+
+    call_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A root→leaf token path of one attempt's call graph, training one adapter.
+
+    Invariants: the four lists have one length, at most ``max_length``; position 0 is never masked;
+    ``mask`` is true exactly on the union of ``turns``, which do not overlap and are in order.
+    """
+
+    adapter: str
+    tokens: list[int]
+    mask: list[bool]  # sampled tokens which train here
+    logprobs: list[float]  # of the sampling policy; 0 where not masked
+    versions: list[int]  # of the adapter that sampled the token; -1 where not masked
+    turns: list[Turn]
+    temperature: float | None
+    """As asked for by its calls (1 where they did not say); None when they differ."""
+
+    @property
+    def call_ids(self) -> list[str]:
+        """The calls whose tokens train here."""
+        return [turn.call_id for turn in self.turns]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySet:
+    """Every call of the attempt is in the ``turns`` of one trajectory or in ``skipped``."""
+
+    trajectories: list[Trajectory]
+    skipped: dict[str, SkipReason]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a call is screened against. ``adapters`` None: whichever adapter answered trains."""
+
+    max_length: int  # tokens, prompt and response together
+    adapters: Collection[str] | None = None
+    oldest_version: Mapping[str, int] | None = None  # by adapter
+
+
+def _malformed(call: Call) -> bool:
+    if len(call.response_ids) != len(call.response_logprobs) or call.adapter_version is None:
+        return True
+    if not call.prompt_ids:  # the first token of a path has no log-probability
+        return True
+    if any(not 0 <= token < 2**31 for ids in (call.prompt_ids, call.response_ids) for token in ids):
+        return True
+    # A log-prob a hair above 0 is rounding. NaN fails the comparison, so it is caught as well.
+    return not all(-math.inf < logprob <= 1e-3 for logprob in call.response_logprobs)
+
+
+def _foreign(call: Call, limits: Limits) -> bool:
+    return call.adapter is None or (
+        limits.adapters is not None and call.adapter not in limits.adapters
+    )
+
+
+def _stale(call: Call, limits: Limits) -> bool:
+    oldest = (limits.oldest_version or {}).get(call.adapter or "")
+    return oldest is not None and call.adapter_version is not None and call.adapter_version < oldest
+
+
+# The first row that applies is the call's one reason. Read it from "not ours to train" through
+# "never finished" and "unusable" to "usable, but out of bounds".
+_SCREEN: tuple[tuple[SkipReason, Callable[[Call, Limits], bool]], ...] = (
+    (SkipReason.NOT_TRAINABLE_MODEL, _foreign),
+    # Calls are judged once their attempt is sealed, so one still open was not done by then.
+    (SkipReason.LATE_CALL, lambda call, _: call.state is CallState.OPEN),
+    (SkipReason.CLIENT_DISCONNECTED, lambda call, _: call.state is CallState.CANCELLED),
+    (SkipReason.SAMPLER_ERROR, lambda call, _: call.state is CallState.ERROR),
+    (SkipReason.EMPTY_RESPONSE, lambda call, _: not call.response_ids),
+    (SkipReason.MALFORMED_RECORD, lambda call, _: _malformed(call)),
+    (
+        SkipReason.TOO_LONG,
+        lambda call, limits: len(call.prompt_ids) + len(call.response_ids) > limits.max_length,
+    ),
+    (SkipReason.STALE, _stale),
+)
+
+
+def judge(
+    call: Call,
+    *,
+    max_length: int,
+    adapters: Collection[str] | None = None,
+    oldest_version: Mapping[str, int] | None = None,
+) -> SkipReason | None:
+    """Why this call of a winning attempt cannot train, by itself; None if it can.
+
+    What the gateway already knew (a client's retry, a late call, one it lost) stands on the record.
+    """
+    if call.skip_reason is not None:
+        return call.skip_reason
+    limits = Limits(max_length, adapters, oldest_version)
+    return next((reason for reason, applies in _SCREEN if applies(call, limits)), None)
+
+
+def build_trajectories(
+    calls: Sequence[Call],
+    *,
+    max_length: int,
+    adapters: Collection[str] | None = None,
+    oldest_version: Mapping[str, int] | None = None,
+) -> TrajectorySet:
+    """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect."""
+    if len({call.attempt_id for call in calls}) > 1:
+        raise ValueError("calls of several attempts: a trajectory belongs to one attempt")
+    if len({call.id for call in calls}) < len(calls):
+        raise ValueError("two calls share an id")
+
+    ordered = sorted(calls, key=lambda call: (call.seq, call.choice, call.id))
+    skipped: dict[str, SkipReason] = {}
+    kept: dict[str, list[Call]] = {}
+    for call in ordered:
+        reason = judge(
+            call, max_length=max_length, adapters=adapters, oldest_version=oldest_version
+        )
+        if reason is not None:
+            skipped[call.id] = reason
+        elif call.adapter is not None:  # always so: judge refuses the base model
+            kept.setdefault(call.adapter, []).append(call)
+
+    # One forest per adapter. What other adapters (or skipped calls) said is in the prompts of the
+    # calls that follow, so it is context there without further ado.
+    trajectories = [
+        _trajectory(adapter, chain)
+        for adapter in sorted(kept)
+        for chain in _chains(kept[adapter], _parents(kept[adapter]))
+    ]
+    return TrajectorySet(trajectories, skipped)
+
+
+def _parents(calls: Sequence[Call]) -> list[int | None]:
+    """For each call, the index of the longest one it extends; of equals, the first."""
+    # Packed ids: bytes.startswith is a memcmp that stops at the first difference and copies
+    # nothing, so trying all pairs stays cheap for hundreds of calls with long prompts.
+    prompts = [array("i", call.prompt_ids).tobytes() for call in calls]
+    wholes = [
+        prompt + array("i", call.response_ids).tobytes()
+        for prompt, call in zip(prompts, calls, strict=True)
+    ]
+    longest_first = sorted(range(len(calls)), key=lambda i: (-len(wholes[i]), i))
+    # No call can extend itself or form a cycle: responses are not empty, so a parent is shorter.
+    return [
+        next((i for i in longest_first if prompt.startswith(wholes[i])), None) for prompt in prompts
+    ]
+
+
+def _chains(calls: Sequence[Call], parents: Sequence[int | None]) -> list[list[Call]]:
+    """Cut the forest into root→leaf chains: at a fork, the first child continues the chain."""
+    continued_by: dict[int, int] = {}
+    for child, parent in enumerate(parents):
+        if parent is not None:
+            continued_by.setdefault(parent, child)
+    continuations = set(continued_by.values())
+
+    chains: list[list[Call]] = []
+    for start in range(len(calls)):
+        if start in continuations:
+            continue
+        chain, at = [], start
+        while True:
+            chain.append(calls[at])
+            if at not in continued_by:
+                break
+            at = continued_by[at]
+        chains.append(chain)
+    return chains
+
+
+def _trajectory(adapter: str, chain: Sequence[Call]) -> Trajectory:
+    """The last call's tokens hold all the others'; each call of the chain marks its own."""
+    leaf = chain[-1]
+    tokens = [*leaf.prompt_ids, *leaf.response_ids]
+    mask = [False] * len(tokens)
+    logprobs = [0.0] * len(tokens)
+    versions = [-1] * len(tokens)
+    turns: list[Turn] = []
+    for call in chain:
+        start = len(call.prompt_ids)
+        end = start + len(call.response_ids)
+        mask[start:end] = [True] * (end - start)
+        logprobs[start:end] = call.response_logprobs
+        versions[start:end] = [-1 if call.adapter_version is None else call.adapter_version] * (
+            end - start
+        )
+        turns.append(Turn(call.id, start, end))
+    return Trajectory(adapter, tokens, mask, logprobs, versions, turns, _temperature(chain))
+
+
+def _temperature(chain: Iterable[Call]) -> float | None:
+    asked = {call.params.get("temperature") for call in chain}
+    values = {1.0 if temperature is None else float(temperature) for temperature in asked}
+    return values.pop() if len(values) == 1 else None
