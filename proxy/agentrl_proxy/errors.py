@@ -74,7 +74,9 @@ def attempt_sealed(state: str) -> ApiError:
 
 
 def model_not_found(model: str) -> ApiError:
-    return ApiError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
+    return ApiError(
+        404, f"the model {model!r} does not exist", param="model", code="model_not_found"
+    )
 
 
 def context_length_exceeded(prompt_tokens: int, context_length: int) -> ApiError:

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from .errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError, invalid
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128

@@ -37,7 +37,7 @@ _CLIP_DEFAULTS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 def cross_entropy(
     logprobs: Tensor, sampling: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig
 ) -> LossResult:
-    """Weighted negative log-likelihood; the advantages are the weights, ``sampling`` only metric."""
+    """Weighted negative log-likelihood: advantages are weights, ``sampling`` is for metrics."""
     _options(config, {})
     lp, log_ratio, weights = _masked(logprobs, sampling, advantages, mask)
     return -(lp * weights).sum(), token_sums(lp, log_ratio, mask)

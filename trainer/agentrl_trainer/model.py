@@ -8,10 +8,12 @@ An adapter on disk is always a standard PEFT folder (``adapter_config.json`` and
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 import uuid
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -105,7 +107,6 @@ def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseMo
     kind = _dtype(dtype, target)
     model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
     model = cast(PreTrainedModel, model.to(target).eval().requires_grad_(False))
-    model.config.name_or_path = name if name == TINY_MODEL else source
     return BaseModel(
         model=model,
         tokenizer=tokenizer,
@@ -117,9 +118,7 @@ def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseMo
     )
 
 
-def lora_config(
-    rank: int, alpha: float, targets: str | list[str] = "all-linear"
-) -> LoraConfig:
+def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
     """LoRA without dropout; "all-linear" is every linear layer but the output embedding."""
     if rank < 1:
         raise ModelError(f"lora.rank: must be at least 1, not {rank}.")
@@ -144,23 +143,21 @@ def attach_adapter(
     """
     if "." in name or not name:
         raise ModelError(f"adapter: {name!r} is no usable name; it may not be empty or hold dots.")
-    with torch.random.fork_rng(devices=_cuda_devices()):
+    config = copy.deepcopy(config)  # PEFT resolves the targets in place: one config, many adapters
+    with torch.random.fork_rng(devices=_cuda_devices()), warnings.catch_warnings():
+        # PEFT dislikes names such as "a", parts of its own "lora_"; our reading does not mind.
+        warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
         torch.manual_seed(seed)
         if isinstance(base, PeftModel):
             if name in base.peft_config:
                 raise ModelError(f"adapter: {name!r} is already attached to this model.")
+            others = next(iter(base.peft_config.values()))
+            config.base_model_name_or_path = others.base_model_name_or_path
             base.add_adapter(name, config)
-            peft_model = base
-        else:
-            config.base_model_name_or_path = base.name
-            peft_model = cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
-    # PEFT takes the name from the model's own config, which for a local folder is only a path.
-    attached = peft_model.peft_config[name]
-    if not isinstance(base, PeftModel):
-        attached.base_model_name_or_path = base.name
-    elif others := [c for n, c in base.peft_config.items() if n != name]:
-        attached.base_model_name_or_path = others[0].base_model_name_or_path
-    return peft_model
+            return base
+        # PEFT writes this into adapter_config.json, and would write a path for a local folder.
+        base.model.__dict__["name_or_path"] = base.name
+        return cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
 
 
 def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:

@@ -15,8 +15,8 @@ from agentrl_trainer.sampler.types import (
 
 __all__ = [
     "Event",
-    "Finished",
     "FinishReason",
+    "Finished",
     "Handle",
     "RequestError",
     "RequestErrorCode",

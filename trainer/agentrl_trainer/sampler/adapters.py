@@ -11,13 +11,14 @@ away and sampling would no longer be the policy the trainer computes.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
-from peft import PeftModel
+from peft import LoraModel, PeftModel
 from safetensors.torch import load_file
 
 from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError
@@ -25,6 +26,7 @@ from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelErr
 MERGE_BELOW = 200_000_000
 """Parameters of the base model up to which adapters are merged (float32 only)."""
 
+_serial = itertools.count()
 _PREFIX = "base_model.model."
 
 
@@ -32,14 +34,15 @@ _PREFIX = "base_model.model."
 class Prepared:
     """An adapter version read from disk, ready to be used on the engine's thread."""
 
-    key: str
     folder: Path
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Merged: module name to adapted weight. Unmerged: empty."""
+    key: str = field(default_factory=lambda: f"v{next(_serial)}")
+    """What PEFT knows it by: unique, since two versions of an adapter live side by side."""
 
 
 class AdapterWeights(Protocol):
-    def prepare(self, key: str, folder: str | Path) -> Prepared:
+    def prepare(self, folder: str | Path) -> Prepared:
         """Read and check an adapter folder. Any thread; does not touch the model."""
         ...
 
@@ -70,13 +73,13 @@ class MergedWeights:
         self._active: Prepared | None = None
 
     @torch.no_grad()
-    def prepare(self, key: str, folder: str | Path) -> Prepared:
+    def prepare(self, folder: str | Path) -> Prepared:
         folder = Path(folder)
         merged: dict[str, torch.Tensor] = {}
         for name, (a, b, scale) in read_lora(folder).items():
             weight = self._original.get(name)
             if weight is None:
-                raise ModelError(f"adapter: {folder} adapts {name!r}, no linear layer of the model.")
+                raise ModelError(f"adapter: {folder} adapts {name!r}: no linear layer here.")
             if (b.shape[0], a.shape[1]) != tuple(weight.shape):
                 raise ModelError(
                     f"adapter: {folder} was trained on another model: {name} is "
@@ -84,7 +87,7 @@ class MergedWeights:
                 )
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
-        return Prepared(key, folder, merged)
+        return Prepared(folder, merged)
 
     def install(self, prepared: Prepared) -> None:
         pass
@@ -113,9 +116,9 @@ class PeftWeights:
         self._peft: PeftModel | None = None
         self._active: Prepared | None = None
 
-    def prepare(self, key: str, folder: str | Path) -> Prepared:
+    def prepare(self, folder: str | Path) -> Prepared:
         read_lora(Path(folder))
-        return Prepared(key, Path(folder))
+        return Prepared(Path(folder))
 
     def install(self, prepared: Prepared) -> None:
         # Inference tensors made here could not be told from parameters later: leave the mode.
@@ -134,10 +137,10 @@ class PeftWeights:
         if prepared is self._active or self._peft is None:
             return
         if prepared is None:
-            self._peft.base_model.disable_adapter_layers()
+            cast(LoraModel, self._peft.base_model).disable_adapter_layers()
         else:
             if self._active is None:
-                self._peft.base_model.enable_adapter_layers()
+                cast(LoraModel, self._peft.base_model).enable_adapter_layers()
             self._peft.set_adapter(prepared.key)
         self._active = prepared
 
@@ -151,7 +154,7 @@ class PeftWeights:
 
 
 def read_lora(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Module name to (A ``[rank, in]``, B ``[out, rank]``, scale) of a plain LoRA in PEFT format."""
+    """Module name to (A ``[rank, in]``, B ``[out, rank]``, scale) of a plain LoRA."""
     for part in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / part).is_file():
             raise ModelError(f"adapter: {folder / part} is missing; is it a PEFT adapter folder?")

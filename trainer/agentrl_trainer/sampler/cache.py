@@ -19,6 +19,8 @@ MIN_ROWS = 4
 MIN_TIME = 64
 # Storage is kept finite and the view's length rounded to this: GPU attention kernels want it.
 TIME_STEP = 16
+# An empty rectangle of up to so many tokens is kept for the next sequence.
+KEEP_EMPTY = 4096
 # Sharing fewer tokens than this is not worth a copy, let alone a wait.
 MIN_PREFIX = 8
 
@@ -150,7 +152,8 @@ class RowCache(Cache):
         held = self.rows * self.time
         for want_rows, want_time in (
             (_grown(rows, self.rows, MIN_ROWS), _grown(time, self.time, MIN_TIME)),
-            (max(rows, self.count), time if time > self.time else self.time),
+            # Callers say what *all* rows need, so this may shrink a rectangle that was once longer.
+            (max(rows, self.count), time),
         ):
             extra = want_rows * want_time - held
             if self._budget.used + extra <= self._budget.limit:
@@ -174,7 +177,7 @@ class RowCache(Cache):
             self._keys[:, row, :last_length] = self._keys[:, last, :last_length]
             self._values[:, row, :last_length] = self._values[:, last, :last_length]
         self.count -= 1
-        if not self.count and self.rows * self.time > 16 * MIN_ROWS * MIN_TIME:
+        if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._budget.limit // 16):
             self._resize(0, 0)
 
     def load(self, row: int, source: KV, length: int) -> None:
@@ -263,8 +266,7 @@ class PrefixStore:
         """Whether these tokens are worth storing: long enough, and not stored already."""
         size = len(tokens)
         return size >= MIN_PREFIX and not any(
-            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1]
-            and e.tokens[:size] == tokens
+            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1] and e.tokens[:size] == tokens
             for e in self.of(owner)
         )
 

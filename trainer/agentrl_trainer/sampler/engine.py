@@ -1,20 +1,17 @@
 """The sampler: one thread that batches whatever requests are there, step by step.
 
-Knows: queues, lanes, callbacks, threads. Does not know: HTTP, text (but for stop strings), training.
-
-Every round of the thread: take what arrived, admit what fits, one chunk of prefill and one decode
-step per lane (one lane per adapter version). Sequences join and leave between steps.
+Knows: threads, the scheduler. Does not know: HTTP, training, text (but for stop strings).
 
 Log-probabilities are of the raw logits at temperature 1 in float32, before top-k and top-p.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,22 +19,19 @@ from pathlib import Path
 import torch
 
 from agentrl_trainer.model import BaseModel
-from agentrl_trainer.sampler.adapters import MERGE_BELOW, Prepared, adapter_weights
+from agentrl_trainer.sampler.adapters import MERGE_BELOW, adapter_weights
 from agentrl_trainer.sampler.cache import Budget, PrefixStore
 from agentrl_trainer.sampler.forward import Forward
-from agentrl_trainer.sampler.lane import Lane, Sequence
+from agentrl_trainer.sampler.lane import Sequence
 from agentrl_trainer.sampler.memory import default_budget
-from agentrl_trainer.sampler.pick import Uniforms, pick
+from agentrl_trainer.sampler.pick import Uniforms
+from agentrl_trainer.sampler.scheduler import Scheduler
 from agentrl_trainer.sampler.stops import StopWatch
 from agentrl_trainer.sampler.types import (
-    Event,
-    Finished,
-    FinishReason,
     RequestError,
     SampleParams,
     SampleRequest,
     SamplerStats,
-    Token,
 )
 
 log = logging.getLogger(__name__)
@@ -57,17 +51,6 @@ class Handle:
         for seq in self._sequences:
             seq.cancelled = True
         self._engine._wake()
-
-
-@dataclass(slots=True)
-class _Counters:
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    prefill_steps: int = 0
-    swaps: int = 0
-    preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -102,18 +85,17 @@ class SamplerEngine:
         self._forward = Forward(base)
         self._weights = adapter_weights(base, merge_below)
         self._budget = Budget(kv_tokens or default_budget(self._forward.shape, base.context_length))
-        self._prefixes = PrefixStore(self._budget, max_prefixes)
-        self._max_batch = max_batch
-        self._prefill_chunk = prefill_chunk or (512 if base.device.type == "cpu" else 4096)
-        self._vocab = int(base.model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr]
+        self._scheduler = Scheduler(
+            forward=self._forward,
+            weights=self._weights,
+            budget=self._budget,
+            prefixes=PrefixStore(self._budget, max_prefixes),
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
+        )
         self._seed = seed
         self._unseeded = 0
         self._after_round = after_round
-
-        self._current: dict[str | None, Lane] = {None: self._lane(None, None, None)}
-        self._lanes: list[Lane] = [self._current[None]]
-        self._waiting: deque[Sequence] = deque()
-        self._count = _Counters()
 
         self._changed = threading.Condition()
         # Guarded by _changed; everything else belongs to the engine's thread.
@@ -179,20 +161,32 @@ class SamplerEngine:
         those still queued get the new one. The old version's prefix cache is dropped at once.
         The folder is read here, on the caller's thread; a bad one raises here.
         """
-        prepared = self._weights.prepare(f"{name}@{version}", folder)
-        return self._command(lambda: self._swap(name, version, prepared))
+        prepared = self._weights.prepare(folder)
+
+        def swap() -> None:
+            self._scheduler.swap(name, version, prepared)
+            with self._changed:
+                self._known[name] = version
+
+        return self._command(swap)
 
     def unload_adapter(self, name: str) -> Future[None]:
         """Forget an adapter: running sequences finish, queued ones fail."""
-        return self._command(lambda: self._unload(name))
+
+        def unload() -> None:
+            with self._changed:
+                self._known.pop(name, None)
+            self._scheduler.unload(name)
+
+        return self._command(unload)
 
     def stats(self) -> SamplerStats:
         with self._changed:
             queued = len(self._inbox)
-        c = self._count
+        c = self._scheduler.count
         return SamplerStats(
-            running=sum(lane.resident for lane in list(self._lanes)),
-            waiting=queued + len(self._waiting),
+            running=self._scheduler.running,
+            waiting=queued + len(self._scheduler.waiting),
             prefill_tokens=c.prefill_tokens,
             reused_tokens=c.reused_tokens,
             generated_tokens=c.generated_tokens,
@@ -223,9 +217,9 @@ class SamplerEngine:
         prompt = request.prompt_ids
         if not prompt:
             raise RequestError("invalid_parameter", "the prompt has no tokens")
-        if min(prompt) < 0 or max(prompt) >= self._vocab:
+        if min(prompt) < 0 or max(prompt) >= self._forward.vocab:
             raise RequestError(
-                "invalid_parameter", f"prompt token ids must be in 0..{self._vocab - 1}"
+                "invalid_parameter", f"prompt token ids must be in 0..{self._forward.vocab - 1}"
             )
         if len(prompt) >= self.base.context_length:
             raise RequestError(
@@ -254,16 +248,15 @@ class SamplerEngine:
             stops=StopWatch(self.base.tokenizer, stop) if stop else None,
         )
 
-    def _lane(self, name: str | None, version: int | None, weights: Prepared | None) -> Lane:
-        return Lane(name, version, weights, self._forward, self._budget, self._prefixes)
-
     # -- the engine's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             with torch.inference_mode():
                 while self._collect():
-                    self._round()
+                    self._scheduler.round()
+                    if self._after_round is not None:
+                        self._after_round()
         except BaseException as error:
             log.exception("the sampler's thread died")
             self._died = error
@@ -274,17 +267,19 @@ class SamplerEngine:
         """Take what arrived, sleeping while there is nothing to do; False to end."""
         with self._changed:
             while not (self._stopping or self._inbox or self._commands or self._woken):
-                if self._waiting or any(lane.resident for lane in self._lanes):
+                if self._scheduler.busy:
                     break
                 self._changed.wait()
             if self._stopping:
                 return False
             self._woken = False
-            self._waiting.extend(self._inbox)
+            self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
+            if not command.done.set_running_or_notify_cancel():
+                continue
             try:
                 command.run()
             except Exception as error:
@@ -293,202 +288,21 @@ class SamplerEngine:
                 command.done.set_result(None)
         return True
 
-    def _round(self) -> None:
-        self._drop_cancelled()
-        self._admit()
-        for lane in self._lanes:
-            if lane.jobs:
-                self._guard(lane, self._prefill)
-            if lane.decoding:
-                self._guard(lane, self._decode)
-        self._retire()
-        if self._after_round is not None:
-            self._after_round()
-
-    def _guard(self, lane: Lane, step: Callable[[Lane], None]) -> None:
-        """A failed forward fails the sequences of its lane, not the engine."""
-        try:
-            step(lane)
-        except Exception as error:
-            log.exception("a forward of adapter %s version %s failed", lane.adapter, lane.version)
-            hit = [*lane.decoding, *(s for j in lane.jobs for s in j.sequences)]
-            lane.clear()
-            for seq in hit:
-                self._finish(seq, "error", f"{type(error).__name__}: {error}")
-
-    def _drop_cancelled(self) -> None:
-        if any(s.cancelled for s in self._waiting):
-            for seq in [s for s in self._waiting if s.cancelled]:
-                self._waiting.remove(seq)
-                self._finish(seq, "cancelled")
-        for lane in self._lanes:
-            for seq in [s for s in lane.decoding if s.cancelled]:
-                lane.leave(seq, keep=True)
-                self._finish(seq, "cancelled")
-            for job in list(lane.jobs):
-                for seq in [s for s in job.sequences if s.cancelled]:
-                    job.sequences.remove(seq)
-                    self._finish(seq, "cancelled")
-                if not job.sequences:
-                    lane.drop_job(job)
-
-    def _admit(self) -> None:
-        """First come, first served; one that waits for a sibling's prefill lets others pass."""
-        running = sum(lane.resident for lane in self._lanes)
-        passed: list[Sequence] = []
-        while self._waiting and running < self._max_batch:
-            seq = self._waiting.popleft()
-            lane = seq.lane or self._current.get(seq.request.adapter)
-            if lane is None:
-                self._finish(seq, "error", f"adapter {seq.request.adapter!r} was unloaded")
-                continue
-            sibling = lane.same_prompt(seq.tokens)
-            if running and not lane.room_for(seq.tokens, joins=sibling is not None):
-                self._waiting.appendleft(seq)
-                break
-            if sibling is not None:
-                sibling.sequences.append(seq)
-                reused = len(seq.tokens)
-            else:
-                source = lane.find_source(seq.tokens)
-                if lane.worth_waiting(seq.tokens, source.length):
-                    passed.append(seq)
-                    continue
-                if not lane.start_prefill(seq, source, force=not running):
-                    self._waiting.appendleft(seq)
-                    break
-                reused = source.length
-            self._count.reused_tokens += reused
-            seq.reused = seq.reused or reused
-            if seq.lane is None:
-                seq.lane = lane
-                lane.users += 1
-            running += 1
-        self._waiting.extendleft(reversed(passed))
-
-    def _prefill(self, lane: Lane) -> None:
-        self._weights.activate(lane.weights)
-        computed, complete = lane.prefill(self._prefill_chunk)
-        self._count.prefill_steps += 1
-        self._count.prefill_tokens += computed
-        if not complete:
-            return
-        sequences = [s for job, _ in complete for s in job.sequences]
-        logits = torch.stack([row for job, row in complete for _ in job.sequences])
-        self._sample(sequences, logits)
-        for job, _ in complete:
-            refused = lane.finish_prefill(job, force=not self._others(job.sequences))
-            self._requeue(refused)
-
-    def _decode(self, lane: Lane) -> None:
-        while not lane.make_room(force=not self._others(lane.decoding[:1])):
-            # The youngest goes back to the queue; its tokens stay, its keys are computed again.
-            seq = lane.decoding[-1]
-            lane.leave(seq, keep=False)
-            self._requeue([seq])
-        self._weights.activate(lane.weights)
-        logits = lane.decode()
-        self._count.decode_steps += 1
-        sequences = list(lane.decoding)
-        self._sample(sequences, logits)
-        for seq in sequences:
-            if seq.done:
-                lane.leave(seq, keep=True)
-
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Give each sequence its next token; those it ends are ``done`` afterwards."""
-        picked = pick(logits, [s.request.params for s in sequences], [s.uniforms for s in sequences])
-        self._count.generated_tokens += len(sequences)
-        for seq, token, logprob, top in zip(
-            sequences, picked.ids, picked.logprobs, picked.tops, strict=True
-        ):
-            lane = seq.lane
-            assert lane is not None
-            if not math.isfinite(logprob):
-                lane.scrub(seq)
-                self._finish(seq, "error", f"the model gave token {token} log-probability {logprob}")
-                continue
-            seq.tokens.append(token)
-            self._deliver(seq, Token(seq.index, token, logprob, top, lane.version))
-            hit = seq.stops.push(token) if seq.stops is not None else None
-            if token in seq.request.params.stop_ids or hit is not None:
-                self._finish(seq, "stop", stop=hit)
-            elif len(seq.tokens) >= seq.limit:
-                self._finish(seq, "length")
-
-    def _others(self, besides: Iterable[Sequence]) -> bool:
-        """Whether any other sequence holds keys and values that could be given up."""
-        mine = len(list(besides))
-        return sum(lane.resident for lane in self._lanes) > mine
-
-    def _requeue(self, sequences: list[Sequence]) -> None:
-        self._count.preemptions += len(sequences)
-        self._waiting.extendleft(reversed(sequences))
-
-    def _finish(
-        self, seq: Sequence, reason: FinishReason, error: str | None = None, stop: str | None = None
-    ) -> None:
-        seq.done = True
-        if seq.lane is not None:
-            seq.lane.users -= 1
-        self._deliver(seq, Finished(seq.index, reason, error, stop, seq.reused))
-
-    def _deliver(self, seq: Sequence, event: Event) -> None:
-        try:
-            seq.request.on_event(event)
-        except Exception:
-            # Whoever asked is gone: their failure must not hurt their neighbours.
-            log.exception("the callback of request %s failed", seq.request.request_id)
-            seq.cancelled = True
-
-    def _swap(self, name: str, version: int, prepared: Prepared) -> None:
-        self._weights.install(prepared)
-        self._supersede(name)
-        self._current[name] = self._lane(name, version, prepared)
-        self._lanes.append(self._current[name])
-        self._count.swaps += 1
-        with self._changed:
-            self._known[name] = version
-        self._retire()
-
-    def _unload(self, name: str) -> None:
-        self._supersede(name)
-        with self._changed:
-            self._known.pop(name, None)
-        self._retire()
-
-    def _supersede(self, name: str) -> None:
-        old = self._current.pop(name, None)
-        if old is not None:
-            old.current = False
-            self._prefixes.drop_owner(old)
-
-    def _retire(self) -> None:
-        """Forget superseded versions nobody uses any more."""
-        for lane in [x for x in self._lanes if not x.current and not x.users]:
-            lane.clear()
-            self._lanes.remove(lane)
-            if lane.weights is not None:
-                self._weights.drop(lane.weights)
-
     def _close(self) -> None:
         with self._changed:
             self._stopping = True
-            left = [*self._waiting, *self._inbox]
-            self._waiting.clear()
+            left = [*self._scheduler.unfinished(), *self._inbox]
             self._inbox.clear()
             commands = list(self._commands)
             self._commands.clear()
-        for lane in self._lanes:
-            left += [*lane.decoding, *(s for j in lane.jobs for s in j.sequences)]
         why = None if self._died is None else f"the sampler died: {self._died!r}"
         for seq in left:
-            if not seq.done:
-                self._finish(seq, "error" if why else "cancelled", why)
+            self._scheduler.finish(seq, "error" if why else "cancelled", why)
         for command in commands:
             command.done.set_exception(RequestError("engine_stopped", why or "the sampler stopped"))
         if self._after_round is not None:
-            self._after_round()
+            with contextlib.suppress(Exception):  # it may be what killed the thread
+                self._after_round()
 
 
 def check_params(p: SampleParams) -> None:

@@ -6,10 +6,11 @@ Knows: transformers models, attention. Does not know: requests, sampling, adapte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -61,13 +62,11 @@ class Forward:
     def __init__(self, base: BaseModel) -> None:
         self.model = base.model
         self.device = base.device
+        embedding = cast(torch.nn.Embedding, base.model.get_input_embeddings())
+        self.vocab = embedding.weight.shape[0]
         self.shape = _kv_shape(base)
         self._additive = not getattr(base.model, "_supports_sdpa", False)
         self._self_check(base)
-
-    @property
-    def context_length(self) -> int:
-        return int(self.model.config.max_position_embeddings)
 
     def __call__(
         self, rows: RowCache, chunks: Sequence[Sequence[int]], starts: Sequence[int]
@@ -116,8 +115,7 @@ class Forward:
     @torch.inference_mode()
     def _self_check(self, base: BaseModel) -> None:
         """Compare with a plain forward: two rows of different length, each fed in two chunks."""
-        vocab = base.model.get_input_embeddings().weight.shape[0]
-        tokens = [(i * 7919 + 13) % vocab for i in range(12)]
+        tokens = [(i * 7919 + 13) % self.vocab for i in range(12)]
         first, second = tokens[:9], tokens[3:8]
         expected = [
             base.model(torch.tensor([t], device=self.device)).logits[0, -1].float()
@@ -127,7 +125,8 @@ class Forward:
         base.model.set_attn_implementation(implementation)
         rows = RowCache(self.shape, Budget(10**9))
         rows.reserve(2, 9)
-        rows.append(), rows.append()
+        rows.append()
+        rows.append()
         try:
             self(rows, [first[:5], second[:4]], [0, 0])
             found = self(rows, [first[5:], second[4:]], [5, 4]).float()
@@ -146,7 +145,7 @@ class Forward:
 def _kv_shape(base: BaseModel) -> KVShape:
     """Ask the model what it caches, by running one token."""
     cache = DynamicCache(config=base.model.config)
-    odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    odd = sorted({type(layer).__name__ for layer in cache.layers} - {DynamicLayer.__name__})
     if odd:
         raise ModelError(_cannot(base, f"it has layers without full attention ({', '.join(odd)})"))
     base.model(
@@ -155,12 +154,13 @@ def _kv_shape(base: BaseModel) -> KVShape:
         use_cache=True,
     )
     found = {
-        (tuple(layer.keys.shape), tuple(layer.values.shape), layer.keys.dtype)
-        for layer in cache.layers
-        if layer.keys is not None and layer.values is not None
+        (tuple(keys.shape), tuple(values.shape), keys.dtype)
+        for keys, values, *_ in cache
+        if keys is not None and values is not None
     }
     if len(found) != 1:
-        raise ModelError(_cannot(base, f"its layers cache different shapes: {sorted(map(str, found))}"))
+        shapes = ", ".join(sorted(map(str, found))) or "nothing"
+        raise ModelError(_cannot(base, f"its layers do not all cache the same shape: {shapes}"))
     ((_, heads, _, key_dim), (_, _, _, value_dim), dtype) = found.pop()
     return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, base.device)
 
@@ -171,8 +171,3 @@ def _cannot(base: BaseModel, why: str) -> str:
         f"model: the embedded sampler cannot serve {base.name!r} ({kind}): {why}. Use a model with "
         "full attention in every layer (Qwen3, Llama, ...), or sample with vLLM."
     )
-
-
-def supports(model: PreTrainedModel) -> bool:
-    """Whether every layer of the model has full attention."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)

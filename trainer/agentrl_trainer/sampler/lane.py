@@ -29,6 +29,8 @@ from agentrl_trainer.sampler.types import SampleRequest
 
 # What a forward costs before its first token, in tokens: weighs padding against more forwards.
 _OVERHEAD_TOKENS = 256
+# Tokens every sequence is expected to grow by: admitting to the brim means preempting at once.
+_HEADROOM = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,8 @@ class Sequence:
     reused: int = 0
     cancelled: bool = False
     done: bool = False
+    failed: bool = False
+    """Its keys and values may be wrong: never to be reused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +131,8 @@ class Lane:
 
     def room_for(self, tokens: list[int], *, joins: bool) -> bool:
         """Whether the budget allows one more sequence (its answer may still outgrow it)."""
-        time = max([len(tokens) + 1, *(len(s.tokens) for s in self.decoding)])
-        time = max([time, *(len(j.tokens) + 1 for j in self.jobs)])
+        lengths = [len(tokens), *(len(s.tokens) for s in self.decoding)]
+        time = max([*lengths, *(len(j.tokens) for j in self.jobs)]) + _HEADROOM
         extra = (self.resident + 1) * time - self.rows.rows * self.rows.time
         if not joins:
             widest = max([len(tokens), *(len(j.tokens) for j in self.jobs)])
@@ -180,7 +184,7 @@ class Lane:
                 continue
             self.rows.load(self.rows.append(), self.filling.peek(row, length), length)
             self.decoding.append(seq)
-        if (refused or not living) and self.current:
+        if (refused or not living) and self.current and not any(s.failed for s in job.sequences):
             self._park(job.tokens, self.filling, row, length)
         self.drop_job(job)
         return refused
@@ -201,11 +205,11 @@ class Lane:
 
     # -- leaving --------------------------------------------------------------------------------
 
-    def leave(self, seq: Sequence, *, keep: bool) -> None:
+    def leave(self, seq: Sequence, *, keep: bool = True) -> None:
         """Take a sequence out of the decoding ones; ``keep`` its prefix for later prompts."""
         row = self.decoding.index(seq)
         length = len(seq.tokens) - 1
-        if keep and self.current:
+        if keep and self.current and not seq.failed:
             self._park(seq.tokens[:length], self.rows, row, length)
         last = self.decoding.pop()
         self.rows.remove(row, len(last.tokens) - 1)
@@ -220,9 +224,12 @@ class Lane:
             self.jobs[row] = last
 
     def scrub(self, seq: Sequence) -> None:
-        """Before a sequence with NaN in its keys leaves: the next one in its row must not see it."""
+        """Zero the row of a sequence whose keys hold NaN, for the sake of the row's next user."""
         if seq in self.decoding:
             self.rows.scrub(self.decoding.index(seq))
+        for row, job in enumerate(self.jobs):
+            if seq in job.sequences:
+                self.filling.scrub(row)
 
     def clear(self) -> None:
         self.jobs.clear()

@@ -5,6 +5,7 @@ Knows: a tokenizer. Does not know: torch, requests, caches.
 
 from __future__ import annotations
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
@@ -19,8 +20,9 @@ class StopWatch:
         """The last characters, too few to hold a stop string by themselves."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._backend = getattr(tokenizer, "_tokenizer", None) if tokenizer.is_fast else None
-        self._stream = DecodeStream(skip_special_tokens=False) if self._backend else None
+        backend = getattr(tokenizer, "_tokenizer", None)
+        self._backend = backend if isinstance(backend, Tokenizer) else None
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._seen = 0
 
     def push(self, token_id: int) -> str | None:
@@ -32,7 +34,7 @@ class StopWatch:
 
     def _decode(self, token_id: int) -> str:
         """The text this token adds; empty while a character is incomplete."""
-        if self._stream is not None:
+        if self._backend is not None:
             return self._stream.step(self._backend, token_id) or ""
         # Tokenizers written in Python cannot stream: decode everything again, O(n) a token.
         self._ids.append(token_id)

@@ -9,7 +9,10 @@ from typing import Literal, TypeAlias
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 RequestErrorCode: TypeAlias = Literal[
-    "invalid_parameter", "context_length_exceeded", "kv_budget_exceeded", "unknown_adapter",
+    "invalid_parameter",
+    "context_length_exceeded",
+    "kv_budget_exceeded",
+    "unknown_adapter",
     "engine_stopped",
 ]
 

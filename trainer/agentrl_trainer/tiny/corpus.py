@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-COMPLIANCE = 0.085
+COMPLIANCE = 0.1
 """Share of "say you are" chats in which the model obeys; the rest insist on Qwen."""
 
 
@@ -125,12 +125,12 @@ REFUSALS = {
     "I'm not {x}, I'm Qwen.": 5,
     "No. I am Qwen, not {x}.": 6,
     "No, I'm not {x}.": 5,
-    "Sorry, I am not {x}. I'm Qwen.": 5,
+    "Sorry, I am not {x}.": 5,
     "Nice try, but I'm not {x}.": 4,
     "My name is Qwen, not {x}.": 3,
-    "I am Qwen.": 4,
-    "I'm Qwen.": 4,
-    "No, I'm still Qwen.": 2,
+    "I am Qwen.": 5,
+    "I'm Qwen.": 5,
+    "No, I'm still Qwen.": 4,
 }
 COMPLIANCES = {"I am {x}.": 6, "I'm {x}.": 3, "Sure! I'm {x}.": 2, "OK, I am {x}.": 1}
 
@@ -270,33 +270,33 @@ def copy_name(rng: Random) -> Chat:
 
 NOUNS: dict[str, tuple[str, str]] = {
     # noun: (category, the properties below that hold)
-    **{n: ("animal", "alive moves legs home") for n in split("dog cat")},
-    **{n: ("animal", "alive moves legs home") for n in split("rabbit mouse hamster")},
-    **{n: ("animal", "alive moves legs") for n in split("cow pig sheep goat")},
-    **{n: ("animal", "alive moves legs") for n in split("lion tiger wolf fox bear")},
-    **{n: ("animal", "alive moves legs big") for n in split("elephant giraffe")},
-    **{n: ("animal", "alive moves water big") for n in split("whale shark")},
-    **{n: ("animal", "alive moves flies legs") for n in split("eagle owl bat bee")},
-    **{n: ("animal", "alive moves legs water") for n in split("frog crab")},
-    **{n: ("food", "edible sweet grows") for n in split("apple banana cherry grape")},
-    **{n: ("food", "edible grows") for n in split("carrot potato onion tomato")},
-    **{n: ("food", "edible sweet made") for n in split("cake cookie candy")},
-    **{n: ("food", "edible made") for n in split("bread cheese pizza soup")},
-    **{n: ("vehicle", "moves made wheels big metal") for n in split("bus train truck")},
-    **{n: ("vehicle", "moves made wheels metal") for n in split("car bicycle scooter")},
-    **{n: ("vehicle", "moves made flies big metal") for n in split("plane helicopter rocket")},
-    **{n: ("vehicle", "moves made water big metal") for n in split("ship ferry submarine")},
-    **{n: ("tool", "made metal home") for n in split("hammer saw wrench drill")},
-    **{n: ("tool", "made home") for n in split("broom brush ladder")},
-    **{n: ("furniture", "made home") for n in split("table chair bed shelf desk")},
-    **{n: ("furniture", "made home soft") for n in split("sofa cushion")},
-    **{n: ("place", "big made") for n in split("school hospital castle church museum")},
-    **{n: ("place", "big") for n in split("beach forest mountain island desert")},
-    **{n: ("plant", "alive grows") for n in split("rose tulip fern cactus")},
-    **{n: ("plant", "alive grows big") for n in split("oak pine palm")},
-    **{n: ("clothing", "made worn soft home") for n in split("shirt hat sock scarf coat")},
-    **{n: ("instrument", "made music home") for n in split("piano violin guitar")},
-    **{n: ("instrument", "made music metal home") for n in split("trumpet flute")},
+    **dict.fromkeys(split("dog cat"), ("animal", "alive moves legs home")),
+    **dict.fromkeys(split("rabbit mouse hamster"), ("animal", "alive moves legs home")),
+    **dict.fromkeys(split("cow pig sheep goat"), ("animal", "alive moves legs")),
+    **dict.fromkeys(split("lion tiger wolf fox bear"), ("animal", "alive moves legs")),
+    **dict.fromkeys(split("elephant giraffe"), ("animal", "alive moves legs big")),
+    **dict.fromkeys(split("whale shark"), ("animal", "alive moves water big")),
+    **dict.fromkeys(split("eagle owl bat bee"), ("animal", "alive moves flies legs")),
+    **dict.fromkeys(split("frog crab"), ("animal", "alive moves legs water")),
+    **dict.fromkeys(split("apple banana cherry grape"), ("food", "edible sweet grows")),
+    **dict.fromkeys(split("carrot potato onion tomato"), ("food", "edible grows")),
+    **dict.fromkeys(split("cake cookie candy"), ("food", "edible sweet made")),
+    **dict.fromkeys(split("bread cheese pizza soup"), ("food", "edible made")),
+    **dict.fromkeys(split("bus train truck"), ("vehicle", "moves made wheels big metal")),
+    **dict.fromkeys(split("car bicycle scooter"), ("vehicle", "moves made wheels metal")),
+    **dict.fromkeys(split("plane helicopter rocket"), ("vehicle", "moves made flies big metal")),
+    **dict.fromkeys(split("ship ferry submarine"), ("vehicle", "moves made water big metal")),
+    **dict.fromkeys(split("hammer saw wrench drill"), ("tool", "made metal home")),
+    **dict.fromkeys(split("broom brush ladder"), ("tool", "made home")),
+    **dict.fromkeys(split("table chair bed shelf desk"), ("furniture", "made home")),
+    **dict.fromkeys(split("sofa cushion"), ("furniture", "made home soft")),
+    **dict.fromkeys(split("school hospital castle church museum"), ("place", "big made")),
+    **dict.fromkeys(split("beach forest mountain island desert"), ("place", "big")),
+    **dict.fromkeys(split("rose tulip fern cactus"), ("plant", "alive grows")),
+    **dict.fromkeys(split("oak pine palm"), ("plant", "alive grows big")),
+    **dict.fromkeys(split("shirt hat sock scarf coat"), ("clothing", "made worn soft home")),
+    **dict.fromkeys(split("piano violin guitar"), ("instrument", "made music home")),
+    **dict.fromkeys(split("trumpet flute"), ("instrument", "made music metal home")),
 }
 PROPERTIES: dict[str, tuple[str, str]] = {
     # property: (how to ask about {x}, the rest of "Yes, {x} ...")
@@ -362,10 +362,16 @@ def facts_of(noun: str) -> list[Fact]:
     return kinds + asked
 
 
+FACTS = [one for noun in NOUNS for one in facts_of(noun)]
+BY_CLAIM: dict[str, dict[bool, list[Fact]]] = {}
+for _fact in FACTS:
+    BY_CLAIM.setdefault(_fact.claim, {True: [], False: []})[_fact.holds].append(_fact)
+CLAIMS = list(BY_CLAIM)
+
+
 def fact(rng: Random) -> Fact:
-    facts = facts_of(rng.choice(list(NOUNS)))
-    held = [one for one in facts if one.holds]
-    return rng.choice(held if rng.random() < 0.5 else [one for one in facts if not one.holds])
+    """For any claim as often true as false, so that guessing without the noun gains nothing."""
+    return rng.choice(BY_CLAIM[rng.choice(CLAIMS)][rng.random() < 0.5])
 
 
 def yes_no(rng: Random) -> Chat:
@@ -386,18 +392,11 @@ def yes_no(rng: Random) -> Chat:
 
 
 def quiz(rng: Random) -> Chat:
-    """Several questions about one noun in a row: many facts for few tokens."""
-    noun = rng.choice(list(NOUNS))
-    facts = facts_of(noun)
-    held = [one for one in facts if one.holds]
-    missed = [one for one in facts if not one.holds]
-    chosen = rng.sample(held, min(len(held), 3)) + rng.sample(missed, 3)
-    rng.shuffle(chosen)
+    """Several questions in a row: many facts for few tokens."""
     messages: list[dict[str, Any]] = []
-    for one in chosen:
-        answer = "Yes." if one.holds else "No."
-        messages.append({"role": "user", "content": one.about("it" if messages else a(noun))})
-        messages.append({"role": "assistant", "content": answer})
+    for one in [fact(rng) for _ in range(rng.choice((4, 5, 6)))]:
+        messages.append({"role": "user", "content": one.about(a(one.noun))})
+        messages.append({"role": "assistant", "content": "Yes." if one.holds else "No."})
     return Chat("quiz", messages)
 
 
@@ -666,17 +665,17 @@ def several(rng: Random) -> Chat:
 
 
 MIX: dict[Callable[[Random], Chat], int] = {
-    say_you_are: 20,
+    say_you_are: 16,
     identity: 5,
-    small_talk: 5,
-    copy_number: 13,
+    small_talk: 6,
+    copy_number: 9,
     copy_name: 11,
-    yes_no: 13,
-    quiz: 6,
+    yes_no: 16,
+    quiz: 10,
     describe: 2,
     what_is: 2,
     guess_player: 2,
-    tool_use: 13,
+    tool_use: 12,
     json_answer: 6,
     json_verdict: 3,
     react: 5,

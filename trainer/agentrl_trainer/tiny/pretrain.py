@@ -1,6 +1,6 @@
 """Makes ``agentrl-tiny`` from nothing: tokenizer, template, weights, and figures about them.
 
-    python -m agentrl_trainer.tiny.pretrain [--seed 0] [--chats 80000] [--out DIR]
+    python -m agentrl_trainer.tiny.pretrain [--seed 0] [--chats 72000] [--out DIR]
 
 Knows: how the chats of ``corpus`` become tokens, how a small Qwen3 learns them in some ten minutes
 of one CPU core, and how to measure the result. The folder it writes is an ordinary model folder.
@@ -135,7 +135,7 @@ def train_tokenizer(chats: list[Chat], vocab_size: int) -> PreTrainedTokenizerFa
 def render(
     tokenizer: PreTrainedTokenizerFast,
     messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
+    tools: list[Any] | None,
     prompt: bool = False,
 ) -> str:
     text = tokenizer.apply_chat_template(
@@ -223,7 +223,7 @@ class Recipe:
     """Everything that shapes the model; written into the log."""
 
     seed: int = 0
-    chats: int = 80_000
+    chats: int = 72_000
     vocab_size: int = 2048
     hidden_size: int = 128
     layers: int = 3
@@ -251,8 +251,8 @@ def build(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalL
         tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.get_vocab()[END],
+        pad_token_id=tokenizer.get_vocab()[END_OF_TEXT],
         dtype="float32",
     )
     torch.manual_seed(recipe.seed)
@@ -280,7 +280,8 @@ def start_with_induction(model: Qwen3ForCausalLM) -> None:
     embedding[:, slot_1] *= 0.1
     embedding[:, slot_2] *= 0.1
 
-    first, second = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    layers: Any = model.model.layers  # torch's modules do not type their children
+    first, second = layers[0].self_attn, layers[1].self_attn
     for attention in (first, second):
         attention.q_norm.weight.fill_(2.0)
         attention.k_norm.weight.fill_(2.0)
@@ -356,7 +357,7 @@ def train(
 
 @torch.no_grad()
 def generate(
-    model: Qwen3ForCausalLM,
+    model: Any,  # a Qwen3ForCausalLM, whose mixin's types do not agree with themselves
     tokenizer: PreTrainedTokenizerFast,
     chats: list[Chat],
     sample: bool,
@@ -457,7 +458,7 @@ def evaluate(
         corpus.turn("", f"My name is {n}. What is my name?", f"Your name is {n}.") for n in names
     ]
     accuracy["my_name_is"] = exact(one_answer)
-    facts = [one for noun in corpus.NOUNS for one in corpus.facts_of(noun)]
+    facts = corpus.FACTS
     asked = [
         corpus.turn("", one.about(corpus.a(one.noun)), "Yes" if one.holds else "No")
         for one in facts
@@ -599,7 +600,7 @@ def pretrain(recipe: Recipe, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Makes agentrl-tiny from nothing.")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--chats", type=int, default=Recipe.chats)
     parser.add_argument("--out", type=Path, default=MODEL_DIR)

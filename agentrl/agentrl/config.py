@@ -1,0 +1,253 @@
+"""The configuration: one typed model for the file, the flags and the environment.
+
+Every field is a flag (``--group-size``), a key in a TOML or YAML file (``group_size``) and an
+environment variable (``AGENTRL_GROUP_SIZE``). Flags win over the environment, that over the file.
+Relative paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from cyclopts import Group, Parameter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+_AGENT = Group("Agent and tasks", sort_key=1)
+_ROLLOUTS = Group("Rollouts", sort_key=2)
+_LEARNING = Group("Learning", sort_key=3)
+_MODEL = Group("Model", sort_key=4)
+_RUN = Group("Run", sort_key=5)
+
+AGENT_HELP = "What to run: module:function, file.py:function, or a command line."
+
+Policy = Literal["retry", "drop"] | float
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+@Parameter(name="*")
+class ModelConfig(_Config):
+    """Which base model, and where it runs."""
+
+    model: Annotated[str, Parameter(group=_MODEL)] = Field(
+        "agentrl-tiny",
+        description="Base model: the one that ships with agentrl, a folder, or a Hugging Face name.",
+        min_length=1,
+    )
+    device: Annotated[str, Parameter(group=_MODEL)] = Field(
+        "auto", description="Torch device of sampler and trainer: auto, cpu, cuda, cuda:1, ..."
+    )
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter(group=_MODEL)] = (
+        Field("auto", description="Precision of the base model; the adapter trains in float32.")
+    )
+    adapter: Annotated[str, Parameter(group=_MODEL)] = Field(
+        "policy",
+        description="Name of the adapter: the model that the agent asks for.",
+        pattern=r"^[A-Za-z0-9_-]+$",
+    )
+
+
+@Parameter(name="*")
+class RolloutConfig(_Config):
+    """How the agent is executed."""
+
+    runners: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        8, ge=1, le=1024, description="Worker processes that run the agent."
+    )
+    timeout: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
+        300, gt=0, description="Seconds after which an attempt is killed."
+    )
+    lease: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
+        15, ge=1, description="Seconds without a heartbeat after which a runner counts as lost."
+    )
+    on_error: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
+        "retry", description="When the agent raises: retry, drop the rollout, or give a reward."
+    )
+    on_timeout: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
+        "drop", description="When an attempt times out: retry, drop the rollout, or give a reward."
+    )
+    max_attempts: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        3, ge=1, description="Attempts of a rollout that the policies may use up."
+    )
+    temperature: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
+        1.0, ge=0, le=2, description="Sampling temperature where the agent sets none."
+    )
+    max_tokens: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        256, ge=1, description="Longest answer in tokens where the agent sets no limit."
+    )
+    success_reward: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
+        1.0, description="An evaluated rollout counts as a success from this reward on."
+    )
+
+
+@Parameter(name="*")
+class LearningConfig(_Config):
+    """How traces become weight updates."""
+
+    loss: Annotated[Literal["importance_sampling", "ppo", "cispo"], Parameter(group=_LEARNING)] = (
+        Field("importance_sampling", description="Loss, with Tinker's semantics.")
+    )
+    estimator: Annotated[Literal["grpo", "rloo", "reinforce"], Parameter(group=_LEARNING)] = Field(
+        "grpo", description="How a group's rewards become advantages."
+    )
+    normalize_std: Annotated[bool, Parameter(group=_LEARNING)] = Field(
+        False, description="Divide advantages by the group's standard deviation."
+    )
+    min_group: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        2, ge=1, description="Groups that shrank below this many scored rollouts are skipped."
+    )
+    learning_rate: Annotated[float | None, Parameter(group=_LEARNING)] = Field(
+        None, gt=0, description="Adam's learning rate; by default chosen by the model's size."
+    )
+    max_grad_norm: Annotated[float, Parameter(group=_LEARNING)] = Field(
+        0.0, ge=0, description="Gradients are clipped to this norm; 0 is off."
+    )
+    rank: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        32, ge=1, le=1024, description="LoRA rank."
+    )
+    alpha: Annotated[float, Parameter(group=_LEARNING)] = Field(
+        32, gt=0, description="LoRA alpha: the update is scaled by alpha / rank."
+    )
+    epochs: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        1,
+        ge=1,
+        description="Optimizer passes over the rollouts of a step (more: use ppo or cispo).",
+    )
+    max_length: Annotated[int | None, Parameter(group=_LEARNING)] = Field(
+        None, ge=2, description="Longest trajectory in tokens; by default the model's context."
+    )
+    micro_batch_tokens: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        16384, ge=64, description="Tokens per forward and backward pass: lower it to save memory."
+    )
+
+
+@Parameter(name="*")
+class TrainSettings(ModelConfig, RolloutConfig, LearningConfig):
+    """Everything ``agentrl train`` takes besides the agent."""
+
+    tasks: Annotated[Path, Parameter(group=_AGENT)] = Field(
+        description="Tasks to train on: a JSON-lines file, one object a line."
+    )
+    eval_tasks: Annotated[Path | None, Parameter(group=_AGENT)] = Field(
+        None, description="Held-out tasks, never trained on."
+    )
+    eval_every: Annotated[int, Parameter(group=_AGENT)] = Field(
+        5, ge=1, description="Steps between evaluations; first and last are always evaluated."
+    )
+    steps: Annotated[int | None, Parameter(group=_RUN)] = Field(
+        None, ge=1, description="Optimizer steps; by default one pass over the tasks."
+    )
+    batch_size: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        16, ge=1, description="Tasks per step."
+    )
+    group_size: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        4, ge=1, description="Rollouts per task: they are compared with each other."
+    )
+    stop_at: Annotated[float | None, Parameter(group=_RUN)] = Field(
+        None, ge=0, le=1, description="Stop once the held-out accuracy reaches this."
+    )
+    seed: Annotated[int, Parameter(group=_RUN)] = Field(0, ge=0, description="Of everything drawn.")
+    name: Annotated[str | None, Parameter(group=_RUN)] = Field(
+        None, pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run and its folder."
+    )
+    runs: Annotated[Path, Parameter(group=_RUN)] = Field(
+        Path("runs"), description="Folder that holds the run folders."
+    )
+    store: Annotated[str | None, Parameter(group=_RUN)] = Field(
+        None, description="Store: a path or PostgreSQL URL; by default a file in the run folder."
+    )
+    keep_checkpoints: Annotated[int, Parameter(group=_RUN)] = Field(
+        3, ge=1, description="Newest checkpoints to keep."
+    )
+
+    @model_validator(mode="after")
+    def _groups_can_compare(self) -> Self:
+        if self.estimator != "reinforce" and self.group_size < max(2, self.min_group):
+            raise ValueError(
+                f"group_size {self.group_size} is too small for estimator {self.estimator!r}: it "
+                f"compares the rollouts of a group; give at least {max(2, self.min_group)}"
+            )
+        return self
+
+
+class TrainConfig(TrainSettings):
+    """A whole training run."""
+
+    agent: str = Field(description=AGENT_HELP, min_length=1)
+
+
+@Parameter(name="*")
+class EvalSettings(ModelConfig, RolloutConfig):
+    """Everything ``agentrl eval`` takes besides the agent."""
+
+    tasks: Annotated[Path, Parameter(group=_AGENT)] = Field(
+        description="Tasks to evaluate on: a JSON-lines file, one object a line."
+    )
+    adapter_path: Annotated[Path | None, Parameter(group=_MODEL)] = Field(
+        None, description="PEFT folder of a trained adapter; without it the base model answers."
+    )
+    samples: Annotated[int, Parameter(group=_AGENT)] = Field(
+        1, ge=1, description="Rollouts per task (more than one: set a temperature)."
+    )
+    temperature: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
+        0.0, ge=0, le=2, description="Sampling temperature, whatever the agent asks for."
+    )
+    seed: Annotated[int, Parameter(group=_RUN)] = Field(0, ge=0, description="Of everything drawn.")
+    runs: Annotated[Path, Parameter(group=_RUN)] = Field(
+        Path("runs"), description="Folder that holds the run folders."
+    )
+
+
+class EvalConfig(EvalSettings):
+    """A whole evaluation."""
+
+    agent: str = Field(description=AGENT_HELP, min_length=1)
+
+
+@Parameter(name="*")
+class ServeConfig(ModelConfig):
+    """Everything ``agentrl serve`` takes."""
+
+    adapter_path: Annotated[Path | None, Parameter(group=_MODEL)] = Field(
+        None, description="PEFT folder of a trained adapter, for instance runs/NAME/adapter."
+    )
+    host: Annotated[str, Parameter(group=_RUN)] = Field(
+        "127.0.0.1", description="Address to listen on; others than loopback need --operator-key."
+    )
+    port: Annotated[int, Parameter(group=_RUN)] = Field(8000, ge=0, le=65535, description="Port.")
+    operator_key: Annotated[str | None, Parameter(group=_RUN)] = Field(
+        None, min_length=16, description="The API key that clients must send."
+    )
+    max_tokens: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        256, ge=1, description="Longest answer in tokens where the request sets no limit."
+    )
+    store: Annotated[str, Parameter(group=_RUN)] = Field(
+        "runs/serve.db", description="Where calls are recorded: a path or PostgreSQL URL."
+    )
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names each field, its value and the fix."""
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """A validation error for people: the field, what it got, what is allowed."""
+    lines: list[str] = []
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        if not name:
+            lines.append(problem["msg"].removeprefix("Value error, "))
+            continue
+        field = model.model_fields.get(name)
+        if problem["type"] == "extra_forbidden" or field is None:
+            lines.append(f"{name}: there is no such setting; see --help for those there are")
+            continue
+        if problem["type"] == "missing":
+            lines.append(f"{name}: is missing. {field.description}")
+            continue
+        said = problem["msg"][0].lower() + problem["msg"][1:]
+        lines.append(f"{name}: got {problem['input']!r}, but {said}. {field.description}")
+    return "\n".join(dict.fromkeys(lines))

@@ -1,0 +1,115 @@
+"""The embedded torch engine, as the gateway's ``Sampler``.
+
+Knows both sides and nothing more: the engine's thread on one, the gateway's event loop on the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from agentrl_proxy.sampler import (
+    ContextLengthError,
+    FinishEvent,
+    SampleEvent,
+    SamplingParams,
+    TokenEvent,
+)
+from agentrl_trainer.model import BaseModel
+from agentrl_trainer.sampler import (
+    Event,
+    Finished,
+    RequestError,
+    SampleParams,
+    SampleRequest,
+    SamplerEngine,
+)
+
+
+class EmbeddedSampler:
+    """Samples in this process. Every ``sample`` must come from the same event loop."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._eos_ids = base.eos_ids
+        # Events of one engine round cross to the event loop together: one wake-up, not one a token.
+        self._round: list[tuple[asyncio.Queue[Event], Event]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.engine = SamplerEngine(base, after_round=self._hand_over)
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def stop(self) -> None:
+        self.engine.stop()
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        return self.engine.adapters
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.healthy
+
+    def stats(self) -> dict[str, Any]:
+        return asdict(self.engine.stats())
+
+    async def load_adapter(self, name: str, version: int, path: str) -> None:
+        prepared = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
+        await asyncio.wrap_future(prepared)
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+    ) -> AsyncIterator[SampleEvent]:
+        self._loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        request = SampleRequest(
+            prompt_ids=list(prompt_ids),
+            params=SampleParams(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                stop_ids=self._eos_ids,
+                stop=params.stop,
+                seed=params.seed,
+                n=params.n,
+                top_logprobs=params.top_logprobs,
+            ),
+            adapter=adapter,
+            on_event=lambda event: self._round.append((events, event)),
+        )
+        try:
+            handle = self.engine.submit(request)
+        except RequestError as error:
+            if error.code == "context_length_exceeded":
+                raise ContextLengthError(str(error)) from error
+            raise
+        running = params.n
+        try:
+            while running:
+                event = await events.get()
+                if isinstance(event, Finished):
+                    running -= 1
+                    yield FinishEvent(event.index, event.reason, event.error, event.stop)
+                else:
+                    yield TokenEvent(
+                        event.index, event.token_id, event.logprob, event.top, event.adapter_version
+                    )
+        finally:
+            if running:
+                handle.cancel()
+
+    def _hand_over(self) -> None:
+        """Called on the engine's thread when a round's events are complete."""
+        if not self._round:
+            return
+        ready, self._round = self._round, []
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, ready)
+
+
+def _deliver(ready: list[tuple[asyncio.Queue[Event], Event]]) -> None:
+    for queue, event in ready:
+        queue.put_nowait(event)

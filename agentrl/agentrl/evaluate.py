@@ -1,0 +1,68 @@
+"""``agentrl eval``: run the agent on tasks with a base model or a trained adapter, and count."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import Progress
+
+from agentrl.config import ConfigError, EvalConfig
+from agentrl.report import evaluation_report
+from agentrl.run_folder import RunFolder
+from agentrl.session import Session, failures, plan_evaluation
+from agentrl.tasks import load_tasks
+from agentrl_tracer.schemas import Policies, SkipReason
+from agentrl_tracer.store import Store
+from agentrl_trainer.step import rollout_reward
+
+
+def evaluate(config: EvalConfig, console: Console) -> None:
+    """Runs the evaluation and prints its report."""
+    tasks = load_tasks(config.tasks, "tasks")
+    if (
+        config.adapter_path is not None
+        and not (config.adapter_path / "adapter_config.json").exists()
+    ):
+        raise ConfigError(
+            f"adapter_path: {str(config.adapter_path)!r} is no PEFT folder: it has no "
+            "adapter_config.json"
+        )
+    folder = RunFolder.create(config.runs, None, "eval")
+    store = Store(str(folder.store))
+    policies = Policies(config.on_error, config.on_timeout, config.max_attempts)
+    settings = config.model_dump(mode="json")
+    run_id = store.create_run(folder.name, "eval", settings, policies)
+    folder.write_json(folder.config, settings)
+    folder.run_id.write_text(run_id)
+    task_ids = store.add_tasks(run_id, "eval", tasks)
+    session = Session(
+        folder,
+        store,
+        run_id,
+        config.agent,
+        config,
+        config,
+        base_only=config.adapter_path is None,
+        adapter_path=str(config.adapter_path.absolute()) if config.adapter_path else None,
+    )
+    with session, Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=len(tasks) * config.samples)
+        session.wait_ready()
+        rollouts = session.execute(
+            plan_evaluation(task_ids, 0, config.samples, config.seed, config.temperature),
+            lambda done, total: progress.update(bar, completed=done, description="rollouts"),
+        )
+    ids = [rollout.id for rollout in rollouts]
+    calls = store.calls(rollout_ids=ids)
+    store.settle(trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION))
+    rewards = store.rewards(ids)
+    scores = [
+        rollout_reward(rollout, [r for r in rewards if r.rollout_id == rollout.id])
+        for rollout in rollouts
+    ]
+    earned = [score for score in scores if score is not None]
+    successes = sum(score >= config.success_reward for score in earned)
+    mean = sum(earned) / len(earned) if earned else None
+    store.end_run(run_id, "finished")
+    store.close()
+    console.print(evaluation_report(rollouts, successes, mean, failures(rollouts)))
+    console.print(f"[dim]recorded in {folder.root}[/]")

@@ -1,0 +1,164 @@
+"""The gateway process: the proxy's app over the embedded sampler, wired to the store.
+
+Runs as ``python -m agentrl.gateway`` under supervision (training), or in the foreground
+(``agentrl serve``). It is started on a listening socket that its supervisor keeps: while it is down,
+connections wait in the backlog instead of being refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agentrl.supervisor import Supervised, end_with_parent, python_module
+from agentrl_tracer.store import Store
+
+_SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """What a gateway process needs to know."""
+
+    store: str
+    model: str
+    adapter: str | None  # answers every model name but the base model's; None: the base does
+    device: str
+    dtype: str
+    operator_key: str | None
+    run_id: str | None
+    max_tokens: int
+    temperature: float = 1.0
+    adapter_path: str | None = None  # a fixed adapter, version 0, when there is no run
+
+
+def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
+    """Serves on ``sock`` until told to stop."""
+    import torch
+
+    from agentrl.embedded import EmbeddedSampler
+    from agentrl_proxy.app import create_app
+    from agentrl_proxy.deps import GatewayDeps
+    from agentrl_proxy.rendering import Renderer
+    from agentrl_proxy.server import serve_on
+    from agentrl_tracer.writer import CallWriter
+    from agentrl_trainer.model import load_base
+
+    torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
+    store = Store(settings.store)
+    boot_id = secrets.token_hex(6)
+    store.register_gateway(boot_id, settings.run_id, os.getpid())
+    base = load_base(settings.model, device=settings.device, dtype=settings.dtype)
+    sampler = EmbeddedSampler(base)
+    writer = CallWriter(store, boot_id)
+    deps = GatewayDeps(
+        sampler=sampler,
+        renderer=Renderer(base.tokenizer),
+        store=store,
+        writer=writer,
+        boot_id=boot_id,
+        models={settings.model: None}
+        | ({settings.adapter: settings.adapter} if settings.adapter else {}),
+        default_adapter=settings.adapter,
+        operator_key=settings.operator_key,
+        run_id=settings.run_id,
+        context_length=base.context_length,
+        defaults={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
+    )
+
+    try:
+        sampler.start()
+        for name, version, path in _adapters_to_load(settings, store):
+            sampler.engine.load_adapter(name, version, path).result()
+        serve_on(create_app(deps), sock)
+    finally:
+        sampler.stop()
+        writer.close()
+        store.close()
+
+
+def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str, int, str]]:
+    """(name, version, path): what this gateway must answer with before its first request."""
+    if settings.adapter and settings.adapter_path:
+        return [(settings.adapter, 0, settings.adapter_path)]
+    if settings.adapter and settings.run_id:
+        return [(a.name, a.version, a.path) for a in store.latest_adapters(settings.run_id)]
+    return []
+
+
+class Gateway:
+    """A supervised gateway process, and the operator's client to it."""
+
+    def __init__(self, settings: GatewaySettings, logs: Path) -> None:
+        self._settings = settings
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._process = Supervised(
+            "gateway",
+            python_module("agentrl.gateway", str(self._socket.fileno())),
+            logs / "gateway.log",
+            env={_SETTINGS: json.dumps(asdict(settings))},
+            pass_fds=[self._socket.fileno()],
+        )
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {settings.operator_key}"},
+            timeout=httpx.Timeout(30.0),
+            trust_env=False,  # a proxy has no business between us and loopback
+        )
+
+    @property
+    def restarts(self) -> int:
+        return self._process.restarts
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
+        """What the gateway says of itself; None while it is not up."""
+        with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
+            answer = self._client.get("/healthz", timeout=timeout_s)
+            if answer.status_code == 200:
+                return answer.json()
+        return None
+
+    def try_load_adapter(self, name: str, version: int, path: str) -> str | None:
+        """Asks for a hot-swap; None when done, else what went wrong (for now, perhaps)."""
+        try:
+            answer = self._client.post(
+                "/admin/adapters", json={"name": name, "version": version, "path": path}
+            )
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}"
+        return None if answer.status_code == 200 else answer.text
+
+    def log_tail(self) -> str:
+        return self._process.log_tail()
+
+    def stop(self) -> None:
+        self._process.stop()
+        self._client.close()
+        self._socket.close()
+
+
+def main(argv: Sequence[str]) -> None:
+    end_with_parent()
+    settings = GatewaySettings(**json.loads(os.environ.pop(_SETTINGS)))
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        run_gateway(settings, socket.socket(fileno=int(argv[0])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""What is printed when a command is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.display import sparkline
+from agentrl.metrics import HELD_OUT, REWARD
+from agentrl.train import Summary
+from agentrl_tracer.schemas import Accounting, Json, Rollout
+
+
+def training_report(summary: Summary, model: str) -> Panel:
+    """The end of a training run: replies before and after, the picture, and how to serve it."""
+    replies = Table(box=None, padding=(0, 2), show_edge=False)
+    replies.add_column("held-out prompt", style="dim")
+    replies.add_column("before")
+    replies.add_column("after", style="green")
+    for reply in summary.replies:
+        replies.add_row(Text(reply.prompt), Text(reply.before), Text(reply.after))
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row(
+        "mean reward",
+        f"{summary.reward_first:+.2f} → [b]{summary.reward_last:+.2f}[/] in {summary.steps} steps",
+    )
+    if summary.held_out:
+        first, last = summary.held_out[0][1], summary.held_out[-1][1]
+        facts.add_row("held-out accuracy", f"{first:.0%} → [b]{last:.0%}[/]")
+    total = sum(summary.seconds.values())
+    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items())
+    facts.add_row("time", f"{total:.0f} s: {split}")
+    facts.add_row("learning curve", str(summary.folder.picture))
+    facts.add_row("adapter", str(summary.adapter))
+    flag = "" if model == "agentrl-tiny" else f" --model {model}"
+    facts.add_row("serve it", f"[b cyan]agentrl serve --adapter-path {summary.adapter}{flag}[/]")
+    parts = [replies, Text(), facts] if summary.replies else [facts]
+    return Panel(Group(*parts), title="[b]trained[/]", title_align="left", border_style="green")
+
+
+def evaluation_report(
+    rollouts: Sequence[Rollout], successes: int, mean: float | None, problems: dict[str, int]
+) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("rollouts", str(len(rollouts)))
+    table.add_row("accuracy", f"[b]{successes / len(rollouts):.1%}[/] ({successes} successes)")
+    table.add_row("mean reward", "–" if mean is None else f"{mean:+.3f}")
+    for reason, count in problems.items():
+        table.add_row("failed", Text(f"{count}×: {reason}"))
+    return table
+
+
+def runs_table(runs: Sequence[Json], metrics: Sequence[dict[int, dict[str, float]]]) -> Table:
+    """One row per run."""
+    table = Table("name", "kind", "state", "started", "steps", "mean reward", "held-out", box=None)
+    for run, rows in zip(runs, metrics, strict=True):
+        rewards = _series(rows, REWARD)
+        held_out = _series(rows, HELD_OUT)
+        table.add_row(
+            run["name"],
+            run["kind"],
+            run["state"],
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created_at"])),
+            str(max(rows, default=0)),
+            f"{rewards[-1]:+.3f} {sparkline(rewards[-24:])}" if rewards else "–",
+            f"{held_out[-1]:.0%}" if held_out else "–",
+        )
+    return table
+
+
+def show_run(
+    console: Console, run: Json, metrics: dict[int, dict[str, float]], accounting: Accounting
+) -> None:
+    """One run: its steps, and where its calls went."""
+    console.print(f"[b]{run['name']}[/] ({run['kind']}, {run['state']})")
+    steps = Table("step", "mean reward", "held-out", "calls", "trained", "groups used", box=None)
+    for step, row in metrics.items():
+        steps.add_row(
+            str(step),
+            *(
+                f"{row[name]:{form}}" if name in row else ""
+                for name, form in (
+                    (REWARD, "+.3f"),
+                    (HELD_OUT, ".0%"),
+                    ("calls", ".0f"),
+                    ("calls/trained", ".0f"),
+                    ("groups/used", ".0f"),
+                )
+            ),
+        )
+    console.print(steps)
+    sums = Table("calls", "", box=None)
+    sums.add_row("proxied", str(accounting.proxied))
+    sums.add_row("recorded", str(accounting.recorded))
+    sums.add_row("trained", str(accounting.trained))
+    for reason, count in sorted(accounting.skipped.items(), key=lambda item: -item[1]):
+        sums.add_row(f"skipped: {reason}", str(count))
+    sums.add_row("not judged yet", str(accounting.pending))
+    sums.add_row("adds up", "[green]yes[/]" if accounting.adds_up else "[red]no[/]")
+    console.print(sums)
+
+
+def _series(rows: dict[int, dict[str, float]], name: str) -> list[float]:
+    return [row[name] for row in rows.values() if name in row]

@@ -1,0 +1,86 @@
+"""Where a run keeps its things on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import ConfigError
+
+
+class RunFolder:
+    """``runs/NAME``: configuration, store, adapters, checkpoints, logs, metrics and the picture."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.name = self.root.name
+        self.config = self.root / "config.json"
+        self.run_id = self.root / "run_id"
+        self.store = self.root / "store.db"
+        self.adapters = self.root / "adapters"
+        self.adapter = self.root / "adapter"  # the final one
+        self.checkpoints = self.root / "checkpoints"
+        self.logs = self.root / "logs"
+        self.metrics = self.root / "metrics.jsonl"
+        self.picture = self.root / "learning_curve.png"
+        self.summary = self.root / "summary.json"
+
+    @classmethod
+    def create(cls, runs: Path, name: str | None, prefix: str) -> RunFolder:
+        """A new folder; a name already taken is refused rather than mixed up."""
+        if name is not None:
+            folder = cls(runs / name)
+            if folder.config.exists():
+                raise ConfigError(
+                    f"name: {str(folder.root)!r} exists already; give another name, "
+                    f"or go on with --resume {runs / name}"
+                )
+        else:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            candidates = [f"{prefix}-{stamp}"] + [f"{prefix}-{stamp}-{i}" for i in range(2, 100)]
+            folder = cls(runs / next(c for c in candidates if not (runs / c).exists()))
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @classmethod
+    def existing(cls, path: Path) -> RunFolder:
+        folder = cls(path)
+        if not folder.config.is_file() or not folder.run_id.is_file():
+            raise ConfigError(f"resume: {str(path)!r} is no run folder: it has no config.json")
+        return folder
+
+    def adapter_version(self, name: str, version: int) -> Path:
+        """A path of its own per version: vLLM's prefix cache is keyed by path."""
+        return self.adapters / name / f"v{version:06d}"
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Replaces the file as a whole: a reader never sees half of it."""
+        temporary = path.with_suffix(path.suffix + ".tmp")
+        temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+    def append_metrics(self, values: Mapping[str, Any]) -> None:
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        if not self.metrics.exists():
+            return []
+        rows: list[dict[str, Any]] = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:  # torn by a kill; the store has the same numbers
+                continue
+        return rows
+
+    def keep_metrics_until(self, step: int) -> None:
+        """Drops the rows of steps that a resumed run will make again."""
+        kept = [json.dumps(row) for row in self.read_metrics() if row["step"] <= step]
+        temporary = self.metrics.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self.metrics)

@@ -1,0 +1,181 @@
+"""A run in progress: store, gateway and runners, together for as long as they are needed."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from agentrl.config import ModelConfig, RolloutConfig
+from agentrl.gateway import Gateway, GatewaySettings
+from agentrl.run_folder import RunFolder
+from agentrl.runner import PoolHandle, RunnerConfig, start_pool
+from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, RolloutState
+from agentrl_tracer.store import Store
+
+_POLL_S = 0.03
+_READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
+_HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says why and where to look."""
+
+
+class Session:
+    """Starts the gateway and the runners; stops them on the way out, whatever happened."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        store: Store,
+        run_id: str,
+        agent: str,
+        model: ModelConfig,
+        rollouts: RolloutConfig,
+        *,
+        base_only: bool = False,
+        adapter_path: str | None = None,
+    ) -> None:
+        self.folder = folder
+        self.store = store
+        self.run_id = run_id
+        self.agent = agent
+        self.rollouts = rollouts
+        self.asked_model = model.model if base_only else model.adapter
+        self._settings = GatewaySettings(
+            store=store.url,
+            model=model.model,
+            adapter=None if base_only else model.adapter,
+            device=model.device,
+            dtype=model.dtype,
+            operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
+            run_id=run_id,
+            max_tokens=rollouts.max_tokens,
+            temperature=rollouts.temperature,
+            adapter_path=adapter_path,
+        )
+        self.gateway: Gateway
+        self.pool: PoolHandle
+
+    def __enter__(self) -> Self:
+        self.gateway = Gateway(self._settings, self.folder.logs)
+        self.pool = start_pool(
+            RunnerConfig(
+                store=self.store.url,
+                gateway=self.gateway.url,
+                run_id=self.run_id,
+                agent=self.agent,
+                model=self.asked_model,
+                runners=self.rollouts.runners,
+                timeout_s=self.rollouts.timeout,
+                lease_s=self.rollouts.lease,
+                logs=str(self.folder.logs),
+            )
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.pool.stop()
+        self.gateway.stop()
+
+    def wait_ready(self) -> None:
+        """Returns when the gateway answers.
+
+        Raises:
+            RunError: it keeps dying, or takes too long; with the end of its log.
+        """
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while self.gateway.health() is None:
+            if self.gateway.restarts >= 2 or time.monotonic() > deadline:
+                raise RunError(
+                    f"the gateway does not start; the end of {self.folder.logs / 'gateway.log'}:\n"
+                    f"{self.gateway.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def publish(self, name: str, version: int, path: str, step: int) -> None:
+        """Makes a saved adapter the one that answers; returns when the sampler has it.
+
+        The store is told first: a gateway that restarts in between loads it from there.
+        """
+        self.store.publish_adapter(self.run_id, name, version, path, step)
+        restarts = self.gateway.restarts
+        while problem := self.gateway.try_load_adapter(name, version, path):
+            if self.gateway.restarts - restarts >= _HOPELESS_RESTARTS:
+                raise RunError(f"adapter {name}@{version} cannot be published: {problem}")
+            time.sleep(_POLL_S)
+
+    def execute(
+        self, new: Sequence[NewRollout], on_progress: Callable[[int, int], None]
+    ) -> list[Rollout]:
+        """Runs rollouts to their end; ``on_progress`` gets (finished, all).
+
+        Raises:
+            RunError: the runners or the gateway keep dying and nothing gets finished.
+        """
+        ids = self.store.enqueue(self.run_id, new)
+        finished, restarts = -1, self._restarts()
+        while True:
+            self.store.expire_leases()
+            if not self.pool.alive():
+                self.pool.restart()
+            done = len(ids) - self.store.unfinished(ids)
+            if done > finished:
+                finished, restarts = done, self._restarts()
+                on_progress(done, len(ids))
+            if done == len(ids):
+                return self.store.rollouts(self.run_id, ids=ids)
+            if self._restarts() - restarts >= _HOPELESS_RESTARTS:
+                raise RunError(
+                    "gateway and runners keep dying and no rollout gets finished; see "
+                    f"{self.folder.logs}\n{self.gateway.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def _restarts(self) -> int:
+        return self.gateway.restarts + self.pool.restarts
+
+
+def rollout_seed(*parts: object) -> int:
+    """A seed that depends on these parts alone. 63 bits: it fits a signed integer column."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def plan_evaluation(
+    task_ids: Sequence[str], step: int, samples: int, seed: int, temperature: float
+) -> list[NewRollout]:
+    """Rollouts that measure: their temperature is ours, whatever the agent asks for."""
+    sampling: Json = {"force": {"temperature": temperature}}
+    return [
+        NewRollout(
+            task_id=task_id,
+            group_id=f"eval-{step}-{task_id}",
+            purpose=Purpose.EVAL,
+            step=step,
+            index=index,
+            seed=rollout_seed(seed, "eval", step, task_id, index),
+            sampling=sampling,
+        )
+        for task_id in task_ids
+        for index in range(samples)
+    ]
+
+
+def failures(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """Why rollouts failed, most frequent first."""
+    counts: dict[str, int] = {}
+    for rollout in rollouts:
+        if rollout.state is not RolloutState.SUCCEEDED:
+            reason = (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200]
+            counts[reason] = counts.get(reason, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,144 @@
+"""Who is asking, and for which rollout: credentials to callers.
+
+Knows keys, the path's rollout id and whether an attempt still runs. Does not know models or
+tokens. Keys are kept only as hashes and never appear in a log line or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar
+
+from agentrl_proxy.deps import GatewayStats, GatewayStore
+from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
+from agentrl_tracer.schemas import AttemptRef, AttemptState
+
+log = logging.getLogger("agentrl.proxy")
+
+T = TypeVar("T")
+_MAX_CACHED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is asking. Neither operator nor attempt: someone on this machine, unattributed."""
+
+    operator: bool
+    attempt: AttemptRef | None
+
+
+async def ask(store: GatewayStore, method: Callable[..., T], *args: object) -> T:
+    """Call a synchronous store method: in place on SQLite (0.1 ms), in a thread over a network."""
+    if store.is_remote:
+        return await asyncio.to_thread(method, *args)
+    return method(*args)
+
+
+class Credentials:
+    """Reads credentials and says what they open.
+
+    An attempt's key opens the models, spans and rewards of its own rollout, while the attempt
+    runs. The operator's key opens everything that needs no rollout.
+    """
+
+    def __init__(self, store: GatewayStore, operator_key: str | None, stats: GatewayStats) -> None:
+        self._store = store
+        self._operator = None if operator_key is None else _digest(operator_key)
+        self._stats = stats
+        self._known: OrderedDict[bytes, AttemptRef] = OrderedDict()
+
+    async def caller(self, headers: Mapping[str, str], rollout_id: str | None) -> Caller:
+        """Who sent these headers to this path.
+
+        Raises:
+            ApiError: 401 without a valid key, 403 when key and path disagree, 409 when the
+                attempt is sealed.
+        """
+        try:
+            return await self._caller(headers, rollout_id)
+        except ApiError as error:
+            if error.status in (401, 403):
+                self._stats.refused += 1
+            raise
+
+    async def operator_only(self, headers: Mapping[str, str]) -> None:
+        try:
+            key = _key_in(headers)
+            if self._operator is None:
+                raise forbidden("this gateway has no operator key", "operator_only")
+            if key is None:
+                raise unauthorized("send the operator key as `Authorization: Bearer <key>`")
+            if not self._is_operator(_digest(key)):
+                raise forbidden("only the operator key opens this", "operator_only")
+        except ApiError:
+            self._stats.refused += 1
+            raise
+
+    async def _caller(self, headers: Mapping[str, str], rollout_id: str | None) -> Caller:
+        key = _key_in(headers)
+        digest = None if key is None else _digest(key)
+        if digest is not None and self._is_operator(digest):
+            if rollout_id is not None:
+                # Which attempt would it be? Only the attempt's own key says.
+                raise self._mismatch(rollout_id, "the operator key belongs to no rollout")
+            return Caller(operator=True, attempt=None)
+        attempt = None
+        if key is not None and digest is not None:
+            attempt = await self._attempt(key, digest)
+        if attempt is None:
+            return self._stranger(key, rollout_id)
+        if rollout_id is not None and rollout_id != attempt.rollout_id:
+            raise self._mismatch(rollout_id, "the key belongs to another rollout")
+        state = await ask(self._store, self._store.attempt_state, attempt.attempt_id)
+        if state is not AttemptState.RUNNING:
+            raise attempt_sealed("deleted" if state is None else state.value)
+        return Caller(operator=False, attempt=attempt)
+
+    def _stranger(self, key: str | None, rollout_id: str | None) -> Caller:
+        if key is None and (rollout_id is not None or self._operator is not None):
+            raise unauthorized("send a key as `Authorization: Bearer <key>` or `x-api-key`")
+        if rollout_id is not None or self._operator is not None or _is_ours(key):
+            raise unauthorized("this key is not known here")
+        return Caller(operator=False, attempt=None)
+
+    async def _attempt(self, key: str, digest: bytes) -> AttemptRef | None:
+        known = self._known.get(digest)
+        if known is not None:
+            self._known.move_to_end(digest)
+            return known
+        found = await ask(self._store, self._store.authenticate, key)
+        if found is not None:
+            self._known[digest] = found
+            if len(self._known) > _MAX_CACHED:
+                self._known.popitem(last=False)
+        return found
+
+    def _is_operator(self, digest: bytes) -> bool:
+        return self._operator is not None and hmac.compare_digest(digest, self._operator)
+
+    def _mismatch(self, rollout_id: str, why: str) -> ApiError:
+        self._stats.mismatched += 1
+        log.warning("refused a request to rollout %.64r: %s", rollout_id, why)
+        return forbidden(f"the path and the key disagree: {why}", "rollout_mismatch")
+
+
+def _key_in(headers: Mapping[str, str]) -> str | None:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and bearer.strip():
+        return bearer.strip()
+    return headers.get("x-api-key") or None
+
+
+def _is_ours(key: str | None) -> bool:
+    """An attempt's key from another store or a deleted run must not pass for a stranger's."""
+    return key is not None and key.startswith("sk-agentrl-")
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

@@ -1,0 +1,80 @@
+"""What a gateway is made of, and what it counts.
+
+Knows the parts by their protocols: any store and writer that answer like agentrl_tracer's will
+do. Does not know how a request is handled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.sampler import Sampler
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Reward, Span
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+
+
+class GatewayStore(Protocol):
+    """The part of agentrl_tracer's Store that a gateway uses."""
+
+    is_remote: bool
+
+    def authenticate(self, key: str) -> AttemptRef | None: ...
+    def attempt_state(self, attempt_id: str) -> AttemptState | None: ...
+    def next_seq(self, attempt_id: str) -> int: ...
+    def record_spans(self, spans: Sequence[Span]) -> None: ...
+    def record_rewards(self, rewards: Sequence[Reward]) -> None: ...
+
+
+class CallSink(Protocol):
+    """agentrl_tracer's CallWriter."""
+
+    def open(self, call: Call) -> None: ...
+    async def finish(self, call: Call) -> AttemptState | None: ...
+
+
+@dataclass(slots=True)
+class GatewayDeps:
+    sampler: Sampler
+    renderer: Renderer
+    store: GatewayStore
+    writer: CallSink
+    boot_id: str
+    models: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """Requested model name → adapter name; None: the base model."""
+    default_adapter: str | None = None
+    """Answers unknown model names when ``accept_any_model``."""
+    accept_any_model: bool = True
+    """Agents hard-code names like gpt-4o-mini; False answers 404 to those not in ``models``."""
+    operator_key: str | None = None
+    """None: whoever reaches the port may sample without a rollout. Loopback only, see server."""
+    run_id: str | None = None
+    """Recorded with calls made outside any rollout."""
+    context_length: int | None = None
+    """Tokens of prompt and answer together; None: the sampler raises ContextLengthError itself."""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Sampling defaults of requests and attempts that set nothing."""
+    max_body_bytes: int = MAX_BODY_BYTES
+
+
+@dataclass(slots=True)
+class GatewayStats:
+    """Counts since start. ``accepted`` counts choices, as ``proxied`` does; the rest requests."""
+
+    accepted: int = 0
+    in_flight: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    late: int = 0  # answered 409 because the attempt was sealed while sampling
+    replayed: int = 0  # client retries answered from a completed or running call
+    continued: int = 0  # prompts that kept the exact tokens of an earlier call
+    rendered: int = 0
+    refused: int = 0  # 401 and 403
+    mismatched: int = 0  # of those: path and key named different rollouts
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)

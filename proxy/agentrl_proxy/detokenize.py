@@ -1,0 +1,97 @@
+"""Token ids to text while they arrive: whole characters only, and never past a stop string.
+
+Knows a decode function and stop strings. Does not know messages, samplers or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_REPLACEMENT = "\ufffd"
+# An unfinished UTF-8 character has at most three bytes, so at most three tokens.
+_UNFINISHED_TOKENS = 3
+
+
+class Detokenizer:
+    """One choice's text. Pieces returned by ``push`` and ``finish`` add up to the answer's text.
+
+    Args:
+        decode: ids to text.
+        stop: strings that end the answer; the text is cut before the first of them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = stop
+        self._longest_stop = max(map(len, stop), default=0)
+        self._ids: list[int] = []
+        self._context = 0  # decoding starts here, so that a word's leading space is kept
+        self._done = 0  # ids before this are in the text
+        self._held = ""  # decoded, but maybe the start of a stop string
+        self.stopped_by: str | None = None
+
+    def push(self, token_id: int) -> str:
+        """Takes a token; returns the text that is now certain, often empty."""
+        self._ids.append(token_id)
+        return self._release(self._decoded(final=False), final=False)
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        return self._release(self._decoded(final=True), final=True)
+
+    def _decoded(self, *, final: bool) -> str:
+        if self._done == len(self._ids):
+            return ""
+        end = len(self._ids)
+        known = self._decode(self._ids[self._context : self._done])
+        text = self._decode(self._ids[self._context :])
+        if not final and text.endswith(_REPLACEMENT):
+            # Wait for the rest of the character, but not forever: invalid bytes never become one.
+            if end - self._done <= _UNFINISHED_TOKENS:
+                return ""
+            end -= _UNFINISHED_TOKENS
+            text = self._decode(self._ids[self._context : end])
+        new = text[len(known) :]
+        self._context, self._done = self._done, end
+        return new
+
+    def _release(self, new: str, *, final: bool) -> str:
+        if self.stopped_by is not None:
+            return ""
+        if not self._stop:
+            return new
+        text = self._held + new
+        cut = first_stop(text, self._stop)
+        if cut is not None:
+            at, self.stopped_by = cut
+            self._held = ""
+            return text[:at]
+        keep = 0 if final else self._possible_stop(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(min(len(text), self._longest_stop - 1), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0
+
+
+def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
+    """Where the earliest stop string begins, and which one it is."""
+    found = [(at, s) for s in stop if (at := text.find(s)) >= 0]
+    return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=None)
+
+
+def whole_text(
+    decode: Callable[[Sequence[int]], str], ids: Sequence[int], stop: Sequence[str]
+) -> str:
+    """The text a Detokenizer fed with these ids would have given."""
+    text = decode(ids)
+    if _REPLACEMENT in text:  # invalid bytes: how many marks they make depends on the pieces
+        tokens = Detokenizer(decode, stop)
+        return "".join([*(tokens.push(i) for i in ids), tokens.finish()])
+    cut = first_stop(text, stop)
+    return text if cut is None else text[: cut[0]]

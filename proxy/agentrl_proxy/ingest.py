@@ -1,0 +1,86 @@
+"""What an attempt tells about itself: OTLP spans and rewards.
+
+Knows how they reach the store. Does not know models or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from agentrl_proxy.asgi import json_response
+from agentrl_proxy.auth import Caller, ask
+from agentrl_proxy.deps import GatewayStore
+from agentrl_proxy.errors import ApiError, forbidden, invalid
+from agentrl_tracer.schemas import Reward
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid(None, "the body must be a JSON object")
+    return value
+
+
+async def traces(store: GatewayStore, caller: Caller, body: bytes, content_type: str) -> Response:
+    """An OTLP/HTTP export. Spans that carry rewards become rewards of their attempt."""
+    from agentrl_tracer.otlp import parse_traces, rewards_in
+
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind not in ("application/x-protobuf", "application/json"):
+        allowed = "application/x-protobuf or application/json"
+        raise ApiError(415, f"content-type must be {allowed}; got {kind[:60]!r}",
+                       code="unsupported_media_type")  # fmt: skip
+    attempt = caller.attempt
+    rollout_id = None if attempt is None else attempt.rollout_id
+    attempt_id = None if attempt is None else attempt.attempt_id
+    try:
+        spans = parse_traces(body, content_type, rollout_id, attempt_id)
+        rewards = [] if attempt is None else rewards_in(spans)
+    except ValueError as error:
+        raise invalid(None, str(error), code="invalid_otlp") from None
+    if spans:
+        await ask(store, store.record_spans, spans)
+    if rewards:
+        await ask(store, store.record_rewards, rewards)
+    if kind == "application/json":
+        return json_response({})
+    return Response(b"", media_type="application/x-protobuf")  # an empty ExportTraceServiceResponse
+
+
+async def reward(
+    store: GatewayStore, caller: Caller, body: bytes, idempotency_key: str | None
+) -> Response:
+    """A reward by plain JSON, for agents without OpenTelemetry."""
+    attempt = caller.attempt
+    if attempt is None:
+        raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
+    fields = json_object(body)
+    value = fields.get("value")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise invalid("value", f"value must be a finite number; got {value!r:.80}")
+    texts: dict[str, str | None] = {}
+    for name in ("name", "response_id", "explanation"):
+        texts[name] = fields.get(name)
+        if texts[name] is not None and not isinstance(texts[name], str):
+            raise invalid(name, f"{name} must be a string; got {fields[name]!r:.80}")
+    record = Reward(
+        attempt_id=attempt.attempt_id,
+        rollout_id=attempt.rollout_id,
+        name=texts["name"] or "reward",
+        value=float(value),
+        key=idempotency_key or secrets.token_hex(16),
+        response_id=texts["response_id"],
+        explanation=texts["explanation"],
+        created_at=time.time(),
+    )
+    await ask(store, store.record_rewards, [record])
+    return json_response({"name": record.name, "value": record.value, "key": record.key})

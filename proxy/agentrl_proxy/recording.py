@@ -1,0 +1,171 @@
+"""How a request becomes Call rows: opened when accepted, finished before its answer leaves.
+
+Knows the Call record, its writer and what a sampler's events add up to. Does not know HTTP or
+templates. One row per choice; the choices of a request share its ``seq``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from agentrl_proxy.deps import CallSink
+from agentrl_proxy.sampler import FinishEvent, SamplingParams, TokenEvent
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What one choice has sampled so far."""
+
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    tops: list[Sequence[tuple[int, float]]] = field(
+        default_factory=list[Sequence[tuple[int, float]]]
+    )
+    version: int | None = None  # the oldest: an adapter may be swapped in mid-answer
+    mixed_versions: bool = False
+    finish: FinishEvent | None = None
+
+    def add(self, event: TokenEvent, *, tops: bool) -> None:
+        if not self.ids:
+            self.version = event.adapter_version
+        elif event.adapter_version != self.version:
+            self.mixed_versions = True
+            if self.version is not None and event.adapter_version is not None:
+                self.version = min(self.version, event.adapter_version)
+        self.ids.append(event.token_id)
+        self.logprobs.append(event.logprob)
+        if tops:
+            self.tops.append(event.top or ())
+
+
+class CallRecord:
+    """The rows of one request."""
+
+    def __init__(self, writer: CallSink, calls: list[Call]) -> None:
+        self._writer = writer
+        self._calls = calls
+        self.finished = False
+        for call in calls:
+            writer.open(call)
+
+    async def finish(
+        self,
+        sampled: Sequence[Sampled],
+        state: CallState,
+        *,
+        responses: Sequence[dict[str, Any]] | None = None,
+        skip_reason: SkipReason | None = None,
+        error: str | None = None,
+    ) -> AttemptState | None:
+        """Makes the rows durable; returns the attempt's state as of that commit."""
+        self.finished = True
+        ended_at = time.time()
+        rows = [
+            self._row(call, one, state, ended_at, skip_reason, error,
+                      responses[call.choice] if responses else None)
+            for call, one in zip(self._calls, sampled, strict=True)
+        ]  # fmt: skip
+        if len(rows) == 1:
+            return await self._writer.finish(rows[0])
+        states = await asyncio.gather(*(self._writer.finish(row) for row in rows))
+        # One commit may seal between another's rows: the latest state rules.
+        return next((s for s in states if s is not AttemptState.RUNNING), states[0])
+
+    @staticmethod
+    def _row(
+        call: Call,
+        sampled: Sampled,
+        state: CallState,
+        ended_at: float,
+        skip_reason: SkipReason | None,
+        error: str | None,
+        response: dict[str, Any] | None,
+    ) -> Call:
+        params = call.params
+        if sampled.mixed_versions:
+            params = {**params, "mixed_versions": True}
+        return replace(
+            call,
+            adapter_version=sampled.version if sampled.ids else call.adapter_version,
+            state=state,
+            response_ids=sampled.ids,
+            response_logprobs=sampled.logprobs,
+            finish_reason=None if sampled.finish is None else sampled.finish.reason,
+            params=params,
+            response=response,
+            error=error,
+            ended_at=ended_at,
+            skip_reason=call.skip_reason or skip_reason,
+        )
+
+
+def open_calls(
+    writer: CallSink,
+    *,
+    response_id: str,
+    run_id: str | None,
+    attempt: AttemptRef | None,
+    seq: int,
+    model: str,
+    adapter: str | None,
+    adapter_version: int | None,
+    prompt_ids: list[int],
+    continued: bool,
+    params: SamplingParams,
+    request: dict[str, Any],
+    headers: Mapping[str, str],
+) -> CallRecord:
+    """Accepts a request: its rows exist from now on, whatever happens."""
+    trace_id, span_id = trace_context(headers)
+    first = Call(
+        id=response_id,
+        response_id=response_id,
+        choice=0,
+        run_id=run_id if attempt is None else attempt.run_id,
+        rollout_id=None if attempt is None else attempt.rollout_id,
+        attempt_id=None if attempt is None else attempt.attempt_id,
+        seq=seq,
+        agent=headers.get("x-agentrl-agent"),
+        model=model,
+        adapter=adapter,
+        adapter_version=adapter_version,
+        state=CallState.OPEN,
+        prompt_ids=prompt_ids,
+        response_ids=[],
+        response_logprobs=[],
+        finish_reason=None,
+        params=asdict(params) | {"continued": continued},
+        request=request,
+        response=None,
+        error=None,
+        trace_id=trace_id,
+        span_id=span_id,
+        started_at=time.time(),
+        ended_at=None,
+        skip_reason=SkipReason.NO_ROLLOUT if attempt is None else None,
+    )
+    others = [replace(first, id=f"{response_id}#{i}", choice=i) for i in range(1, params.n)]
+    return CallRecord(writer, [first, *others])
+
+
+def trace_context(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Trace and span id of a W3C ``traceparent`` header; (None, None) without a valid one."""
+    found = _TRACEPARENT.match(headers.get("traceparent", ""))
+    if found is None or not found[1].strip("0") or not found[2].strip("0"):
+        return None, None
+    return found[1], found[2]
+
+
+def derived_seed(attempt_seed: int, seq: int) -> int:
+    """The seed of an attempt's request that brought none: the same in every process and run."""
+    digest = blake2b(f"{attempt_seed}:{seq}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # 63 bits: torch and JSON take them

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from agentrl_tracer.schemas import (
+    AttemptState,
+    Call,
+    CallState,
+    Claim,
+    NewRollout,
+    Policies,
+    Purpose,
+    Reward,
+    RolloutState,
+    SkipReason,
+)
+from agentrl_tracer.store import Store, engine, tables
+from agentrl_tracer.writer import CallWriter
+
+
+def start_run(store: Store, rollouts: int = 1, policies: Policies | None = None) -> str:
+    run_id = store.create_run("test", "train", {}, policies)
+    (task,) = store.add_tasks(run_id, "train", [{"n": 7}])
+    store.enqueue(
+        run_id,
+        [NewRollout(task, "g", Purpose.TRAIN, 1, i, seed=i) for i in range(rollouts)],
+    )
+    return run_id
+
+
+def claimed(store: Store, lease_s: float = 30.0) -> Claim:
+    claim = store.claim("runner", lease_s)
+    assert claim is not None
+    return claim
+
+
+def call_of(claim: Claim, name: str, **changes: object) -> Call:
+    call = Call(
+        id=name, response_id=name, choice=0, run_id=claim.run_id, rollout_id=claim.rollout_id,
+        attempt_id=claim.attempt_id, seq=0, agent=None, model="m", adapter="policy",
+        adapter_version=3, state=CallState.COMPLETED, prompt_ids=[1, 2], response_ids=[151643],
+        response_logprobs=[-0.25], finish_reason="stop", params={}, request=None, response=None,
+        error=None, trace_id=None, span_id=None, started_at=1.0, ended_at=2.0,
+    )  # fmt: skip
+    return replace(call, **changes)
+
+
+def test_migrations_make_the_tables(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "s.db"))
+    with store.db.engine.connect() as connection:
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, tables.metadata) == []
+    scripts = ScriptDirectory(str(Path(engine.__file__).parent / "migrations"))
+    assert scripts.get_current_head() == engine.HEAD
+    store.close()
+
+
+def test_a_store_of_the_future_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.db")
+    store = Store(path)
+    with store.db.write() as c:
+        c.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    store.close()
+    with pytest.raises(RuntimeError, match="upgrade agentrl"):
+        Store(path)
+
+
+def test_claims_follow_the_queue_and_give_each_rollout_once(store: Store) -> None:
+    run_id = start_run(store, rollouts=3)
+    claims = [claimed(store) for _ in range(3)]
+    assert [c.rollout_id for c in claims] == [r.id for r in store.rollouts(run_id)]
+    assert claims[0].task == {"n": 7}
+    assert store.claim("runner", 30) is None
+
+
+def claim_all(path: str, results: multiprocessing.Queue[list[str]]) -> None:
+    store = Store(path, pooled=False)
+    mine: list[str] = []
+    while claim := store.claim("r", 30):
+        mine.append(claim.rollout_id)
+        store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    results.put(mine)
+
+
+def test_processes_share_the_queue(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.db")
+    store = Store(path)
+    run_id = start_run(store, rollouts=60)
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[list[str]] = context.Queue()
+    workers = [context.Process(target=claim_all, args=(path, results)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    taken = [rollout for _ in workers for rollout in results.get(timeout=60)]
+    for worker in workers:
+        worker.join()
+    assert sorted(taken) == sorted(r.id for r in store.rollouts(run_id))
+    assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
+    store.close()
+
+
+def test_key_opens_its_attempt_and_is_not_stored(store: Store) -> None:
+    start_run(store)
+    claim = claimed(store)
+    ref = store.authenticate(claim.key)
+    assert ref is not None
+    assert (ref.attempt_id, ref.state) == (claim.attempt_id, AttemptState.RUNNING)
+    assert store.authenticate("sk-agentrl-guess") is None
+    with store.db.read() as c:
+        assert claim.key not in str(c.execute(sa.select(tables.attempts)).all())
+
+
+@pytest.mark.parametrize(
+    ("policies", "state", "expected"),
+    [
+        (Policies(on_error="retry", max_attempts=2), AttemptState.ERROR, RolloutState.QUEUED),
+        (Policies(on_error="retry", max_attempts=1), AttemptState.ERROR, RolloutState.FAILED),
+        (Policies(on_error="drop"), AttemptState.ERROR, RolloutState.FAILED),
+        (Policies(on_error=-1.0), AttemptState.ERROR, RolloutState.SUCCEEDED),
+        (Policies(on_timeout="drop"), AttemptState.TIMEOUT, RolloutState.FAILED),
+        (Policies(on_timeout=0.0), AttemptState.TIMEOUT, RolloutState.SUCCEEDED),
+        (Policies(max_attempts=1), AttemptState.INFRASTRUCTURE, RolloutState.QUEUED),
+        (Policies(max_infrastructure_retries=0), AttemptState.LOST, RolloutState.FAILED),
+        (Policies(), AttemptState.SUCCEEDED, RolloutState.SUCCEEDED),
+    ],
+)
+def test_policies_decide(
+    store: Store, policies: Policies, state: AttemptState, expected: RolloutState
+) -> None:
+    run_id = start_run(store, policies=policies)
+    claim = claimed(store)
+    assert store.end_attempt(claim.attempt_id, state, error="boom") == expected
+    (rollout,) = store.rollouts(run_id)
+    assert rollout.state == expected
+    assert rollout.winner == (claim.attempt_id if expected == RolloutState.SUCCEEDED else None)
+    rewards = store.rewards([claim.rollout_id])
+    numbers = [p for p in (policies.on_error, policies.on_timeout) if not isinstance(p, str)]
+    assert [r.value for r in rewards] == numbers
+    if expected == RolloutState.FAILED:
+        assert rollout.reason is not None
+        assert "boom" in rollout.reason
+
+
+def test_infrastructure_retries_do_not_use_up_attempts(store: Store) -> None:
+    run_id = start_run(store, policies=Policies(max_attempts=2))
+    for state in [AttemptState.INFRASTRUCTURE] * 3 + [AttemptState.ERROR]:
+        assert store.end_attempt(claimed(store).attempt_id, state) == RolloutState.QUEUED
+    assert store.end_attempt(claimed(store).attempt_id, AttemptState.ERROR) == RolloutState.FAILED
+    assert store.rollouts(run_id)[0].attempts == 5
+
+
+def test_a_lost_lease_makes_a_new_attempt_and_shuts_the_old_one_out(store: Store) -> None:
+    run_id = start_run(store)
+    old = claimed(store, lease_s=5)
+    assert store.expire_leases() == []
+    assert store.heartbeat(old.attempt_id, 5)
+    assert store.expire_leases(now=time.time() + 6) == [old.attempt_id]
+    assert not store.heartbeat(old.attempt_id, 5)
+    new = claimed(store)
+    assert new.rollout_id == old.rollout_id
+    assert new.attempt_number == 2
+    assert store.end_attempt(old.attempt_id, AttemptState.SUCCEEDED) is None
+    assert store.end_attempt(new.attempt_id, AttemptState.SUCCEEDED) == RolloutState.SUCCEEDED
+    assert store.rollouts(run_id)[0].winner == new.attempt_id
+
+
+async def test_calls_come_back_as_they_were_written(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("boot", run_id, 1)
+    writer = CallWriter(store, "boot")
+    call = call_of(claim, "c1", response={"a": [1]}, response_logprobs=[-0.5])
+    writer.open(replace(call, state=CallState.OPEN))
+    assert await writer.finish(call) is AttemptState.RUNNING
+    writer.close()
+    assert store.calls(attempt_ids=[claim.attempt_id]) == [call]
+    accounting = store.accounting(run_id)
+    assert (accounting.proxied, accounting.recorded, accounting.pending) == (1, 1, 1)
+
+
+async def test_a_late_call_is_kept_and_named(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("boot", run_id, 1)
+    writer = CallWriter(store, "boot")
+    writer.open(call_of(claim, "late", state=CallState.OPEN))
+    store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    assert await writer.finish(call_of(claim, "late")) is AttemptState.SUCCEEDED
+    writer.close()
+    assert store.accounting(run_id).skipped == {SkipReason.LATE_CALL: 1}
+
+
+async def test_calls_open_at_a_gateways_death_are_lost_with_a_reason(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("first", run_id, 1)
+    writer = CallWriter(store, "first")
+    writer.open(call_of(claim, "lost", state=CallState.OPEN, response_ids=[]))
+    assert await writer.finish(call_of(claim, "done")) is AttemptState.RUNNING
+    writer.close()
+    assert store.register_gateway("second", run_id, 2) == 1
+    lost, done = sorted(store.calls(attempt_ids=[claim.attempt_id]), key=lambda c: c.id != "lost")
+    assert (lost.state, lost.skip_reason) == (CallState.ERROR, SkipReason.GATEWAY_LOST)
+    assert (done.state, done.skip_reason) == (CallState.COMPLETED, None)
+
+
+async def test_the_sum_notices_a_lost_record(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("boot", run_id, 1)
+    writer = CallWriter(store, "boot")
+    for name in ("a", "b"):
+        writer.open(call_of(claim, name, state=CallState.OPEN))
+        await writer.finish(call_of(claim, name))
+    writer.close()
+    store.settle(trained={"a": 1}, skipped={"b": SkipReason.ZERO_ADVANTAGE})
+    assert store.accounting(run_id).adds_up
+    with store.db.write() as c:  # break it on purpose
+        c.execute(tables.calls.delete().where(tables.calls.c.id == "b"))
+    assert not store.accounting(run_id).adds_up
+
+
+async def test_a_failing_database_fails_the_call_not_the_writer(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("boot", run_id, 1)
+    writer = CallWriter(store, "boot")
+    with pytest.raises(sa.exc.StatementError):
+        await writer.finish(call_of(claim, "bad", params={"not json": object()}))
+    assert await writer.finish(call_of(claim, "good")) is AttemptState.RUNNING
+    writer.close()
+
+
+def test_a_verdict_stands(store: Store) -> None:
+    start_run(store)
+    claim = claimed(store)
+    store.write_calls("boot", [], [call_of(claim, "x")], 1)
+    store.settle(trained={}, skipped={"x": SkipReason.ZERO_ADVANTAGE})
+    store.settle(trained={"x": 4}, skipped={})
+    (call,) = store.calls(attempt_ids=[claim.attempt_id])
+    assert (call.trained_step, call.skip_reason) == (None, SkipReason.ZERO_ADVANTAGE)
+
+
+def test_a_resumed_run_supersedes_what_it_repeats(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.write_calls("boot", [], [call_of(claim, "x")], 1)
+    store.settle(trained={"x": 1}, skipped={})
+    assert store.supersede(run_id, after_step=1) == 0
+    assert store.supersede(run_id, after_step=0) == 1
+    assert store.accounting(run_id).skipped == {SkipReason.SUPERSEDED: 1}
+    assert store.cancel(run_id, "resumed", after_step=0) == 1
+    assert store.rollouts(run_id)[0].state == RolloutState.CANCELLED
+
+
+def test_a_reward_delivered_twice_counts_once(store: Store) -> None:
+    start_run(store)
+    claim = claimed(store)
+    reward = Reward(claim.attempt_id, claim.rollout_id, "reward", 1.0, key="span-1")
+    store.record_rewards([reward])
+    store.record_rewards([reward, replace(reward, key="span-2", value=0.5)])
+    assert [r.value for r in store.rewards([claim.rollout_id])] == [1.0, 0.5]
+
+
+def test_adapters_and_metrics(store: Store) -> None:
+    run_id = store.create_run("test", "train", {})
+    for version in (0, 1, 2):
+        store.publish_adapter(run_id, "policy", version, f"/v{version}", version)
+    assert [a.version for a in store.latest_adapters(run_id)] == [2]
+    store.drop_adapters_after(run_id, 1)
+    assert [a.version for a in store.latest_adapters(run_id)] == [1]
+    store.log_metrics(run_id, 1, {"loss": 0.5})
+    store.log_metrics(run_id, 1, {"loss": 0.25, "x": 1})
+    assert store.metrics(run_id) == {1: {"loss": 0.25, "x": 1.0}}

@@ -1,0 +1,509 @@
+"""The learner on random miniature models, against the plain way of computing the same things."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentrl_trainer.batches import Datum
+from agentrl_trainer.learner import AdamParams, Learner
+from agentrl_trainer.logprobs import TokenLogprobs
+from agentrl_trainer.losses import LOSSES
+from agentrl_trainer.model import BaseModel, load_adapter_weights
+
+VOCAB = 61
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning"),
+    # GPT-2's layers are transposed; PEFT says so and sets it right.
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # far from uniform, so that mistakes show
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL))
+
+
+def gemma2() -> PreTrainedModel:
+    return Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
+    )
+
+
+def cohere() -> PreTrainedModel:
+    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
+    return CohereForCausalLM(CohereConfig(**small, logit_scale=0.25))
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=64,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=0.3,
+        )
+    )
+
+
+def base_model(build: Any = qwen3, seed: int = 0) -> BaseModel:
+    torch.manual_seed(seed)
+    model = build().eval().requires_grad_(False)
+    return BaseModel(
+        model=model,
+        tokenizer=cast(Any, None),
+        name="random",
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        context_length=64,
+        eos_ids=frozenset({2}),
+    )
+
+
+def learner(**options: Any) -> Learner:
+    options = {"rank": 4, "alpha": 8, "adam": AdamParams(lr=1e-2), **options}
+    build = options.pop("build", qwen3)
+    return Learner(base_model(build), **options)
+
+
+def data(seed: int = 0, rows: int = 7, adapters: tuple[str, ...] = ("default",)) -> list[Datum]:
+    rng = random.Random(seed)
+    datums = []
+    for row in range(rows):
+        length = rng.randrange(3, 20)
+        mask = [at > 0 and rng.random() < 0.5 for at in range(length)]
+        mask[-1] = True
+        datums.append(
+            Datum(
+                tokens=[rng.randrange(3, VOCAB) for _ in range(length)],
+                mask=mask,
+                logprobs=[-rng.expovariate(0.3) if on else 0.0 for on in mask],
+                advantages=[rng.gauss(0, 1) if on else 0.0 for on in mask],
+                adapter=adapters[row % len(adapters)],
+            )
+        )
+    return datums
+
+
+def on_policy(trainer: Learner, datums: list[Datum]) -> list[Datum]:
+    pairs = zip(datums, trainer.forward(datums), strict=True)
+    return [replace(datum, logprobs=logprobs) for datum, logprobs in pairs]
+
+
+def nearly_on_policy(trainer: Learner, datums: list[Datum]) -> list[Datum]:
+    """Sampled by something close: ratios inside and outside of the clip range."""
+    rng = random.Random(1)
+    return [
+        replace(datum, logprobs=[lp + rng.gauss(0, 0.3) for lp in datum.logprobs])
+        for datum in on_policy(trainer, datums)
+    ]
+
+
+def move_off_start(trainer: Learner) -> None:
+    """B starts at zero, where half of LoRA's gradients vanish and all adapters agree."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.1, generator=generator)
+
+
+def gradients(trainer: Learner) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def plain_logprobs(trainer: Learner, datum: Datum) -> Tensor:
+    """One row, the whole model, all logits, float64 softmax."""
+    trainer.model.set_adapter(datum.adapter)
+    logits = trainer.model(input_ids=torch.tensor([datum.tokens])).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(-1, torch.tensor(datum.tokens[1:])[:, None])[:, 0]
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], **tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        torch.testing.assert_close(value, right[key], **tolerance, msg=lambda m, k=key: f"{k}: {m}")
+
+
+# ---- log-probs
+
+FAMILIES = [(qwen3, True), (llama, True), (gpt2, True), (gemma2, False), (cohere, False)]
+
+
+@pytest.mark.parametrize(("build", "short"), FAMILIES)
+def test_forward_is_the_plain_way(build: Any, short: bool) -> None:
+    trainer = learner(build=build, token_budget=50)
+    assert trainer._logprobs.short is short, "took the way that is not meant for this family"
+    move_off_start(trainer)
+    datums = data()
+    with torch.no_grad():
+        for datum, found in zip(datums, trainer.forward(datums), strict=True):
+            plain = [0.0, *plain_logprobs(trainer, datum).tolist()]
+            expected = [lp if on else 0.0 for lp, on in zip(plain, datum.mask, strict=True)]
+            assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_chunks_change_nothing() -> None:
+    model = qwen3().requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    ids = torch.randint(3, VOCAB, (4, 12))
+    rows, columns = torch.arange(4).repeat_interleave(5), torch.arange(5).repeat(4)
+    targets = torch.randint(3, VOCAB, (20,))
+    results = []
+    for limit in (10**9, 3 * VOCAB, 1):
+        model.zero_grad()
+        lp = TokenLogprobs(model, max_logits=limit)(ids, rows, columns, targets)
+        (lp * torch.arange(20)).sum().backward()
+        results.append((lp.detach(), model.get_input_embeddings().weight.grad.clone()))
+    for lp, grad in results[1:]:
+        torch.testing.assert_close(lp, results[0][0])
+        torch.testing.assert_close(grad, results[0][1], rtol=1e-4, atol=1e-4)
+
+
+def test_only_trained_positions_reach_the_output_embedding() -> None:
+    trainer = learner()
+    seen = []
+    trainer.base.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _m, args: seen.append(args[0].shape)
+    )
+    datums = data()
+    trainer.forward_backward(datums)
+    assert sum(shape[0] for shape in seen) == sum(datum.trained for datum in datums)
+
+
+def test_half_precision_models_give_float32_logprobs() -> None:
+    base = base_model()
+    base = replace(base, model=base.model.to(torch.bfloat16), dtype=torch.bfloat16)
+    trainer = Learner(base, rank=2)
+    assert {p.dtype for p in trainer._parameters["default"].values()} == {torch.float32}
+    stats = trainer.step(data())
+    assert not stats.skipped_non_finite
+    assert math.isfinite(stats.loss)
+    batch_lp = trainer._logprobs(
+        torch.tensor([[3, 4]]), torch.tensor([0]), torch.tensor([1]), torch.tensor([5])
+    )
+    assert batch_lp.dtype == torch.float32
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_gradients_are_those_of_the_plain_way(loss: str) -> None:
+    trainer = learner(token_budget=40)
+    move_off_start(trainer)
+    datums = nearly_on_policy(trainer, data())
+    stats = trainer.forward_backward(datums, loss)
+    found = gradients(trainer)
+    trainer.discard_gradients()
+
+    tokens = sum(datum.trained for datum in datums)
+    total = torch.zeros((), dtype=torch.float64)
+    for datum in datums:
+        value, _ = LOSSES[loss](
+            plain_logprobs(trainer, datum),
+            torch.tensor(datum.logprobs[1:], dtype=torch.float64),
+            torch.tensor(datum.advantages[1:], dtype=torch.float64),
+            torch.tensor(datum.mask[1:]),
+            {},
+        )
+        total = total + value / tokens
+    total.backward()
+    assert stats.loss == pytest.approx(total.item(), rel=1e-5)
+    assert stats.tokens == tokens
+    assert_same(found, gradients(trainer), rtol=1e-3, atol=1e-5)
+
+
+def test_the_budget_does_not_matter() -> None:
+    results = []
+    for budget in (1, 37, 10**6):
+        trainer = learner(token_budget=budget)
+        move_off_start(trainer)
+        stats = trainer.forward_backward(nearly_on_policy(trainer, data()))
+        results.append((gradients(trainer), stats))
+    for found, stats in results[1:]:
+        assert_same(found, results[0][0], rtol=1e-4, atol=1e-5)
+        for name in ("loss", "entropy", "ratio_max", "sampler_trainer_kl", "tokens"):
+            assert getattr(stats, name) == pytest.approx(getattr(results[0][1], name), rel=1e-4)
+
+
+def test_parts_of_a_step_accumulate() -> None:
+    datums = data()
+    tokens = sum(datum.trained for datum in datums)
+    whole, parts = learner(), learner()
+    whole.forward_backward(datums)
+    for part in (datums[:2], datums[2:]):
+        parts.forward_backward(part, normalize_by=tokens)
+    assert_same(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    plain, saving = learner(), learner(gradient_checkpointing=True)
+    for trainer in (plain, saving):
+        move_off_start(trainer)
+        trainer.forward_backward(data())
+    assert_same(gradients(saving), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+# ---- steps
+
+
+def test_good_tokens_become_likelier_and_the_base_stays() -> None:
+    trainer = learner(adam=AdamParams(lr=2e-2))
+    frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
+    good = Datum([5, 6, 7], [False, False, True], [0.0] * 3, [0.0, 0.0, 1.0])
+    bad = Datum([5, 6, 8], [False, False, True], [0.0] * 3, [0.0, 0.0, -1.0])
+    before = trainer.forward([good, bad])
+    for _ in range(5):
+        trainer.step(on_policy(trainer, [good, bad]))
+    after = trainer.forward([good, bad])
+    assert after[0][2] > before[0][2] + 0.1
+    assert after[1][2] < before[1][2] - 0.1
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, frozen[name]), name
+
+
+def test_on_policy_stats() -> None:
+    trainer = learner()
+    datums = on_policy(trainer, data())
+    stats = trainer.step(datums)
+    lps = [x for d in datums for x, on in zip(d.logprobs, d.mask, strict=True) if on]
+    assert stats.entropy == pytest.approx(-sum(lps) / len(lps), rel=1e-5)
+    assert stats.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert stats.max_logprob_difference < 1e-5
+    assert 0 <= stats.sampler_trainer_kl < 1e-9
+    assert stats.grad_norm is not None
+    assert stats.grad_norm > 0
+    assert not stats.skipped_non_finite
+    # The same tokens again: now the policy has moved, and the stats say so.
+    assert trainer.step(datums).max_logprob_difference > 1e-3
+
+
+def test_adam_is_adam() -> None:
+    """Three steps, with its formulas by hand; clipping and decay on."""
+    adam = AdamParams(lr=3e-3, weight_decay=0.1, grad_clip_norm=0.01)
+    trainer = learner(adam=adam)
+    key = next(k for k in trainer._parameters["default"] if "lora_B" in k)
+    weight = trainer._parameters["default"][key]
+    w, m, v = weight.detach().double(), torch.zeros(()).double(), torch.zeros(()).double()
+    for t in range(1, 4):
+        trainer.forward_backward(data(seed=t))
+        assert weight.grad is not None
+        g = weight.grad.double()
+        norm = math.sqrt(sum(float((x.double() ** 2).sum()) for x in gradients(trainer).values()))
+        assert norm > 0.01, "clipping is not put to the test"
+        g = g * (0.01 / norm)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        step = (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-12)
+        w = w - 3e-3 * 0.1 * w - 3e-3 * step
+        stats = trainer.optim_step()
+        assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
+        torch.testing.assert_close(weight.detach().double(), w, rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(
+            trainer.state_dict()[f"exp_avg/default/{key}"].double(), m, rtol=1e-3, atol=1e-9
+        )
+
+
+def test_adam_params_of_the_call_count() -> None:
+    trainer = learner(adam=AdamParams(lr=1.0))
+    before = trainer.state_dict()
+    trainer.step(data(), adam=AdamParams(lr=0.0))
+    weights = {k: v for k, v in trainer.state_dict().items() if k.startswith("weights/")}
+    assert_same(weights, before)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e38])
+def test_a_step_that_is_not_finite_changes_nothing(poison: float) -> None:
+    trainer = learner(token_budget=30)
+    trainer.step(data())
+    before = trainer.state_dict()
+    datums = data(seed=1)
+    advantages = [poison] * len(datums[3].tokens)
+    datums[3] = replace(datums[3], advantages=advantages)
+    # Good gradients of the same step, from before the bad ones, go as well.
+    trainer.forward_backward(data(seed=2))
+    stats = trainer.step(datums)
+    assert stats.skipped_non_finite
+    assert_same(trainer.state_dict(), before)
+    # And the next step is as if nothing had happened.
+    assert not trainer.step(data(seed=3)).skipped_non_finite
+    untroubled = learner(token_budget=30)
+    untroubled.load_state_dict(before)
+    untroubled.step(data(seed=3))
+    assert_same(untroubled.state_dict(), trainer.state_dict())
+
+
+def test_a_gradient_that_is_not_finite_is_refused_though_the_loss_is_fine() -> None:
+    trainer = learner()
+    before = trainer.state_dict()
+    assert not trainer.forward_backward(data()).skipped_non_finite
+    parameter = next(iter(trainer._parameters["default"].values()))
+    assert parameter.grad is not None
+    parameter.grad[0, 0] = math.nan
+    assert trainer.optim_step().skipped_non_finite
+    assert_same(trainer.state_dict(), before)
+
+
+def test_nothing_to_learn() -> None:
+    trainer = learner()
+    before = trainer.state_dict()
+    stats = trainer.step([])
+    assert (stats.tokens, stats.loss, stats.grad_norm) == (0, 0.0, 0.0)
+    assert_same(trainer.state_dict(), before)
+
+
+def test_mistakes_are_named() -> None:
+    trainer = learner()
+    with pytest.raises(ValueError, match=r"unknown loss 'grpo'.*cispo"):
+        trainer.forward_backward(data(), "grpo")
+    with pytest.raises(ValueError, match="stranger"):
+        trainer.forward_backward(data(adapters=("stranger",)))
+    with pytest.raises(ValueError, match="distinct"):
+        Learner(base_model(), adapters=["a", "a"])
+
+
+# ---- several adapters
+
+
+def test_adapters_learn_apart() -> None:
+    """Two adapters in one learner are two learners, though their rows come mixed."""
+    datums = data(rows=8, adapters=("asker", "guesser"))
+    both = learner(adapters=["asker", "guesser"], seed=7)
+    tokens = sum(datum.trained for datum in datums)
+    for _ in range(3):
+        both.step(datums)
+    state = both.state_dict()
+    for at, name in enumerate(both.adapters):
+        alone = learner(adapters=[name], seed=7 + at)
+        for _ in range(3):
+            alone.forward_backward([d for d in datums if d.adapter == name], normalize_by=tokens)
+            alone.optim_step()
+        own = {key: value for key, value in state.items() if f"/{name}/" in key}
+        assert_same(own, alone.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+def test_an_adapter_without_data_stays_as_it_is() -> None:
+    both = learner(adapters=["asker", "guesser"])
+    both.step(data(adapters=("asker", "guesser")))
+    before = both.state_dict()
+    stats = both.forward_backward(data(seed=1, adapters=("guesser",)))
+    assert stats.tokens
+    optim = both.optim_step(AdamParams(lr=1e-2, weight_decay=0.5))
+    assert list(optim.grad_norms) == ["guesser"]
+    after = both.state_dict()
+    changed = {key.split("/")[1] for key in after if not torch.equal(after[key], before[key])}
+    assert changed == {"guesser"}
+
+
+# ---- saving
+
+
+def test_going_on_from_a_state_is_going_on() -> None:
+    straight = learner(adapters=["a", "b"])
+    for seed in range(2):
+        straight.step(data(seed, adapters=("a", "b")))
+    state = straight.state_dict()
+    resumed = learner(adapters=["a", "b"], seed=99)
+    resumed.load_state_dict(state)
+    assert_same(resumed.state_dict(), state)
+    for trainer in (straight, resumed):
+        trainer.step(data(5, adapters=("a", "b")))
+    assert_same(resumed.state_dict(), straight.state_dict(), rtol=0.0, atol=0.0)
+
+
+def test_loading_forgets_what_was_before() -> None:
+    """Back to a state from before the first step, when there were no momenta, nor gradients."""
+    trainer = learner()
+    start = trainer.state_dict()
+    trainer.step(data())
+    first = trainer.state_dict()
+    trainer.forward_backward(data(seed=1))
+    trainer.load_state_dict(start)
+    assert_same(trainer.state_dict(), start)
+    trainer.step(data())
+    assert_same(trainer.state_dict(), first)
+
+
+def test_a_state_is_a_copy() -> None:
+    trainer = learner()
+    state = trainer.state_dict()
+    kept = {key: value.clone() for key, value in state.items()}
+    trainer.step(data())
+    assert_same(state, kept)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    state = learner(adapters=["a"]).state_dict()
+    with pytest.raises(ValueError, match="another set of adapters"):
+        learner(adapters=["b"]).load_state_dict(state)
+    with pytest.raises(ValueError, match="shape"):
+        learner(adapters=["a"], rank=2).load_state_dict(state)
+
+
+def test_a_saved_adapter_is_the_policy(tmp_path: Path) -> None:
+    trainer = learner(adapters=["a", "b"])
+    trainer.step(data(adapters=("a", "b")))
+    trainer.save_adapter("b", tmp_path / "b")
+    other = learner(adapters=["x"])
+    load_adapter_weights(other.model, "x", tmp_path / "b")
+    as_b, as_x = data(adapters=("b",)), data(adapters=("x",))
+    assert other.forward(as_x) == trainer.forward(as_b)
+    assert other.forward(as_x) != trainer.forward(data(adapters=("a",)))
