@@ -78,6 +78,7 @@ class RolloutTracing:
 
     def __init__(self, rollout: RolloutContext) -> None:
         self.rollout = rollout
+        self.rewards = 0  # emitted by this process so far
         self._exporter = _CountingExporter(
             OTLPSpanExporter(
                 endpoint=f"{rollout.gateway}/rollouts/{rollout.rollout_id}/v1/traces",

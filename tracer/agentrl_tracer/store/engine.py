@@ -52,6 +52,8 @@ def open_engine(url: str, *, pooled: bool) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
+        if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+            return  # a single read: SQLAlchemy announces a transaction, SQLite needs none
         # IMMEDIATE: take the write lock at once. A deferred transaction that reads first and
         # writes later fails with "database is locked" instead of waiting its turn.
         connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -8,6 +8,7 @@ changes version, and a swapped-out version disappears with its lane.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,8 @@ from agentrl_trainer.sampler.forward import Forward
 from agentrl_trainer.sampler.pick import Uniforms
 from agentrl_trainer.sampler.stops import StopWatch
 from agentrl_trainer.sampler.types import SampleRequest
+
+log = logging.getLogger(__name__)
 
 # What a forward costs before its first token, in tokens: weighs padding against more forwards.
 _OVERHEAD_TOKENS = 256
@@ -238,8 +241,14 @@ class Lane:
         self.rows.free()
 
     def _park(self, tokens: list[int], rows: RowCache, row: int, length: int) -> None:
-        if self.prefixes.wants(self, tokens):
-            self.prefixes.add(self, tokens, rows.export(row, length))
+        if not self.prefixes.wants(self, tokens):
+            return
+        try:
+            copied = rows.export(row, length)
+        except RuntimeError:  # out of memory: a prefix is only a convenience
+            log.warning("no memory to keep a prefix of %d tokens", length)
+            return
+        self.prefixes.add(self, tokens, copied)
 
 
 def _beats(have: list[int], want: list[int], best: int) -> int:

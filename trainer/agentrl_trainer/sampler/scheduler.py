@@ -83,15 +83,20 @@ class Scheduler:
         self._retire()
 
     def _guard(self, lane: Lane, step: Callable[[Lane], None]) -> None:
-        """A failed forward fails the sequences of its lane, not the engine."""
         try:
             step(lane)
         except Exception as error:
-            log.exception("a forward of adapter %s version %s failed", lane.adapter, lane.version)
-            hit = [*lane.decoding, *(s for j in lane.jobs for s in j.sequences)]
-            lane.clear()
-            for seq in hit:
-                self.finish(seq, "error", f"{type(error).__name__}: {error}")
+            self._fail(lane, error)
+
+    def _fail(self, lane: Lane, error: Exception) -> None:
+        """A failed forward fails the sequences of its lane, not the engine."""
+        log.error(
+            "adapter %s version %s: a forward failed", lane.adapter, lane.version, exc_info=error
+        )
+        hit = [*lane.decoding, *(s for j in lane.jobs for s in j.sequences)]
+        lane.clear()
+        for seq in hit:
+            self.finish(seq, "error", f"{type(error).__name__}: {error}")
 
     def _drop_cancelled(self) -> None:
         if any(s.cancelled for s in self.waiting):
@@ -131,7 +136,13 @@ class Scheduler:
                 if lane.worth_waiting(seq.tokens, source.length):
                     passed.append(seq)
                     continue
-                if not lane.start_prefill(seq, source, force=not running):
+                try:
+                    started = lane.start_prefill(seq, source, force=not running)
+                except Exception as error:  # out of memory, most likely
+                    self._fail(lane, error)
+                    self.finish(seq, "error", f"{type(error).__name__}: {error}")
+                    break
+                if not started:
                     self.waiting.appendleft(seq)
                     break
                 reused = source.length

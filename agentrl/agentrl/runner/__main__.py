@@ -1,0 +1,5 @@
+"""``python -m agentrl.runner``: the pool, started by ``start_pool``."""
+
+from agentrl.runner.pool import main
+
+main()

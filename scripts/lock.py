@@ -1,0 +1,36 @@
+"""Pins requirements/*.txt from pyproject.toml, with hashes. Run by ``make lock``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# The Makefile installs torch itself, with what belongs to its build; and agentrl is this repository.
+SKIP = re.compile(r"^(torch|triton|nvidia-\S+|cuda-\S+)==|^agentrl @|^#")
+
+
+def lock(name: str, extras: list[str], constraints: list[str]) -> None:
+    output = ROOT / "requirements" / name
+    command = [
+        *(sys.executable, "-m", "piptools", "compile", "-q", "--generate-hashes", "--strip-extras"),
+        *("--allow-unsafe", "--no-header", "--no-emit-index-url", "--no-emit-find-links"),
+        *("--no-annotate", "--output-file", str(output)),
+        *(f"--extra={extra}" for extra in extras),
+        *(f"--constraint={constraint}" for constraint in constraints),
+        str(ROOT / "pyproject.toml"),
+    ]
+    subprocess.run(command, check=True, cwd=ROOT)
+    blocks = re.split(r"\n(?=\S)", output.read_text())
+    kept = [block.rstrip() for block in blocks if not SKIP.match(block)]
+    output.write_text("\n".join(kept) + "\n")
+
+
+if __name__ == "__main__":
+    torch = ROOT / "requirements" / "torch.constraint"
+    torch.write_text("torch==2.13.0\n")
+    lock("runtime.txt", ["train", "examples"], [str(torch)])
+    lock("dev.txt", ["dev"], [str(torch), "requirements/runtime.txt"])
+    torch.unlink()
