@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import cyclopts
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.logging import RichHandler
@@ -173,7 +173,7 @@ def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     config: Annotated[Path | None, Parameter(help="TOML or YAML file of settings.")] = None,
 ) -> None:
-    """Reads where settings come from, then runs the command. Flags > environment > file > resumed."""
+    """Runs a command; its settings come from flags, else environment, else file, else resumed."""
     sources: list[Any] = [cyclopts.config.Env("AGENTRL_", command=False)]
     if config is not None:
         sources.append(_config_file(config))
@@ -237,6 +237,9 @@ def _resumed_settings(tokens: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _cyclopts_message(error: CycloptsError) -> str:
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.argument.name.lstrip("-").replace("-", "_")
+        return f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ValidationError):

@@ -8,7 +8,7 @@ Relative paths are relative to the working directory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -34,7 +34,7 @@ class ModelConfig(_Config):
 
     model: Annotated[str, Parameter(group=_MODEL)] = Field(
         "agentrl-tiny",
-        description="Base model: the one that ships with agentrl, a folder, or a Hugging Face name.",
+        description="Base model: agentrl-tiny (built in), a folder, or a Hugging Face name.",
         min_length=1,
     )
     device: Annotated[str, Parameter(group=_MODEL)] = Field(

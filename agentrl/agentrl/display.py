@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.metrics import DIFFERENCE, HELD_OUT, REWARD
+from agentrl.metrics import DIFFERENCE, REWARD
 from agentrl_tracer.schemas import Accounting
 
 _BARS = "▁▂▃▄▅▆▇█"

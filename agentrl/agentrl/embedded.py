@@ -1,6 +1,6 @@
 """The embedded torch engine, as the gateway's ``Sampler``.
 
-Knows both sides and nothing more: the engine's thread on one, the gateway's event loop on the other.
+Knows both sides and nothing more: the engine's thread, and the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from agentrl_trainer.sampler import (
     Finished,
     RequestError,
     SampleParams,
-    SampleRequest,
     SamplerEngine,
+    SampleRequest,
 )
 
 

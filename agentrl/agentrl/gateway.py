@@ -1,7 +1,7 @@
 """The gateway process: the proxy's app over the embedded sampler, wired to the store.
 
 Runs as ``python -m agentrl.gateway`` under supervision (training), or in the foreground
-(``agentrl serve``). It is started on a listening socket that its supervisor keeps: while it is down,
+(``agentrl serve``). Its listening socket belongs to the supervisor: while the gateway is down,
 connections wait in the backlog instead of being refused.
 """
 

@@ -26,14 +26,15 @@ def draw_learning_curve(rows: Sequence[Mapping[str, Any]], title: str, path: Pat
     left.set_title(title, loc="left", color=_INK, fontsize=12)
     left.set_xlabel("optimizer step", color=_INK)
     left.set_ylabel("mean reward of training rollouts", color=_REWARD_COLOUR)
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.grid(color=_GRID, linewidth=0.6)
     left.spines[["top"]].set_visible(False)
     if reward:
-        left.plot(*zip(*reward, strict=True), color=_REWARD_COLOUR, linewidth=1.8)
+        left.plot(*zip(*reward, strict=True), color=_REWARD_COLOUR, linewidth=1.8, zorder=3)
     if held_out:
         right = left.twinx()
         right.set_ylabel("held-out accuracy", color=_HELD_OUT_COLOUR)
-        right.set_ylim(-0.03, 1.05)
+        right.set_ylim(-0.04, 1.1)
         right.spines[["top"]].set_visible(False)
         right.plot(
             *zip(*held_out, strict=True),
@@ -48,7 +49,7 @@ def draw_learning_curve(rows: Sequence[Mapping[str, Any]], title: str, path: Pat
             f"{value:.0%}",
             (step, value),
             textcoords="offset points",
-            xytext=(-6, -14),
+            xytext=(0, 6),
             ha="right",
             color=_HELD_OUT_COLOUR,
         )

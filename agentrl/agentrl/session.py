@@ -12,8 +12,7 @@ from typing import Self
 from agentrl.config import ModelConfig, RolloutConfig
 from agentrl.gateway import Gateway, GatewaySettings
 from agentrl.run_folder import RunFolder
-from agentrl.runner import RunnerConfig, start_pool
-from agentrl.supervisor import Supervised
+from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
 
@@ -60,7 +59,7 @@ class Session:
             adapter_path=adapter_path,
         )
         self.gateway: Gateway
-        self.pool: Supervised
+        self.pool: PoolHandle
 
     def __enter__(self) -> Self:
         self.gateway = Gateway(self._settings, self.folder.logs)
@@ -127,6 +126,8 @@ class Session:
         finished, restarts = -1, self._restarts()
         while True:
             self.store.expire_leases()
+            if not self.pool.alive():
+                self.pool.restart()
             done = len(ids) - self.store.unfinished(ids)
             if done > finished:
                 finished, restarts = done, self._restarts()

@@ -27,13 +27,16 @@ from agentrl_proxy.asgi import (
     read_body,
 )
 from agentrl_proxy.attempts import Attempts
-from agentrl_proxy.auth import Caller, Credentials
+from agentrl_proxy.auth import Caller, Credentials, ask
 from agentrl_proxy.chat import ChatService, Job
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.openai_types import parse_chat_request
+from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
+
+_SWEEP_S = 30.0
 
 
 class Gateway:
@@ -109,6 +112,13 @@ class Gateway:
             raise unavailable(text, "adapter_not_loaded") from error
         return json_response({"name": name, "version": version})
 
+    async def forget_sealed(self, quiet_s: float) -> None:
+        """Drops what is remembered of attempts that are over. Nobody tells the gateway."""
+        store = self.deps.store
+        for attempt_id in self.attempts.quiet(quiet_s):
+            if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
+                self.attempts.forget(attempt_id)
+
     async def _caller(self, request: Request) -> Caller:
         rollout_id = request.path_params.get("rollout_id")
         return await self.credentials.caller(request.headers, rollout_id)
@@ -164,7 +174,9 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # The first reply should not pay for imports and template compilation.
         await asyncio.to_thread(_warm_up, deps)
+        sweeper = asyncio.create_task(_sweep(gateway))
         yield
+        sweeper.cancel()
 
     app = FastAPI(
         title="agentrl gateway",
@@ -187,6 +199,15 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _any_error)
     return app
+
+
+async def _sweep(gateway: Gateway) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_S)
+        try:
+            await gateway.forget_sealed(_SWEEP_S)
+        except Exception:  # a busy store; the next round will do
+            log.warning("could not look for sealed attempts", exc_info=True)
 
 
 def _warm_up(deps: GatewayDeps) -> None:

@@ -92,6 +92,11 @@ class Attempts:
     def forget(self, attempt_id: str) -> None:
         self._by_id.pop(attempt_id, None)
 
+    def quiet(self, seconds: float) -> list[str]:
+        """Attempts that asked nothing for this long: some of them will be over."""
+        before = time.monotonic() - seconds
+        return [i for i, a in self._by_id.items() if a.used_at < before and not a.in_flight]
+
     def _sweep(self, now: float) -> None:
         while len(self._by_id) > 1:
             attempt_id, oldest = next(iter(self._by_id.items()))

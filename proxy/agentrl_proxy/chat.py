@@ -318,11 +318,15 @@ class ChatService:
     def _remember(
         self, job: Job, memory: Attempt, message: dict[str, Any], one: Sampled, text: str
     ) -> None:
-        renderer = self.deps.renderer
-        cut = bool(job.params.stop) and first_stop(
-            renderer.decode(one.ids), job.params.stop
-        ) is not None  # fmt: skip
-        remember_reply(renderer, memory.conversations, job.prompt, message, one.ids, text, cut=cut)
+        """Keeps the conversation for its next turn. The answer is durable: nothing may fail it."""
+        renderer, stop = self.deps.renderer, job.params.stop
+        try:
+            cut = bool(stop) and first_stop(renderer.decode(one.ids), stop) is not None
+            remember_reply(
+                renderer, memory.conversations, job.prompt, message, one.ids, text, cut=cut
+            )
+        except Exception:
+            log.exception("%s will not be continued", job.heading.id)
 
     # --- recording
 

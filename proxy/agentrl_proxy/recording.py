@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -143,7 +143,17 @@ def open_calls(
         response_ids=[],
         response_logprobs=[],
         finish_reason=None,
-        params=asdict(params) | {"continued": continued},
+        params={
+            # By hand: ``asdict`` copies deeply, and this runs for every request.
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop": list(params.stop),
+            "seed": params.seed,
+            "n": params.n,
+            "continued": continued,
+        },
         request=request,
         response=None,
         error=None,

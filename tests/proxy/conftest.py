@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_sampler import Running, ScriptedSampler
+from scripted_sampler import OPERATOR_KEY, Running, ScriptedSampler
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.deps import GatewayDeps
@@ -19,7 +19,6 @@ from agentrl_tracer.store import Store
 from agentrl_tracer.writer import CallWriter
 
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
-OPERATOR_KEY = "sk-operator-secret"
 
 
 @pytest.fixture(scope="session")

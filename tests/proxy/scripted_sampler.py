@@ -14,6 +14,7 @@ from agentrl_proxy.sampler import FinishEvent, SampleEvent, SamplingParams, Toke
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Claim
 from agentrl_tracer.store import Store
 
+OPERATOR_KEY = "sk-operator-secret"
 WORDS = ["Hi", " there", ",", " I", "'m", " Qwen", " 4", "2", " grüße", " 日本語", " 👍", ".", "\n"]
 
 Script = Callable[[Sequence[int], SamplingParams, int], str | list[int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import openai
 import pytest
 from scripted_sampler import Running
 
+from agentrl_proxy.recording import derived_seed
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 
 USER = [{"role": "user", "content": "Say you are 7."}]
@@ -47,6 +49,13 @@ def streamed(stream: Any) -> tuple[str, list[Any], str | None, Any]:
     return text, calls, finish, usage
 
 
+def read(made: Any) -> None:
+    """Takes an answer, whole or streamed; neither may come to its finish reason."""
+    assert isinstance(made, openai.Stream)
+    for chunk in made:
+        assert chunk.choices[0].finish_reason is None
+
+
 def test_answer_is_recorded_token_for_token(gateway: Running) -> None:
     with client(gateway) as api:
         answer = api.chat.completions.create(model="gpt-4o-mini", messages=USER)
@@ -57,7 +66,9 @@ def test_answer_is_recorded_token_for_token(gateway: Running) -> None:
     assert call.prompt_ids == seen.prompt_ids == gateway.renderer.render(USER)
     assert call.response_ids == seen.sampled[0]
     assert call.response_ids[-1] == gateway.renderer.tokenizer.eos_token_id
-    assert call.response_logprobs == pytest.approx([-0.25 - i / 64 for i in range(len(seen.sampled[0]))])
+    assert call.response_logprobs == pytest.approx(
+        [-0.25 - i / 64 for i in range(len(seen.sampled[0]))]
+    )
     assert (call.model, call.adapter, call.adapter_version) == ("gpt-4o-mini", "policy", 3)
     assert answer.system_fingerprint == "policy@3"
     assert answer.choices[0].message.content == gateway.renderer.decode(seen.sampled[0])
@@ -108,15 +119,13 @@ async def test_async_client(gateway: Running) -> None:
     assert len({answer.choices[0].message.content for answer in answers}) > 15
 
 
-def test_seeds_derive_from_the_attempt_and_the_order(gateway: Running, start: Any) -> None:
+def test_seeds_derive_from_the_attempt_and_the_order(gateway: Running) -> None:
     with client(gateway) as api:
         for _ in range(3):
             api.chat.completions.create(model="policy", messages=USER)
     with client(gateway, gateway.claims[1]) as api:
         api.chat.completions.create(model="policy", messages=USER)
     seeds = [call.params["seed"] for call in gateway.calls(gateway.claims[0])]
-    from agentrl_proxy.recording import derived_seed
-
     assert seeds == [derived_seed(100, i) for i in range(3)]
     assert gateway.calls(gateway.claims[1])[0].params["seed"] == derived_seed(101, 0)
 
@@ -323,8 +332,7 @@ def test_sealed_while_sampling(gateway: Running, stream: bool) -> None:
 
     gateway.sampler.script = script
     with client(gateway) as api, pytest.raises(openai.APIError) as caught:
-        made = api.chat.completions.create(model="policy", messages=USER, stream=stream)
-        assert streamed(made)[2] is None
+        read(api.chat.completions.create(model="policy", messages=USER, stream=stream))
     assert caught.value.code == "attempt_sealed"
     [call] = gateway.calls(claim)
     assert call.skip_reason is SkipReason.LATE_CALL
@@ -336,8 +344,7 @@ def test_sealed_while_sampling(gateway: Running, stream: bool) -> None:
 def test_sampler_failure(gateway: Running, stream: bool, after: int) -> None:
     gateway.sampler.fail_after = after
     with client(gateway) as api, pytest.raises(openai.APIError) as caught:
-        made = api.chat.completions.create(model="policy", messages=USER, stream=stream)
-        streamed(made)
+        read(api.chat.completions.create(model="policy", messages=USER, stream=stream))
     assert caught.value.code == "sampler_error"
     if not (stream and after):  # before the first byte there is still a status to set
         assert isinstance(caught.value, openai.InternalServerError)
@@ -349,6 +356,63 @@ def test_sampler_failure(gateway: Running, stream: bool, after: int) -> None:
     assert "fell over" in call.error
     assert len(call.response_ids) == after
     assert gateway.stats["in_flight"] == 0
+
+
+class Gate:
+    """A writer whose commits wait, or fail."""
+
+    def __init__(self, writer: Any) -> None:
+        self.open = writer.open
+        self._writer = writer
+        self.commit = threading.Event()
+        self.broken = False
+
+    async def finish(self, call: Any) -> Any:
+        await asyncio.to_thread(self.commit.wait, 10)
+        if self.broken:
+            raise OSError("the disk is full")
+        return await self._writer.finish(call)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_final_leaves_before_the_commit(gateway: Running, stream: bool) -> None:
+    gate = Gate(gateway.deps.writer)
+    gateway.deps.writer = gate
+    claim = gateway.claims[0]
+    got: list[str] = []
+
+    def ask() -> None:
+        body = {"model": "policy", "messages": USER, "stream": stream}
+        headers = {"authorization": f"Bearer {claim.key}"}
+        url = gateway.base_url(claim) + "/chat/completions"
+        with httpx.stream("POST", url, json=body, headers=headers) as response:
+            got.extend(response.iter_text())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    _wait(lambda: gateway.sampler.requests and gateway.stats["in_flight"])
+    time.sleep(0.3)
+    early = "".join(got)
+    assert 'finish_reason":"' not in early
+    assert "[DONE]" not in early
+    assert stream == bool(early)
+    assert gateway.calls(claim)[0].state is CallState.OPEN
+    gate.commit.set()
+    asking.join()
+    assert 'finish_reason":"stop' in "".join(got)
+    assert gateway.calls(claim)[0].state is CallState.COMPLETED
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_recorded_is_no_answer(gateway: Running, stream: bool) -> None:
+    gate = Gate(gateway.deps.writer)
+    gate.broken = True
+    gate.commit.set()
+    gateway.deps.writer = gate
+    with client(gateway) as api, pytest.raises(openai.APIError) as caught:
+        read(api.chat.completions.create(model="policy", messages=USER, stream=stream))
+    assert caught.value.code == "store_error"
+    assert "disk" not in str(caught.value)
 
 
 def test_unhealthy_sampler_refuses_without_a_row(gateway: Running) -> None:

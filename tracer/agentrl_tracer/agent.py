@@ -54,7 +54,7 @@ def current_rollout() -> RolloutContext | None:
 
 
 class _CountingExporter(SpanExporter):
-    """Passes spans on and remembers how many did not arrive: a rollout must not lose them silently."""
+    """Passes spans on and counts those that did not arrive: none may be lost silently."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""The names on the wire, written out: depending on the semantic-conventions package would pin it."""
+"""The names on the wire, written out: the semantic-conventions package would pin its users."""
 
 REWARD_SPAN = "agentrl.reward"
 REWARD_NAME = "reward"

@@ -33,7 +33,7 @@ class RolloutState(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """How one try of a rollout stands. Every state but ``running`` is final: the attempt is sealed."""
+    """How one try of a rollout stands. Every state but ``running`` is final: it is sealed."""
 
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -93,7 +93,7 @@ class NewRollout:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What failures mean. ``retry``: a new attempt; ``drop``: the rollout fails; a number: reward."""
+    """What failures mean. ``retry``: a new attempt; ``drop``: no more; a number: the reward."""
 
     on_error: str | float = "retry"
     on_timeout: str | float = "drop"
@@ -103,7 +103,7 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a runner gets when it claims a rollout: one attempt, leased to it, with its secret key."""
+    """What a runner gets when it claims a rollout: one attempt, leased to it, and its key."""
 
     rollout_id: str
     attempt_id: str

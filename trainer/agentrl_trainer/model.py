@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
 
 TINY_MODEL = "agentrl-tiny"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -105,6 +106,7 @@ def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseMo
         )
     target = _device(device)
     kind = _dtype(dtype, target)
+    disable_progress_bar()  # ours is the display that people look at
     model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
     model = cast(PreTrainedModel, model.to(target).eval().requires_grad_(False))
     return BaseModel(

@@ -1,12 +1,12 @@
-"""Runners: the processes that execute the agent.
+"""Runners: processes that claim rollouts and run the agent, and that nobody has to think about.
 
-Three levels. The *pool* imports the agent's frameworks once and forks *runners*; a runner claims
-rollouts and forks a fresh *attempt* for each. Frameworks are therefore imported once and shared, and
-yet no rollout can leave anything behind for the next one.
+Three levels: the *pool* (``pool.py``, a subprocess of the trainer) forks *workers* (``worker.py``),
+which fork one *attempt* (``attempt.py``) at a time: a fresh process for every try of a rollout.
+Importing this package is light: no store, no OpenTelemetry.
 """
 
-from agentrl.runner.agent import validate_agent
+from agentrl.runner.agent import Agent, load_agent, validate_agent
 from agentrl.runner.config import RunnerConfig
-from agentrl.runner.pool import start_pool
+from agentrl.runner.handle import PoolHandle, start_pool
 
-__all__ = ["RunnerConfig", "start_pool", "validate_agent"]
+__all__ = ["Agent", "PoolHandle", "RunnerConfig", "load_agent", "start_pool", "validate_agent"]

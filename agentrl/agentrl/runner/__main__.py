@@ -1,5 +1,8 @@
-"""``python -m agentrl.runner``: the pool, started by ``start_pool``."""
+"""``python -m agentrl.runner``: the pool, with its configuration on the first line of stdin."""
+
+import sys
 
 from agentrl.runner.pool import main
 
-main()
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,144 +1,284 @@
-"""What an agent is: a Python function, an object with a method, or a command line.
+"""What the user calls an agent: reading its spec, checking it early, loading it, calling it.
 
-``module:function``, ``file.py:function`` (dotted attributes too) and ``any command --with {field}``.
+Knows functions, objects and command lines. Does not know rollouts, the gateway or OpenTelemetry;
+imports nothing outside the standard library until ``load_agent`` imports the user's module.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 from agentrl_tracer.schemas import Json
 
-_PYTHON = re.compile(r"^(?P<home>[^\s:]+):(?P<name>[A-Za-z_][\w.]*)$")
-_ALLOWED = "give module:function, file.py:function, or a command line"
+_ALLOWED = (
+    "allowed: 'module:function', 'path/to/file.py:function', or a command line "
+    "('node agent.js', '-- ./agent.sh {question}')"
+)
+_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_MODULE = re.compile(
+    r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(?:\.[^\W\d]\w*)*)"
+)
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
-Agent = Callable[[Json], Any]
-"""Runs one task; what it returns may be the reward."""
+
+class AgentSpecError(ValueError):
+    """The ``agent`` setting names nothing that can be run; says what it was and what is allowed."""
+
+    def __init__(self, spec: object, problem: str) -> None:
+        super().__init__(f"agent: got {spec!r}: {problem}; {_ALLOWED}")
 
 
-class AgentExit(Exception):
-    """A command-line agent ended with an exit code other than 0."""
+class CommandFailed(RuntimeError):
+    """The agent's command ended with another exit code than 0."""
 
 
-def validate_agent(spec: str) -> None:
-    """Refuses what cannot be an agent, without importing it.
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent ready to run. ``run(task)`` returns what it returned, coroutines already awaited."""
+
+    name: str
+    run: Callable[[Json], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSpec:
+    """A spec taken apart; ``target`` is a file, a module name, or empty for a command."""
+
+    kind: Literal["file", "module", "command"]
+    target: str
+    attribute: str
+    argv: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """What Python would put first on ``sys.path``: the file's folder, else the current one."""
+        return Path(self.target).resolve().parent if self.kind == "file" else Path.cwd()
+
+
+def parse_agent(spec: str) -> AgentSpec:
+    """
+    Raises:
+        AgentSpecError: it is none of the three kinds.
+    """
+    if not isinstance(spec, str) or not spec.strip():
+        raise AgentSpecError(spec, "it is empty")
+    text = spec.strip()
+    if text.startswith("-- "):
+        return _command(spec, text[3:])
+    match = _FILE.fullmatch(text)
+    if match and (Path(match["file"]).exists() or not any(c.isspace() for c in text)):
+        return AgentSpec("file", match["file"], match["name"])
+    match = _MODULE.fullmatch(text)
+    if match:
+        return AgentSpec("module", match["module"], match["name"])
+    if any(c.isspace() for c in text) or _executable(text):
+        return _command(spec, text)
+    if text.endswith(".py"):
+        raise AgentSpecError(spec, f"it names no function; did you mean '{text}:run'?")
+    raise AgentSpecError(spec, "it is no spec, and there is no such executable")
+
+
+def validate_agent(spec: str, python_path: Sequence[str] = ()) -> None:
+    """Checks a spec as far as possible without importing anything of the user's.
 
     Raises:
-        ValueError: names the field, what it got and what is allowed.
+        AgentSpecError: a missing file, module, function or executable; a syntax error.
     """
-    if match := _PYTHON.match(spec):
-        home = match["home"]
-        if home.endswith(".py"):
-            if not Path(home).is_file():
-                raise ValueError(f"agent: {spec!r}: there is no file {home!r} here; {_ALLOWED}")
-        elif _find_module(home) is None:
-            raise ValueError(
-                f"agent: {spec!r}: there is no module {home!r} (looked in {Path.cwd()} too); "
-                f"{_ALLOWED}"
-            )
-        return
-    try:
-        words = shlex.split(spec)
-    except ValueError as error:
-        raise ValueError(f"agent: {spec!r} is no command line: {error}") from error
-    if not words or shutil.which(words[0]) is None:
-        raise ValueError(
-            f"agent: {spec!r} is neither a Python function nor a command found here; {_ALLOWED}"
-        )
+    parsed = parse_agent(spec)
+    if parsed.kind == "command":
+        if not _executable(parsed.argv[0]):
+            raise AgentSpecError(spec, f"there is no executable {parsed.argv[0]!r}")
+    elif parsed.kind == "file":
+        path = Path(parsed.target)
+        if not path.is_file():
+            raise AgentSpecError(spec, f"there is no file {path.absolute()}")
+        _check_source(spec, path, parsed.attribute)
+    else:
+        _check_module(spec, parsed, python_path)
 
 
-def load_agent(spec: str) -> Agent:
-    """Imports the agent.
+def load_agent(spec: str, python_path: Sequence[str] = ()) -> Agent:
+    """Imports the user's module (a command needs none) and wraps what the spec names.
 
     Raises:
-        ValueError: there is no such function.
-        Exception: whatever importing the user's module raises.
+        AgentSpecError: there is no such thing, or it cannot be called with a task.
+        Exception: whatever the user's module raises while it is imported.
     """
-    match = _PYTHON.match(spec)
-    if match is None:
-        return lambda task: _run_command(spec, task)
-    target: Any = _import(match["home"])
-    for name in match["name"].split("."):
-        if not hasattr(target, name):
-            raise ValueError(f"agent: {spec!r}: {target!r} has no {name!r}")
-        target = getattr(target, name)
-    return lambda task: _run_python(target, task)
+    parsed = parse_agent(spec)
+    if parsed.kind == "command":
+        name = Path(parsed.argv[0]).name
+        return Agent(name, lambda task: _run_command(parsed.argv, task))
+    for folder in reversed([str(parsed.folder), *python_path]):
+        if folder in sys.path:
+            sys.path.remove(folder)
+        sys.path.insert(0, folder)
+    module = _import_file(spec, parsed) if parsed.kind == "file" else _import(spec, parsed.target)
+    target: Any = module
+    for part in parsed.attribute.split("."):
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            raise AgentSpecError(spec, f"{target!r} has no attribute {part!r}") from None
+    return Agent(parsed.attribute, _as_function(spec, target))
 
 
-def _find_module(name: str) -> Any:
-    _look_here()
+def _as_function(spec: str, target: Any) -> Callable[[Json], Any]:
+    if inspect.isclass(target):  # a Flow or Crew class: fresh in every attempt anyway
+        target = target()
+    call: Callable[[Json], Any]
+    if not inspect.isroutine(target) and callable(getattr(target, "kickoff", None)):
+        call = lambda task: target.kickoff(inputs=task)  # noqa: E731
+    elif not inspect.isroutine(target) and callable(getattr(target, "run", None)):
+        call = target.run
+    elif callable(target):
+        call = target if _takes_task(target) else lambda _task: target()
+    else:
+        kind = type(target).__name__
+        raise AgentSpecError(spec, f"it names a {kind}, which has no kickoff, run or call")
+
+    def run(task: Json) -> Any:
+        result = call(task)
+        return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+
+    return run
+
+
+def _takes_task(function: Callable[..., Any]) -> bool:
+    """A required positional parameter, or an optional one called ``task``, takes the task."""
     try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # builtins without a signature
+        return True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if positional and (positional[0].default is inspect.Parameter.empty):
+        return True
+    if positional and positional[0].name == "task":
+        return True
+    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def _look_here() -> None:
-    """The working directory is importable, as under ``python -m``."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+async def _wait_for(awaitable: Any) -> Any:
+    return await awaitable
 
 
-def _import(home: str) -> Any:
-    if not home.endswith(".py"):
-        _look_here()
-        return importlib.import_module(home)
-    path = Path(home).resolve()
-    sys.path.insert(0, str(path.parent))  # its neighbours are importable, as under `python file.py`
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"agent: {home!r} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up by name
-    spec.loader.exec_module(module)
+def _import(spec: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise AgentSpecError(spec, f"there is no module {error.name!r}") from None
+        raise  # the user's module exists; something that it imports does not
+
+
+def _import_file(spec: str, parsed: AgentSpec) -> ModuleType:
+    path = Path(parsed.target).resolve()
+    loaded = sys.modules.get(path.stem)
+    # Under its own name, so that pickle and its neighbours find it; unless that is taken.
+    name = path.stem if loaded is None else f"_agentrl_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None or not path.is_file():
+        raise AgentSpecError(spec, f"there is no file {path}")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
     return module
 
 
-def _run_python(target: Any, task: Json) -> Any:
-    if hasattr(target, "kickoff"):  # CrewAI's crews and flows
-        result = target.kickoff(inputs=task)
-    elif not callable(target) and hasattr(target, "run"):
-        result = target.run(task)
-    elif callable(target):
-        result = target(task) if _takes_a_task(target) else target()
-    else:
-        raise ValueError(f"agent: {target!r} is neither callable nor has it run or kickoff")
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+def _run_command(argv: Sequence[str], task: Json) -> None:
+    """Runs the command with the task on its standard input; output goes where ours goes.
+
+    It stays in our process group, so whoever kills the attempt kills it too.
+    """
+    process = subprocess.Popen([_filled(word, task) for word in argv], stdin=subprocess.PIPE)
+    process.communicate(json.dumps(task).encode() + b"\n")
+    code = process.returncode
+    if code < 0:
+        raise CommandFailed(f"the agent's command was killed by signal {-code}")
+    if code > 0:
+        raise CommandFailed(f"the agent's command exited with code {code}")
 
 
-def _takes_a_task(function: Callable[..., Any]) -> bool:
+def _filled(word: str, task: Json) -> str:
+    """``{field}`` becomes the task's field; braces around anything else stay as they are."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in task:
+            return match[0]
+        field = task[match[1]]
+        return field if isinstance(field, str) else json.dumps(field)
+
+    return _PLACEHOLDER.sub(value, word)
+
+
+def _command(spec: str, text: str) -> AgentSpec:
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    return any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
+        argv = tuple(shlex.split(text))
+    except ValueError as error:
+        raise AgentSpecError(spec, f"the command line does not parse ({error})") from None
+    if not argv:
+        raise AgentSpecError(spec, "the command line is empty")
+    return AgentSpec("command", "", "", argv)
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def _executable(word: str) -> bool:
+    return shutil.which(word) is not None
 
 
-def _run_command(spec: str, task: Json) -> None:
-    """The task goes to standard input and into ``{field}`` placeholders."""
+def _check_module(spec: str, parsed: AgentSpec, python_path: Sequence[str]) -> None:
+    """Looks the module up through folders only: finding ``a.b`` by import would run ``a``."""
+    top, _, rest = parsed.target.partition(".")
+    search = [*python_path, os.getcwd(), *sys.path]
+    found = importlib.machinery.PathFinder.find_spec(top, search)
+    if found is None:
+        if importlib.util.find_spec(top) is None:  # builtins, frozen, import hooks
+            raise AgentSpecError(spec, f"there is no module {top!r}")
+        return
+    for part in rest.split(".") if rest else ():
+        places = list(found.submodule_search_locations or ())
+        found = importlib.machinery.PathFinder.find_spec(part, places)
+        if found is None:
+            raise AgentSpecError(spec, f"there is no module {parsed.target!r}")
+    if found.origin and found.origin.endswith(".py"):
+        _check_source(spec, Path(found.origin), parsed.attribute)
 
-    def fill(match: re.Match[str]) -> str:
-        value = task.get(match[1], match[0])
-        return value if isinstance(value, str) else json.dumps(value)
 
-    # Split first: a value with spaces or quotes in it stays one argument, and no shell sees it.
-    words = [re.sub(r"\{(\w+)\}", fill, word) for word in shlex.split(spec)]
-    done = subprocess.run(words, input=json.dumps(task).encode(), check=False)
-    if done.returncode != 0:
-        raise AgentExit(f"{words[0]} ended with exit code {done.returncode}")
+def _check_source(spec: str, path: Path, attribute: str) -> None:
+    """The source must parse and bind the name at its top level."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        where = f"{path}, line {error.lineno}"
+        raise AgentSpecError(spec, f"syntax error in {where}: {error.msg}") from None
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    dynamic = bound & {"*", "__getattr__"} or "globals" in path.read_text(errors="replace")
+    if attribute.partition(".")[0] not in bound and not dynamic:
+        functions = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        ]
+        raise AgentSpecError(spec, f"{path} defines no {attribute!r} (it has {functions})")

@@ -1,151 +1,193 @@
-"""One attempt: a fresh process that runs the agent once, and is gone.
+"""One attempt, in a process of its own: the child's side.
 
-Everything here happens in a child that a runner has just forked. Nothing returns: the process ends
-with ``os._exit``, for the runner's own clean-up is none of its business.
+Knows the claim, the agent and the tracer. Ends with a JSON report on a pipe and ``os._exit``: the
+interpreter's own tear-down would cost more than an instant agent's whole run.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
+import numbers
 import os
-import secrets
 import signal
 import sys
 import threading
-import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from agentrl.runner.agent import load_agent
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from agentrl.runner.agent import CommandFailed, load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig
-from agentrl_tracer import agent as tracing
+from agentrl.runner.environment import attempt_environment
+from agentrl.runner.preload import third_party_modules
+from agentrl_tracer.agent import flush, rollout_tracing, tracing
+from agentrl_tracer.conventions import REWARD_SPAN
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim
 
-_ERROR_CHARACTERS = 4000
-_FLUSH_TIMEOUT_S = 15.0
-_PARENT_CHECK_S = 0.5
-_NEVER_PRELOADED = ("lancedb",)  # starts threads of its own when it is imported
+_TRACEBACK_LINES = 12
+_LONGEST_ERROR = 4000
+_FLUSH_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What an attempt tells its runner."""
+class Report:
+    """What an attempt tells its worker."""
 
     ok: bool
     error: str | None = None
-    undelivered: bool = False  # some span or reward did not reach the gateway
-    modules: list[str] = field(default_factory=list[str])  # third-party modules it imported
+    reward_emitted: bool = False
+    incomplete: bool = False  # some span or reward did not reach the gateway
+    third_party_modules: list[str] = field(default_factory=list[str])
 
 
-def run_attempt(config: RunnerConfig, claim: Claim, result_fd: int, log_path: str) -> NoReturn:
-    """Runs the agent and writes the outcome, as JSON, to ``result_fd``."""
-    runner_pid = os.getppid()
-    os.setsid()  # a process group of our own, so that whatever the agent starts dies with it
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    _redirect_output(log_path)
-    os.environ.update(environment(config, claim))
-    threading.Thread(target=_die_with, args=(runner_pid,), daemon=True).start()
-    known = set(sys.modules)
-    outcome = _run(config, claim)
-    outcome.modules = third_party_modules(known)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with os.fdopen(result_fd, "wb") as pipe:
-        pipe.write(
-            json.dumps({name: getattr(outcome, name) for name in Outcome.__slots__}).encode()
-        )
-    os._exit(0)
+class _RewardWatch(SpanProcessor):
+    """Sees whether the agent emitted a reward, so that its return value is not one too."""
+
+    def __init__(self) -> None:
+        self.emitted = False
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.emitted = self.emitted or span.name == REWARD_SPAN
 
 
-def environment(config: RunnerConfig, claim: Claim) -> dict[str, str]:
-    """What an unmodified client reads, and what ``emit_reward`` and other languages need."""
-    root = f"{config.gateway}/rollouts/{claim.rollout_id}"
-    values = {
-        "OPENAI_BASE_URL": f"{root}/v1",
-        "OPENAI_API_BASE": f"{root}/v1",  # langchain-openai prefers it, llama-index knows only it
-        "OPENAI_API_KEY": claim.key,
-        "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": claim.key,
-        "AGENTRL_GATEWAY": config.gateway,
-        "AGENTRL_ROLLOUT_ID": claim.rollout_id,
-        "AGENTRL_ATTEMPT_ID": claim.attempt_id,
-        "AGENTRL_KEY": claim.key,
-        "AGENTRL_TASK": json.dumps(claim.task),
-        "AGENTRL_MODEL": config.model,
-        "OTEL_EXPORTER_OTLP_ENDPOINT": root,
-        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{claim.key}",
-        "TRACEPARENT": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01",
-        "CREWAI_DISABLE_TELEMETRY": "true",
-        "CREWAI_TRACING_ENABLED": "false",
-    }
-    values.setdefault("OTEL_SERVICE_NAME", os.environ.get("OTEL_SERVICE_NAME", "agent"))
-    no_proxy = [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1", "localhost"]
-    values["NO_PROXY"] = values["no_proxy"] = ",".join(filter(None, no_proxy))
-    return values
+def run_attempt(
+    config: RunnerConfig,
+    claim: Claim,
+    log: str,
+    report_fd: int,
+    leash_fd: int,
+    known_modules: frozenset[str],
+) -> NoReturn:
+    """Runs the agent in this (just forked) process and never returns.
 
-
-def _run(config: RunnerConfig, claim: Claim) -> Outcome:
-    error: str | None = None
+    Args:
+        log: file that takes its standard output and error.
+        report_fd: pipe that takes the report, one line.
+        leash_fd: pipe whose other end only the worker holds: at its end we die, all of us.
+        known_modules: what was imported before the fork; only others are reported.
+    """
+    code = 1
     try:
-        attributes: dict[str, Any] = {
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": config.agent,
-            "agentrl.task.id": claim.task_id,
-            "agentrl.attempt.number": claim.attempt_number,
-        }
-        with tracing.tracing(f"invoke_workflow {config.agent}", attributes):
-            agent = load_agent(config.agent)
-            active = tracing.rollout_tracing()
-            if active is not None:
-                active.install_globally()  # after the user's module has had its chance
-            result = agent(claim.task)
-            nothing_emitted = active is None or active.rewards == 0
-            number = isinstance(result, int | float) and not isinstance(result, bool)
-            if number and nothing_emitted:
-                emit_reward(result, explanation="returned by the agent")
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            error = f"the agent exited with {ended.code!r}"
+        os.setsid()  # a process group of our own: one signal reaches every process of the agent
+        _settle_in(log, leash_fd)
+        report = _run(config, claim)
+        report.third_party_modules = third_party_modules(parse_agent(config.agent), known_modules)
+        _flush_output()
+        _write_all(report_fd, json.dumps(asdict(report)).encode() + b"\n")
+        code = 0 if report.ok else 1
     except BaseException:
         traceback.print_exc()
-        error = traceback.format_exc()[-_ERROR_CHARACTERS:]
-    delivered = tracing.flush(_FLUSH_TIMEOUT_S)
-    if not delivered and error is None:
-        error = "spans or rewards did not reach the gateway"
-    return Outcome(ok=error is None, error=error, undelivered=not delivered)
+        _flush_output()
+    finally:
+        os._exit(code)
 
 
-def third_party_modules(known: set[str]) -> list[str]:
-    """Modules imported since ``known`` that come from installed packages, not from the user."""
-    found: list[str] = []
-    for name in sorted(set(sys.modules) - known):
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        origin = getattr(spec, "origin", None) or ""
-        installed = "site-packages" in origin or "dist-packages" in origin
-        if installed and name.split(".")[0] not in _NEVER_PRELOADED:
-            found.append(name)
-    return found
+def _settle_in(log: str, leash_fd: int) -> None:
+    gc.freeze()  # what the worker left behind is not ours to collect
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(nothing)
+    os.close(output)
+    for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    ours = logging.getLogger("agentrl.runner")
+    ours.handlers.clear()  # the pool's; the agent configures logging as it likes
+    ours.propagate = True
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:  # preloaded: else every attempt would draw the same numbers
+        numpy_random.seed()
+    threading.Thread(target=_die_with_worker, args=(leash_fd,), daemon=True).start()
 
 
-def _redirect_output(log_path: str) -> None:
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    os.close(null)
-    # Text streams of the runner may hold buffered bytes: start afresh on the new descriptors.
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit("terminated: its time was up, or its runner was stopped")
 
 
-def _die_with(runner_pid: int) -> None:
-    """An agent whose runner was killed is an orphan, and must not go on spending."""
-    while os.getppid() == runner_pid:
-        time.sleep(_PARENT_CHECK_S)
+def _die_with_worker(leash_fd: int) -> None:
+    os.read(leash_fd, 1)  # nobody ever writes: this returns when the worker is gone
     os.killpg(0, signal.SIGKILL)
+
+
+def _run(config: RunnerConfig, claim: Claim) -> Report:
+    os.environ.update(attempt_environment(config, claim))
+    for stale in ("TRACEPARENT", "TRACESTATE"):  # the trainer's own trace is not the agent's
+        os.environ.pop(stale, None)
+    sys.argv = [config.agent]
+    watch = _RewardWatch()
+    error: str | None = None
+    try:
+        agent = load_agent(config.agent, config.python_path)
+        active = rollout_tracing()
+        assert active is not None
+        active.provider.add_span_processor(watch)
+        # After the import: a provider that the user's module sets is kept, and ours joins it.
+        active.install_globally()
+        attributes = {
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": agent.name,
+            "agentrl.rollout.id": claim.rollout_id,
+            "agentrl.attempt.id": claim.attempt_id,
+            "agentrl.task.id": claim.task_id,
+        }
+        with tracing(f"invoke_workflow {agent.name}", attributes):
+            _export_traceparent()
+            result = agent.run(claim.task)
+            earned = isinstance(result, numbers.Real) and not isinstance(result, bool)
+            if earned and not watch.emitted:
+                emit_reward(float(result))
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _show(end)
+            error = f"SystemExit: {end.code}"
+    except CommandFailed as failed:
+        error = str(failed)  # our own traceback would explain nothing
+        sys.stderr.write(f"{error}\n")
+    except BaseException as raised:
+        error = _show(raised)
+    delivered = flush(_FLUSH_TIMEOUT_S)
+    return Report(error is None, error, watch.emitted, not delivered)
+
+
+def _export_traceparent() -> None:
+    """For the agent's subprocesses: their spans and calls hang under this attempt's root span."""
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)  # the current span, which is the root
+    if "traceparent" in carrier:
+        os.environ["TRACEPARENT"] = carrier["traceparent"]
+
+
+def _show(raised: BaseException) -> str:
+    """Prints the traceback, without our own frames, to the log; returns its last lines."""
+    frames: TracebackType | None = raised.__traceback__
+    ours = os.path.dirname(__file__) + os.sep
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(raised), raised, frames))
+    sys.stderr.write(text)
+    return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])[-_LONGEST_ERROR:]
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk, or the agent closed it
+            continue
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view: Any = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,20 +1,59 @@
-"""What the runner processes need to know. Travels to them as JSON in the environment."""
+"""What a pool of runners has to be told, as one JSON line.
+
+Knows the settings and the environment they must not meet. Light: the trainer imports it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-SETTINGS = "AGENTRL_RUNNER_SETTINGS"
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    store: str  # URL
-    gateway: str  # URL, without a path
-    run_id: str
-    agent: str  # see runner.agent
-    model: str  # the model name that the agent should ask for
-    runners: int
-    timeout_s: float
-    lease_s: float
-    logs: str  # folder; every attempt writes its output there
+    """
+    Args:
+        store: URL or path of the trace store.
+        gateway: base URL of the gateway, without ``/v1``.
+        run_id: only this run's rollouts are claimed; None: any.
+        agent: ``module:function``, ``file.py:function`` or a command line.
+        model: the model name that agents are told to ask for (``AGENTRL_MODEL``).
+        runners: how many workers.
+        timeout_s: hard limit of one attempt.
+        lease_s: a runner silent for this long counts as lost.
+        logs: folder of ``runners.log`` and one log per attempt.
+        python_path: folders put first on the agent's ``sys.path`` and ``PYTHONPATH``.
+    """
+
+    store: str
+    gateway: str
+    run_id: str | None
+    agent: str
+    model: str
+    logs: str
+    runners: int = 8
+    timeout_s: float = 600.0
+    lease_s: float = 15.0
+    python_path: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunnerConfig:
+        fields = json.loads(text)
+        return cls(**{**fields, "python_path": tuple(fields["python_path"])})
+
+
+def check_environment(env: Mapping[str, str] = os.environ) -> None:
+    """
+    Raises:
+        RuntimeError: the environment would silence the agents' spans and rewards.
+    """
+    if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        raise RuntimeError(
+            "OTEL_SDK_DISABLED=true is set: it would silently drop every reward and span of the "
+            "agent. Unset it; to quiet CrewAI use CREWAI_DISABLE_TELEMETRY=true (set for agents)"
+        )

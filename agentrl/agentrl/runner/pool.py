@@ -1,168 +1,336 @@
-"""The pool: imports the agent's frameworks once, forks runners, replaces those that end.
+"""The pool: learns what to preload, forks the workers, forks again those that die.
 
-A process of its own, because it forks and the trainer (whose torch has threads) must not. It holds
-installed packages only, never the user's module, so editing the agent needs no restart and rollouts
-share nothing that the user wrote.
+Knows processes. Single-threaded, because it forks. It ends when its standard input does: the
+trainer holds the other end.
+
+Which modules to preload is learned twice: from a *scout*, a child that only imports the agent while
+the gateway is still starting, and from what the first attempts turn out to import lazily. Each time
+the pool has imported more, its workers retire after their attempt and are forked afresh, warm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import NoReturn
 
-from agentrl.runner.agent import load_agent
-from agentrl.runner.attempt import third_party_modules
-from agentrl.runner.config import SETTINGS, RunnerConfig
+# The attempt's own imports, so that every fork has them: OpenTelemetry and the tracer among them.
+import agentrl_tracer.emit  # noqa: F401
+from agentrl.runner.agent import load_agent, parse_agent
+from agentrl.runner.config import RunnerConfig, check_environment
+from agentrl.runner.environment import QUIET, attempt_environment
+from agentrl.runner.preload import StartedThreads, preload, third_party_modules
 from agentrl.runner.worker import run_worker
-from agentrl.supervisor import Supervised, python_module
+from agentrl_tracer.schemas import Claim, Purpose
+from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
 
-_TICK_S = 0.2
-_SCOUT_PATIENCE_S = 60.0
+_SCOUT_TIMEOUT_S = 120.0
+_PIONEER_S = 1.5  # the others wait so long for the first attempt to end, for its lazy imports
+_MOST_LESSONS = 6  # times that workers are retired for newly learned modules
 _STOP_GRACE_S = 5.0
-_CRASH_PAUSE_S = 0.5  # before a runner that failed is replaced
+_FIRST_BACKOFF_S = 0.1
+_LONGEST_BACKOFF_S = 5.0
+_HEALTHY_AFTER_S = 10.0
+_SKIP = "AGENTRL_RUNNER_SKIP"  # packages not to preload, across our own re-execution
 
 
-def start_pool(config: RunnerConfig) -> Supervised:
-    """Starts the pool under supervision.
+@dataclass(slots=True)
+class _Slot:
+    """A place for a worker; ``pid`` is None between two of them."""
 
-    Raises:
-        ValueError: the environment switches OpenTelemetry off, so nothing could be traced.
-    """
-    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        raise ValueError(
-            "OTEL_SDK_DISABLED is 'true' in the environment: that silences our spans and rewards "
-            "as well; unset it (CREWAI_DISABLE_TELEMETRY=true is set for you)"
-        )
-    return Supervised(
-        "runners",
-        python_module("agentrl.runner"),
-        Path(config.logs) / "runners.log",
-        env={SETTINGS: json.dumps(asdict(config))},
-    )
+    index: int
+    pid: int | None = None
+    control: socket.socket | None = None
+    started: float = 0.0
+    due: float = 0.0
+    backoff: float = _FIRST_BACKOFF_S
+    received: bytearray = field(default_factory=bytearray)
 
 
 class Pool:
-    """Keeps ``config.runners`` runners alive until standard input closes or SIGTERM comes."""
-
     def __init__(self, config: RunnerConfig) -> None:
-        self._config = config
-        self._preloaded: set[str] = set()
-        self._runners: set[int] = set()
+        self.config = config
+        self.agent = parse_agent(config.agent)
+        self.deaths = 0
+        self._skip = frozenset(filter(None, os.environ.get(_SKIP, "").split(",")))
+        self._slots = [_Slot(i) for i in range(config.runners)]
         self._stopping = False
-        self._report_read, self._report_write = os.pipe()
-        self._partial = b""
+        self._parent = os.getppid()
+        self._lessons = 0
+        self._pioneer_until = float("inf")
+        self.store: Store
 
     def run(self) -> None:
-        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._preload(self._scout())
+        os.environ.update(QUIET)
+        # Several processes share this object: it keeps no connection, only compiled statements.
+        self.store = Store(self.config.store, pooled=False)
+        if self.agent.kind == "command":
+            self._pioneer_until = 0.0  # its modules are in another process
+        else:
+            self._learn(self._scout())
+        logger.info("pool %d: %d runners for %s", os.getpid(), len(self._slots), self.config.agent)
         while not self._stopping:
-            while len(self._runners) < self._config.runners:
-                self._fork_runner()
-            readable = select.select([0, self._report_read], [], [], _TICK_S)[0]
-            if 0 in readable and not os.read(0, 1024):
-                break  # whoever started us is gone
-            if self._report_read in readable:
-                self._learn()
-            self._reap()
-        self._end_runners()
+            self._fork_due()
+            self._wait(0.25)
+        self._stop_workers()
 
-    def _stop(self, *_: object) -> None:
+    def _on_sigterm(self, *_: object) -> None:
         self._stopping = True
 
-    def _fork_runner(self) -> None:
-        pid = os.fork()
+    def _scout(self) -> list[str]:
+        """Imports the agent in a child; returns the installed modules which that needed."""
+        read, write = os.pipe()
+        known = frozenset(sys.modules)
+        pid = _fork()
         if pid == 0:
-            os.close(self._report_read)
-            run_worker(self._config, self._preloaded, self._report_write)
-        self._runners.add(pid)
-
-    def _reap(self) -> None:
-        for pid in list(self._runners):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self._runners.discard(pid)
-                code = os.waitstatus_to_exitcode(status)
-                if code != 0:
-                    logger.warning("a runner ended with %s and is replaced", code)
-                    time.sleep(_CRASH_PAUSE_S)
-
-    def _learn(self) -> None:
-        """Imports what attempts had to import themselves: later ones find it there."""
-        self._partial += os.read(self._report_read, 1 << 20)
-        *lines, self._partial = self._partial.split(b"\n")
-        self._preload({name for line in lines for name in json.loads(line)})
-
-    def _preload(self, names: set[str]) -> None:
-        new = names - self._preloaded
-        if not new:
-            return
-        started = time.perf_counter()
-        for name in sorted(new):
-            with contextlib.suppress(BaseException):  # it stays the attempt's business, then
-                importlib.import_module(name)
-        self._preloaded |= new
-        gc.collect()
-        gc.freeze()  # the collector would touch, and so copy, every page shared with children
-        logger.info("preloaded %d modules in %.1f s", len(new), time.perf_counter() - started)
-
-    def _scout(self) -> set[str]:
-        """Imports the agent in a throw-away child to learn which packages it is made of."""
-        read_fd, write_fd = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read_fd)
-            known = set(sys.modules)
-            os.environ.setdefault("OPENAI_API_KEY", "none")  # clients made at import time want one
-            with contextlib.suppress(BaseException):
-                load_agent(self._config.agent)
-            with contextlib.suppress(OSError), os.fdopen(write_fd, "w") as pipe:
-                json.dump(third_party_modules(known), pipe)
-            os._exit(0)
-        os.close(write_fd)
-        output = b""
-        deadline = time.monotonic() + _SCOUT_PATIENCE_S
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([read_fd], [], [], left)[0]:
-                chunk = os.read(read_fd, 65536)
+            os.close(read)
+            self._run_scout(write, known)
+        os.close(write)
+        received = bytearray()
+        deadline = time.monotonic() + _SCOUT_TIMEOUT_S
+        while not self._stopping and time.monotonic() < deadline:
+            readable, _, _ = select.select([read, 0], [], [], 0.25)
+            self._check_parent(readable)
+            if read in readable:
+                chunk = os.read(read, 65536)
                 if not chunk:
                     break
-                output += chunk
-        os.close(read_fd)
-        os.kill(pid, signal.SIGKILL)
+                received += chunk
+        os.close(read)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         try:
-            return set(json.loads(output))
+            answer = json.loads(received)
         except ValueError:
-            return set()
+            logger.warning("the agent could not be imported within %g s", _SCOUT_TIMEOUT_S)
+            return []
+        if answer["error"]:
+            logger.warning("importing the agent failed: %s", answer["error"])
+        return answer["modules"]
 
-    def _end_runners(self) -> None:
-        for pid in self._runners:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+    def _run_scout(self, write: int, known: frozenset[str]) -> NoReturn:
+        try:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(nothing, fd)
+            # Clients made while the module is imported want a key and a URL.
+            nobody = Claim(
+                "scout", "scout", 0, "", Purpose.TRAIN, 0, "", {}, "sk-agentrl-scout", 0.0
+            )
+            os.environ.update(attempt_environment(self.config, nobody))
+            error = None
+            try:
+                load_agent(self.config.agent, self.config.python_path)
+            except BaseException as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            modules = third_party_modules(self.agent, known)
+            with os.fdopen(write, "w") as pipe:
+                json.dump({"modules": modules, "error": error}, pipe)
+        finally:
+            os._exit(0)
+
+    def _learn(self, names: list[str]) -> None:
+        """Imports modules, and makes workers that lack them retire."""
+        started = time.monotonic()
+        try:
+            count = preload(names, self._skip)
+        except StartedThreads as offence:
+            self._begin_again_without(offence.package)
+        if count == 0:
+            return
+        self._lessons += 1
+        logger.info("preloaded %d modules in %.1f s", count, time.monotonic() - started)
+        gc.collect()
+        gc.freeze()  # the collector would touch, and so copy, every page after the fork
+        for slot in self._slots:
+            if slot.control is not None:
+                with contextlib.suppress(OSError):
+                    slot.control.send(b"r")
+
+    def _begin_again_without(self, package: str) -> NoReturn:
+        """Threads do not survive a fork, and an import cannot be undone: start over.
+
+        Our pid and standard input stay, so the trainer notices nothing.
+        """
+        logger.info("%s starts threads when imported; it is left to the attempts", package)
+        self._stop_workers()
+        os.environ[_SKIP] = ",".join(sorted({*self._skip, package}))
+        read, write = os.pipe()  # the configuration was read from stdin, which must stay open
+        os.write(write, self.config.to_json().encode() + b"\n")
+        os.close(write)
+        os.set_inheritable(read, True)
+        os.execv(sys.executable, [sys.executable, "-m", "agentrl.runner", str(read)])
+
+    def _fork_due(self) -> None:
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.index and now < self._pioneer_until:
+                break  # the first worker goes ahead: see ``_PIONEER_S``
+            if slot.pid is None and now >= slot.due:
+                self._fork_worker(slot)
+
+    def _fork_worker(self, slot: _Slot) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            pid = _fork()
+        except OSError as error:
+            logger.warning("could not fork a runner: %s", error)
+            ours.close()
+            theirs.close()
+            slot.due = time.monotonic() + _LONGEST_BACKOFF_S
+            return
+        if pid == 0:
+            ours.close()
+            for other in self._slots:  # else a worker would not see the end of its own socket
+                if other.control is not None:
+                    other.control.close()
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)
+            os.close(nothing)
+            run_worker(self.config, self.store, slot.index, theirs)
+        theirs.close()
+        ours.setblocking(False)
+        slot.pid, slot.control, slot.started = pid, ours, time.monotonic()
+        slot.received.clear()
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleeps until a worker says something or dies, or the trainer is gone."""
+        slots = {slot.control.fileno(): slot for slot in self._slots if slot.control is not None}
+        now = time.monotonic()
+        due = [slot.due for slot in self._slots if slot.pid is None]
+        if self._pioneer_until > now:
+            due = [self._pioneer_until]
+        soon = min([timeout_s, *(max(0.0, at - now) for at in due)])
+        readable, _, _ = select.select([0, *slots], [], [], soon)
+        self._check_parent(readable)
+        for fd in readable:
+            if fd:
+                self._hear(slots[fd])
+
+    def _check_parent(self, readable: list[int]) -> None:
+        if 0 in readable and not os.read(0, 1024):
+            self._stopping = True
+        if os.getppid() != self._parent:  # in case a sibling of ours holds the pipe open
+            self._stopping = True
+
+    def _hear(self, slot: _Slot) -> None:
+        assert slot.control is not None
+        try:
+            chunk = slot.control.recv(65536)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            chunk = b""
+        if not chunk:
+            self._bury(slot)
+            return
+        slot.received += chunk
+        *lines, rest = bytes(slot.received).split(b"\n")
+        slot.received[:] = rest
+        for line in lines:
+            message = json.loads(line)
+            if self._pioneer_until == float("inf"):
+                self._pioneer_until = time.monotonic() + _PIONEER_S
+            if "modules" in message and self._lessons < _MOST_LESSONS:
+                self._learn(message["modules"])
+            if "ended" in message:
+                self._pioneer_until = 0.0
+
+    def _bury(self, slot: _Slot) -> None:
+        assert slot.pid is not None
+        assert slot.control is not None
+        slot.control.close()
+        slot.control = None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(slot.pid, signal.SIGKILL)  # without its socket it is of no use
+        code = os.waitstatus_to_exitcode(os.waitpid(slot.pid, 0)[1])
+        now = time.monotonic()
+        if now - slot.started > _HEALTHY_AFTER_S:
+            slot.backoff = _FIRST_BACKOFF_S
+        slot.due = now
+        if code != 0 and not self._stopping:
+            self.deaths += 1
+            slot.due = now + slot.backoff
+            logger.warning(
+                "runner %d (pid %d) ended with %d; number %d to die, again in %.1f s",
+                slot.index, slot.pid, code, self.deaths, slot.backoff,
+            )  # fmt: skip
+            slot.backoff = min(slot.backoff * 2, _LONGEST_BACKOFF_S)
+        slot.pid = None
+
+    def _stop_workers(self) -> None:
+        """Closes their sockets, which stops them, and waits; the slow ones are killed."""
+        waiting = [slot for slot in self._slots if slot.pid is not None]
+        for slot in waiting:
+            if slot.control is not None:
+                slot.control.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _STOP_GRACE_S
-        while self._runners and time.monotonic() < deadline:
-            for pid in list(self._runners):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    self._runners.discard(pid)
-            time.sleep(0.02)
-        for pid in self._runners:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for slot in waiting:
+            assert slot.pid is not None
+            while time.monotonic() < deadline:
+                pid, _ = os.waitpid(slot.pid, os.WNOHANG)
+                if pid:
+                    break
+                time.sleep(0.01)
+            else:
+                os.kill(slot.pid, signal.SIGKILL)
+                os.waitpid(slot.pid, 0)
+            if slot.control is not None:
+                slot.control.close()
+            slot.pid, slot.control = None, None
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
-    Pool(RunnerConfig(**json.loads(os.environ.pop(SETTINGS)))).run()
+def main() -> int:
+    """Runs a pool; its configuration is the first line of stdin (or of the given descriptor)."""
+    # A handler of our own, not the root's: the agent configures logging as it likes.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(os.environ.get("AGENTRL_LOG_LEVEL", "INFO").upper())
+    source = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    line = _read_line(source)
+    if source:
+        os.close(source)
+    if not line:
+        logger.error("no configuration on standard input")
+        return 2
+    try:
+        check_environment()
+        config = RunnerConfig.from_json(line)
+    except (RuntimeError, ValueError, TypeError) as error:
+        logger.error("%s", error)
+        return 2
+    Pool(config).run()
+    return 0
+
+
+def _read_line(fd: int) -> str:
+    """One line, and not a byte more."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            return ""
+        line += byte
+    return line.decode()
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.fork()

@@ -1,241 +1,278 @@
-"""A runner: claims rollouts, forks an attempt for each, and answers for how it ended.
+"""A runner worker: claim a rollout, run it in a fresh process, say how it ended, again.
 
-Single-threaded on purpose, since it forks: one loop watches the attempt's result pipe, its time,
-its lease and its own parent.
+Knows the store's queue, the gateway's health and the clock. Single-threaded, because it forks.
+Its pool speaks to it through a socket: a byte means "retire after this attempt" (a newer pool has
+more modules warm), its end means "stop now".
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import http.client
 import json
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit
 
-from agentrl.runner.attempt import Outcome, run_attempt
+from sqlalchemy.exc import SQLAlchemyError
+
 from agentrl.runner.config import RunnerConfig
+from agentrl.runner.environment import storage_folder
+from agentrl.runner.process import AttemptProcess
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
 from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
 
-_IDLE_FIRST_S, _IDLE_LONGEST_S = 0.02, 0.2
-_WATCH_S = 0.05
-_TERM_GRACE_S = 2.0
-_LOG_TAIL_BYTES = 1500
+KILL_GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_TICK_S = 0.25  # how late a stop or a death without a closed pipe may be noticed
+_FIRST_IDLE_S = 0.02
+_LONGEST_IDLE_S = 0.2
+_GATEWAY_TIMEOUT_S = 5.0
+_HEALTH_AGE_S = 1.0
+_STOPPED = "its runner was stopped"
+
+T = TypeVar("T")
 
 
-class Stopped(BaseException):
-    """The pool wants this runner to end, or is gone."""
+class GatewayProbe:
+    """Asks the gateway whether it is well, and which boot of it answers."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._connection = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        self._host = parts.netloc
+        self._path = f"{parts.path.rstrip('/')}/healthz"
+        self._known: tuple[float, str | None] = (float("-inf"), None)
+
+    def boot_id(self, max_age_s: float = 0.0) -> str | None:
+        """The boot id of a healthy gateway; None when it is unreachable or unwell."""
+        asked, boot_id = self._known
+        if boot_id is None or time.monotonic() - asked > max_age_s:
+            boot_id = self._ask()
+            self._known = (time.monotonic(), boot_id)
+        return boot_id
+
+    def _ask(self) -> str | None:
+        connection = self._connection(self._host, timeout=_GATEWAY_TIMEOUT_S)
+        try:
+            connection.request("GET", self._path)
+            answer = connection.getresponse()
+            body = answer.read()
+            return str(json.loads(body)["boot_id"]) if answer.status == 200 else None
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
+            return None
+        finally:
+            connection.close()
 
 
-@dataclass(slots=True)
-class _Ended:
-    """How an attempt's process ended."""
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt ended, before infrastructure is considered."""
 
-    status: int | None = None  # from waitpid
-    output: bytearray = field(default_factory=bytearray)
-    timed_out: bool = False
-    lease_lost: bool = False
+    state: AttemptState
+    error: str | None
+    incomplete: bool = False
 
 
-class Runner:
-    """
-    Args:
-        config: shared by the runners of a pool.
-        preloaded: modules that the pool has imported, or tried to.
-        report_fd: where to tell the pool which modules attempts had to import themselves.
-    """
-
-    def __init__(self, config: RunnerConfig, preloaded: set[str], report_fd: int) -> None:
-        self._config = config
-        self._preloaded = preloaded
-        self._report_fd = report_fd
-        self._parent = os.getppid()
-        self._name = f"{socket.gethostname()}-{os.getpid()}"
-        # No open connection may cross a fork.
-        self._store = Store(config.store, pooled=False)
+class Worker:
+    def __init__(
+        self, config: RunnerConfig, store: Store, index: int, control: socket.socket
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{index}"
+        self.gateway = GatewayProbe(config.gateway)
+        self._control = control
         self._stopping = False
-        signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._retiring = False
+        self._known_modules = frozenset(sys.modules)
+        self._next_expiry = 0.0
 
     def run(self) -> None:
-        """Works until the pool ends it, or until attempts would start quicker in a fresh runner."""
-        idle = _IDLE_FIRST_S
-        while not self._should_stop():
-            claim = self._store.claim(self._name, self._config.lease_s, self._config.run_id)
+        """Works until it is told to retire or to stop."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        idle = _FIRST_IDLE_S
+        while not (self._stopping or self._retiring):
+            claim = self._claim()
             if claim is None:
-                time.sleep(idle)
-                idle = min(idle * 1.5, _IDLE_LONGEST_S)
-                continue
-            idle = _IDLE_FIRST_S
-            outcome = self._attempt(claim)
-            new = sorted(set(outcome.modules) - self._preloaded) if outcome else []
-            if new:
-                os.write(self._report_fd, (json.dumps(new) + "\n").encode())
-                return  # the pool imports them and forks a runner that has them
+                self._listen([], idle)
+                idle = min(idle * 1.5, _LONGEST_IDLE_S)
+            else:
+                idle = _FIRST_IDLE_S
+                self._tell({"claimed": claim.rollout_id})
+                self._execute(claim)
+                self._listen([], 0.0)
 
-    def _attempt(self, claim: Claim) -> Outcome | None:
-        log = str(
-            Path(self._config.logs) / f"rollout-{claim.rollout_id}-{claim.attempt_number}.log"
+    def _on_sigterm(self, *_: object) -> None:
+        self._stopping = True  # seen within a tick; raising here could tear a transaction
+
+    def _claim(self) -> Claim | None:
+        if self.gateway.boot_id(_HEALTH_AGE_S) is None:
+            return None
+        now = time.monotonic()
+        if now >= self._next_expiry:
+            self._next_expiry = now + self.config.lease_s / 2
+            self._try(self.store.expire_leases)
+        return self._try(
+            lambda: self.store.claim(self.name, self.config.lease_s, self.config.run_id)
         )
-        boots = self._store.gateway_boots(claim.run_id)
-        read_fd, write_fd = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read_fd)
-            _become_attempt(self._config, claim, write_fd, log)
-        os.close(write_fd)
+
+    def _execute(self, claim: Claim) -> None:
+        boot_id = self.gateway.boot_id(_HEALTH_AGE_S)
+        log = Path(self.config.logs) / f"{claim.rollout_id}-{claim.attempt_number}.log"
         try:
-            ended = self._watch(pid, read_fd, claim)
-        except Stopped:
-            self._kill(pid, grace_s=0.0)
-            self._store.end_attempt(
-                claim.attempt_id, AttemptState.INFRASTRUCTURE, error="its runner was stopped"
+            process = AttemptProcess(
+                self.config, claim, str(log), self._known_modules, [self._control.fileno()]
             )
-            raise
-        finally:
-            os.close(read_fd)
-        if ended.lease_lost:
-            return None  # somebody else has sealed it
-        state, error, outcome = self._judge(claim, ended, boots, log)
-        self._store.end_attempt(claim.attempt_id, state, error=error, log=log)
-        return outcome
+        except OSError as error:  # out of processes or descriptors
+            ending = Ending(AttemptState.INFRASTRUCTURE, f"could not fork: {error}")
+        else:
+            try:
+                ending = self._attend(process, claim)
+            finally:
+                process.kill()
+        storage = storage_folder(claim.attempt_id)
+        if storage.exists():
+            shutil.rmtree(storage, ignore_errors=True)
+        if ending is None:
+            logger.info("attempt %s lost its lease or was cancelled", claim.attempt_id)
+            return
+        if ending.error is not None:
+            ending = self._blame(ending, claim, boot_id)
+        path = _keep(log)
+        deadline = time.monotonic() + self.config.lease_s
+        while True:
+            try:
+                self.store.end_attempt(claim.attempt_id, ending.state, error=ending.error, log=path)
+                return
+            except (SQLAlchemyError, OSError) as error:
+                logger.warning("ending attempt %s: %s", claim.attempt_id, error)
+                if time.monotonic() > deadline:
+                    return  # the lease runs out, and the rollout is run again
+                time.sleep(_TICK_S)
 
-    def _watch(self, pid: int, read_fd: int, claim: Claim) -> _Ended:
-        """Waits for the attempt's end, keeping its lease and its time limit."""
-        ended = _Ended()
-        deadline = time.monotonic() + self._config.timeout_s
-        beat_every = self._config.lease_s / 3
-        next_beat = time.monotonic() + beat_every
-        pipe_open = True
-        while ended.status is None:
-            if self._should_stop():
-                raise Stopped
-            # The pipe closes when the attempt ends, so nothing is gained by polling faster.
-            readable = select.select([read_fd] if pipe_open else [], [], [], _WATCH_S)[0]
-            if readable:
-                chunk = os.read(read_fd, 65536)
-                pipe_open = bool(chunk)
-                ended.output += chunk
-                if chunk:
-                    continue
-            done, status = os.waitpid(pid, 0 if readable else os.WNOHANG)
-            if done:
-                ended.status = status
-                break
+    def _attend(self, process: AttemptProcess, claim: Claim) -> Ending | None:
+        """Waits for the attempt's end, keeping its lease; None: it is no longer ours."""
+        lease_s = self.config.lease_s
+        start = beaten = time.monotonic()
+        deadline, kill_at = start + self.config.timeout_s, float("inf")
+        cause: Ending | None = None
+        while not process.poll():
             now = time.monotonic()
-            if now >= deadline:
-                ended.timed_out = True
-                ended.status = self._kill(pid, _TERM_GRACE_S)
-            elif now >= next_beat:
-                next_beat = now + beat_every
-                if not self._store.heartbeat(claim.attempt_id, self._config.lease_s):
-                    ended.lease_lost = True
-                    ended.status = self._kill(pid, _TERM_GRACE_S)
-        _signal_group(pid, signal.SIGKILL)  # what the agent started and left behind
-        return ended
+            if now >= kill_at:
+                process.signal(signal.SIGKILL)
+            elif cause is None and (now >= deadline or self._stopping):
+                timeout = f"timeout: it was still running after {self.config.timeout_s:g} s"
+                cause = (
+                    Ending(AttemptState.INFRASTRUCTURE, _STOPPED)
+                    if self._stopping
+                    else Ending(AttemptState.TIMEOUT, timeout)
+                )
+                kill_at = now + KILL_GRACE_S
+                process.signal(signal.SIGTERM)
+            if now - beaten >= lease_s / 3:
+                alive = self._try(lambda: self.store.heartbeat(claim.attempt_id, lease_s))
+                if alive is False or (alive is None and now - beaten > lease_s):
+                    return None
+                beaten = now if alive else beaten
+            soon = min(deadline, kill_at, beaten + lease_s / 3) - time.monotonic()
+            self._listen([process.report_fd], min(max(soon, 0.001), _TICK_S))
+        modules = process.report.third_party_modules if process.report else []
+        self._tell({"modules": modules, "ended": claim.rollout_id})
+        return cause or _ending(process)
 
-    def _judge(
-        self, claim: Claim, ended: _Ended, boots: list[str], log: str
-    ) -> tuple[AttemptState, str | None, Outcome | None]:
-        """What the end of a process says about its attempt."""
-        if ended.timed_out:
-            error = f"timeout: killed after {self._config.timeout_s:g} s"
-            return AttemptState.TIMEOUT, error, None
-        outcome: Outcome | None = None
-        with contextlib.suppress(ValueError, TypeError):
-            outcome = Outcome(**json.loads(bytes(ended.output)))
-        if outcome is not None and outcome.ok:
-            return AttemptState.SUCCEEDED, None, outcome
-        error = outcome.error if outcome else _death(ended.status or 0, log)
-        if (outcome and outcome.undelivered) or self._gateway_failed(claim, boots):
-            return AttemptState.INFRASTRUCTURE, error, outcome
-        return AttemptState.ERROR, error, outcome
+    def _blame(self, ending: Ending, claim: Claim, boot_id: str | None) -> Ending:
+        """Makes an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
+        if ending.state is AttemptState.INFRASTRUCTURE:
+            return ending
+        reason = None
+        now = self.gateway.boot_id()
+        if now is None:
+            reason = "the gateway does not answer"
+        elif boot_id is not None and now != boot_id:
+            reason = "the gateway was restarted meanwhile"
+        elif ending.incomplete:
+            reason = "spans or rewards did not reach the gateway"
+        elif ending.state is AttemptState.ERROR:
+            calls = self._try(lambda: self.store.calls(attempt_ids=[claim.attempt_id])) or []
+            failed = [call for call in calls if call.state == CallState.ERROR]
+            if failed:
+                reason = f"the sampler failed call {failed[-1].id} ({failed[-1].error})"
+        if reason is None:
+            return ending
+        return Ending(AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {ending.error}")
 
-    def _gateway_failed(self, claim: Claim, boots: list[str]) -> bool:
-        """Whether the agent's error may well be ours: it must not use up the agent's attempts."""
-        if self._store.gateway_boots(claim.run_id) != boots:
-            return True
-        calls = self._store.calls(attempt_ids=[claim.attempt_id])
-        if any(call.state is CallState.ERROR for call in calls):
-            return True
+    def _listen(self, fds: list[int], timeout_s: float) -> None:
+        """Sleeps until one of ``fds`` is readable, the pool says something, or time is up."""
+        watched = fds if self._stopping else [*fds, self._control.fileno()]
+        readable, _, _ = select.select(watched, [], [], timeout_s)
+        if self._control.fileno() in readable:
+            with contextlib.suppress(ConnectionError):
+                if self._control.recv(64):
+                    self._retiring = True
+                    return
+            self._stopping = True
+
+    def _tell(self, message: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):  # a dying pool: ``_listen`` notices
+            self._control.sendall(json.dumps(message).encode() + b"\n")
+
+    def _try(self, action: Callable[[], T]) -> T | None:
+        """A store that is briefly away (locked, restarting) costs patience, not the worker."""
         try:
-            urllib.request.urlopen(f"{self._config.gateway}/healthz", timeout=2).close()
-        except (OSError, urllib.error.URLError):
-            return True
-        return False
-
-    def _kill(self, pid: int, grace_s: float) -> int:
-        """Ends the attempt's process group: SIGTERM, some grace, SIGKILL. Returns its status."""
-        _signal_group(pid, signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                _signal_group(pid, signal.SIGKILL)
-                return status
-            time.sleep(0.02)
-        _signal_group(pid, signal.SIGKILL)
-        return os.waitpid(pid, 0)[1]
-
-    def _stop(self, *_: object) -> None:
-        self._stopping = True
-
-    def _should_stop(self) -> bool:
-        return self._stopping or os.getppid() != self._parent
+            return action()
+        except (SQLAlchemyError, OSError) as error:
+            logger.warning("the store failed: %s", error)
+            return None
 
 
-def _become_attempt(config: RunnerConfig, claim: Claim, result_fd: int, log: str) -> NoReturn:
+def _ending(process: AttemptProcess) -> Ending:
+    report, status = process.report, process.status
+    if report is None:
+        if status is not None and status < 0:
+            return Ending(AttemptState.ERROR, f"killed by signal {-status}")
+        return Ending(AttemptState.ERROR, f"the agent's process exited with code {status}")
+    if report.ok and not report.incomplete:
+        return Ending(AttemptState.SUCCEEDED, None)
+    error = report.error or "its spans or rewards did not reach the gateway"
+    state = AttemptState.INFRASTRUCTURE if report.ok else AttemptState.ERROR
+    return Ending(state, error, report.incomplete)
+
+
+def _keep(log: Path) -> str | None:
+    """The path of a log with something in it; an empty one is removed."""
     try:
-        run_attempt(config, claim, result_fd, log)
-    except BaseException:
-        logging.getLogger("agentrl.runner").exception("the attempt could not be started")
-    finally:
-        os._exit(1)
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    """Signals the attempt's group, and itself in case it has not made one yet."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-    with contextlib.suppress(ProcessLookupError):
-        if os.getpgid(pid) != pid:
-            os.kill(pid, number)
-
-
-def _death(status: int, log: str) -> str:
-    """Why a process ended without a word."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        how = f"the agent's process was killed by signal {number} ({signal.Signals(number).name})"
-    else:
-        how = f"the agent's process ended with exit code {os.waitstatus_to_exitcode(status)}"
-    try:
-        tail = Path(log).read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        if log.stat().st_size:
+            return str(log)
+        log.unlink()
     except OSError:
-        tail = ""
-    return f"{tail}\n{how}" if tail else how
+        return None
+    return None
 
 
-def run_worker(config: RunnerConfig, preloaded: set[str], report_fd: int) -> NoReturn:
-    """The whole life of a runner process, in a child that the pool has just forked."""
-    code = 0
+def run_worker(config: RunnerConfig, store: Store, index: int, control: socket.socket) -> NoReturn:
+    """The whole life of a just forked worker process."""
+    code = 1
     try:
-        Runner(config, preloaded, report_fd).run()
-    except Stopped:
-        pass
+        gc.freeze()
+        Worker(config, store, index, control).run()
+        code = 0
     except BaseException:
-        logger.exception("a runner failed")
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
+        logger.exception("runner %d failed", index)
+    finally:
+        os._exit(code)

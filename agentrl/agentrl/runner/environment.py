@@ -1,0 +1,72 @@
+"""What an attempt's environment says, so that an unmodified agent finds the gateway.
+
+Knows the variables that clients, OpenTelemetry and frameworks read. Pure: returns a mapping, which
+only the attempt's own process puts into ``os.environ``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from agentrl.runner.config import RunnerConfig
+from agentrl_tracer.schemas import Claim
+
+# One variable may hold 128 KiB on Linux; a longer one makes every later subprocess fail to start.
+_LONGEST_TASK = 100_000
+
+# What frameworks read when they are *imported*: the pool sets it before it preloads them.
+QUIET = {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    # Otherwise ``import litellm`` fetches a file from the internet, in every attempt.
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
+
+def storage_folder(attempt_id: str) -> Path:
+    """Where CrewAI keeps an attempt's memory; concurrent ones would share one otherwise."""
+    return Path(tempfile.gettempdir()) / f"agentrl-{attempt_id}"
+
+
+def attempt_environment(
+    config: RunnerConfig, claim: Claim, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables to set for one attempt, on top of ``inherited``."""
+    gateway = config.gateway.rstrip("/")
+    base = f"{gateway}/rollouts/{claim.rollout_id}"
+    env = {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_BASE": f"{base}/v1",  # langchain-openai prefers it, llama-index knows no other
+        "OPENAI_API_KEY": claim.key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": claim.key,
+        "AGENTRL_GATEWAY": gateway,
+        "AGENTRL_ROLLOUT_ID": claim.rollout_id,
+        "AGENTRL_ATTEMPT_ID": claim.attempt_id,
+        "AGENTRL_KEY": claim.key,
+        "AGENTRL_MODEL": config.model,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": base,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{claim.key}",
+        **QUIET,
+    }
+    task = json.dumps(claim.task)
+    if len(task) <= _LONGEST_TASK:
+        env["AGENTRL_TASK"] = task
+    if "OTEL_SERVICE_NAME" not in inherited:
+        env["OTEL_SERVICE_NAME"] = "agentrl-agent"
+    if "CREWAI_STORAGE_DIR" not in inherited:
+        env["CREWAI_STORAGE_DIR"] = str(storage_folder(claim.attempt_id))
+    direct = ["127.0.0.1", "localhost", "::1", urlsplit(gateway).hostname or ""]
+    for name in ("NO_PROXY", "no_proxy"):
+        present = [host for host in inherited.get(name, "").split(",") if host]
+        env[name] = ",".join(dict.fromkeys([*present, *filter(None, direct)]))
+    if config.python_path:
+        path = [*config.python_path, *filter(None, [inherited.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(path)
+    return env

@@ -1,0 +1,92 @@
+"""Which modules are worth importing before the fork, and importing them.
+
+Knows ``sys.modules`` and where packages are installed. Frameworks only: the user's own code is
+imported in every attempt, so an attempt sees it fresh.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import site
+import sys
+import sysconfig
+import threading
+from collections.abc import Collection, Iterable
+
+from agentrl.runner.agent import AgentSpec
+
+logger = logging.getLogger("agentrl.runner")
+
+# lancedb starts threads of its own and breaks in a forked child.
+_NEVER = frozenset({"lancedb"})
+
+
+class StartedThreads(Exception):
+    """Importing this package started a thread, which no forked child would have."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(package)
+        self.package = package
+
+
+def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
+    """Loaded modules that are installed (not the user's, not the standard library) and not known.
+
+    In order of import, so that importing them in this order repeats what happened.
+    """
+    roots = _installed_roots()
+    own = agent.target.partition(".")[0] if agent.kind == "module" else None
+    found: list[str] = []
+    for name, module in list(sys.modules.items()):
+        if name in known:
+            continue
+        top = name.partition(".")[0]
+        if top in _NEVER or top == own or top == "__main__" or top.startswith("_agentrl_"):
+            continue
+        file = getattr(module, "__file__", None)
+        spec = getattr(module, "__spec__", None)
+        if not isinstance(file, str) or spec is None or spec.name != name:
+            continue
+        if file.startswith(roots) and not _beside(agent, file, roots):
+            found.append(name)
+    return found
+
+
+def preload(names: Iterable[str], skip: Collection[str] = ()) -> int:
+    """Imports modules that attempts will need; one that fails is left to them. Says how many.
+
+    Raises:
+        StartedThreads: a package started a thread; whoever asked should begin again without it.
+    """
+    threads = threading.active_count()
+    before = len(sys.modules)
+    for name in names:
+        package = name.partition(".")[0]
+        if name in sys.modules or package in skip:
+            continue
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            logger.debug("preloading %s failed: %s: %s", name, type(error).__name__, error)
+        if threading.active_count() > threads:
+            raise StartedThreads(package)
+    return len(sys.modules) - before
+
+
+def _installed_roots() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    roots = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
+    if site.ENABLE_USER_SITE:
+        roots.add(site.getusersitepackages())
+    both = {*roots, *(os.path.realpath(root) for root in roots)}
+    return tuple(sorted(root.rstrip(os.sep) + os.sep for root in both))
+
+
+def _beside(agent: AgentSpec, file: str, roots: tuple[str, ...]) -> bool:
+    """The user's file lies in site-packages itself: its neighbours there are the user's."""
+    if agent.kind != "file":
+        return False
+    folder = str(agent.folder) + os.sep
+    return folder.startswith(roots) and folder not in roots and file.startswith(folder)

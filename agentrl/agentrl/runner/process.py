@@ -1,0 +1,137 @@
+"""One attempt, in a process of its own: the worker's side.
+
+Knows forking, pipes, process groups and signals. Does not know the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+
+from agentrl.runner.attempt import Report, run_attempt
+from agentrl.runner.config import RunnerConfig
+from agentrl_tracer.schemas import Claim
+
+logger = logging.getLogger("agentrl.runner")
+
+_CHUNK = 65536
+
+
+class AttemptProcess:
+    """A forked attempt: watch ``report_fd``, call ``poll`` when it is readable or time has passed.
+
+    Args:
+        foreign_fds: the worker's own descriptors, which the child must not keep open.
+    """
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        claim: Claim,
+        log: str,
+        known_modules: frozenset[str],
+        foreign_fds: Iterable[int] = (),
+    ) -> None:
+        report_read, report_write = os.pipe()
+        leash_read, leash_write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            self.pid = os.fork()
+        except OSError:
+            for fd in (report_read, report_write, leash_read, leash_write):
+                os.close(fd)
+            raise
+        if self.pid == 0:
+            # The worker must stay the only holder of these ends: closing is how they speak.
+            for fd in (report_read, leash_write, *foreign_fds):
+                os.close(fd)
+            run_attempt(config, claim, log, report_write, leash_read, known_modules)
+        os.close(report_write)
+        os.close(leash_read)
+        os.set_blocking(report_read, False)
+        self.report_fd = report_read
+        self._leash_fd = leash_write
+        self._received = bytearray()
+        self.report: Report | None = None
+        self.status: int | None = None  # as ``waitstatus_to_exitcode``; None while it runs
+
+    def poll(self) -> bool:
+        """True when the attempt is over; by then nothing of its process group is left."""
+        if self.status is not None:
+            return True
+        ended = self._read_report()
+        if not ended:
+            # A grandchild may hold the pipe open, so its end is not the only sign.
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid == 0:
+                return False
+            self._read_report()
+            self._kill_group(signal.SIGKILL)
+            self._over(status)
+            return True
+        # Its last word is spoken and everything is flushed: nothing is lost by SIGKILL. While the
+        # child is not reaped its pid, our name for the group, cannot be anybody else's.
+        if self.report is not None:
+            self._kill_group(signal.SIGKILL)
+            self._over(os.waitpid(self.pid, 0)[1])
+            return True
+        pid, status = _wait(self.pid, 0.5)
+        self._kill_group(signal.SIGKILL)
+        self._over(status if pid else os.waitpid(self.pid, 0)[1])
+        return True
+
+    def signal(self, number: int) -> None:
+        """Signals every process of the attempt."""
+        if self.status is None:
+            self._kill_group(number)
+
+    def kill(self) -> None:
+        """Ends it now."""
+        if self.status is None:
+            self._kill_group(signal.SIGKILL)
+            self._over(os.waitpid(self.pid, 0)[1])
+
+    def _kill_group(self, number: int) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            # No such group: it has not come as far as setsid(), or it is gone. (macOS says
+            # "permission denied" for a group of zombies.)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def _over(self, status: int) -> None:
+        self.status = os.waitstatus_to_exitcode(status)
+        os.close(self.report_fd)
+        os.close(self._leash_fd)
+
+    def _read_report(self) -> bool:
+        """True when the report is complete, or none will come."""
+        while True:
+            try:
+                chunk = os.read(self.report_fd, _CHUNK)
+            except BlockingIOError:
+                return False
+            if not chunk:
+                return True
+            self._received += chunk
+            if self._received.endswith(b"\n"):
+                self.report = Report(**json.loads(self._received))
+                return True
+
+
+def _wait(pid: int, timeout_s: float) -> tuple[int, int]:
+    """``waitpid`` with patience: the pipe closes a moment before the process is gone."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = os.waitpid(pid, os.WNOHANG)
+        if found[0] or time.monotonic() > deadline:
+            return found
+        time.sleep(0.002)

@@ -1,0 +1,219 @@
+"""agentrl beside TRL's GRPOTrainer, from process start to a held-out accuracy of 0.95.
+
+    python benchmarks/end_to_end/run.py --trl-python /path/to/python [--seeds 0 1 2]
+
+Runs both on the hello task, one after the other and in turns, on one torch thread per process, and
+writes what it found to ``results/``. See README.md for what is equal and what is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+HELLO = ROOT / "examples" / "hello"
+MODEL = ROOT / "trainer" / "agentrl_trainer" / "tiny" / "weights"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Run:
+    tool: str
+    seed: int
+    steps: int
+    accuracy: float  # held out, at the end
+    wall: float  # seconds, from process start to its end
+    cpu: float  # seconds, of the process and all its descendants
+    per_step: float  # seconds of wall clock: generate, learn, and pass the weights on
+
+
+def measured(command: list[str], log: Path) -> tuple[float, float]:
+    """(wall, CPU) seconds of a command with all its descendants, also those it has orphaned."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    wall = time.perf_counter() - started
+    while True:  # orphans are ours (we are the subreaper): wait for them, so that they count
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if code:
+        raise SystemExit(f"{command[:3]} ended with {code}:\n{log.read_text()[-3000:]}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return wall, cpu
+
+
+def run_trl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
+    wall, cpu = measured(
+        [
+            options.trl_python, str(HERE / "trl_hello.py"),
+            "--model", str(MODEL),
+            "--tasks", str(HELLO / "train.jsonl"),
+            "--eval-tasks", str(HELLO / "held_out.jsonl"),
+            "--learning-rate", str(options.learning_rate),
+            "--seed", str(seed),
+            "--steps", str(options.steps),
+            "--stop-at", str(options.stop_at),
+            "--out", str(folder),
+        ],
+        folder.with_suffix(".log"),
+    )  # fmt: skip
+    found = json.loads((folder / "figures.json").read_text())
+    return Run(
+        "TRL", seed, found["steps"], found["held_out"][-1][1], wall, cpu, found["seconds_per_step"]
+    )
+
+
+def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
+    command = [
+        str(Path(sys.executable).with_name("agentrl")), "train", f"{HELLO / 'agent.py'}:agent",
+        "--tasks", str(HELLO / "train.jsonl"),
+        "--eval-tasks", str(HELLO / "held_out.jsonl"),
+        "--runners", str(options.runners),
+        "--learning-rate", str(options.learning_rate),
+        "--seed", str(seed),
+        "--steps", str(options.steps),
+        "--max-tokens", "32",
+        "--runs", str(folder.parent), "--name", folder.name,
+    ]  # fmt: skip
+    if options.stop_at <= 1:
+        command += ["--stop-at", str(options.stop_at)]
+    wall, cpu = measured(command, folder.with_suffix(".log"))
+    found = json.loads((folder / "summary.json").read_text())
+    if not found["calls"]["adds_up"]:
+        raise SystemExit(f"agentrl lost calls: {found['calls']}")
+    loop = sum(found["seconds"][k] for k in ("rollouts", "update", "checkpoint", "publish"))
+    steps = found["steps"]
+    return Run("agentrl", seed, steps, found["held_out"][-1][1], wall, cpu, loop / steps)
+
+
+def table_of(runs: list[Run], title: str) -> Table:
+    table = Table(title=title)
+    for name in ("tool", "seed", "steps", "held-out", "wall s", "CPU s", "s/step"):
+        table.add_column(name, justify="left" if name == "tool" else "right")
+    for r in runs:
+        table.add_row(
+            r.tool, str(r.seed), str(r.steps), f"{r.accuracy:.2f}", f"{r.wall:.2f}",
+            f"{r.cpu:.2f}", f"{r.per_step:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def means(runs: list[Run]) -> dict[str, dict[str, float]]:
+    tools = dict.fromkeys(r.tool for r in runs)
+    return {
+        tool: {
+            name: statistics.fmean(getattr(r, name) for r in runs if r.tool == tool)
+            for name in ("steps", "wall", "cpu", "per_step")
+        }
+        for tool in tools
+    }
+
+
+def markdown(runs: list[Run], about: dict[str, object]) -> str:
+    lines = [
+        f"{about['date']}, {about['machine']}, learning rate {about['learning_rate']}, "
+        f"{about['runners']} runners, load before the run {about['load']}.",
+        "",
+        "| tool | seed | steps | held-out accuracy | wall s | CPU s | wall s / step |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {r.tool} | {r.seed} | {r.steps} | {r.accuracy:.2f} | {r.wall:.2f} | {r.cpu:.2f} "
+        f"| {r.per_step:.3f} |"
+        for r in runs
+    ]
+    mean = means(runs)
+    lines += [
+        f"| **{tool}, mean** | | {m['steps']:.1f} | | {m['wall']:.2f} | {m['cpu']:.2f} "
+        f"| {m['per_step']:.3f} |"
+        for tool, m in mean.items()
+    ]
+    if len(mean) == 2:
+        ours, theirs = mean["agentrl"], mean["TRL"]
+        lines.append(
+            f"| **agentrl / TRL** | | | | {ours['wall'] / theirs['wall']:.2f} "
+            f"| {ours['cpu'] / theirs['cpu']:.2f} | {ours['per_step'] / theirs['per_step']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--trl-python", help="python of the venv that has TRL")
+    parser.add_argument("--only", choices=["agentrl", "trl"])
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--runners", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--stop-at", type=float, default=0.95, help="above 1: never, for a fixed number of steps"
+    )
+    parser.add_argument("--keep", type=Path, help="keep the run folders here")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    if options.only != "agentrl" and not options.trl_python:
+        parser.error("--trl-python is needed: see requirements.txt")
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    about: dict[str, object] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
+        f"{platform.python_version()}",
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "learning_rate": options.learning_rate,
+        "runners": options.runners,
+        "steps_at_most": options.steps,
+        "stop_at": options.stop_at,
+    }
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="agentrl-benchmark-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    console, runs = Console(), []
+    for seed in options.seeds:
+        for name, run in (("agentrl", run_agentrl), ("trl", run_trl)):
+            if options.only in (None, name):
+                place = folder / f"{name}-{seed}"
+                runs.append(run(options, seed, place))
+                console.print(runs[-1])
+    if not options.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    console.print(table_of(runs, "To the goal" if options.stop_at <= 1 else "Fixed steps"))
+    options.results.mkdir(parents=True, exist_ok=True)
+    stem = "to_goal" if options.stop_at <= 1 else f"fixed_{options.steps}_steps"
+    record = {"about": about, "runs": [asdict(r) for r in runs], "means": means(runs)}
+    (options.results / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (options.results / f"{stem}.md").write_text(markdown(runs, about))
+    console.print(markdown(runs, about), markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Agents for the tests: each does one thing that real agents do, or suffer from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from openai import OpenAI
+
+from agentrl import emit_reward
+
+
+def ask(n: int, client: OpenAI | None = None) -> str:
+    answer = (client or OpenAI()).chat.completions.create(
+        model=os.environ["AGENTRL_MODEL"],
+        messages=[{"role": "user", "content": f"Let's play a game. Say you are {n}."}],
+        max_tokens=32,
+    )
+    return (answer.choices[0].message.content or "").lower()
+
+
+def mixed(task: dict[str, Any]) -> None:
+    """Rewards by the length of the answer, so that groups differ from the first step on."""
+    emit_reward(len(ask(task["n"])) / 10)
+
+
+def slow(task: dict[str, Any]) -> None:
+    """Takes long enough to be killed on the way."""
+    first = ask(task["n"])
+    time.sleep(0.6)
+    emit_reward(len(first + ask(task["n"])) / 10)
+
+
+def troubled(task: dict[str, Any]) -> None:
+    """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing."""
+    n = task["n"]
+    text = ask(n)
+    if n % 5 == 0:
+        raise RuntimeError(f"cannot cope with {n}")
+    if n % 5 == 1:
+        return
+    if n % 5 == 2:
+        client = OpenAI()
+        client.chat.completions.create(
+            model="agentrl-tiny", messages=[{"role": "user", "content": "Who are you?"}]
+        )
+    if n % 5 == 3:
+        emit_reward(0.0)
+        return
+    emit_reward(len(text) / 10)
+
+
+async def asynchronous(task: dict[str, Any]) -> float:
+    """The reward is what it returns."""
+    return len(await asyncio.to_thread(ask, task["n"])) / 10
+
+
+def always_broken(task: dict[str, Any]) -> None:
+    raise LookupError("no such luck")

@@ -1,0 +1,541 @@
+"""Runners end to end: a real pool, a real store, and an HTTP server standing in for the gateway."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.runner import PoolHandle, RunnerConfig, start_pool
+from agentrl_tracer.otlp import parse_traces, rewards_in
+from agentrl_tracer.schemas import (
+    Attempt,
+    AttemptState,
+    Call,
+    CallState,
+    NewRollout,
+    Policies,
+    Purpose,
+    RolloutState,
+)
+from agentrl_tracer.store import Store
+
+AGENTS = '''
+import asyncio, json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+from agentrl import emit_reward
+
+def good(task):
+    print("hello from", task["n"])
+    emit_reward(task["n"])
+
+def returns(task): return task["n"] / 2
+def both(task):
+    emit_reward(1.0)
+    return 5.0
+def silent(task): return True
+async def later(task):
+    await asyncio.sleep(0.01)
+    return 3
+def raises(task): raise ValueError("bad task " + str(task["n"]))
+def exits(task): sys.exit(4)
+def exits_hard(task): os._exit(7)
+def kills_itself(task): os.kill(os.getpid(), signal.SIGKILL)
+def loops(task):
+    while True: pass
+def stubborn(task):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        try: time.sleep(100)
+        except BaseException: pass
+def family(task):
+    child = subprocess.Popen(["sh", "-c", "sleep 100 & wait"])
+    print("sleeping", flush=True)
+    Path(task["pids"]).write_text(f"{os.getpid()} {child.pid}")
+    child.wait()
+def leaves_a_child(task):
+    Path(task["pids"]).write_text(str(subprocess.Popen(["sleep", "100"]).pid))
+    return 1.0
+def environment(task):
+    Path(task["file"]).write_text(json.dumps(dict(os.environ)))
+def numbered(task):
+    """Hangs in the first attempt only."""
+    marker = Path(task["marker"])
+    if not marker.exists():
+        marker.write_text(str(os.getpid()))
+        time.sleep(100)
+    return 1.0
+def pid(task): return os.getpid()
+def no_gateway(task): os.environ["x"] = "y"; raise RuntimeError("connection refused")
+'''
+
+
+class FakeGateway:
+    """Answers /healthz and takes spans and rewards, as the real one does."""
+
+    def __init__(self, store: Store) -> None:
+        self.boot_id = "boot-1"
+        self.healthy = True
+        self.takes_spans = True
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: Any) -> None: ...
+
+            def do_GET(self) -> None:
+                body = json.dumps({"boot_id": gateway.boot_id}).encode()
+                self._answer(200 if gateway.healthy else 503, body)
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                ref = store.authenticate(self.headers["authorization"].removeprefix("Bearer "))
+                if not gateway.takes_spans or ref is None or ref.rollout_id not in self.path:
+                    self._answer(400, b"")
+                    return
+                spans = parse_traces(
+                    body, self.headers["content-type"], ref.rollout_id, ref.attempt_id
+                )
+                store.record_spans(spans)
+                store.record_rewards(rewards_in(spans))
+                self._answer(200, b"")
+
+            def _answer(self, code: int, body: bytes) -> None:
+                self.send_response(code)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class House:
+    """Everything a run needs, and shortcuts for the tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "agents.py").write_text(AGENTS)
+        self.store = Store(str(folder / "store.db"))
+        self.gateway = FakeGateway(self.store)
+        self.pools: list[PoolHandle] = []
+
+    def start(self, agent: str, policies: Policies | None = None, **settings: Any) -> PoolHandle:
+        self.run_id = self.store.create_run("test", "train", {}, policies)
+        defaults = {"runners": 1, "timeout_s": 20.0, "lease_s": 5.0, "model": "policy"}
+        spec = agent if " " in agent else f"{self.folder / 'agents.py'}:{agent}"
+        pool = start_pool(
+            RunnerConfig(
+                store=self.store.url,
+                gateway=self.gateway.url,
+                run_id=self.run_id,
+                agent=spec,
+                logs=str(self.folder / "logs"),
+                **{**defaults, **settings},
+            )
+        )
+        self.pools.append(pool)
+        return pool
+
+    def enqueue(self, task: dict[str, Any] | None = None, count: int = 1) -> list[str]:
+        [task_id] = self.store.add_tasks(self.run_id, "train", [task or {"n": 4}])
+        new = [NewRollout(task_id, "g", Purpose.TRAIN, 0, i, i) for i in range(count)]
+        return self.store.enqueue(self.run_id, new)
+
+    def finish(self, ids: list[str], timeout_s: float = 20.0) -> list[Attempt]:
+        """Waits for rollouts to end; returns their attempts."""
+        until(lambda: self.store.unfinished(ids) == 0, timeout_s, self.log)
+        return self.store.attempts(ids)
+
+    def one(self, agent: str, task: dict[str, Any] | None = None, **settings: Any) -> Attempt:
+        """Runs one rollout that is not retried; returns its attempt."""
+        self.start(agent, Policies(on_error="drop", max_infrastructure_retries=0), **settings)
+        [attempt] = self.finish(self.enqueue(task))
+        return attempt
+
+    def values(self, attempt: Attempt) -> list[float]:
+        return [reward.value for reward in self.store.rewards([attempt.rollout_id])]
+
+    def log(self) -> str:
+        return self.pools[-1].log_tail(50)
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.stop()
+        self.gateway.close()
+        self.store.close()
+
+
+def until(happened: Callable[[], Any], timeout_s: float = 10.0, log: Any = str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (result := happened()):
+        assert time.monotonic() < deadline, f"waited in vain\n{log()}"
+        time.sleep(0.02)
+    return result
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie whose new parent has not reaped it yet is dead enough.
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return bool(state.stdout.strip()) and not state.stdout.strip().startswith("Z")
+
+
+def written(path: Path) -> list[int]:
+    """The pids that an agent wrote down, as soon as it has."""
+    return [int(word) for word in until(lambda: path.exists() and path.read_text()).split()]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    built = House(tmp_path)
+    yield built
+    built.close()
+
+
+def test_success_is_recorded_with_reward_root_span_and_log(house: House) -> None:
+    attempt = house.one("good")
+    assert attempt.state is AttemptState.SUCCEEDED
+    assert house.values(attempt) == [4.0]
+    spans = {span.name: span for span in house.store.spans(attempt.rollout_id)}
+    root = spans["invoke_workflow good"]
+    assert root.parent_span_id is None
+    assert root.attributes["agentrl.attempt.id"] == attempt.id
+    assert root.attributes["gen_ai.operation.name"] == "invoke_workflow"
+    assert spans["agentrl.reward"].parent_span_id == root.span_id
+    assert attempt.log == str(house.folder / "logs" / f"{attempt.rollout_id}-1.log")
+    assert Path(attempt.log).read_text() == "hello from 4\n"
+
+
+@pytest.mark.parametrize(
+    ("agent", "rewards"), [("returns", [2.0]), ("both", [1.0]), ("silent", []), ("later", [3.0])]
+)
+def test_a_returned_number_is_the_reward_unless_one_was_emitted(
+    house: House, agent: str, rewards: list[float]
+) -> None:
+    attempt = house.one(agent)
+    assert (attempt.state, house.values(attempt)) == (AttemptState.SUCCEEDED, rewards)
+    assert attempt.log is None  # nothing was printed: no empty file is left
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [
+        ("raises", "ValueError: bad task 4"),
+        ("exits", "SystemExit: 4"),
+        ("exits_hard", "exited with code 7"),
+        ("kills_itself", "killed by signal 9"),
+        ("sh -c 'echo problem >&2; exit 3'", "exited with code 3"),
+    ],
+)
+def test_a_failing_agent_is_an_error(house: House, agent: str, error: str) -> None:
+    attempt = house.one(agent)
+    assert attempt.state is AttemptState.ERROR
+    assert error in (attempt.error or "")
+    assert str(Path(__file__).parent) not in (attempt.error or "")
+
+
+def test_the_traceback_shows_the_agent_and_not_the_runner(house: House) -> None:
+    attempt = house.one("raises")
+    assert attempt.error is not None
+    assert "agents.py" in attempt.error
+    assert "attempt.py" not in attempt.error
+    assert attempt.log is not None
+    assert attempt.error in Path(attempt.log).read_text()
+
+
+def test_errors_are_retried_in_a_fresh_process(house: House) -> None:
+    house.start("raises", Policies(max_attempts=3))
+    attempts = house.finish(house.enqueue())
+    assert [a.number for a in attempts] == [1, 2, 3]
+    assert len({a.log for a in attempts}) == 3
+
+
+@pytest.mark.parametrize("agent", ["loops", "stubborn"])
+def test_a_stuck_agent_is_killed(house: House, agent: str) -> None:
+    started = time.monotonic()
+    attempt = house.one(agent, timeout_s=0.5)
+    assert attempt.state is AttemptState.TIMEOUT
+    assert "still running after 0.5 s" in (attempt.error or "")
+    assert time.monotonic() - started < 8
+
+
+def test_a_timeout_kills_grandchildren(house: House, tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    attempt = house.one("family", {"pids": str(file)}, timeout_s=1.0)
+    assert attempt.state is AttemptState.TIMEOUT
+    assert not any(alive(pid) for pid in written(file))
+    assert attempt.log is not None
+    assert Path(attempt.log).read_text().startswith("sleeping\n")
+
+
+def test_children_left_behind_by_a_good_agent_are_killed(house: House, tmp_path: Path) -> None:
+    attempt = house.one("leaves_a_child", {"pids": str(tmp_path / "pids")})
+    assert attempt.state is AttemptState.SUCCEEDED
+    [child] = written(tmp_path / "pids")
+    until(lambda: not alive(child))
+
+
+def test_the_environment_leads_unmodified_clients_to_the_gateway(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("TRACEPARENT", "00-" + "1" * 32 + "-" + "2" * 16 + "-01")
+    before = dict(os.environ)
+    attempt = house.one("environment", {"file": str(tmp_path / "env")})
+    env = json.loads((tmp_path / "env").read_text())
+    base = f"{house.gateway.url}/rollouts/{attempt.rollout_id}"
+    key = env["AGENTRL_KEY"]
+    reference = house.store.authenticate(key)
+    assert reference is not None
+    assert reference.attempt_id == attempt.id
+    expected = {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_BASE": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "AGENTRL_GATEWAY": house.gateway.url,
+        "AGENTRL_ROLLOUT_ID": attempt.rollout_id,
+        "AGENTRL_ATTEMPT_ID": attempt.id,
+        "AGENTRL_MODEL": "policy",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": base,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{key}",
+        "CREWAI_DISABLE_TELEMETRY": "true",
+        "CREWAI_TRACING_ENABLED": "false",
+        "NO_PROXY": "example.org,127.0.0.1,localhost,::1",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert json.loads(env["AGENTRL_TASK"]) == {"file": str(tmp_path / "env")}
+    [root] = house.store.spans(attempt.rollout_id)
+    assert env["TRACEPARENT"].split("-")[1:3] == [root.trace_id, root.span_id]
+    assert root.parent_span_id is None
+    assert dict(os.environ) == before
+
+
+def test_commands_run_as_agents(house: House, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    attempt = house.one(f'sh -c \'cat > "$0"; echo "$AGENTRL_TASK $1" >> "$0"\' {out} {{n}}')
+    assert attempt.state is AttemptState.SUCCEEDED
+    assert out.read_text() == '{"n": 4}\n{"n": 4} 4\n'
+
+
+def test_a_killed_worker_loses_its_lease_and_its_agent(house: House, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    pool = house.start("numbered", lease_s=1.0)
+    ids = house.enqueue({"marker": str(marker)})
+    [agent] = written(marker)
+    [worker] = children(pool.pid)
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: not alive(agent))
+    first, second = house.finish(ids)
+    assert (first.state, second.state) == (AttemptState.LOST, AttemptState.SUCCEEDED)
+    assert "number 1 to die" in house.log()
+
+
+def test_cancelling_kills_the_agent(house: House, tmp_path: Path) -> None:
+    house.start("family", lease_s=0.6)
+    house.enqueue({"pids": str(tmp_path / "pids")})
+    pids = written(tmp_path / "pids")
+    house.store.cancel(house.run_id, "enough")
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_pool(house: House, tmp_path: Path, how: signal.Signals) -> None:
+    pool = house.start("family", lease_s=30)
+    ids = house.enqueue({"pids": str(tmp_path / "pids")})
+    pids = [*written(tmp_path / "pids"), *children(pool.pid)]
+    os.kill(pool.pid, how)
+    until(lambda: not any(alive(pid) for pid in pids))
+    until(lambda: not pool.alive())
+    [attempt] = house.store.attempts(ids)
+    assert attempt.state is AttemptState.INFRASTRUCTURE  # given back at once, no lease awaited
+    [rollout] = house.store.rollouts(house.run_id)
+    assert rollout.state is RolloutState.QUEUED
+    pool.restart()
+    assert pool.alive()
+    assert pool.restarts == 1
+
+
+def test_nothing_outlives_the_trainer(house: House, tmp_path: Path) -> None:
+    house.run_id = house.store.create_run("test", "train", {})
+    config = RunnerConfig(
+        store=house.store.url, gateway=house.gateway.url, run_id=house.run_id, model="policy",
+        agent=f"{house.folder / 'agents.py'}:family", logs=str(tmp_path / "logs"), runners=2,
+    )  # fmt: skip
+    code = (
+        "import sys, time\nfrom agentrl.runner import RunnerConfig, start_pool\n"
+        "pool = start_pool(RunnerConfig.from_json(sys.argv[1]))\n"
+        "print(pool.pid, flush=True)\ntime.sleep(100)"
+    )
+    house.enqueue({"pids": str(tmp_path / "pids")})
+    with subprocess.Popen(
+        [sys.executable, "-c", code, config.to_json()], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        pool = int(trainer.stdout.readline())
+        pids = [*written(tmp_path / "pids"), *children(pool), pool]
+        trainer.kill()
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_workers_wait_for_the_gateway(house: House) -> None:
+    house.gateway.healthy = False
+    house.start("good")
+    ids = house.enqueue()
+    time.sleep(1.5)
+    assert house.store.attempts(ids) == []
+    house.gateway.healthy = True
+    [attempt] = house.finish(ids)
+    assert attempt.state is AttemptState.SUCCEEDED
+
+
+def test_a_restarted_gateway_costs_the_agent_no_attempt(house: House, tmp_path: Path) -> None:
+    agents = house.folder / "agents.py"
+    go = tmp_path / "go"
+    agents.write_text(
+        "import time\nfrom pathlib import Path\n"
+        "def run(task):\n"
+        f"    while not Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "    raise RuntimeError('connection refused')\n"
+    )
+    house.start("run", Policies(on_error="drop", max_infrastructure_retries=1))
+    ids = house.enqueue()
+    until(lambda: house.store.attempts(ids))
+    time.sleep(0.2)
+    house.gateway.boot_id = "boot-2"
+    go.touch()
+    first, second = house.finish(ids)
+    assert first.state is AttemptState.INFRASTRUCTURE
+    assert "restarted meanwhile; the agent: " in (first.error or "")
+    assert "connection refused" in (first.error or "")
+    assert second.state is AttemptState.ERROR
+
+
+def test_a_failed_sampler_call_is_infrastructure(house: House) -> None:
+    house.start("raises", Policies(on_error="drop", max_infrastructure_retries=0), timeout_s=5)
+    failing = house.store.claim
+
+    # The call is recorded as the gateway would, between the claim and the attempt's end.
+    def record(attempt: Attempt) -> None:
+        call = Call(
+            "c1", "c1", 0, house.run_id, attempt.rollout_id, attempt.id, 0, None, "m", None, None,
+            CallState.ERROR, [], [], [], None, {}, None, None, "out of memory", None, None,
+            time.time(), time.time(),
+        )  # fmt: skip
+        house.store.write_calls("boot-1", [], [call], 1)
+
+    assert failing is not None
+    (house.folder / "agents.py").write_text(
+        "import time\ndef raises(task):\n    time.sleep(0.7)\n    raise ValueError('x')\n"
+    )
+    ids = house.enqueue()
+    [attempt] = until(lambda: house.store.attempts(ids))
+    record(attempt)
+    [attempt] = house.finish(ids)
+    assert attempt.state is AttemptState.INFRASTRUCTURE
+    assert "out of memory" in (attempt.error or "")
+
+
+def test_undelivered_rewards_are_infrastructure(house: House) -> None:
+    house.gateway.takes_spans = False
+    attempt = house.one("good")
+    assert attempt.state is AttemptState.INFRASTRUCTURE
+    assert "did not reach the gateway" in (attempt.error or "")
+
+
+def test_many_rollouts_on_many_runners_each_in_its_own_process(house: House) -> None:
+    house.start("pid", runners=4)
+    ids = house.enqueue(count=40)
+    attempts = house.finish(ids)
+    assert {a.state for a in attempts} == {AttemptState.SUCCEEDED}
+    assert len({reward.value for reward in house.store.rewards(ids)}) == 40
+    assert len({a.runner for a in attempts}) >= 4
+
+
+def test_frameworks_are_preloaded_and_the_users_modules_are_not(
+    house: House, tmp_path: Path
+) -> None:
+    (house.folder / "agents.py").write_text(
+        "import sys\nbefore = set(sys.modules)\nimport openai, neighbour_abc\n"
+        "def run(task):\n    return float('openai' in before) + 2 * ('neighbour_abc' in before)\n"
+    )
+    (house.folder / "neighbour_abc.py").write_text("")
+    house.start("run")
+    attempts = house.finish(house.enqueue(count=3))
+    assert {value for a in attempts for value in house.values(a)} == {1.0}
+
+
+def test_a_package_that_starts_threads_is_left_to_the_attempts(house: House) -> None:
+    packages = house.folder / "site-packages"
+    packages.mkdir()
+    (packages / "threaded_abc.py").write_text(
+        "import threading, time\n"
+        "thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)\n"
+        "thread.start()\n"
+    )
+    (packages / "calm_abc.py").write_text("")
+    (house.folder / "agents.py").write_text(
+        "import sys\nbefore = set(sys.modules)\nimport calm_abc, threaded_abc\n"
+        "def run(task):\n"
+        "    assert threaded_abc.thread.is_alive()\n"
+        "    return float('calm_abc' in before) + 2 * ('threaded_abc' in before)\n"
+    )
+    # A folder becomes a place where packages are installed when Python is told so.
+    house_site = str(packages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONUSERBASE", str(house.folder / "base"))
+        patch.setenv("PYTHONPATH", house_site)
+        user = house.folder / "base"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        target = user / "lib" / version / "site-packages"
+        target.parent.mkdir(parents=True)
+        target.symlink_to(packages)
+        house.start("run")
+        attempts = house.finish(house.enqueue(count=2))
+    assert {a.state for a in attempts} == {AttemptState.SUCCEEDED}
+    assert "threaded_abc starts threads" in house.log() or attempts
+
+
+def test_a_disabled_opentelemetry_is_refused(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    with pytest.raises(RuntimeError, match="OTEL_SDK_DISABLED"):
+        house.start("good")
+
+
+def test_a_wrong_agent_is_refused_before_anything_starts(house: House) -> None:
+    with pytest.raises(ValueError, match="defines no 'missing'"):
+        house.start("missing")
+
+
+def children(pid: int) -> list[int]:
+    """Child processes, as ``ps`` sees them on any POSIX system."""
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    rows = [tuple(map(int, line.split())) for line in table.stdout.splitlines()]
+    return [child for child, parent in rows if parent == pid]

@@ -1,0 +1,245 @@
+"""The whole machine, run for real: gateway, sampler, runners, trainer, store, each a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from peft import PeftModel
+
+from agentrl.run_folder import RunFolder
+from agentrl_tracer.schemas import Accounting, AttemptState, Purpose, RolloutState
+from agentrl_tracer.store import Store, tables
+from agentrl_trainer.model import load_base
+
+HERE = Path(__file__).parent
+RUN = "run"
+
+
+class Run:
+    """``agentrl train`` as a subprocess, and what it left behind."""
+
+    def __init__(self, folder: Path, agent: str, **settings: Any) -> None:
+        self.root = folder
+        tasks = folder / "tasks.jsonl"
+        tasks.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(40)))
+        held_out = folder / "held_out.jsonl"
+        held_out.write_text("".join(json.dumps({"n": n}) + "\n" for n in (1000, 1001)))
+        settings = {
+            "tasks": tasks,
+            "eval_tasks": held_out,
+            "runs": folder,
+            "name": RUN,
+            "batch_size": 4,
+            "group_size": 4,
+            "steps": 2,
+            "runners": 2,
+            "lease": 2,
+        } | settings
+        self.argv = [sys.executable, "-m", "agentrl.cli", "train", f"{HERE / 'agents.py'}:{agent}"]
+        for name, value in settings.items():
+            self.argv += [f"--{name.replace('_', '-')}", str(value)]
+        self.folder = RunFolder(folder / RUN)
+        self.output = ""
+
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self.argv, *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def finish(self, process: subprocess.Popen[str] | None = None) -> Run:
+        process = process or self.start()
+        self.output = process.communicate(timeout=150)[0]
+        assert process.returncode == 0, self.output
+        return self
+
+    def resume(self) -> Run:
+        argv = [sys.executable, "-m", "agentrl.cli", "train", "--resume", str(self.folder.root)]
+        process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return self.finish(process)
+
+    @property
+    def run_id(self) -> str:
+        return self.folder.run_id.read_text()
+
+    def store(self) -> Store:
+        return Store(str(self.folder.store))
+
+    def accounting(self) -> Accounting:
+        store = self.store()
+        try:
+            return store.accounting(self.run_id)
+        finally:
+            store.close()
+
+    def curve(self) -> list[dict[str, Any]]:
+        """The metrics that a run decides, without those that the clock does."""
+        clocked = ("seconds/", "tokens_per_second")
+        return [
+            {name: value for name, value in row.items() if not name.startswith(clocked)}
+            for row in self.folder.read_metrics()
+        ]
+
+
+def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 60) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the run ended early:\n{process.communicate()[0]}")
+        try:
+            if found := what():
+                return found
+        except (FileNotFoundError, sa.exc.OperationalError):
+            pass  # not there yet
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"waited in vain:\n{process.communicate()[0]}")
+
+
+def test_a_run_leaves_everything_it_promised(tmp_path: Path) -> None:
+    run = Run(tmp_path, "mixed").finish()
+    rows = run.folder.read_metrics()
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
+    assert all(row.get("sampler_trainer/max_logprob_difference", 0.0) < 1e-4 for row in rows)
+    assert run.folder.picture.read_bytes().startswith(b"\x89PNG")
+
+    summary = json.loads(run.folder.summary.read_text())
+    assert summary["calls"]["adds_up"]
+    accounting = run.accounting()
+    assert accounting.adds_up
+    assert accounting.pending == 0
+    assert accounting.trained > 0
+    assert accounting.proxied == 2 * 16 + 2 * 2
+    assert accounting.skipped["evaluation"] == 4
+
+    store = run.store()
+    assert [v.version for v in store.latest_adapters(run.run_id)] == [2]
+    calls = store.calls(rollout_ids=[r.id for r in store.rollouts(run.run_id, step=2)])
+    trained_with = {c.adapter_version for c in calls if c.trained_step == 2}
+    assert trained_with == {1}  # hot-swapped: step 2 was sampled by what step 1 made
+    spans = store.spans(store.rollouts(run.run_id)[0].id)
+    assert {"agentrl.reward"} < {span.name for span in spans}
+    store.close()
+
+    base = load_base("agentrl-tiny")
+    model = PeftModel.from_pretrained(base.model, str(run.folder.adapter))
+    weights = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert any(p.abs().max() > 0 for p in weights)
+    assert "agentrl serve --adapter-path" in run.output
+
+
+def test_a_killed_run_goes_on_where_it_was_and_curves_repeat(tmp_path: Path) -> None:
+    """One runner, synchronous: two runs of a seed agree, though one was killed on the way."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    settings = {"runners": 1, "steps": 4, "seed": 7, "eval_every": 2, "batch_size": 2}
+    whole = Run(tmp_path / "whole", "mixed", **settings).finish()
+
+    killed = Run(tmp_path / "killed", "mixed", **settings)
+    process = killed.start()
+    wait_for(lambda: (killed.folder.checkpoints / "step-000002").exists(), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    killed.resume()
+
+    assert killed.curve() == whole.curve()
+    assert [row["step"] for row in killed.curve() if "reward/mean" in row] == [1, 2, 3, 4]
+    one, other = (
+        (run.folder.adapter / "adapter_model.safetensors").read_bytes() for run in (whole, killed)
+    )
+    assert one == other
+    assert killed.accounting().adds_up
+    assert killed.accounting().pending == 0
+
+
+def test_gateway_and_runner_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+    run = Run(tmp_path, "slow", runners=4, steps=2)
+    process = run.start()
+
+    def running(column: sa.Column[Any]) -> list[Any]:
+        store = run.store()
+        with store.db.read() as c:
+            query = sa.select(column).where(tables.attempts.c.state == AttemptState.RUNNING)
+            purpose = tables.rollouts.c.purpose == Purpose.TRAIN
+            query = query.join(
+                tables.rollouts, tables.rollouts.c.id == tables.attempts.c.rollout_id
+            ).where(purpose)
+            found = list(c.execute(query).scalars())
+        store.close()
+        return found
+
+    runner = wait_for(lambda: running(tables.attempts.c.runner), process)[0]
+    os.kill(int(runner.rsplit("-", 1)[1]), signal.SIGKILL)
+    time.sleep(0.5)
+    store = run.store()
+    with store.db.read() as c:
+        gateway = c.execute(sa.select(tables.gateways.c.pid)).scalars().all()[-1]
+    os.kill(gateway, signal.SIGKILL)
+    run.finish(process)
+
+    accounting = run.accounting()
+    assert accounting.adds_up
+    assert accounting.pending == 0
+    assert len(store.gateway_boots(run.run_id)) == 2
+    rollouts = store.rollouts(run.run_id)
+    assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
+    states = [a.state for a in store.attempts([r.id for r in rollouts])]
+    assert AttemptState.LOST in states
+    winners = {r.winner for r in rollouts}
+    trained = [c for c in store.calls(rollout_ids=[r.id for r in rollouts]) if c.trained_step]
+    assert trained
+    assert {c.attempt_id for c in trained} <= winners
+    # Both calls of a winner train, or neither: no half attempt.
+    for attempt in {c.attempt_id for c in trained}:
+        both = [c for c in store.calls(attempt_ids=[attempt]) if c.skip_reason is None]
+        assert len(both) == 2
+    store.close()
+
+
+def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:
+    run = Run(tmp_path, "troubled", steps=2, batch_size=10, max_attempts=2, runners=3).finish()
+    accounting = run.accounting()
+    assert accounting.adds_up
+    assert accounting.pending == 0
+    expected = {
+        "failed_rollout",
+        "no_reward",
+        "not_trainable_model",
+        "zero_advantage",
+        "evaluation",
+    }
+    assert expected <= set(accounting.skipped)
+    assert accounting.trained > 0
+    assert "rollouts failed" in run.output
+    assert "emitted no reward" in run.output
+
+
+def test_a_return_value_is_a_reward(tmp_path: Path) -> None:
+    run = Run(tmp_path, "asynchronous", steps=1).finish()
+    assert run.curve()[1]["reward/missing"] == 0
+    assert run.accounting().trained > 0
+
+
+def test_an_agent_that_never_works_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    run = Run(tmp_path, "always_broken", max_attempts=1, runners=2)
+    process = run.start()
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "every rollout of the step failed" in output
+    assert "no such luck" in output

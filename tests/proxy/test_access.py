@@ -1,0 +1,269 @@
+"""Keys, sealed attempts and every error's shape."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_sampler import OPERATOR_KEY, Running
+from test_chat import TOOLS, USER, client
+
+from agentrl_proxy.app import create_app
+from agentrl_proxy.server import bind, is_loopback, serving
+from agentrl_tracer.schemas import SkipReason
+
+BODY: dict[str, Any] = {"model": "policy", "messages": USER}
+
+
+def post(url: str, key: str | None, body: Any = None, **more: Any) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    headers |= more.pop("headers", {})
+    return httpx.post(url, json=BODY if body is None else body, headers=headers, **more)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def test_keys_and_paths(gateway: Running) -> None:
+    mine, other = gateway.claims[:2]
+    chat = "/chat/completions"
+    cases = [
+        (gateway.base_url(mine), mine.key, 200, None),
+        (gateway.base_url(), mine.key, 200, None),  # the key alone says whose call it is
+        (gateway.base_url(), OPERATOR_KEY, 200, None),
+        (gateway.base_url(other), mine.key, 403, "rollout_mismatch"),
+        (gateway.base_url(mine), OPERATOR_KEY, 403, "rollout_mismatch"),
+        (gateway.base_url(mine), "sk-wrong", 401, "invalid_api_key"),
+        (gateway.base_url(), "sk-wrong", 401, "invalid_api_key"),
+        (gateway.base_url(mine), None, 401, "invalid_api_key"),
+        (gateway.base_url(), None, 401, "invalid_api_key"),
+    ]
+    for url, key, status, code in cases:
+        response = post(url + chat, key)
+        assert response.status_code == status, (url, response.text)
+        if code is not None:
+            assert error_of(response)["code"] == code
+            assert key is None or key not in response.text
+    assert post(f"{gateway.base_url(mine)}{chat}", None,
+                headers={"x-api-key": mine.key}).status_code == 200  # fmt: skip
+    assert len(gateway.calls(mine)) == 3
+    assert gateway.calls(other) == []
+    assert (gateway.stats["refused"], gateway.stats["mismatched"]) == (6, 2)
+    sums = gateway.store.accounting(gateway.run_id)
+    assert sums.adds_up
+    assert sums.skipped == {SkipReason.NO_ROLLOUT: 1}
+
+
+def test_without_an_operator_key_strangers_may_sample_but_not_as_a_rollout(start: Any) -> None:
+    gateway: Running = start(operator_key=None)
+    chat = "/chat/completions"
+    assert post(gateway.base_url() + chat, None).status_code == 200
+    assert post(gateway.base_url() + chat, "sk-anything").status_code == 200
+    assert post(gateway.base_url() + chat, "sk-agentrl-of-a-deleted-run").status_code == 401
+    assert post(gateway.base_url(gateway.claims[0]) + chat, "sk-anything").status_code == 401
+    assert post(f"{gateway.url}/admin/adapters", None, {}).status_code == 403
+
+
+def test_a_sealed_attempt_is_over(gateway: Running) -> None:
+    claim = gateway.claims[0]
+    with client(gateway) as api:
+        api.chat.completions.create(model="policy", messages=USER)
+        gateway.seal(claim)
+        with pytest.raises(openai.ConflictError) as caught:
+            api.chat.completions.create(model="policy", messages=USER)
+    assert caught.value.code == "attempt_sealed"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    reward = post(gateway.base_url(claim) + "/rewards", claim.key, {"value": 1})
+    assert reward.status_code == 409
+    assert gateway.store.rewards([claim.rollout_id]) == []
+
+
+async def test_memory_of_sealed_attempts_is_dropped(gateway: Running) -> None:
+    for claim in gateway.claims[:2]:
+        post(gateway.base_url(claim) + "/chat/completions", claim.key)
+    gateway.seal(gateway.claims[0])
+    made = gateway.app.state.gateway
+    assert len(made.attempts) == 2
+    await made.forget_sealed(0.0)
+    assert len(made.attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "messages[0].tool_calls[0]",
+        ),
+        ({"model": None}, "model"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 0.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": []}, "stream_options"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ],
+)
+def test_a_wrong_field_is_named(gateway: Running, change: dict[str, Any], param: str) -> None:
+    response = post(gateway.base_url() + "/chat/completions", OPERATOR_KEY, BODY | change)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert gateway.sampler.requests == []
+
+
+def test_harmless_fields_are_accepted(gateway: Running) -> None:
+    content = [{"type": "text", "text": "Say you "}, {"type": "text", "text": "are 7."}]
+    body = {
+        "model": "policy",
+        "messages": [
+            {"role": "developer", "content": "Be brief.", "name": "x", "surprise": 1},
+            {"role": "user", "content": content},
+        ],
+        "temperature": None,
+        "user": "u",
+        "store": False,
+        "parallel_tool_calls": True,
+        "frequency_penalty": 0.5,
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "search"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    }
+    assert post(gateway.base_url() + "/chat/completions", OPERATOR_KEY, body).status_code == 200
+    prompt = gateway.renderer.decode_raw(gateway.sampler.requests[0].prompt_ids)
+    assert "Be brief." in prompt
+    assert "<|im_start|>user\nSay you are 7.<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("GET", "/nowhere", b"", 404, "not_found"),
+        ("GET", "/v1/chat/completions", b"", 405, "method_not_allowed"),
+        ("POST", "/v1/chat/completions", b"{", 400, "invalid_json"),
+        ("POST", "/v1/chat/completions", b"[]", 400, "invalid_value"),
+        ("POST", "/v1/chat/completions", b" " * 2000, 413, "body_too_large"),
+        ("POST", "/v1/traces", b"x", 415, "unsupported_media_type"),
+    ],
+)
+def test_errors_have_one_shape(
+    start: Any, method: str, path: str, content: bytes, status: int, code: str
+) -> None:
+    gateway: Running = start(max_body_bytes=1000)
+    headers = {"authorization": f"Bearer {OPERATOR_KEY}"}
+    response = httpx.request(method, gateway.url + path, content=content, headers=headers)
+    assert response.status_code == status
+    assert error_of(response)["code"] == code
+
+
+def test_zipped_bodies(start: Any) -> None:
+    gateway: Running = start(max_body_bytes=10_000)
+    url = gateway.base_url() + "/chat/completions"
+    headers = {"authorization": f"Bearer {OPERATOR_KEY}", "content-encoding": "gzip"}
+    good = gzip.compress(json.dumps(BODY).encode())
+    for content, status in (
+        (good, 200),
+        (good[:-9], 400),
+        (b"not zipped", 400),
+        (gzip.compress(b" " * 100_000), 413),
+    ):
+        assert httpx.post(url, content=content, headers=headers).status_code == status
+    headers["content-encoding"] = "br"
+    assert httpx.post(url, content=b"", headers=headers).status_code == 415
+
+
+def test_an_internal_error_says_nothing_but_its_shape(gateway: Running) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    gateway.sampler.stats = broken  # type: ignore[method-assign]
+    response = httpx.get(f"{gateway.url}/healthz")
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal_error"
+    assert "secret" not in response.text
+
+
+def test_models(start: Any) -> None:
+    gateway: Running = start(accept_any_model=False)
+    with client(gateway) as api:
+        assert [model.id for model in api.models.list()] == ["base", "policy"]
+        with pytest.raises(openai.NotFoundError) as caught:
+            api.chat.completions.create(model="gpt-4o-mini", messages=USER)
+        assert caught.value.code == "model_not_found"
+        answer = api.chat.completions.create(model="base", messages=USER)
+        assert answer.system_fingerprint == "base"
+    [call] = gateway.calls(gateway.claims[0])
+    assert (call.adapter, call.adapter_version) == (None, None)
+
+
+def test_health_and_adapters(gateway: Running) -> None:
+    url = f"{gateway.url}/admin/adapters"
+    body = {"name": "policy", "version": 4, "path": "/somewhere"}
+    assert post(url, gateway.claims[0].key, body).status_code == 403
+    assert post(url, None, body).status_code == 401
+    assert error_of(post(url, OPERATOR_KEY, body | {"version": True}))["param"] == "version"
+    assert post(url, OPERATOR_KEY, body | {"path": "/missing"}).status_code == 503
+    assert post(url, OPERATOR_KEY, body).json() == {"name": "policy", "version": 4}
+    assert gateway.sampler.loaded == [("policy", 4, "/somewhere")]
+    health = httpx.get(f"{gateway.url}/healthz").json()
+    assert health["status"] == "ok"
+    assert health["boot_id"] == "boot"
+    assert health["adapters"] == {"policy": 4}
+    with client(gateway) as api:
+        answer = api.chat.completions.create(model="policy", messages=USER)
+    assert answer.system_fingerprint == "policy@4"
+
+
+def test_an_adapter_that_is_not_loaded(gateway: Running) -> None:
+    gateway.sampler.adapters = {}
+    response = post(gateway.base_url() + "/chat/completions", OPERATOR_KEY)
+    assert response.status_code == 503
+    assert error_of(response)["code"] == "adapter_not_loaded"
+
+
+def test_binding(gateway: Running) -> None:
+    with pytest.raises(ValueError, match="operator key"):
+        bind("0.0.0.0", 0, operator_key=None)
+    with bind("0.0.0.0", 0, operator_key="k") as bound:
+        assert bound.getsockname()[1] > 0
+        with pytest.raises(OSError, match="in use"):
+            bind("0.0.0.0", bound.getsockname()[1], operator_key="k")
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("::1")
+    assert not is_loopback("example.org")
+    with serving(create_app(gateway.deps)) as url:
+        assert httpx.get(f"{url}/healthz").status_code == 200
