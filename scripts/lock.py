@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# The Makefile installs torch itself, with what belongs to its build; and agentrl is this repository.
+# The Makefile installs torch itself, with what belongs to its build; agentrl is this repository.
 SKIP = re.compile(r"^(torch|triton|nvidia-\S+|cuda-\S+)==|^agentrl @|^#")
 
 

@@ -17,6 +17,7 @@ def draw_learning_curve(rows: Sequence[Mapping[str, Any]], title: str, path: Pat
     # The object interface: pyplot would pick a backend for the process and hold every figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     reward = [(row["step"], row[REWARD]) for row in rows if REWARD in row]
     held_out = [(row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row]
@@ -26,7 +27,7 @@ def draw_learning_curve(rows: Sequence[Mapping[str, Any]], title: str, path: Pat
     left.set_title(title, loc="left", color=_INK, fontsize=12)
     left.set_xlabel("optimizer step", color=_INK)
     left.set_ylabel("mean reward of training rollouts", color=_REWARD_COLOUR)
-    left.xaxis.get_major_locator().set_params(integer=True)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.grid(color=_GRID, linewidth=0.6)
     left.spines[["top"]].set_visible(False)
     if reward:

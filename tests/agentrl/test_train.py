@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on_where_it_was_and_curves_repeat(tmp_path: Path) -> 
 
     killed = Run(tmp_path / "killed", "mixed", **settings)
     process = killed.start()
-    wait_for(lambda: (killed.folder.checkpoints / "step-000002").exists(), process)
+    wait_for(lambda: (killed.folder.checkpoints / "step-00000002").exists(), process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     killed.resume()

@@ -91,13 +91,11 @@ def claim_all(path: str, results: multiprocessing.Queue[list[str]]) -> None:
     results.put(mine)
 
 
-def test_processes_share_the_queue(tmp_path: Path) -> None:
-    path = str(tmp_path / "s.db")
-    store = Store(path)
+def test_processes_share_the_queue(store: Store) -> None:
     run_id = start_run(store, rollouts=60)
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[list[str]] = context.Queue()
-    workers = [context.Process(target=claim_all, args=(path, results)) for _ in range(3)]
+    workers = [context.Process(target=claim_all, args=(store.url, results)) for _ in range(3)]
     for worker in workers:
         worker.start()
     taken = [rollout for _ in workers for rollout in results.get(timeout=60)]
@@ -105,7 +103,6 @@ def test_processes_share_the_queue(tmp_path: Path) -> None:
         worker.join()
     assert sorted(taken) == sorted(r.id for r in store.rollouts(run_id))
     assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
-    store.close()
 
 
 def test_key_opens_its_attempt_and_is_not_stored(store: Store) -> None:
@@ -234,7 +231,7 @@ async def test_a_failing_database_fails_the_call_not_the_writer(store: Store) ->
     claim = claimed(store)
     store.register_gateway("boot", run_id, 1)
     writer = CallWriter(store, "boot")
-    with pytest.raises(sa.exc.StatementError):
+    with pytest.raises((sa.exc.StatementError, TypeError)):  # by driver
         await writer.finish(call_of(claim, "bad", params={"not json": object()}))
     assert await writer.finish(call_of(claim, "good")) is AttemptState.RUNNING
     writer.close()

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -28,7 +29,7 @@ import agentrl_tracer.emit  # noqa: F401
 from agentrl.runner.agent import load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig, check_environment
 from agentrl.runner.environment import QUIET, attempt_environment
-from agentrl.runner.preload import StartedThreads, preload, third_party_modules
+from agentrl.runner.preload import StartedThreads, installed_roots, preload, third_party_modules
 from agentrl.runner.worker import run_worker
 from agentrl_tracer.schemas import Claim, Purpose
 from agentrl_tracer.store import Store
@@ -75,6 +76,8 @@ class Pool:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.environ.update(QUIET)
+        installed_roots()  # looked up once, here, rather than in every attempt; likewise:
+        tempfile.gettempdir()
         # Several processes share this object: it keeps no connection, only compiled statements.
         self.store = Store(self.config.store, pooled=False)
         if self.agent.kind == "command":

@@ -6,7 +6,9 @@ imported in every attempt, so an attempt sees it fresh.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import logging
 import os
 import site
@@ -36,11 +38,15 @@ def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
 
     In order of import, so that importing them in this order repeats what happened.
     """
-    roots = _installed_roots()
+    roots = installed_roots()
     own = agent.target.partition(".")[0] if agent.kind == "module" else None
     found: list[str] = []
-    for name, module in list(sys.modules.items()):
-        if name in known:
+    # New ones are at the end. Walking over all would touch, and so copy, every module's memory page
+    # after a fork: 3 ms.
+    count = max(0, len(sys.modules) - len(known))
+    for name in reversed(list(itertools.islice(reversed(sys.modules), count))):
+        module = sys.modules.get(name)
+        if name in known or module is None:
             continue
         top = name.partition(".")[0]
         if top in _NEVER or top == own or top == "__main__" or top.startswith("_agentrl_"):
@@ -75,7 +81,8 @@ def preload(names: Iterable[str], skip: Collection[str] = ()) -> int:
     return len(sys.modules) - before
 
 
-def _installed_roots() -> tuple[str, ...]:
+@functools.cache  # asked before the fork, it costs the attempts nothing
+def installed_roots() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     roots = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
     if site.ENABLE_USER_SITE:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import http.client
 import json
 import logging
 import os
@@ -23,12 +22,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
-from urllib.parse import urlsplit
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import storage_folder
+from agentrl.runner.probes import GatewayProbe, QueueWatch
 from agentrl.runner.process import AttemptProcess
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
 from agentrl_tracer.store import Store
@@ -37,46 +36,10 @@ logger = logging.getLogger("agentrl.runner")
 
 KILL_GRACE_S = 2.0  # between SIGTERM and SIGKILL
 _TICK_S = 0.25  # how late a stop or a death without a closed pipe may be noticed
-_FIRST_IDLE_S = 0.02
-_LONGEST_IDLE_S = 0.2
-_GATEWAY_TIMEOUT_S = 5.0
 _HEALTH_AGE_S = 1.0
 _STOPPED = "its runner was stopped"
 
 T = TypeVar("T")
-
-
-class GatewayProbe:
-    """Asks the gateway whether it is well, and which boot of it answers."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._connection = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        self._host = parts.netloc
-        self._path = f"{parts.path.rstrip('/')}/healthz"
-        self._known: tuple[float, str | None] = (float("-inf"), None)
-
-    def boot_id(self, max_age_s: float = 0.0) -> str | None:
-        """The boot id of a healthy gateway; None when it is unreachable or unwell."""
-        asked, boot_id = self._known
-        if boot_id is None or time.monotonic() - asked > max_age_s:
-            boot_id = self._ask()
-            self._known = (time.monotonic(), boot_id)
-        return boot_id
-
-    def _ask(self) -> str | None:
-        connection = self._connection(self._host, timeout=_GATEWAY_TIMEOUT_S)
-        try:
-            connection.request("GET", self._path)
-            answer = connection.getresponse()
-            body = answer.read()
-            return str(json.loads(body)["boot_id"]) if answer.status == 200 else None
-        except (OSError, http.client.HTTPException, ValueError, KeyError):
-            return None
-        finally:
-            connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +59,7 @@ class Worker:
         self.store = store
         self.name = f"{socket.gethostname()}-{os.getpid()}-{index}"
         self.gateway = GatewayProbe(config.gateway)
+        self._queue = QueueWatch(store.url)
         self._control = control
         self._stopping = False
         self._retiring = False
@@ -106,16 +70,15 @@ class Worker:
         """Works until it is told to retire or to stop."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        idle = _FIRST_IDLE_S
         while not (self._stopping or self._retiring):
-            claim = self._claim()
+            claim = self._claim() if self._queue.due() else None
             if claim is None:
-                self._listen([], idle)
-                idle = min(idle * 1.5, _LONGEST_IDLE_S)
+                self._listen([], QueueWatch.TICK_S)
             else:
-                idle = _FIRST_IDLE_S
+                self._queue.found()
                 self._tell({"claimed": claim.rollout_id})
-                self._execute(claim)
+                modules = self._execute(claim)
+                self._tell({"ended": claim.rollout_id, "modules": modules})
                 self._listen([], 0.0)
 
     def _on_sigterm(self, *_: object) -> None:
@@ -132,9 +95,11 @@ class Worker:
             lambda: self.store.claim(self.name, self.config.lease_s, self.config.run_id)
         )
 
-    def _execute(self, claim: Claim) -> None:
+    def _execute(self, claim: Claim) -> list[str]:
+        """Runs one attempt; returns the modules that it found missing here."""
         boot_id = self.gateway.boot_id(_HEALTH_AGE_S)
         log = Path(self.config.logs) / f"{claim.rollout_id}-{claim.attempt_number}.log"
+        modules: list[str] = []
         try:
             process = AttemptProcess(
                 self.config, claim, str(log), self._known_modules, [self._control.fileno()]
@@ -146,24 +111,27 @@ class Worker:
                 ending = self._attend(process, claim)
             finally:
                 process.kill()
+            if process.report is not None:
+                modules = process.report.third_party_modules
         storage = storage_folder(claim.attempt_id)
         if storage.exists():
             shutil.rmtree(storage, ignore_errors=True)
         if ending is None:
             logger.info("attempt %s lost its lease or was cancelled", claim.attempt_id)
-            return
-        if ending.error is not None:
-            ending = self._blame(ending, claim, boot_id)
-        path = _keep(log)
+        else:
+            if ending.error is not None:
+                ending = self._blame(ending, claim, boot_id)
+            self._end(claim, ending, _keep(log))
+        return modules
+
+    def _end(self, claim: Claim, ending: Ending, log: str | None) -> None:
         deadline = time.monotonic() + self.config.lease_s
-        while True:
+        while time.monotonic() < deadline:  # after that the lease is lost and it runs again anyway
             try:
-                self.store.end_attempt(claim.attempt_id, ending.state, error=ending.error, log=path)
+                self.store.end_attempt(claim.attempt_id, ending.state, error=ending.error, log=log)
                 return
             except (SQLAlchemyError, OSError) as error:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, error)
-                if time.monotonic() > deadline:
-                    return  # the lease runs out, and the rollout is run again
                 time.sleep(_TICK_S)
 
     def _attend(self, process: AttemptProcess, claim: Claim) -> Ending | None:
@@ -192,8 +160,6 @@ class Worker:
                 beaten = now if alive else beaten
             soon = min(deadline, kill_at, beaten + lease_s / 3) - time.monotonic()
             self._listen([process.report_fd], min(max(soon, 0.001), _TICK_S))
-        modules = process.report.third_party_modules if process.report else []
-        self._tell({"modules": modules, "ended": claim.rollout_id})
         return cause or _ending(process)
 
     def _blame(self, ending: Ending, claim: Claim, boot_id: str | None) -> Ending:
@@ -204,7 +170,7 @@ class Worker:
         now = self.gateway.boot_id()
         if now is None:
             reason = "the gateway does not answer"
-        elif boot_id is not None and now != boot_id:
+        elif now != boot_id:
             reason = "the gateway was restarted meanwhile"
         elif ending.incomplete:
             reason = "spans or rewards did not reach the gateway"

