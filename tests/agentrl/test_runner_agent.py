@@ -1,5 +1,6 @@
 """Agent specs: what is understood, what is refused and how, and what an agent is called with."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -146,3 +147,12 @@ def test_commands_get_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def test_a_failing_command_is_an_error(command: str, problem: str) -> None:
     with pytest.raises(CommandFailed, match=problem):
         load_agent(f"sh -c '{command}'").run({})
+
+
+def test_the_trainer_and_the_cli_can_import_the_package_cheaply() -> None:
+    code = (
+        "import sys, agentrl.runner\n"
+        "heavy = {'sqlalchemy', 'opentelemetry', 'torch', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,6 +17,7 @@ from typing import IO
 
 from agentrl.runner.agent import validate_agent
 from agentrl.runner.config import RunnerConfig, check_environment
+from agentrl.runner.environment import look_certificates_up_by_name
 
 _STOP_GRACE_S = 8.0
 
@@ -64,6 +65,7 @@ class PoolHandle:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         env = dict(os.environ)
+        look_certificates_up_by_name(env)
         if sys.platform == "darwin":
             # macOS kills forked children whose parent has touched Objective-C, as many a
             # library does when imported.
