@@ -83,7 +83,7 @@ class EmbeddedSampler:
         try:
             handle = self.engine.submit(request)
         except RequestError as error:
-            if error.code == "context_length_exceeded":
+            if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
                 raise ContextLengthError(str(error)) from error
             raise
         running = params.n

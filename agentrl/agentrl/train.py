@@ -81,10 +81,10 @@ class Summary:
 def default_learning_rate(parameters: int) -> float:
     """Adam's learning rate for LoRA, by the size of the base model.
 
-    A power law through two points: 2e-3 at 0.85 million parameters, measured on agentrl-tiny, and
+    A power law through two points: 1.5e-3 at 0.85 million parameters, measured on agentrl-tiny, and
     4e-5 at 4 billion, the usual recommendation (ten times that of full fine-tuning).
     """
-    small, large = (0.85e6, 2e-3), (4e9, 4e-5)
+    small, large = (0.85e6, 1.5e-3), (4e9, 4e-5)
     exponent = math.log(large[1] / small[1]) / math.log(large[0] / small[0])
     return min(5e-3, small[1] * (parameters / small[0]) ** exponent)
 

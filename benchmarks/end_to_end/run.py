@@ -43,6 +43,7 @@ class Run:
     wall: float  # seconds, from process start to its end
     cpu: float  # seconds, of the process and all its descendants
     per_step: float  # seconds of wall clock: generate, learn, and pass the weights on
+    held_out: list[list[float]]  # (step, accuracy), from before the first step on
 
 
 def measured(command: list[str], log: Path) -> tuple[float, float]:
@@ -88,8 +89,9 @@ def run_trl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
     )  # fmt: skip
     found = json.loads((folder / "figures.json").read_text())
     return Run(
-        "TRL", seed, found["steps"], found["held_out"][-1][1], wall, cpu, found["seconds_per_step"]
-    )
+        "TRL", seed, found["steps"], found["held_out"][-1][1], wall, cpu,
+        found["seconds_per_step"], found["held_out"],
+    )  # fmt: skip
 
 
 def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
@@ -112,7 +114,8 @@ def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
         raise SystemExit(f"agentrl lost calls: {found['calls']}")
     loop = sum(found["seconds"][k] for k in ("rollouts", "update", "checkpoint", "publish"))
     steps = found["steps"]
-    return Run("agentrl", seed, steps, found["held_out"][-1][1], wall, cpu, loop / steps)
+    accuracy = found["held_out"][-1][1]
+    return Run("agentrl", seed, steps, accuracy, wall, cpu, loop / steps, found["held_out"])
 
 
 def table_of(runs: list[Run], title: str) -> Table:

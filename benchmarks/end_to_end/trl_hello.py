@@ -75,7 +75,8 @@ class HeldOut(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **_):
         self.step_ends.append(time.time())
         if state.global_step % self.every == 0 or state.global_step == args.max_steps:
-            control.should_training_stop = self.measure(state.global_step, model) >= self.goal
+            reached = self.measure(state.global_step, model) >= self.goal
+            control.should_training_stop = control.should_training_stop or reached
 
 
 def numbers(path: Path) -> list[int]:

@@ -103,9 +103,9 @@ def test_every_epoch_visits_every_task_once() -> None:
 
 
 def test_learning_rate_falls_with_size() -> None:
-    assert default_learning_rate(850_000) == pytest.approx(2e-3)
+    assert default_learning_rate(850_000) == pytest.approx(1.5e-3)
     assert default_learning_rate(4_000_000_000) == pytest.approx(4e-5)
-    assert 4e-5 < default_learning_rate(600_000_000) < 2e-3
+    assert 4e-5 < default_learning_rate(600_000_000) < 1.5e-3
 
 
 def test_torn_metrics_are_passed_over(tmp_path: Path) -> None:

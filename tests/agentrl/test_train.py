@@ -155,7 +155,7 @@ def test_a_killed_run_goes_on_where_it_was_and_curves_repeat(tmp_path: Path) -> 
     process = killed.start()
     wait_for(lambda: (killed.folder.checkpoints / "step-00000002").exists(), process)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     killed.resume()
 
     assert killed.curve() == whole.curve()
@@ -185,7 +185,8 @@ def test_gateway_and_runner_are_killed_and_nothing_is_lost(tmp_path: Path) -> No
         return found
 
     runner = wait_for(lambda: running(tables.attempts.c.runner), process)[0]
-    os.kill(int(runner.rsplit("-", 1)[1]), signal.SIGKILL)
+    _host, pid, _index = runner.rsplit("-", 2)  # see Worker.name
+    os.kill(int(pid), signal.SIGKILL)
     time.sleep(0.5)
     store = run.store()
     with store.db.read() as c:

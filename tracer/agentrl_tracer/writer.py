@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from dataclasses import dataclass
 
 from agentrl_tracer.schemas import AttemptState, Call
 from agentrl_tracer.store.store import Store
 
 _MAX_BATCH = 512
+_OPEN_DELAY_S = 0.02
 
 
 @dataclass(slots=True)
@@ -71,17 +73,29 @@ class CallWriter:
                 return
 
     def _take(self) -> tuple[list[_Item], bool]:
+        """What is queued, and whether to close. Returns at once when somebody waits for a commit.
+
+        Open calls alone are held back a little: most finish meanwhile, and one commit serves both.
+        """
         batch: list[_Item] = []
-        item = self._queue.get()
-        while item is not None:
-            batch.append(item)
-            if len(batch) >= _MAX_BATCH:
-                return batch, False
+        waited_for = False
+        deadline = 0.0
+        while len(batch) < _MAX_BATCH:
             try:
-                item = self._queue.get_nowait()
+                if not batch:
+                    item = self._queue.get()
+                    deadline = time.monotonic() + _OPEN_DELAY_S
+                elif waited_for:
+                    item = self._queue.get_nowait()
+                else:
+                    item = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return batch, False
-        return batch, True
+            if item is None:
+                return batch, True
+            batch.append(item)
+            waited_for = waited_for or item.done is not None
+        return batch, False
 
     def _commit(self, batch: list[_Item]) -> None:
         opened = [item.call for item in batch if item.done is None]

@@ -668,7 +668,7 @@ MIX: dict[Callable[[Random], Chat], int] = {
     say_you_are: 16,
     identity: 5,
     small_talk: 6,
-    copy_number: 15,
+    copy_number: 9,
     copy_name: 11,
     yes_no: 16,
     quiz: 10,
