@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer on the hello task: the other side of ``run.py``, in a venv of its own.
 
-Written to be as quick as TRL gets on one CPU thread without changing what is learnt: one
-``generate`` for the 64 completions of a step and one for the held-out prompts, one forward and
-backward over the whole batch, nothing logged, nothing saved but the adapter at the end.
+Set up to be quick on one CPU thread: one ``generate`` for the 64 completions of a step and one for
+the held-out prompts, one forward and backward over the whole batch, nothing logged, nothing saved
+but the adapter at the end. Plain ``generate``: TRL's continuous batching was not tried.
 """
 
 from __future__ import annotations
