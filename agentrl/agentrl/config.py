@@ -63,6 +63,12 @@ class RolloutConfig(_Config):
     lease: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
         15, ge=1, description="Seconds without a heartbeat after which a runner counts as lost."
     )
+    rollouts_per_process: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        1,
+        ge=1,
+        description="Rollouts that a process runs in turn. 1: a fresh one for each, so that none "
+        "can leave anything behind; more is quicker for agents that keep no state.",
+    )
     on_error: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
         "retry", description="When the agent raises: retry, drop the rollout, or give a reward."
     )

@@ -17,6 +17,7 @@ from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, RolloutSt
 from agentrl_tracer.store import Store
 
 _POLL_S = 0.03
+_SWEEP_S = 0.5  # between looks for expired leases
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
 
@@ -74,6 +75,7 @@ class Session:
                 timeout_s=self.rollouts.timeout,
                 lease_s=self.rollouts.lease,
                 logs=str(self.folder.logs),
+                rollouts_per_process=self.rollouts.rollouts_per_process,
             )
         )
         return self
@@ -124,8 +126,11 @@ class Session:
         """
         ids = self.store.enqueue(self.run_id, new)
         finished, restarts = -1, self._restarts()
+        next_sweep = 0.0
         while True:
-            self.store.expire_leases()
+            if time.monotonic() >= next_sweep:
+                self.store.expire_leases()
+                next_sweep = time.monotonic() + _SWEEP_S
             if not self.pool.alive():
                 self.pool.restart()
             done = len(ids) - self.store.unfinished(ids)

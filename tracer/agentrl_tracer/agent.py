@@ -56,50 +56,56 @@ def current_rollout() -> RolloutContext | None:
 class _CountingExporter(SpanExporter):
     """Passes spans on and counts those that did not arrive: none may be lost silently."""
 
-    def __init__(self, inner: SpanExporter) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
+        self._inner: SpanExporter | None = None
         self.undelivered = 0
 
+    def send_to(self, inner: SpanExporter) -> None:
+        self._inner, self.undelivered = inner, 0
+
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        assert self._inner is not None
         result = self._inner.export(spans)
         if result is not SpanExportResult.SUCCESS:
             self.undelivered += len(spans)
         return result
 
     def shutdown(self) -> None:
-        self._inner.shutdown()
+        if self._inner is not None:
+            self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._inner.force_flush(timeout_millis)
+        return self._inner is None or self._inner.force_flush(timeout_millis)
 
 
 class RolloutTracing:
-    """A provider of our own for one rollout, apart from whatever the application uses."""
+    """A provider of our own, apart from whatever the application uses.
+
+    It serves one rollout at a time; a process that runs several in turn points it at the next.
+    """
 
     def __init__(self, rollout: RolloutContext) -> None:
+        self._exporter = _CountingExporter()
+        self._processor = BatchSpanProcessor(
+            self._exporter, schedule_delay_millis=_BATCH_DELAY_MS, max_queue_size=65536
+        )
+        # A plain Resource: Resource.create scans every installed package for detectors.
+        resource = Resource({"service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl-agent")})
+        self.provider = TracerProvider(resource=resource)
+        self.provider.add_span_processor(self._processor)
+        self.tracer = self.provider.get_tracer("agentrl")
+        self.serve(rollout)
+
+    def serve(self, rollout: RolloutContext) -> None:
+        """Spans that end from now on belong to ``rollout``."""
         self.rollout = rollout
-        self.rewards = 0  # emitted by this process so far
-        self._exporter = _CountingExporter(
+        self._exporter.send_to(
             OTLPSpanExporter(
                 endpoint=f"{rollout.gateway}/rollouts/{rollout.rollout_id}/v1/traces",
                 headers={"authorization": f"Bearer {rollout.key}"},
                 timeout=_EXPORT_TIMEOUT_S,
             )
         )
-        self._processor = BatchSpanProcessor(
-            self._exporter, schedule_delay_millis=_BATCH_DELAY_MS, max_queue_size=65536
-        )
-        # A plain Resource: Resource.create scans every installed package for detectors.
-        resource = Resource(
-            {
-                "service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl-agent"),
-                "agentrl.rollout.id": rollout.rollout_id,
-                "agentrl.attempt.id": rollout.attempt_id,
-            }
-        )
-        self.provider = TracerProvider(resource=resource)
-        self.provider.add_span_processor(self._processor)
-        self.tracer = self.provider.get_tracer("agentrl")
 
     def parent(self) -> Context | None:
         """The context new spans hang under: the current span's, else the runner's TRACEPARENT."""
@@ -139,8 +145,11 @@ def rollout_tracing() -> RolloutTracing | None:
     if rollout is None:
         return None
     with _lock:
-        if _active is None or _active[0] != os.getpid() or _active[1].rollout != rollout:
+        if _active is None or _active[0] != os.getpid():
             _active = (os.getpid(), RolloutTracing(rollout))
+        elif _active[1].rollout != rollout:
+            _active[1].flush()
+            _active[1].serve(rollout)
         return _active[1]
 
 

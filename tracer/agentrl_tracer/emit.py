@@ -61,7 +61,6 @@ def emit_reward(
         if explanation is not None:
             marks[EVALUATION_EXPLANATION] = explanation
         active.tracer.start_span(REWARD_SPAN, context, attributes=marks).end()
-        active.rewards += 1
     if not active.flush():
         logger.warning(
             "agentrl: a reward or span did not reach the gateway; the rollout is retried"

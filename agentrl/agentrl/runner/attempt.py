@@ -11,6 +11,7 @@ import json
 import logging
 import numbers
 import os
+import queue
 import signal
 import sys
 import threading
@@ -22,14 +23,14 @@ from typing import Any, NoReturn
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentrl.runner.agent import CommandFailed, load_agent, parse_agent
+from agentrl.runner.agent import Agent, CommandFailed, load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
 from agentrl.runner.preload import third_party_modules
 from agentrl_tracer.agent import flush, rollout_tracing, tracing
 from agentrl_tracer.conventions import REWARD_SPAN
 from agentrl_tracer.emit import emit_reward
-from agentrl_tracer.schemas import Claim
+from agentrl_tracer.schemas import Claim, Purpose
 
 _TRACEBACK_LINES = 12
 _LONGEST_ERROR = 4000
@@ -57,31 +58,51 @@ class _RewardWatch(SpanProcessor):
         self.emitted = self.emitted or span.name == REWARD_SPAN
 
 
-def run_attempt(
-    config: RunnerConfig,
-    claim: Claim,
-    log: str,
-    report_fd: int,
-    leash_fd: int,
-    known_modules: frozenset[str],
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An attempt to run, and the file that takes its standard output and error."""
+
+    claim: Claim
+    log: str
+
+    def to_line(self) -> bytes:
+        return json.dumps({"claim": asdict(self.claim), "log": self.log}).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Job:
+        fields = json.loads(line)
+        claim = fields["claim"] | {"purpose": Purpose(fields["claim"]["purpose"])}
+        return cls(Claim(**claim), fields["log"])
+
+
+def run_attempts(
+    config: RunnerConfig, job: Job, report_fd: int, leash_fd: int, known_modules: frozenset[str]
 ) -> NoReturn:
     """Runs the agent in this (just forked) process and never returns.
 
     Args:
-        log: file that takes its standard output and error.
-        report_fd: pipe that takes the report, one line.
+        job: the first attempt; more come as lines on the leash, where the configuration allows it.
+        report_fd: pipe that takes a report, one line, per attempt.
         leash_fd: pipe whose other end only the worker holds: at its end we die, all of us.
         known_modules: what was imported before the fork; only others are reported.
     """
     code = 1
     try:
         os.setsid()  # a process group of our own: one signal reaches every process of the agent
-        _settle_in(log, leash_fd)
-        report = _run(config, claim)
-        report.third_party_modules = third_party_modules(parse_agent(config.agent), known_modules)
-        _flush_output()
-        _write_all(report_fd, json.dumps(asdict(report)).encode() + b"\n")
-        code = 0 if report.ok else 1
+        _settle_in()
+        jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        threading.Thread(target=_hold_leash, args=(leash_fd, jobs), daemon=True).start()
+        host = _Host(config)
+        while True:
+            _redirect_output(job.log)
+            report = host.run(job.claim)
+            spec = parse_agent(config.agent)
+            report.third_party_modules = third_party_modules(spec, known_modules)
+            known_modules |= set(report.third_party_modules)
+            _flush_output()
+            _write_all(report_fd, json.dumps(asdict(report)).encode() + b"\n")
+            code = 0 if report.ok else 1
+            job = jobs.get()  # the worker ends us if there is no more
     except BaseException:
         traceback.print_exc()
         _flush_output()
@@ -89,51 +110,83 @@ def run_attempt(
         os._exit(code)
 
 
-def _settle_in(log: str, leash_fd: int) -> None:
+def _settle_in() -> None:
     gc.freeze()  # what the worker left behind is not ours to collect
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     os.close(nothing)
-    os.close(output)
-    for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     ours = logging.getLogger("agentrl.runner")
     ours.handlers.clear()  # the pool's; the agent configures logging as it likes
     ours.propagate = True
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:  # preloaded: else every attempt would draw the same numbers
         numpy_random.seed()
-    threading.Thread(target=_die_with_worker, args=(leash_fd,), daemon=True).start()
+
+
+def _redirect_output(log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit("terminated: its time was up, or its runner was stopped")
 
 
-def _die_with_worker(leash_fd: int) -> None:
-    os.read(leash_fd, 1)  # nobody ever writes: this returns when the worker is gone
+def _hold_leash(leash_fd: int, jobs: queue.SimpleQueue[Job]) -> None:
+    """Takes further jobs; when the worker is gone, however it went, we go too."""
+    partial = b""
+    while chunk := os.read(leash_fd, 65536):
+        *lines, partial = (partial + chunk).split(b"\n")
+        for line in lines:
+            jobs.put(Job.from_line(line))
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(config: RunnerConfig, claim: Claim) -> Report:
-    os.environ.update(attempt_environment(config, claim))
-    for stale in ("TRACEPARENT", "TRACESTATE"):  # the trainer's own trace is not the agent's
-        os.environ.pop(stale, None)
-    sys.argv = [config.agent]
-    watch = _RewardWatch()
-    error: str | None = None
-    try:
-        agent = load_agent(config.agent, config.python_path)
+class _Host:
+    """Runs attempts, one after another, with an agent that is loaded once."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._config = config
+        self._agent: Agent | None = None
+        self._watch = _RewardWatch()
+
+    def run(self, claim: Claim) -> Report:
+        os.environ.update(attempt_environment(self._config, claim))
+        for stale in ("TRACEPARENT", "TRACESTATE"):  # the trainer's own trace is not the agent's
+            os.environ.pop(stale, None)
+        sys.argv = [self._config.agent]
+        self._watch.emitted = False
+        error: str | None = None
+        try:
+            self._execute(claim, self._agent or self._load())
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                _show(end)
+                error = f"SystemExit: {end.code}"
+        except CommandFailed as failed:
+            error = str(failed)  # our own traceback would explain nothing
+            sys.stderr.write(f"{error}\n")
+        except BaseException as raised:
+            error = _show(raised)
+        delivered = flush(_FLUSH_TIMEOUT_S)
+        return Report(error is None, error, self._watch.emitted, not delivered)
+
+    def _load(self) -> Agent:
+        self._agent = load_agent(self._config.agent, self._config.python_path)
         active = rollout_tracing()
         assert active is not None
-        active.provider.add_span_processor(watch)
+        active.provider.add_span_processor(self._watch)
         # After the import: a provider that the user's module sets is kept, and ours joins it.
         active.install_globally()
+        return self._agent
+
+    def _execute(self, claim: Claim, agent: Agent) -> None:
         attributes = {
             "gen_ai.operation.name": "invoke_workflow",
             "gen_ai.workflow.name": agent.name,
@@ -145,19 +198,8 @@ def _run(config: RunnerConfig, claim: Claim) -> Report:
             _export_traceparent()
             result = agent.run(claim.task)
             earned = isinstance(result, numbers.Real) and not isinstance(result, bool)
-            if earned and not watch.emitted:
+            if earned and not self._watch.emitted:
                 emit_reward(float(result))
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            _show(end)
-            error = f"SystemExit: {end.code}"
-    except CommandFailed as failed:
-        error = str(failed)  # our own traceback would explain nothing
-        sys.stderr.write(f"{error}\n")
-    except BaseException as raised:
-        error = _show(raised)
-    delivered = flush(_FLUSH_TIMEOUT_S)
-    return Report(error is None, error, watch.emitted, not delivered)
 
 
 def _export_traceparent() -> None:

@@ -24,6 +24,7 @@ class RunnerConfig:
         timeout_s: hard limit of one attempt.
         lease_s: a runner silent for this long counts as lost.
         logs: folder of ``runners.log`` and one log per attempt.
+        rollouts_per_process: how many attempts a process may run in turn; 1: a fresh one for each.
         python_path: folders put first on the agent's ``sys.path`` and ``PYTHONPATH``.
     """
 
@@ -36,6 +37,7 @@ class RunnerConfig:
     runners: int = 8
     timeout_s: float = 600.0
     lease_s: float = 15.0
+    rollouts_per_process: int = 1
     python_path: tuple[str, ...] = ()
 
     def to_json(self) -> str:

@@ -32,7 +32,6 @@ from agentrl.runner.environment import QUIET, attempt_environment
 from agentrl.runner.preload import StartedThreads, installed_roots, preload, third_party_modules
 from agentrl.runner.worker import run_worker
 from agentrl_tracer.schemas import Claim, Purpose
-from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -70,7 +69,6 @@ class Pool:
         self._parent = os.getppid()
         self._lessons = 0
         self._pioneer_until = float("inf")
-        self.store: Store
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -79,7 +77,6 @@ class Pool:
         installed_roots()  # looked up once, here, rather than in every attempt; likewise:
         tempfile.gettempdir()
         # Several processes share this object: it keeps no connection, only compiled statements.
-        self.store = Store(self.config.store, pooled=False)
         if self.agent.kind == "command":
             self._pioneer_until = 0.0  # its modules are in another process
         else:
@@ -204,7 +201,7 @@ class Pool:
             nothing = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nothing, 0)
             os.close(nothing)
-            run_worker(self.config, self.store, slot.index, theirs)
+            run_worker(self.config, slot.index, theirs)
         theirs.close()
         ours.setblocking(False)
         slot.pid, slot.control, slot.started = pid, ours, time.monotonic()

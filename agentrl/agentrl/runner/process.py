@@ -14,9 +14,8 @@ import sys
 import time
 from collections.abc import Iterable
 
-from agentrl.runner.attempt import Report, run_attempt
+from agentrl.runner.attempt import Job, Report, run_attempts
 from agentrl.runner.config import RunnerConfig
-from agentrl_tracer.schemas import Claim
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -26,15 +25,18 @@ _CHUNK = 65536
 class AttemptProcess:
     """A forked attempt: watch ``report_fd``, call ``poll`` when it is readable or time has passed.
 
+    The process may serve further attempts, ``config.rollouts_per_process`` in all, as long as they
+    end well: while ``reusable``, ``run_next`` starts one.
+
     Args:
+        job: the first attempt.
         foreign_fds: the worker's own descriptors, which the child must not keep open.
     """
 
     def __init__(
         self,
         config: RunnerConfig,
-        claim: Claim,
-        log: str,
+        job: Job,
         known_modules: frozenset[str],
         foreign_fds: Iterable[int] = (),
     ) -> None:
@@ -52,7 +54,7 @@ class AttemptProcess:
             # The worker must stay the only holder of these ends: closing is how they speak.
             for fd in (report_read, leash_write, *foreign_fds):
                 os.close(fd)
-            run_attempt(config, claim, log, report_write, leash_read, known_modules)
+            run_attempts(config, job, report_write, leash_read, known_modules)
         os.close(report_write)
         os.close(leash_read)
         os.set_blocking(report_read, False)
@@ -60,6 +62,8 @@ class AttemptProcess:
         self._leash_fd = leash_write
         self._received = bytearray()
         self.report: Report | None = None
+        self.reusable = False
+        self._further = config.rollouts_per_process - 1
         self.status: int | None = None  # as ``waitstatus_to_exitcode``; None while it runs
 
     def poll(self) -> bool:
@@ -79,6 +83,10 @@ class AttemptProcess:
         # Its last word is spoken and everything is flushed: nothing is lost by SIGKILL. While the
         # child is not reaped its pid, our name for the group, cannot be anybody else's.
         if self.report is not None:
+            if self._further and self.report.ok and not self.report.incomplete:
+                self.status = 0
+                self.reusable = True
+                return True
             self._kill_group(signal.SIGKILL)
             self._over(os.waitpid(self.pid, 0)[1])
             return True
@@ -87,6 +95,17 @@ class AttemptProcess:
         self._over(status if pid else os.waitpid(self.pid, 0)[1])
         return True
 
+    def run_next(self, job: Job) -> None:
+        """Hands a further attempt to the process.
+
+        Raises:
+            OSError: the process has died meanwhile.
+        """
+        self._further -= 1
+        self.reusable, self.status, self.report = False, None, None
+        self._received.clear()
+        os.write(self._leash_fd, job.to_line())
+
     def signal(self, number: int) -> None:
         """Signals every process of the attempt."""
         if self.status is None:
@@ -94,7 +113,8 @@ class AttemptProcess:
 
     def kill(self) -> None:
         """Ends it now."""
-        if self.status is None:
+        if self.status is None or self.reusable:
+            self.reusable = False
             self._kill_group(signal.SIGKILL)
             self._over(os.waitpid(self.pid, 0)[1])
 

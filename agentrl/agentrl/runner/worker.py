@@ -25,6 +25,7 @@ from typing import NoReturn, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from agentrl.runner.attempt import Job
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import storage_folder
 from agentrl.runner.probes import GatewayProbe, QueueWatch
@@ -65,6 +66,7 @@ class Worker:
         self._retiring = False
         self._known_modules = frozenset(sys.modules)
         self._next_expiry = 0.0
+        self._kept: AttemptProcess | None = None
 
     def run(self) -> None:
         """Works until it is told to retire or to stop."""
@@ -80,6 +82,8 @@ class Worker:
                 modules = self._execute(claim)
                 self._tell({"ended": claim.rollout_id, "modules": modules})
                 self._listen([], 0.0)
+        if self._kept is not None:
+            self._kept.kill()
 
     def _on_sigterm(self, *_: object) -> None:
         self._stopping = True  # seen within a tick; raising here could tear a transaction
@@ -101,16 +105,17 @@ class Worker:
         log = Path(self.config.logs) / f"{claim.rollout_id}-{claim.attempt_number}.log"
         modules: list[str] = []
         try:
-            process = AttemptProcess(
-                self.config, claim, str(log), self._known_modules, [self._control.fileno()]
-            )
+            process = self._process_for(Job(claim, str(log)))
         except OSError as error:  # out of processes or descriptors
             ending = Ending(AttemptState.INFRASTRUCTURE, f"could not fork: {error}")
         else:
             try:
                 ending = self._attend(process, claim)
             finally:
-                process.kill()
+                if process.reusable:
+                    self._kept = process
+                else:
+                    process.kill()
             if process.report is not None:
                 modules = process.report.third_party_modules
         storage = storage_folder(claim.attempt_id)
@@ -133,6 +138,18 @@ class Worker:
             except (SQLAlchemyError, OSError) as error:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, error)
                 time.sleep(_TICK_S)
+
+    def _process_for(self, job: Job) -> AttemptProcess:
+        """The process kept from the attempt before, if there is one, else a fresh one."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            try:
+                kept.run_next(job)
+            except OSError:
+                kept.kill()
+            else:
+                return kept
+        return AttemptProcess(self.config, job, self._known_modules, [self._control.fileno()])
 
     def _attend(self, process: AttemptProcess, claim: Claim) -> Ending | None:
         """Waits for the attempt's end, keeping its lease; None: it is no longer ours."""
@@ -231,12 +248,14 @@ def _keep(log: Path) -> str | None:
     return None
 
 
-def run_worker(config: RunnerConfig, store: Store, index: int, control: socket.socket) -> NoReturn:
+def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoReturn:
     """The whole life of a just forked worker process."""
     code = 1
     try:
         gc.freeze()
-        Worker(config, store, index, control).run()
+        # A store of its own, opened after the fork. Attempts inherit its connection in turn, but
+        # never use it, and end without closing it.
+        Worker(config, Store(config.store), index, control).run()
         code = 0
     except BaseException:
         logger.exception("runner %d failed", index)
