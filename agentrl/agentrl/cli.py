@@ -64,18 +64,26 @@ def train(
     from agentrl.report import training_report
     from agentrl.run_folder import RunFolder
     from agentrl.runner import validate_agent
-    from agentrl.train import Training
+    from agentrl.session import Session
+    from agentrl.tasks import load_tasks
 
     config = _with_agent(TrainConfig, agent, settings)
     validate_agent(config.agent)
+    tasks = load_tasks(config.tasks, "tasks")
+    eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
     if resume is not None:
         folder = RunFolder.existing(resume)
     else:
         folder = RunFolder.create(config.runs, config.name, "train")
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
-    display = TrainDisplay(console, f"agentrl · {folder.name}")
-    with display:
-        summary = Training(config, folder, display).run()
+    with (
+        TrainDisplay(console, f"agentrl · {folder.name}") as display,
+        Session(folder, config, "train") as session,
+    ):
+        # The gateway and the runners load while torch is imported here: seconds, on every core.
+        from agentrl.train import Training
+
+        summary = Training(config, tasks, eval_tasks, session, display).run()
     console.print(training_report(summary, config.model))
 
 

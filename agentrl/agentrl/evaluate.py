@@ -10,9 +10,8 @@ from agentrl.report import evaluation_report
 from agentrl.run_folder import RunFolder
 from agentrl.session import Session, failures, plan_evaluation
 from agentrl.tasks import load_tasks
-from agentrl_tracer.schemas import Policies, SkipReason
-from agentrl_tracer.store import Store
-from agentrl_trainer.step import rollout_reward
+from agentrl_tracer.schemas import SkipReason
+from agentrl_trainer.rewards import rollout_rewards
 
 
 def evaluate(config: EvalConfig, console: Console) -> None:
@@ -27,23 +26,15 @@ def evaluate(config: EvalConfig, console: Console) -> None:
             "adapter_config.json"
         )
     folder = RunFolder.create(config.runs, None, "eval")
-    store = Store(str(folder.store))
-    policies = Policies(config.on_error, config.on_timeout, config.max_attempts)
-    settings = config.model_dump(mode="json")
-    run_id = store.create_run(folder.name, "eval", settings, policies)
-    folder.write_json(folder.config, settings)
-    folder.run_id.write_text(run_id)
-    task_ids = store.add_tasks(run_id, "eval", tasks)
     session = Session(
         folder,
-        store,
-        run_id,
-        config.agent,
         config,
-        config,
+        "eval",
         base_only=config.adapter_path is None,
         adapter_path=str(config.adapter_path.absolute()) if config.adapter_path else None,
     )
+    store, run_id = session.store, session.run_id
+    task_ids = store.add_tasks(run_id, "eval", tasks)
     with session, Progress(console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=len(tasks) * config.samples)
         session.wait_ready()
@@ -54,11 +45,7 @@ def evaluate(config: EvalConfig, console: Console) -> None:
     ids = [rollout.id for rollout in rollouts]
     calls = store.calls(rollout_ids=ids)
     store.settle(trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION))
-    rewards = store.rewards(ids)
-    scores = [
-        rollout_reward(rollout, [r for r in rewards if r.rollout_id == rollout.id])
-        for rollout in rollouts
-    ]
+    scores = rollout_rewards(rollouts, store.rewards(ids)).values()
     earned = [score for score in scores if score is not None]
     successes = sum(score >= config.success_reward for score in earned)
     mean = sum(earned) / len(earned) if earned else None

@@ -56,6 +56,9 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     from agentrl_trainer.model import load_base
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
+    # The sampler's thread and the event loop hand the interpreter to each other thousands of times
+    # a second; Python's default patience of 5 ms would stall every decode step.
+    sys.setswitchinterval(1e-4)
     store = Store(settings.store)
     boot_id = secrets.token_hex(6)
     store.register_gateway(boot_id, settings.run_id, os.getpid())

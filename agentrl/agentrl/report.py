@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -12,8 +13,10 @@ from rich.text import Text
 
 from agentrl.display import sparkline
 from agentrl.metrics import HELD_OUT, REWARD
-from agentrl.train import Summary
 from agentrl_tracer.schemas import Accounting, Json, Rollout
+
+if TYPE_CHECKING:
+    from agentrl.train import Summary
 
 
 def training_report(summary: Summary, model: str) -> Panel:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from agentrl.config import ModelConfig, RolloutConfig
+from agentrl.config import EvalConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
-from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, RolloutState
+from agentrl_tracer.schemas import Json, NewRollout, Policies, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
 
 _POLL_S = 0.03
@@ -27,55 +27,77 @@ class RunError(RuntimeError):
 
 
 class Session:
-    """Starts the gateway and the runners; stops them on the way out, whatever happened."""
+    """Starts the gateway and the runners; stops them on the way out, whatever happened.
+
+    A folder that holds a run already is gone on with: what its processes left unfinished is
+    cancelled.
+
+    Args:
+        kind: ``train`` or ``eval``, for the list of runs.
+        base_only: answer with the base model, whatever the agent asks for.
+        adapter_path: a fixed adapter to answer with, in place of the run's own versions.
+    """
 
     def __init__(
         self,
         folder: RunFolder,
-        store: Store,
-        run_id: str,
-        agent: str,
-        model: ModelConfig,
-        rollouts: RolloutConfig,
+        config: TrainConfig | EvalConfig,
+        kind: str,
         *,
         base_only: bool = False,
         adapter_path: str | None = None,
     ) -> None:
         self.folder = folder
-        self.store = store
-        self.run_id = run_id
-        self.agent = agent
-        self.rollouts = rollouts
-        self.asked_model = model.model if base_only else model.adapter
+        self.config = config
+        shared = config.store if isinstance(config, TrainConfig) else None
+        self.store = Store(shared or str(folder.store))
+        self.run_id = self._register(kind)
         self._settings = GatewaySettings(
-            store=store.url,
-            model=model.model,
-            adapter=None if base_only else model.adapter,
-            device=model.device,
-            dtype=model.dtype,
+            store=self.store.url,
+            model=config.model,
+            adapter=None if base_only else config.adapter,
+            device=config.device,
+            dtype=config.dtype,
             operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
-            run_id=run_id,
-            max_tokens=rollouts.max_tokens,
-            temperature=rollouts.temperature,
+            run_id=self.run_id,
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
             adapter_path=adapter_path,
         )
+        self.started = time.perf_counter()
         self.gateway: Gateway
         self.pool: PoolHandle
 
+    def _register(self, kind: str) -> str:
+        """The run's id: made now, or the one the folder already has."""
+        if self.folder.run_id.exists():
+            run_id = self.folder.run_id.read_text().strip()
+            self.store.end_run(run_id, "running")
+            self.store.cancel(run_id, "the run was resumed")
+            return run_id
+        config = self.config
+        policies = Policies(config.on_error, config.on_timeout, config.max_attempts)
+        settings = config.model_dump(mode="json")
+        run_id = self.store.create_run(self.folder.name, kind, settings, policies)
+        self.folder.write_json(self.folder.config, settings)
+        self.folder.run_id.write_text(run_id)
+        return run_id
+
     def __enter__(self) -> Self:
+        config = self.config
         self.gateway = Gateway(self._settings, self.folder.logs)
         self.pool = start_pool(
             RunnerConfig(
                 store=self.store.url,
                 gateway=self.gateway.url,
                 run_id=self.run_id,
-                agent=self.agent,
-                model=self.asked_model,
-                runners=self.rollouts.runners,
-                timeout_s=self.rollouts.timeout,
-                lease_s=self.rollouts.lease,
+                agent=config.agent,
+                model=self._settings.adapter or config.model,
+                runners=config.runners,
+                timeout_s=config.timeout,
+                lease_s=config.lease,
                 logs=str(self.folder.logs),
-                rollouts_per_process=self.rollouts.rollouts_per_process,
+                rollouts_per_process=config.rollouts_per_process,
             )
         )
         return self

@@ -23,21 +23,20 @@ from agentrl.metrics import DIFFERENCE, HELD_OUT, HELD_OUT_REWARD, REWARD
 from agentrl.picture import draw_learning_curve
 from agentrl.run_folder import RunFolder
 from agentrl.session import RunError, Session, failures, plan_evaluation, rollout_seed
-from agentrl.tasks import load_tasks
 from agentrl_tracer.schemas import (
     Call,
     CallState,
+    Json,
     NewRollout,
-    Policies,
     Purpose,
     Rollout,
     SkipReason,
 )
-from agentrl_tracer.store import Store
 from agentrl_trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from agentrl_trainer.learner import AdamParams, Learner, StepStats
 from agentrl_trainer.model import BaseModel, load_base
-from agentrl_trainer.step import StepBatch, StepSettings, assemble, rollout_reward
+from agentrl_trainer.rewards import rollout_rewards
+from agentrl_trainer.step import StepBatch, StepSettings, assemble
 
 
 @dataclass(slots=True)
@@ -92,21 +91,27 @@ def default_learning_rate(parameters: int) -> float:
 class Training:
     """One run of ``agentrl train``, fresh or resumed."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, display: TrainDisplay) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        tasks: Sequence[Json],
+        eval_tasks: Sequence[Json],
+        session: Session,
+        display: TrainDisplay,
+    ) -> None:
         self.config = config
-        self.folder = folder
+        self.session = session
         self.display = display
+        self.folder = session.folder
+        self.store = session.store
+        self.run_id = session.run_id
         self.clock = Clock()
-        self.tasks = load_tasks(config.tasks, "tasks")
-        self.eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
-        self.steps = config.steps or steps_of_one_epoch(len(self.tasks), config.batch_size)
-        self.store = Store(config.store or str(folder.store))
-        self.run_id = self._register()
-        self.task_ids = self.store.add_tasks(self.run_id, "train", self.tasks)
-        self.eval_ids = self.store.add_tasks(self.run_id, "eval", self.eval_tasks)
+        self.tasks = tasks
+        self.steps = config.steps or steps_of_one_epoch(len(tasks), config.batch_size)
+        self.task_ids = self.store.add_tasks(self.run_id, "train", tasks)
+        self.eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
         self.base: BaseModel
         self.learner: Learner
-        self.session: Session
 
     def run(self) -> Summary:
         """Trains to the end; returns what to show.
@@ -114,25 +119,20 @@ class Training:
         Raises:
             RunError: nothing can be rolled out, for a reason the message gives.
         """
-        self.session = Session(
-            self.folder, self.store, self.run_id, self.config.agent, self.config, self.config
-        )
-        with self.session:  # gateway and runners start while the model loads here
-            with self.clock("start"):
-                self._load_model()
-                step = self._restore()
-                self.display.begin(self.steps, step)
-                self.session.wait_ready()
-                self._publish(step)
+        self._load_model()
+        step = self._restore()
+        self.display.begin(self.steps, step)
+        self.session.wait_ready()
+        self._publish(step)
+        self.clock.spent["start"] = time.perf_counter() - self.session.started
+        self._evaluate_if_due(step)
+        while step < self.steps and not self._reached_goal():
+            step += 1
+            self._step(step)
             self._evaluate_if_due(step)
-            while step < self.steps and not self._reached_goal():
-                step += 1
-                self._step(step)
-                self._evaluate_if_due(step)
         with self.clock("picture"):
             summary = self._finish(step)
         self.store.end_run(self.run_id, "finished")
-        self.store.close()
         return summary
 
     # ---- one step
@@ -257,7 +257,7 @@ class Training:
 
     def _evaluate_if_due(self, step: int) -> None:
         due = step % self.config.eval_every == 0 or step == self.steps
-        if not self.eval_tasks or not due or step in self._held_out():
+        if not self.eval_ids or not due or step in self._held_out():
             return
         with self.clock("evaluation"):
             rollouts = self.session.execute(
@@ -279,11 +279,7 @@ class Training:
         self.store.settle(
             trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION)
         )
-        rewards = self.store.rewards(ids)
-        scores = [
-            rollout_reward(rollout, [r for r in rewards if r.rollout_id == rollout.id])
-            for rollout in rollouts
-        ]
+        scores = rollout_rewards(rollouts, self.store.rewards(ids)).values()
         earned = [score for score in scores if score is not None]
         successes = sum(score >= self.config.success_reward for score in earned)
         mean = sum(earned) / len(earned) if earned else math.nan
@@ -297,23 +293,6 @@ class Training:
         return goal is not None and bool(held_out) and held_out[max(held_out)] >= goal
 
     # ---- state
-
-    def _register(self) -> str:
-        """The run's id: made now, or the one the folder already has."""
-        if self.folder.run_id.exists():
-            run_id = self.folder.run_id.read_text().strip()
-            self.store.end_run(run_id, "running")
-            return run_id
-        policies = Policies(
-            on_error=self.config.on_error,
-            on_timeout=self.config.on_timeout,
-            max_attempts=self.config.max_attempts,
-        )
-        settings = self.config.model_dump(mode="json")
-        run_id = self.store.create_run(self.folder.name, "train", settings, policies)
-        self.folder.write_json(self.folder.config, settings)
-        self.folder.run_id.write_text(run_id)
-        return run_id
 
     def _load_model(self) -> None:
         import torch

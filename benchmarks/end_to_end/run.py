@@ -100,6 +100,7 @@ def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
         "--tasks", str(HELLO / "train.jsonl"),
         "--eval-tasks", str(HELLO / "held_out.jsonl"),
         "--runners", str(options.runners),
+        "--rollouts-per-process", str(options.rollouts_per_process),
         "--learning-rate", str(options.learning_rate),
         "--seed", str(seed),
         "--steps", str(options.steps),
@@ -174,8 +175,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--trl-python", help="python of the venv that has TRL")
     parser.add_argument("--only", choices=["agentrl", "trl"])
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--runners", type=int, default=8)
+    parser.add_argument(
+        "--rollouts-per-process", type=int, default=1, help="agentrl: 1 is a fresh process each"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--stop-at", type=float, default=0.95, help="above 1: never, for a fixed number of steps"

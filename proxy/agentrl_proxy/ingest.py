@@ -48,9 +48,7 @@ async def traces(store: GatewayStore, caller: Caller, body: bytes, content_type:
     except ValueError as error:
         raise invalid(None, str(error), code="invalid_otlp") from None
     if spans:
-        await ask(store, store.record_spans, spans)
-    if rewards:
-        await ask(store, store.record_rewards, rewards)
+        await ask(store, store.record_spans, spans, rewards)
     if kind == "application/json":
         return json_response({})
     return Response(b"", media_type="application/x-protobuf")  # an empty ExportTraceServiceResponse

@@ -106,6 +106,7 @@ def _server(app: FastAPI) -> uvicorn.Server:
         access_log=False,  # every call is in the store; paths would fill the log
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # nobody stands between us and the agents
         date_header=False,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=75,

@@ -13,6 +13,7 @@ from statistics import fmean, pstdev
 from agentrl_tracer.schemas import Call, Reward, Rollout, RolloutState, SkipReason
 from agentrl_trainer.advantages import GroupAdvantages, group_advantages
 from agentrl_trainer.batches import Datum, to_datum
+from agentrl_trainer.rewards import rollout_rewards
 from agentrl_trainer.trajectories import Trajectory, build_trajectories
 
 
@@ -64,14 +65,6 @@ class StepBatch:
         }
 
 
-def rollout_reward(rollout: Rollout, rewards: Sequence[Reward]) -> float | None:
-    """The sum of what its winning attempt emitted; None without one, or without a winner."""
-    if rollout.state is not RolloutState.SUCCEEDED:
-        return None
-    earned = [reward.value for reward in rewards if reward.attempt_id == rollout.winner]
-    return sum(earned) if earned else None
-
-
 def assemble(
     rollouts: Sequence[Rollout],
     calls: Sequence[Call],
@@ -83,14 +76,11 @@ def assemble(
     Datums come in the order of ``rollouts``, so that equal records make equal batches.
     """
     batch = StepBatch()
-    rewards_of: dict[str, list[Reward]] = {}
-    for reward in rewards:
-        rewards_of.setdefault(reward.rollout_id, []).append(reward)
     calls_of: dict[str | None, list[Call]] = {}
     for call in calls:
         calls_of.setdefault(call.rollout_id, []).append(call)
 
-    batch.rewards = {r.id: rollout_reward(r, rewards_of.get(r.id, [])) for r in rollouts}
+    batch.rewards = rollout_rewards(rollouts, rewards)
     credit = _credit(rollouts, batch, settings)
     for rollout in rollouts:
         advantage, group_reason = credit[rollout.id]
@@ -140,8 +130,6 @@ def _trajectories(
     for call in calls:
         if call not in winning:
             batch.skipped[call.id] = call.skip_reason or lost
-    built = build_trajectories(
-        winning, max_length=settings.max_length, adapters=settings.adapters
-    )
+    built = build_trajectories(winning, max_length=settings.max_length, adapters=settings.adapters)
     batch.skipped |= built.skipped
     return built.trajectories

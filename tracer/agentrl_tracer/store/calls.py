@@ -59,19 +59,21 @@ class CallStore:
             )
         return states
 
-    def record_spans(self, spans: Sequence[Span]) -> None:
-        """Keeps spans; one delivered twice (an exporter's retry) is kept once."""
-        if spans:
-            rows = [_fields(span) for span in spans]
-            with self.db.write() as c:
+    def record_spans(self, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:
+        """Keeps spans, and the rewards among them; what is delivered twice is kept once."""
+        if not spans and not rewards:
+            return
+        with self.db.write() as c:
+            if spans:
+                rows = [_fields(span) for span in spans]
                 c.execute(upsert(self.db, t.spans, update=()), rows)
+            if rewards:
+                rows = [_fields(r) | {"created_at": r.created_at or time.time()} for r in rewards]
+                c.execute(upsert(self.db, t.rewards, update=()), rows)
 
     def record_rewards(self, rewards: Sequence[Reward]) -> None:
         """Keeps rewards; one delivered twice (same attempt and key) counts once."""
-        if rewards:
-            rows = [_fields(r) | {"created_at": r.created_at or time.time()} for r in rewards]
-            with self.db.write() as c:
-                c.execute(upsert(self.db, t.rewards, update=()), rows)
+        self.record_spans((), rewards)
 
     def next_seq(self, attempt_id: str) -> int:
         with self.db.read() as c:
