@@ -61,7 +61,7 @@ def train(
     adapter, swaps it into the model, and again.
     """
     from agentrl.display import TrainDisplay
-    from agentrl.report import training_report
+    from agentrl.report import serve_command, training_report
     from agentrl.run_folder import RunFolder
     from agentrl.runner import validate_agent
     from agentrl.session import Session
@@ -84,7 +84,9 @@ def train(
         from agentrl.train import Training
 
         summary = Training(config, tasks, eval_tasks, session, display).run()
-    console.print(training_report(summary, config.model))
+    console.print(training_report(summary))
+    # Outside the panel: a line to copy must not be wrapped into a frame.
+    console.print(f"serve it:  [b cyan]{serve_command(summary, config.model)}[/]", soft_wrap=True)
 
 
 @app.command(name="eval")

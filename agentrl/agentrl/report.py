@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from agentrl.train import Summary
 
 
-def training_report(summary: Summary, model: str) -> Panel:
-    """The end of a training run: replies before and after, the picture, and how to serve it."""
+def training_report(summary: Summary) -> Panel:
+    """The end of a training run: replies before and after, the figures, where things are."""
     replies = Table(box=None, padding=(0, 2), show_edge=False)
     replies.add_column("held-out prompt", style="dim")
     replies.add_column("before")
@@ -41,12 +42,21 @@ def training_report(summary: Summary, model: str) -> Panel:
     total = sum(summary.seconds.values())
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds.items())
     facts.add_row("time", f"{total:.0f} s: {split}")
-    facts.add_row("learning curve", str(summary.folder.picture))
-    facts.add_row("adapter", str(summary.adapter))
-    flag = "" if model == "agentrl-tiny" else f" --model {model}"
-    facts.add_row("serve it", f"[b cyan]agentrl serve --adapter-path {summary.adapter}{flag}[/]")
+    facts.add_row("learning curve", shown(summary.folder.picture))
+    facts.add_row("adapter", shown(summary.adapter))
     parts = [replies, Text(), facts] if summary.replies else [facts]
     return Panel(Group(*parts), title="[b]trained[/]", title_align="left", border_style="green")
+
+
+def serve_command(summary: Summary, model: str) -> str:
+    """The one line that serves what was trained."""
+    flag = "" if model == "agentrl-tiny" else f" --model {model}"
+    return f"agentrl serve --adapter-path {shown(summary.adapter)}{flag}"
+
+
+def shown(path: Path) -> str:
+    """A path as people want to read and copy it: from here, if it is below."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def evaluation_report(

@@ -149,6 +149,8 @@ def attach_adapter(
     with torch.random.fork_rng(devices=_cuda_devices()), warnings.catch_warnings():
         # PEFT dislikes names such as "a", parts of its own "lora_"; our reading does not mind.
         warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
+        # It also asks transformers for an attribute that was renamed there.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         torch.manual_seed(seed)
         if isinstance(base, PeftModel):
             if name in base.peft_config:
