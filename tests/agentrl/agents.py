@@ -57,5 +57,11 @@ async def asynchronous(task: dict[str, Any]) -> float:
     return len(await asyncio.to_thread(ask, task["n"])) / 10
 
 
+def identified(task: dict[str, Any]) -> None:
+    """Says which task it ran, and in which process."""
+    ask(task["n"])
+    emit_reward({"n": task["n"], "pid": os.getpid()})
+
+
 def always_broken(task: dict[str, Any]) -> None:
     raise LookupError("no such luck")

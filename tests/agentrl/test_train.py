@@ -237,6 +237,24 @@ def test_a_return_value_is_a_reward(tmp_path: Path) -> None:
     assert run.accounting().trained > 0
 
 
+def test_attempts_that_share_a_process_stay_apart(tmp_path: Path) -> None:
+    run = Run(tmp_path, "identified", steps=1, rollouts_per_process=8).finish()
+    assert run.accounting().adds_up
+    store = run.store()
+    rollouts = store.rollouts(run.run_id)
+    pids: set[float] = set()
+    for rollout in rollouts:
+        earned = {r.name: r.value for r in store.rewards([rollout.id])}
+        (call,) = store.calls(rollout_ids=[rollout.id])
+        assert call.request is not None
+        assert f"Say you are {earned['n']:.0f}." in str(call.request["messages"])
+        roots = [s for s in store.spans(rollout.id) if s.name.startswith("invoke_workflow")]
+        assert [s.attributes["agentrl.rollout.id"] for s in roots] == [rollout.id]
+        pids.add(earned["pid"])
+    assert 1 < len(pids) < len(rollouts)
+    store.close()
+
+
 def test_an_agent_that_never_works_ends_the_run_with_its_error(tmp_path: Path) -> None:
     run = Run(tmp_path, "always_broken", max_attempts=1, runners=2)
     process = run.start()
