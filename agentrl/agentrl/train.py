@@ -32,7 +32,12 @@ from agentrl_tracer.schemas import (
     Rollout,
     SkipReason,
 )
-from agentrl_trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from agentrl_trainer.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+)
 from agentrl_trainer.learner import AdamParams, Learner, StepStats
 from agentrl_trainer.model import BaseModel, load_base
 from agentrl_trainer.rewards import rollout_rewards
@@ -317,6 +322,7 @@ class Training:
         if found.folder is not None:
             checkpoint = load_checkpoint(found.folder)
             self.learner.load_state_dict(checkpoint.tensors)
+            restore_rng(checkpoint.rng)
             step = checkpoint.step
         self.store.supersede(self.run_id, after_step=step)
         self.store.cancel(self.run_id, "the run was resumed", after_step=step)
