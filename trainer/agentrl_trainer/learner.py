@@ -106,7 +106,9 @@ class Learner:
         # sampler's. Gradient checkpointing, though, only works in training mode.
         self.model.train(gradient_checkpointing)
         if gradient_checkpointing:
-            base.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers renamed it in 5.20.
+            enable = getattr(base.model, "activation_checkpointing_enable", None)
+            (enable or base.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self._logprobs = TokenLogprobs(base.model)
         self._parameters = {name: _adapter_parameters(self.model, name) for name in self.adapters}
         self._optimizers = {
