@@ -68,10 +68,6 @@ class Supervised:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
     def stop(self) -> None:
         """Asks it to end (SIGTERM), then makes it."""
         self._stopping.set()
