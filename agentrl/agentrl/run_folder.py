@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,9 @@ class RunFolder:
                 continue
         return rows
 
-    def keep_metrics_until(self, step: int) -> None:
-        """Drops the rows of steps that a resumed run will make again."""
-        kept = [json.dumps(row) for row in self.read_metrics() if row["step"] <= step]
+    def keep_metrics(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drops the rows that a resumed run will make again."""
+        kept = [json.dumps(row) for row in self.read_metrics() if wanted(row)]
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.metrics)

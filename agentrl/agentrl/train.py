@@ -327,7 +327,11 @@ class Training:
         self.store.supersede(self.run_id, after_step=step)
         self.store.cancel(self.run_id, "the run was resumed", after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
-        self.folder.keep_metrics_until(step)
+        # This step's evaluation is made again as well: it leaves prefixes in the sampler's cache,
+        # and what follows shall be what it would have been, to the last bit.
+        self.folder.keep_metrics(
+            lambda row: row["step"] < step or (row["step"] == step and HELD_OUT not in row)
+        )
         return step
 
     def _checkpoint(self, step: int) -> None:

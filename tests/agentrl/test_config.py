@@ -115,7 +115,7 @@ def test_torn_metrics_are_passed_over(tmp_path: Path) -> None:
     with folder.metrics.open("a") as file:
         file.write('{"step": 3, "x"')
     assert [row["step"] for row in folder.read_metrics()] == [1, 2]
-    folder.keep_metrics_until(1)
+    folder.keep_metrics(lambda row: row["step"] <= 1)
     assert json.loads(folder.metrics.read_text()) == {"step": 1, "x": 1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -147,25 +148,33 @@ def test_a_run_leaves_everything_it_promised(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_where_it_was_and_curves_repeat(tmp_path: Path) -> None:
     """One runner, synchronous: two runs of a seed agree, though one was killed on the way."""
     (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
     settings = {"runners": 1, "steps": 4, "seed": 7, "eval_every": 2, "batch_size": 2}
     whole = Run(tmp_path / "whole", "mixed", **settings).finish()
 
-    killed = Run(tmp_path / "killed", "mixed", **settings)
-    process = killed.start()
-    wait_for(lambda: (killed.folder.checkpoints / "step-00000002").exists(), process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    killed.resume()
+    def checkpointed(run: Run) -> bool:
+        return (run.folder.checkpoints / "step-00000002").exists()
 
-    assert killed.curve() == whole.curve()
-    assert [row["step"] for row in killed.curve() if "reward/mean" in row] == [1, 2, 3, 4]
-    one, other = (
-        (run.folder.adapter / "adapter_model.safetensors").read_bytes() for run in (whole, killed)
-    )
-    assert one == other
-    assert killed.accounting().adds_up
-    assert killed.accounting().pending == 0
+    def evaluated(run: Run) -> bool:
+        return any(r["step"] == 2 and "eval/accuracy" in r for r in run.folder.read_metrics())
+
+    for moment in (checkpointed, evaluated):
+        (tmp_path / moment.__name__).mkdir()
+        killed = Run(tmp_path / moment.__name__, "mixed", **settings)
+        process = killed.start()
+        wait_for(functools.partial(moment, killed), process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        killed.resume()
+
+        assert killed.curve() == whole.curve()
+        assert [r["step"] for r in killed.curve() if "reward/mean" in r] == [1, 2, 3, 4]
+        one, other = (
+            (run.folder.adapter / "adapter_model.safetensors").read_bytes()
+            for run in (whole, killed)
+        )
+        assert one == other
+        assert killed.accounting().adds_up
+        assert killed.accounting().pending == 0
 
 
 def test_gateway_and_runner_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:

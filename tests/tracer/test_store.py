@@ -253,8 +253,10 @@ def test_a_resumed_run_supersedes_what_it_repeats(store: Store) -> None:
     store.write_calls("boot", [], [call_of(claim, "x")], 1)
     store.settle(trained={"x": 1}, skipped={})
     assert store.supersede(run_id, after_step=1) == 0
+    store.write_calls("boot", [], [call_of(claim, "under way")], 1)
+    assert store.supersede(run_id, after_step=1) == 1
     assert store.supersede(run_id, after_step=0) == 1
-    assert store.accounting(run_id).skipped == {SkipReason.SUPERSEDED: 1}
+    assert store.accounting(run_id).skipped == {SkipReason.SUPERSEDED: 2}
     assert store.cancel(run_id, "resumed", after_step=0) == 1
     assert store.rollouts(run_id)[0].state == RolloutState.CANCELLED
 

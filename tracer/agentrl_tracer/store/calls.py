@@ -132,16 +132,16 @@ class CallStore:
                 )
 
     def supersede(self, run_id: str, after_step: int) -> int:
-        """A resumed run repeats the steps after ``after_step``: their calls train no more."""
-        redone = sa.select(t.rollouts.c.id).where(
-            t.rollouts.c.run_id == run_id, t.rollouts.c.step > after_step
-        )
+        """A resumed run repeats the steps after ``after_step``, and whatever was under way.
+
+        Calls that those steps trained on, and calls that nobody has judged, train no more.
+        """
         unjudged = sa.and_(t.calls.c.trained_step.is_(None), t.calls.c.skip_reason.is_(None))
         with self.db.write() as c:
             changed = c.execute(
                 t.calls.update()
                 .where(
-                    t.calls.c.rollout_id.in_(redone),
+                    t.calls.c.run_id == run_id,
                     sa.or_(unjudged, t.calls.c.trained_step > after_step),
                 )
                 .values(trained_step=None, skip_reason=SkipReason.SUPERSEDED)
