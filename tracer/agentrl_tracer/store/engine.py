@@ -31,7 +31,8 @@ def normalise_url(url: str) -> str:
 def open_engine(url: str, *, pooled: bool) -> sa.Engine:
     """An engine for ``url``; ``pooled=False`` keeps no connection open between transactions.
 
-    A process that forks must not carry an open SQLite connection across the fork, hence the choice.
+    A forked child must neither use nor close a connection it inherits. Where one might,
+    open the store unpooled; runners keep their connection, since an attempt does neither.
     """
     pool: dict[str, Any] = {} if pooled else {"poolclass": NullPool}
     if not url.startswith("sqlite"):
