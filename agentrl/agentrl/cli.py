@@ -30,6 +30,7 @@ from agentrl.config import (
     TrainSettings,
     explain,
 )
+from agentrl.imports import heavy_imports
 
 console = Console()
 stderr = Console(stderr=True)
@@ -81,7 +82,8 @@ def train(
         Session(folder, config, "train") as session,
     ):
         # The gateway and the runners load while torch is imported here: seconds, on every core.
-        from agentrl.train import Training
+        with heavy_imports():
+            from agentrl.train import Training
 
         summary = Training(config, tasks, eval_tasks, session, display).run()
     console.print(training_report(summary))

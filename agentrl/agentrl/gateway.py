@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from agentrl.imports import heavy_imports
 from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
 
@@ -45,15 +46,16 @@ class GatewaySettings:
 
 def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     """Serves on ``sock`` until told to stop."""
-    import torch
+    with heavy_imports():
+        import torch
 
-    from agentrl.embedded import EmbeddedSampler
-    from agentrl_proxy.app import create_app
-    from agentrl_proxy.deps import GatewayDeps
-    from agentrl_proxy.rendering import Renderer
-    from agentrl_proxy.server import serve_on
-    from agentrl_tracer.writer import CallWriter
-    from agentrl_trainer.model import load_base
+        from agentrl.embedded import EmbeddedSampler
+        from agentrl_proxy.app import create_app
+        from agentrl_proxy.deps import GatewayDeps
+        from agentrl_proxy.rendering import Renderer
+        from agentrl_proxy.server import serve_on
+        from agentrl_tracer.writer import TraceWriter
+        from agentrl_trainer.model import load_base
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
     # The sampler's thread and the event loop hand the interpreter to each other thousands of times
@@ -64,7 +66,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     store.register_gateway(boot_id, settings.run_id, os.getpid())
     base = load_base(settings.model, device=settings.device, dtype=settings.dtype)
     sampler = EmbeddedSampler(base)
-    writer = CallWriter(store, boot_id)
+    writer = TraceWriter(store, boot_id)
     deps = GatewayDeps(
         sampler=sampler,
         renderer=Renderer(base.tokenizer),
@@ -149,6 +151,10 @@ class Gateway:
 
     def log_tail(self) -> str:
         return self._process.log_tail()
+
+    def begin_stop(self) -> None:
+        """Asks it to end, and does not wait."""
+        self._process.begin_stop()
 
     def stop(self) -> None:
         self._process.stop()

@@ -108,8 +108,14 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.begin_stop()
         self.pool.stop()
         self.gateway.stop()
+
+    def begin_stop(self) -> None:
+        """Asks gateway and runners to end: nothing more will be executed. Does not wait."""
+        self.pool.begin_stop()
+        self.gateway.begin_stop()
 
     def wait_ready(self) -> None:
         """Returns when the gateway answers.

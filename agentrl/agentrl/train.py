@@ -135,6 +135,7 @@ class Training:
             step += 1
             self._step(step)
             self._evaluate_if_due(step)
+        self.session.begin_stop()  # it takes a moment, in which the picture is drawn
         with self.clock("picture"):
             summary = self._finish(step)
         self.store.end_run(self.run_id, "finished")

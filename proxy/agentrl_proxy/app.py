@@ -82,17 +82,17 @@ class Gateway:
         return WorkResponse(_Work(self.chat, job), stream=chat.stream)
 
     async def traces(self, request: Request) -> Response:
-        caller = await self._caller(request)
+        caller = await self._caller(request, may_be_sealed=True)
         body = await read_body(request, self.deps.max_body_bytes)
         return await ingest.traces(
-            self.deps.store, caller, body, request.headers.get("content-type", "")
+            self.deps.writer, caller, body, request.headers.get("content-type", "")
         )
 
     async def rewards(self, request: Request) -> Response:
-        caller = await self._caller(request)
+        caller = await self._caller(request, may_be_sealed=True)
         body = await read_body(request, self.deps.max_body_bytes)
         key = request.headers.get("idempotency-key")
-        return await ingest.reward(self.deps.store, caller, body, key)
+        return await ingest.reward(self.deps.writer, caller, body, key)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
@@ -119,9 +119,11 @@ class Gateway:
             if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
                 self.attempts.forget(attempt_id)
 
-    async def _caller(self, request: Request) -> Caller:
+    async def _caller(self, request: Request, *, may_be_sealed: bool = False) -> Caller:
         rollout_id = request.path_params.get("rollout_id")
-        return await self.credentials.caller(request.headers, rollout_id)
+        return await self.credentials.caller(
+            request.headers, rollout_id, may_be_sealed=may_be_sealed
+        )
 
 
 class _Work:

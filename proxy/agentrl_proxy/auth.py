@@ -53,15 +53,27 @@ class Credentials:
         self._stats = stats
         self._known: OrderedDict[bytes, AttemptRef] = OrderedDict()
 
-    async def caller(self, headers: Mapping[str, str], rollout_id: str | None) -> Caller:
+    async def caller(
+        self, headers: Mapping[str, str], rollout_id: str | None, *, may_be_sealed: bool = False
+    ) -> Caller:
         """Who sent these headers to this path.
+
+        Args:
+            may_be_sealed: whoever writes for the caller looks himself whether its attempt runs.
 
         Raises:
             ApiError: 401 without a valid key, 403 when key and path disagree, 409 when the
                 attempt is sealed.
         """
         try:
-            return await self._caller(headers, rollout_id)
+            caller, state = await self._caller(headers, rollout_id)
+            if caller.attempt is not None and not may_be_sealed:
+                if state is None:
+                    attempt_id = caller.attempt.attempt_id
+                    state = await ask(self._store, self._store.attempt_state, attempt_id)
+                if state is not AttemptState.RUNNING:
+                    raise attempt_sealed(state)
+            return caller
         except ApiError as error:
             if error.status in (401, 403):
                 self._stats.refused += 1
@@ -80,25 +92,25 @@ class Credentials:
             self._stats.refused += 1
             raise
 
-    async def _caller(self, headers: Mapping[str, str], rollout_id: str | None) -> Caller:
+    async def _caller(
+        self, headers: Mapping[str, str], rollout_id: str | None
+    ) -> tuple[Caller, AttemptState | None]:
+        """With the state of its attempt, where that has just been learned."""
         key = _key_in(headers)
         digest = None if key is None else _digest(key)
         if digest is not None and self._is_operator(digest):
             if rollout_id is not None:
                 # Which attempt would it be? Only the attempt's own key says.
                 raise self._mismatch(rollout_id, "the operator key belongs to no rollout")
-            return Caller(operator=True, attempt=None)
-        attempt = None
+            return Caller(operator=True, attempt=None), None
+        attempt, state = None, None
         if key is not None and digest is not None:
-            attempt = await self._attempt(key, digest)
+            attempt, state = await self._attempt(key, digest)
         if attempt is None:
-            return self._stranger(key, rollout_id)
+            return self._stranger(key, rollout_id), None
         if rollout_id is not None and rollout_id != attempt.rollout_id:
             raise self._mismatch(rollout_id, "the key belongs to another rollout")
-        state = await ask(self._store, self._store.attempt_state, attempt.attempt_id)
-        if state is not AttemptState.RUNNING:
-            raise attempt_sealed("deleted" if state is None else state.value)
-        return Caller(operator=False, attempt=attempt)
+        return Caller(operator=False, attempt=attempt), state
 
     def _stranger(self, key: str | None, rollout_id: str | None) -> Caller:
         if key is None and (rollout_id is not None or self._operator is not None):
@@ -107,17 +119,19 @@ class Credentials:
             raise unauthorized("this key is not known here")
         return Caller(operator=False, attempt=None)
 
-    async def _attempt(self, key: str, digest: bytes) -> AttemptRef | None:
+    async def _attempt(
+        self, key: str, digest: bytes
+    ) -> tuple[AttemptRef | None, AttemptState | None]:
         known = self._known.get(digest)
         if known is not None:
             self._known.move_to_end(digest)
-            return known
+            return known, None
         found = await ask(self._store, self._store.authenticate, key)
         if found is not None:
             self._known[digest] = found
             if len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
-        return found
+        return found, None if found is None else found.state
 
     def _is_operator(self, digest: bytes) -> bool:
         return self._operator is not None and hmac.compare_digest(digest, self._operator)

@@ -350,7 +350,7 @@ class ChatService:
         if attempt is not None and state is not AttemptState.RUNNING:
             self.stats.late += 1
             self._attempts.forget(attempt.attempt_id)
-            raise attempt_sealed("deleted" if state is None else state.value)
+            raise attempt_sealed(state)
 
     async def _fail(self, job: Job, sampled: list[Sampled], error: Exception) -> None:
         self.stats.failed += 1

@@ -25,15 +25,16 @@ class GatewayStore(Protocol):
     def authenticate(self, key: str) -> AttemptRef | None: ...
     def attempt_state(self, attempt_id: str) -> AttemptState | None: ...
     def next_seq(self, attempt_id: str) -> int: ...
-    def record_spans(self, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None: ...
-    def record_rewards(self, rewards: Sequence[Reward]) -> None: ...
 
 
-class CallSink(Protocol):
-    """agentrl_tracer's CallWriter."""
+class TraceSink(Protocol):
+    """agentrl_tracer's TraceWriter."""
 
     def open(self, call: Call) -> None: ...
     async def finish(self, call: Call) -> AttemptState | None: ...
+    async def deliver(
+        self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
+    ) -> AttemptState | None: ...
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class GatewayDeps:
     sampler: Sampler
     renderer: Renderer
     store: GatewayStore
-    writer: CallSink
+    writer: TraceSink
     boot_id: str
     models: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     """Requested model name → adapter name; None: the base model."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from agentrl_tracer.schemas import AttemptState
+
 # OpenAI's clients retry 408, 409, 429 and 5xx by themselves. A sealed attempt stays sealed, so
 # they are told not to.
 DO_NOT_RETRY = {"x-should-retry": "false"}
@@ -63,10 +65,11 @@ def forbidden(message: str, code: str) -> ApiError:
     return ApiError(403, message, kind="permission_error", code=code)
 
 
-def attempt_sealed(state: str) -> ApiError:
+def attempt_sealed(state: AttemptState | None) -> ApiError:
+    """``state``: what the store says of the attempt; None: it is no longer there."""
     return ApiError(
         409,
-        f"this attempt is over (state: {state}); it takes no more calls, spans or rewards",
+        f"this attempt is over (state: {state or 'deleted'}): no more calls, spans or rewards",
         kind="conflict_error",
         code="attempt_sealed",
         headers=DO_NOT_RETRY,

@@ -5,6 +5,7 @@ Knows how they reach the store. Does not know models or tokens.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -14,10 +15,12 @@ import orjson
 from starlette.responses import Response
 
 from agentrl_proxy.asgi import json_response
-from agentrl_proxy.auth import Caller, ask
-from agentrl_proxy.deps import GatewayStore
-from agentrl_proxy.errors import ApiError, forbidden, invalid
-from agentrl_tracer.schemas import Reward
+from agentrl_proxy.auth import Caller
+from agentrl_proxy.deps import TraceSink
+from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
+
+log = logging.getLogger("agentrl.proxy")
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def traces(store: GatewayStore, caller: Caller, body: bytes, content_type: str) -> Response:
+async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: str) -> Response:
     """An OTLP/HTTP export. Spans that carry rewards become rewards of their attempt."""
     from agentrl_tracer.otlp import parse_traces, rewards_in
 
@@ -48,14 +51,14 @@ async def traces(store: GatewayStore, caller: Caller, body: bytes, content_type:
     except ValueError as error:
         raise invalid(None, str(error), code="invalid_otlp") from None
     if spans:
-        await ask(store, store.record_spans, spans, rewards)
+        await _deliver(writer, attempt, spans, rewards)
     if kind == "application/json":
         return json_response({})
     return Response(b"", media_type="application/x-protobuf")  # an empty ExportTraceServiceResponse
 
 
 async def reward(
-    store: GatewayStore, caller: Caller, body: bytes, idempotency_key: str | None
+    writer: TraceSink, caller: Caller, body: bytes, idempotency_key: str | None
 ) -> Response:
     """A reward by plain JSON, for agents without OpenTelemetry."""
     attempt = caller.attempt
@@ -80,5 +83,18 @@ async def reward(
         explanation=texts["explanation"],
         created_at=time.time(),
     )
-    await ask(store, store.record_rewards, [record])
+    await _deliver(writer, attempt, [], [record])
     return json_response({"name": record.name, "value": record.value, "key": record.key})
+
+
+async def _deliver(
+    writer: TraceSink, attempt: AttemptRef | None, spans: list[Span], rewards: list[Reward]
+) -> None:
+    """Returns when they are durable."""
+    try:
+        state = await writer.deliver(attempt and attempt.attempt_id, spans, rewards)
+    except Exception as error:
+        log.exception("the store did not take %d spans, %d rewards", len(spans), len(rewards))
+        raise unavailable("spans and rewards could not be recorded", "store_error") from error
+    if attempt is not None and state is not AttemptState.RUNNING:
+        raise attempt_sealed(state)

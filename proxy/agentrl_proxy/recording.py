@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from agentrl_proxy.deps import CallSink
+from agentrl_proxy.deps import TraceSink
 from agentrl_proxy.sampler import FinishEvent, SamplingParams, TokenEvent
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
 
@@ -50,7 +50,7 @@ class Sampled:
 class CallRecord:
     """The rows of one request."""
 
-    def __init__(self, writer: CallSink, calls: list[Call]) -> None:
+    def __init__(self, writer: TraceSink, calls: list[Call]) -> None:
         self._writer = writer
         self._calls = calls
         self.finished = False
@@ -109,7 +109,7 @@ class CallRecord:
 
 
 def open_calls(
-    writer: CallSink,
+    writer: TraceSink,
     *,
     response_id: str,
     run_id: str | None,

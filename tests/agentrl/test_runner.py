@@ -105,8 +105,7 @@ class FakeGateway:
                 spans = parse_traces(
                     body, self.headers["content-type"], ref.rollout_id, ref.attempt_id
                 )
-                store.record_spans(spans)
-                store.record_rewards(rewards_in(spans))
+                store.record_spans(spans, rewards_in(spans))
                 self._answer(200, b"")
 
             def _answer(self, code: int, body: bytes) -> None:

@@ -16,7 +16,7 @@ from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.server import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
-from agentrl_tracer.writer import CallWriter
+from agentrl_tracer.writer import TraceWriter
 
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 
@@ -45,7 +45,7 @@ def _running(tmp_path: Path, renderer: Renderer, sampling: dict[str, Any], **dep
     store.enqueue(run_id, rollouts)
     claims = [store.claim("runner", 600.0, run_id) for _ in rollouts]
     store.register_gateway("boot", run_id, 1)
-    writer = CallWriter(store, "boot")
+    writer = TraceWriter(store, "boot")
     sampler = ScriptedSampler(renderer)
     settings: dict[str, Any] = {
         "models": {"policy": "policy", "base": None},

@@ -15,7 +15,7 @@ from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.server import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
-from agentrl_tracer.writer import CallWriter
+from agentrl_tracer.writer import TraceWriter
 
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 
@@ -31,7 +31,7 @@ def test_chat_over_the_engine(tmp_path: Path) -> None:
     claim = store.claim("runner", 600.0, run_id)
     assert claim is not None
     store.register_gateway("boot", run_id, 1)
-    writer = CallWriter(store, "boot")
+    writer = TraceWriter(store, "boot")
     sampler = embedded.EmbeddedSampler(base)
     deps = GatewayDeps(
         sampler, Renderer(base.tokenizer), store, writer, "boot",

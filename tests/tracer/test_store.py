@@ -24,7 +24,7 @@ from agentrl_tracer.schemas import (
     SkipReason,
 )
 from agentrl_tracer.store import Store, engine, tables
-from agentrl_tracer.writer import CallWriter
+from agentrl_tracer.writer import TraceWriter
 
 
 def start_run(store: Store, rollouts: int = 1, policies: Policies | None = None) -> str:
@@ -54,13 +54,20 @@ def call_of(claim: Claim, name: str, **changes: object) -> Call:
     return replace(call, **changes)
 
 
-def test_migrations_make_the_tables(tmp_path: Path) -> None:
-    store = Store(str(tmp_path / "s.db"))
-    with store.db.engine.connect() as connection:
-        context = MigrationContext.configure(connection)
-        assert compare_metadata(context, tables.metadata) == []
+def test_migrations_and_a_new_store_make_the_same_tables(tmp_path: Path) -> None:
     scripts = ScriptDirectory(str(Path(engine.__file__).parent / "migrations"))
     assert scripts.get_current_head() == engine.HEAD
+    migrated = engine.open_engine(f"sqlite:///{tmp_path}/migrated.db", pooled=True)
+    with migrated.begin() as connection:
+        engine.upgrade(connection, None)
+    store = Store(str(tmp_path / "new.db"))
+    Store(str(tmp_path / "migrated.db")).close()  # finds nothing left to do
+    for made in (migrated, store.db.engine):
+        with made.connect() as connection:
+            context = MigrationContext.configure(connection)
+            assert compare_metadata(context, tables.metadata) == []
+            assert context.get_current_revision() == engine.HEAD
+    migrated.dispose()
     store.close()
 
 
@@ -174,7 +181,7 @@ async def test_calls_come_back_as_they_were_written(store: Store) -> None:
     run_id = start_run(store)
     claim = claimed(store)
     store.register_gateway("boot", run_id, 1)
-    writer = CallWriter(store, "boot")
+    writer = TraceWriter(store, "boot")
     call = call_of(claim, "c1", response={"a": [1]}, response_logprobs=[-0.5])
     writer.open(replace(call, state=CallState.OPEN))
     assert await writer.finish(call) is AttemptState.RUNNING
@@ -188,7 +195,7 @@ async def test_a_late_call_is_kept_and_named(store: Store) -> None:
     run_id = start_run(store)
     claim = claimed(store)
     store.register_gateway("boot", run_id, 1)
-    writer = CallWriter(store, "boot")
+    writer = TraceWriter(store, "boot")
     writer.open(call_of(claim, "late", state=CallState.OPEN))
     store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
     assert await writer.finish(call_of(claim, "late")) is AttemptState.SUCCEEDED
@@ -200,7 +207,7 @@ async def test_calls_open_at_a_gateways_death_are_lost_with_a_reason(store: Stor
     run_id = start_run(store)
     claim = claimed(store)
     store.register_gateway("first", run_id, 1)
-    writer = CallWriter(store, "first")
+    writer = TraceWriter(store, "first")
     writer.open(call_of(claim, "lost", state=CallState.OPEN, response_ids=[]))
     assert await writer.finish(call_of(claim, "done")) is AttemptState.RUNNING
     writer.close()
@@ -214,7 +221,7 @@ async def test_the_sum_notices_a_lost_record(store: Store) -> None:
     run_id = start_run(store)
     claim = claimed(store)
     store.register_gateway("boot", run_id, 1)
-    writer = CallWriter(store, "boot")
+    writer = TraceWriter(store, "boot")
     for name in ("a", "b"):
         writer.open(call_of(claim, name, state=CallState.OPEN))
         await writer.finish(call_of(claim, name))
@@ -230,7 +237,7 @@ async def test_a_failing_database_fails_the_call_not_the_writer(store: Store) ->
     run_id = start_run(store)
     claim = claimed(store)
     store.register_gateway("boot", run_id, 1)
-    writer = CallWriter(store, "boot")
+    writer = TraceWriter(store, "boot")
     with pytest.raises((sa.exc.StatementError, TypeError)):  # by driver
         await writer.finish(call_of(claim, "bad", params={"not json": object()}))
     assert await writer.finish(call_of(claim, "good")) is AttemptState.RUNNING
@@ -265,8 +272,8 @@ def test_a_reward_delivered_twice_counts_once(store: Store) -> None:
     start_run(store)
     claim = claimed(store)
     reward = Reward(claim.attempt_id, claim.rollout_id, "reward", 1.0, key="span-1")
-    store.record_rewards([reward])
-    store.record_rewards([reward, replace(reward, key="span-2", value=0.5)])
+    store.record_spans([], [reward])
+    store.record_spans([], [reward, replace(reward, key="span-2", value=0.5)])
     assert [r.value for r in store.rewards([claim.rollout_id])] == [1.0, 0.5]
 
 

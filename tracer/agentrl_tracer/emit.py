@@ -35,7 +35,9 @@ def emit_reward(
 ) -> None:
     """Rewards the rollout that is running; outside training this does nothing.
 
-    It returns when the reward has arrived at the gateway. Several rewards of a rollout add up.
+    Several rewards of a rollout add up. In the process that a runner started the reward leaves in
+    the background, within half a second, and the rollout does not succeed before it has arrived;
+    in a subprocess of the agent this returns when it has arrived.
 
     Args:
         value: a finite number (a bool counts as 1 or 0), or ``{name: number}`` for several at once.
@@ -61,7 +63,7 @@ def emit_reward(
         if explanation is not None:
             marks[EVALUATION_EXPLANATION] = explanation
         active.tracer.start_span(REWARD_SPAN, context, attributes=marks).end()
-    if not active.flush():
+    if not active.attended and not active.flush():
         logger.warning(
             "agentrl: a reward or span did not reach the gateway; the rollout is retried"
         )

@@ -1,19 +1,24 @@
-"""Group commit: many calls finish at once, one transaction makes them all durable.
+"""Group commit: much arrives at once, one transaction makes it all durable.
 
-The gateway's event loop hands calls over and waits for the commit only where it must: before an
-answer leaves. A single thread owns the writing.
+The gateway's event loop hands over calls, spans and rewards, and waits for the commit only where it
+must: before an answer leaves. A single thread owns the writing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_tracer.schemas import AttemptState, Call
+from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
+from agentrl_tracer.store.calls import Delivery
 from agentrl_tracer.store.store import Store
+
+log = logging.getLogger("agentrl.proxy")
 
 _MAX_BATCH = 512
 _OPEN_DELAY_S = 0.02
@@ -21,13 +26,13 @@ _OPEN_DELAY_S = 0.02
 
 @dataclass(slots=True)
 class _Item:
-    call: Call
+    what: Call | Delivery
     proxied: int  # the gateway's count when this was handed over
     done: asyncio.Future[AttemptState | None] | None  # None: an open call, nobody waits
 
 
-class CallWriter:
-    """Writes calls to the store in group commits.
+class TraceWriter:
+    """Writes calls, spans and rewards to the store in group commits.
 
     ``proxied`` counts accepted answers; it travels with the calls so that the count in the store
     never runs ahead of, or behind, the rows committed with it.
@@ -38,7 +43,7 @@ class CallWriter:
         self._boot_id = boot_id
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self.proxied = 0
-        self._thread = threading.Thread(target=self._run, name="call-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
 
     def open(self, call: Call) -> None:
@@ -55,14 +60,30 @@ class CallWriter:
         Raises:
             Exception: whatever the database raised; the call is then not durable.
         """
-        done: asyncio.Future[AttemptState | None] = asyncio.get_running_loop().create_future()
-        self._queue.put(_Item(call, self.proxied, done))
-        return await done
+        return await self._write(call)
+
+    async def deliver(
+        self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
+    ) -> AttemptState | None:
+        """Stores spans and rewards; returns, after the commit, the state of their attempt.
+
+        Anything but ``running`` (None for those of no attempt) means the attempt was sealed and
+        nothing was kept.
+
+        Raises:
+            Exception: whatever the database raised; nothing is then durable.
+        """
+        return await self._write(Delivery(attempt_id, spans, rewards))
 
     def close(self) -> None:
         """Writes what is queued and ends the thread."""
         self._queue.put(None)
         self._thread.join(timeout=30)
+
+    async def _write(self, what: Call | Delivery) -> AttemptState | None:
+        done: asyncio.Future[AttemptState | None] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Item(what, self.proxied, done))
+        return await done
 
     def _run(self) -> None:
         while True:
@@ -98,24 +119,45 @@ class CallWriter:
         return batch, False
 
     def _commit(self, batch: list[_Item]) -> None:
-        opened = [item.call for item in batch if item.done is None]
-        finished = [item for item in batch if item.done is not None]
-        error: Exception | None = None
-        states: dict[str, AttemptState | None] = {}
         try:
-            states = self._store.write_calls(
-                self._boot_id, opened, [item.call for item in finished], batch[-1].proxied
-            )
-        except Exception as caught:  # a full disk must fail the requests, not the thread
-            error = caught
-        # One wake-up of each event loop per commit, however many calls it made durable.
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Item]] = {}
-        for item in finished:
-            assert item.done is not None
+            states = self._write_all(batch)
+        except Exception as error:  # a full disk must fail the requests, not the thread
+            if len(batch) > 1:
+                # One of them may be what the database refuses: the others shall not suffer for it.
+                for item in batch:
+                    self._commit([item])
+                return
+            if batch[0].done is None:
+                log.exception("the store did not take an open call")
+            _wake(batch, {}, error)
+        else:
+            _wake(batch, states, None)
+
+    def _write_all(self, batch: list[_Item]) -> dict[str, AttemptState | None]:
+        opened: list[Call] = []
+        finished: list[Call] = []
+        deliveries: list[Delivery] = []
+        for item in batch:
+            if isinstance(item.what, Delivery):
+                deliveries.append(item.what)
+            else:
+                (opened if item.done is None else finished).append(item.what)
+        return self._store.write_calls(
+            self._boot_id, opened, finished, batch[-1].proxied, deliveries
+        )
+
+
+def _wake(
+    batch: list[_Item], states: dict[str, AttemptState | None], error: Exception | None
+) -> None:
+    """One wake-up of each event loop per commit, however much it made durable."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Item]] = {}
+    for item in batch:
+        if item.done is not None:
             by_loop.setdefault(item.done.get_loop(), []).append(item)
-        for loop, items in by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, items, states, error)
+    for loop, items in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_resolve, items, states, error)
 
 
 def _resolve(
@@ -127,5 +169,5 @@ def _resolve(
         if error is not None:
             item.done.set_exception(error)
         else:
-            attempt = item.call.attempt_id
+            attempt = item.what.attempt_id
             item.done.set_result(None if attempt is None else states.get(attempt))

@@ -98,7 +98,8 @@ def run_attempts(
             report = host.run(job.claim)
             spec = parse_agent(config.agent)
             report.third_party_modules = third_party_modules(spec, known_modules)
-            known_modules |= set(report.third_party_modules)
+            if report.third_party_modules:  # a copy would touch, and so copy, every name's page
+                known_modules |= set(report.third_party_modules)
             _flush_output()
             _write_all(report_fd, json.dumps(asdict(report)).encode() + b"\n")
             code = 0 if report.ok else 1
@@ -182,6 +183,7 @@ class _Host:
         active = rollout_tracing()
         assert active is not None
         active.provider.add_span_processor(self._watch)
+        active.attended = True  # ``run`` flushes before it reports
         # After the import: a provider that the user's module sets is kept, and ours joins it.
         active.install_globally()
         return self._agent

@@ -54,6 +54,16 @@ def look_certificates_up_by_name(env: dict[str, str]) -> None:
         env.pop("SSL_CERT_FILE", None)
 
 
+def direct_to_gateway(gateway: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that keep clients from asking a proxy for the gateway."""
+    direct = ["127.0.0.1", "localhost", "::1", urlsplit(gateway).hostname or ""]
+    env: dict[str, str] = {}
+    for name in ("NO_PROXY", "no_proxy"):
+        present = [host for host in inherited.get(name, "").split(",") if host]
+        env[name] = ",".join(dict.fromkeys([*present, *filter(None, direct)]))
+    return env
+
+
 def attempt_environment(
     config: RunnerConfig, claim: Claim, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -83,10 +93,7 @@ def attempt_environment(
         env["OTEL_SERVICE_NAME"] = "agentrl-agent"
     if "CREWAI_STORAGE_DIR" not in inherited:
         env["CREWAI_STORAGE_DIR"] = str(storage_folder(claim.attempt_id))
-    direct = ["127.0.0.1", "localhost", "::1", urlsplit(gateway).hostname or ""]
-    for name in ("NO_PROXY", "no_proxy"):
-        present = [host for host in inherited.get(name, "").split(",") if host]
-        env[name] = ",".join(dict.fromkeys([*present, *filter(None, direct)]))
+    env |= direct_to_gateway(gateway, inherited)
     if config.python_path:
         path = [*config.python_path, *filter(None, [inherited.get("PYTHONPATH")])]
         env["PYTHONPATH"] = os.pathsep.join(path)

@@ -38,11 +38,16 @@ class PoolHandle:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def begin_stop(self) -> None:
+        """Asks runners to end, and does not wait."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
     def stop(self) -> None:
         """Stops runners and their agents; running attempts are given back to the queue."""
+        self.begin_stop()
         process = self._process
         if process.poll() is None:
-            process.terminate()
             try:
                 process.wait(_STOP_GRACE_S)
             except subprocess.TimeoutExpired:

@@ -4,8 +4,9 @@ Knows processes. Single-threaded, because it forks. It ends when its standard in
 trainer holds the other end.
 
 Which modules to preload is learned twice: from a *scout*, a child that only imports the agent while
-the gateway is still starting, and from what the first attempts turn out to import lazily. Each time
-the pool has imported more, its workers retire after their attempt and are forked afresh, warm.
+the gateway is still starting, and from what the first attempts turn out to import lazily. After
+each lesson the pool rehearses an attempt, and its workers retire after theirs and are forked
+afresh, warm.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from typing import NoReturn
 import agentrl_tracer.emit  # noqa: F401
 from agentrl.runner.agent import load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig, check_environment
-from agentrl.runner.environment import QUIET, attempt_environment
+from agentrl.runner.environment import QUIET, attempt_environment, direct_to_gateway
 from agentrl.runner.preload import StartedThreads, installed_roots, preload, third_party_modules
+from agentrl.runner.rehearsal import rehearse
 from agentrl.runner.worker import run_worker
 from agentrl_tracer.schemas import Claim, Purpose
 
@@ -73,12 +75,14 @@ class Pool:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.environ.update(QUIET)
+        # All attempts have these: so the scout and the rehearsal go by them too.
+        os.environ.update(QUIET | direct_to_gateway(self.config.gateway))
         installed_roots()  # looked up once, here, rather than in every attempt; likewise:
         tempfile.gettempdir()
         # Several processes share this object: it keeps no connection, only compiled statements.
         if self.agent.kind == "command":
             self._pioneer_until = 0.0  # its modules are in another process
+            self._learn([])
         else:
             self._learn(self._scout())
         logger.info("pool %d: %d runners for %s", os.getpid(), len(self._slots), self.config.agent)
@@ -144,15 +148,17 @@ class Pool:
             os._exit(0)
 
     def _learn(self, names: list[str]) -> None:
-        """Imports modules, and makes workers that lack them retire."""
+        """Imports modules, warms up with them, and makes workers that lack all that retire."""
         started = time.monotonic()
         try:
             count = preload(names, self._skip)
+            if count == 0 and self._lessons:
+                return
+            self._lessons += 1
+            if rehearse.__module__ not in self._skip:
+                rehearse()
         except StartedThreads as offence:
             self._begin_again_without(offence.package)
-        if count == 0:
-            return
-        self._lessons += 1
         logger.info("preloaded %d modules in %.1f s", count, time.monotonic() - started)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page after the fork
@@ -162,11 +168,11 @@ class Pool:
                     slot.control.send(b"r")
 
     def _begin_again_without(self, package: str) -> NoReturn:
-        """Threads do not survive a fork, and an import cannot be undone: start over.
+        """Threads do not survive a fork, and what started them cannot be undone: start over.
 
         Our pid and standard input stay, so the trainer notices nothing.
         """
-        logger.info("%s starts threads when imported; it is left to the attempts", package)
+        logger.info("%s starts threads in the pool; it is left to the attempts", package)
         self._stop_workers()
         os.environ[_SKIP] = ",".join(sorted({*self._skip, package}))
         read, write = os.pipe()  # the configuration was read from stdin, which must stay open

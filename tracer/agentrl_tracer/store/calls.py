@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -26,23 +27,52 @@ _SPAN_COLUMNS = [t.spans.c[name] for name in Span.__dataclass_fields__]
 _REWARD_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
 # A verdict, once given, stands: a call judged while it was open keeps that reason when it finishes.
 _KEPT_VERDICT = ("trained_step", "skip_reason")
-_CALL_UPDATES = [c.name for c in _CALL_COLUMNS if c.name not in ("id", *_KEPT_VERDICT)]
+_CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_KEPT_VERDICT))
+
+# Statements of the hot path are built once: building one costs as much as executing it.
+_ATTEMPT_STATES = sa.select(t.attempts.c.id, t.attempts.c.state).where(
+    t.attempts.c.id.in_(sa.bindparam("ids", expanding=True))
+)
+_SET_PROXIED = (
+    t.gateways.update()
+    .where(t.gateways.c.boot_id == sa.bindparam("boot"))
+    .values(proxied=sa.bindparam("count"))
+)
+_LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(
+    t.calls.c.attempt_id == sa.bindparam("attempt_id")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Spans and rewards that arrived together; of an attempt, or (None) of nobody's."""
+
+    attempt_id: str | None
+    spans: Sequence[Span]
+    rewards: Sequence[Reward] = ()
 
 
 class CallStore:
     db: Database
 
     def write_calls(
-        self, boot_id: str, opened: Sequence[Call], finished: Sequence[Call], proxied: int
+        self,
+        boot_id: str,
+        opened: Sequence[Call],
+        finished: Sequence[Call],
+        proxied: int,
+        deliveries: Sequence[Delivery] = (),
     ) -> dict[str, AttemptState | None]:
-        """One group commit: new open calls, finished calls, and the gateway's own count.
+        """One group commit: open and finished calls, the gateway's own count, spans and rewards.
 
-        A call that finishes after its attempt was sealed is kept, as ``late_call``. Returns the
-        state of every finished call's attempt as of this transaction, by attempt id.
+        A call that finishes after its attempt was sealed is kept, as ``late_call``; spans and
+        rewards that come after it are not. Returns the state of every attempt among finished
+        calls and deliveries as of this transaction, by attempt id.
         """
         done = {call.id for call in finished}
+        concerned = {item.attempt_id for item in (*finished, *deliveries)} - {None}
         with self.db.write() as c:
-            states = self._attempt_states(c, {call.attempt_id for call in finished} - {None})
+            states = self._attempt_states(c, concerned)
             rows = [_row(call, boot_id) for call in opened if call.id not in done]
             if rows:
                 c.execute(upsert(self.db, t.calls, update=()), rows)
@@ -54,32 +84,31 @@ class CallStore:
             if rows:
                 statement = upsert(self.db, t.calls, update=_CALL_UPDATES, keep=_KEPT_VERDICT)
                 c.execute(statement, rows)
-            c.execute(
-                t.gateways.update().where(t.gateways.c.boot_id == boot_id).values(proxied=proxied)
-            )
+            if opened or finished:
+                c.execute(_SET_PROXIED, {"boot": boot_id, "count": proxied})
+            for delivery in deliveries:
+                attempt_id = delivery.attempt_id
+                if attempt_id is None or states.get(attempt_id) is AttemptState.RUNNING:
+                    self._keep(c, delivery.spans, delivery.rewards)
         return states
 
     def record_spans(self, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:
         """Keeps spans, and the rewards among them; what is delivered twice is kept once."""
-        if not spans and not rewards:
-            return
         with self.db.write() as c:
-            if spans:
-                rows = [_fields(span) for span in spans]
-                c.execute(upsert(self.db, t.spans, update=()), rows)
-            if rewards:
-                rows = [_fields(r) | {"created_at": r.created_at or time.time()} for r in rewards]
-                c.execute(upsert(self.db, t.rewards, update=()), rows)
-
-    def record_rewards(self, rewards: Sequence[Reward]) -> None:
-        """Keeps rewards; one delivered twice (same attempt and key) counts once."""
-        self.record_spans((), rewards)
+            self._keep(c, spans, rewards)
 
     def next_seq(self, attempt_id: str) -> int:
         with self.db.read() as c:
-            query = sa.select(sa.func.max(t.calls.c.seq)).where(t.calls.c.attempt_id == attempt_id)
-            last = c.execute(query).scalar()
+            last = c.execute(_LAST_SEQ, {"attempt_id": attempt_id}).scalar()
         return 0 if last is None else last + 1
+
+    def _keep(self, c: sa.Connection, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
+        if spans:
+            rows = [_fields(span) for span in spans]
+            c.execute(upsert(self.db, t.spans, update=()), rows)
+        if rewards:
+            rows = [_fields(r) | {"created_at": r.created_at or time.time()} for r in rewards]
+            c.execute(upsert(self.db, t.rewards, update=()), rows)
 
     def calls(
         self,
@@ -180,8 +209,8 @@ class CallStore:
     def _attempt_states(c: sa.Connection, ids: Collection[Any]) -> dict[str, AttemptState | None]:
         if not ids:
             return {}
-        query = sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(ids))
-        return {row.id: AttemptState(row.state) for row in c.execute(query)}
+        rows = c.execute(_ATTEMPT_STATES, {"ids": list(ids)})
+        return {row.id: AttemptState(row.state) for row in rows}
 
 
 def _fields(record: Any) -> dict[str, Any]:

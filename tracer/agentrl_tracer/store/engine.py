@@ -15,6 +15,9 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.pool import NullPool
 
+from agentrl_tracer.store.tables import metadata
+
+_ONE_READ = "agentrl_one_read"  # execution option: a single statement, without a transaction
 _BUSY_MS = 30_000  # writers queue for the one write lock this long before giving up
 
 
@@ -54,8 +57,8 @@ def open_engine(url: str, *, pooled: bool) -> sa.Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
-            return  # a single read: SQLAlchemy announces a transaction, SQLite needs none
+        if connection.get_execution_options().get(_ONE_READ):
+            return  # SQLAlchemy announces a transaction, SQLite needs none
         # IMMEDIATE: take the write lock at once. A deferred transaction that reads first and
         # writes later fails with "database is locked" instead of waiting its turn.
         connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -81,8 +84,8 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Single statements, outside any transaction, never waiting for a writer."""
-        with self.engine.connect() as connection:
-            yield connection.execution_options(isolation_level="AUTOCOMMIT")
+        with _reading(self.engine) as connection:
+            yield connection
 
     def close(self) -> None:
         self.engine.dispose()
@@ -91,6 +94,13 @@ class Database:
 HEAD = "0001"
 """The newest migration; a test compares it with the scripts."""
 
+_VERSION = sa.Table(  # alembic's own, as it would make it
+    "alembic_version",
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+
 
 def migrate(engine: sa.Engine) -> None:
     """Brings the schema to ``HEAD``.
@@ -98,32 +108,53 @@ def migrate(engine: sa.Engine) -> None:
     Raises:
         RuntimeError: the database was made by a newer agentrl.
     """
-    if _revision(engine) == HEAD:
-        return  # the usual case costs one query, and does not import alembic
+    with _reading(engine) as connection:
+        if _revision(connection) == HEAD:
+            return  # the usual case costs one query
+    # One transaction, begun IMMEDIATE: of several processes that open a new store at the same
+    # moment, one migrates and the others wait, then find nothing to do.
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(727274)"))
+        revision = _revision(connection)
+        if revision is None:
+            # A new store: the tables as they are, without importing alembic (0.3 s). A test holds
+            # tables and migrations together.
+            metadata.create_all(connection)
+            _VERSION.create(connection)
+            connection.execute(_VERSION.insert().values(version_num=HEAD))
+        elif revision != HEAD:
+            upgrade(connection, revision)
+
+
+def upgrade(connection: sa.Connection, revision: str | None) -> None:
+    """Runs the migrations from ``revision`` (None: from an empty database) to ``HEAD``."""
     from alembic import command
     from alembic.config import Config
     from alembic.util.exc import CommandError
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    # One transaction, begun IMMEDIATE: of several processes that open a new store at the same
-    # moment, one migrates and the others wait, then find nothing to do.
-    with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":
-            connection.execute(sa.text("SELECT pg_advisory_xact_lock(727274)"))
-        config.attributes["connection"] = connection
-        try:
-            command.upgrade(config, "head")
-        except CommandError as error:
-            raise RuntimeError(
-                f"store {engine.url.render_as_string()!r} has schema {_revision(engine)!r}, which "
-                f"this agentrl (schema {HEAD}) does not know: upgrade agentrl, or use another store"
-            ) from error
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        url = connection.engine.url.render_as_string()
+        raise RuntimeError(
+            f"store {url!r} has schema {revision!r}, which this agentrl (schema {HEAD}) does not "
+            "know: upgrade agentrl, or use another store"
+        ) from error
 
 
-def _revision(engine: sa.Engine) -> str | None:
+@contextmanager
+def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+    remote = engine.dialect.name != "sqlite"
+    options = {"isolation_level": "AUTOCOMMIT"} if remote else {_ONE_READ: True}
     with engine.connect() as connection:
-        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        if not sa.inspect(connection).has_table("alembic_version"):
-            return None
-        return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+        yield connection.execution_options(**options)
+
+
+def _revision(connection: sa.Connection) -> str | None:
+    if not sa.inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.execute(sa.select(_VERSION.c.version_num)).scalar()

@@ -35,6 +35,49 @@ _ROLLOUT_COLUMNS = [t.rollouts.c[name] for name in Rollout.__dataclass_fields__]
 _ATTEMPT_COLUMNS = [t.attempts.c[name] for name in Attempt.__dataclass_fields__]
 POLICY_REWARD_KEY = "policy"
 
+# Statements of the hot path are built once: building one costs as much as executing it.
+_NEXT_QUEUED = (
+    sa.select(t.rollouts, t.tasks.c.data.label("task"))
+    .join(t.tasks, t.tasks.c.id == t.rollouts.c.task_id)
+    .where(t.rollouts.c.state == RolloutState.QUEUED)
+    .order_by(t.rollouts.c.ordinal)
+    .limit(1)
+)
+_OF_RUN = t.rollouts.c.run_id == sa.bindparam("run")
+_CLAIMABLE = {
+    any_run: query.with_for_update(skip_locked=True, of=t.rollouts)
+    for any_run, query in ((True, _NEXT_QUEUED), (False, _NEXT_QUEUED.where(_OF_RUN)))
+}
+_SOMETHING_QUEUED = {
+    any_run: query.with_only_columns(t.rollouts.c.id, maintain_column_froms=True)
+    for any_run, query in ((True, _NEXT_QUEUED), (False, _NEXT_QUEUED.where(_OF_RUN)))
+}
+_UPDATE_ROLLOUT = t.rollouts.update().where(t.rollouts.c.id == sa.bindparam("rollout"))
+_NEW_ATTEMPT = t.attempts.insert()
+_SEAL_ATTEMPT = t.attempts.update().where(
+    t.attempts.c.id == sa.bindparam("attempt"), t.attempts.c.state == AttemptState.RUNNING
+)
+_WITH_POLICIES = (
+    sa.select(t.rollouts, t.runs.c.policies)
+    .join(t.attempts, t.attempts.c.rollout_id == t.rollouts.c.id)
+    .join(t.runs, t.runs.c.id == t.rollouts.c.run_id)
+    .where(t.attempts.c.id == sa.bindparam("attempt"))
+)
+_STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
+_BY_KEY = (
+    sa.select(
+        t.rollouts.c.run_id,
+        t.attempts.c.rollout_id,
+        t.attempts.c.id.label("attempt_id"),
+        t.attempts.c.state,
+        t.rollouts.c.purpose,
+        t.rollouts.c.seed,
+        t.rollouts.c.sampling,
+    )
+    .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
+    .where(t.attempts.c.key_hash == sa.bindparam("key_hash"))
+)
+
 
 def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
@@ -68,19 +111,15 @@ class RolloutStore:
 
     def claim(self, runner: str, lease_s: float, run_id: str | None = None) -> Claim | None:
         """Leases the oldest queued rollout to ``runner``; None when nothing is queued."""
-        queued = sa.select(t.rollouts).where(t.rollouts.c.state == RolloutState.QUEUED)
-        if run_id is not None:
-            queued = queued.where(t.rollouts.c.run_id == run_id)
-        queued = queued.order_by(t.rollouts.c.ordinal).limit(1)
+        any_run, run = run_id is None, {"run": run_id}
         with self.db.read() as c:  # idle runners poll: look before taking the write lock
-            if c.execute(queued.with_only_columns(t.rollouts.c.id)).first() is None:
+            if c.execute(_SOMETHING_QUEUED[any_run], run).first() is None:
                 return None
         now = time.time()
         with self.db.write() as c:
-            row = c.execute(queued.with_for_update(skip_locked=True)).mappings().first()
+            row = c.execute(_CLAIMABLE[any_run], run).mappings().first()
             if row is None:
                 return None
-            task = c.execute(sa.select(t.tasks.c.data).where(t.tasks.c.id == row["task_id"]))
             attempt_id = secrets.token_hex(8)
             claim = Claim(
                 rollout_id=row["id"],
@@ -90,32 +129,29 @@ class RolloutStore:
                 purpose=Purpose(row["purpose"]),
                 step=row["step"],
                 task_id=row["task_id"],
-                task=task.scalar_one(),
+                task=row["task"],
                 key=f"sk-agentrl-{secrets.token_urlsafe(24)}",
                 lease_expires_at=now + lease_s,
             )
-            c.execute(
-                t.rollouts.update()
-                .where(t.rollouts.c.id == row["id"])
-                .values(
-                    state=RolloutState.RUNNING,
-                    attempts=claim.attempt_number,
-                    started_at=row["started_at"] or now,
-                )
-            )
-            c.execute(
-                t.attempts.insert().values(
-                    id=attempt_id,
-                    rollout_id=claim.rollout_id,
-                    number=claim.attempt_number,
-                    state=AttemptState.RUNNING,
-                    key_hash=hash_key(claim.key),
-                    runner=runner,
-                    lease_expires_at=claim.lease_expires_at,
-                    heartbeat_at=now,
-                    started_at=now,
-                )
-            )
+            started = {
+                "rollout": claim.rollout_id,
+                "state": RolloutState.RUNNING,
+                "attempts": claim.attempt_number,
+                "started_at": row["started_at"] or now,
+            }
+            c.execute(_UPDATE_ROLLOUT, started)
+            attempt = {
+                "id": attempt_id,
+                "rollout_id": claim.rollout_id,
+                "number": claim.attempt_number,
+                "state": AttemptState.RUNNING,
+                "key_hash": hash_key(claim.key),
+                "runner": runner,
+                "lease_expires_at": claim.lease_expires_at,
+                "heartbeat_at": now,
+                "started_at": now,
+            }
+            c.execute(_NEW_ATTEMPT, attempt)
         return claim
 
     def heartbeat(self, attempt_id: str, lease_s: float) -> bool:
@@ -229,21 +265,8 @@ class RolloutStore:
 
     def authenticate(self, key: str) -> AttemptRef | None:
         """Whose attempt a key opens; None for an unknown key. The attempt may be sealed."""
-        query = (
-            sa.select(
-                t.rollouts.c.run_id,
-                t.attempts.c.rollout_id,
-                t.attempts.c.id.label("attempt_id"),
-                t.attempts.c.state,
-                t.rollouts.c.purpose,
-                t.rollouts.c.seed,
-                t.rollouts.c.sampling,
-            )
-            .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
-            .where(t.attempts.c.key_hash == hash_key(key))
-        )
         with self.db.read() as c:
-            row = c.execute(query).mappings().first()
+            row = c.execute(_BY_KEY, {"key_hash": hash_key(key)}).mappings().first()
         if row is None:
             return None
         return AttemptRef(
@@ -252,8 +275,7 @@ class RolloutStore:
 
     def attempt_state(self, attempt_id: str) -> AttemptState | None:
         with self.db.read() as c:
-            query = sa.select(t.attempts.c.state).where(t.attempts.c.id == attempt_id)
-            state = c.execute(query).scalar()
+            state = c.execute(_STATE, {"attempt_id": attempt_id}).scalar()
         return None if state is None else AttemptState(state)
 
     def _seal(
@@ -265,23 +287,10 @@ class RolloutStore:
         log: str | None,
     ) -> RolloutState | None:
         now = time.time()
-        sealed = c.execute(
-            t.attempts.update()
-            .where(t.attempts.c.id == attempt_id, t.attempts.c.state == AttemptState.RUNNING)
-            .values(state=state, error=error, log=log, ended_at=now)
-        )
-        if sealed.rowcount == 0:
+        ended = {"state": state, "error": error, "log": log, "ended_at": now}
+        if c.execute(_SEAL_ATTEMPT, {"attempt": attempt_id, **ended}).rowcount == 0:
             return None
-        row = (
-            c.execute(
-                sa.select(t.rollouts, t.runs.c.policies)
-                .join(t.attempts, t.attempts.c.rollout_id == t.rollouts.c.id)
-                .join(t.runs, t.runs.c.id == t.rollouts.c.run_id)
-                .where(t.attempts.c.id == attempt_id)
-            )
-            .mappings()
-            .one()
-        )
+        row = c.execute(_WITH_POLICIES, {"attempt": attempt_id}).mappings().one()
         infrastructure = state in (AttemptState.INFRASTRUCTURE, AttemptState.LOST)
         retries = row["infrastructure_retries"] + infrastructure
         new, reward = _verdict(state, Policies(**row["policies"]), row["attempts"], retries)
@@ -290,7 +299,7 @@ class RolloutStore:
             values |= {"winner": attempt_id, "ended_at": now}
         elif new is not RolloutState.QUEUED:
             values |= {"reason": f"{state}: {error}" if error else str(state), "ended_at": now}
-        c.execute(t.rollouts.update().where(t.rollouts.c.id == row["id"]).values(**values))
+        c.execute(_UPDATE_ROLLOUT, {"rollout": row["id"], **values})
         if reward is not None:
             policy_reward = {
                 "attempt_id": attempt_id,
@@ -301,7 +310,7 @@ class RolloutStore:
                 "explanation": error,
                 "created_at": now,
             }
-            c.execute(upsert(self.db, t.rewards, update=["value"]), [policy_reward])
+            c.execute(upsert(self.db, t.rewards, update=("value",)), [policy_reward])
         return new
 
 

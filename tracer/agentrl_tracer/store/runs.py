@@ -58,7 +58,7 @@ class RunStore:
         ]
         if rows:
             with self.db.write() as c:
-                c.execute(upsert(self.db, t.tasks, update=["data"]), rows)
+                c.execute(upsert(self.db, t.tasks, update=("data",)), rows)
         return [row["id"] for row in rows]
 
     def publish_adapter(self, run_id: str, name: str, version: int, path: str, step: int) -> None:
@@ -66,7 +66,7 @@ class RunStore:
         row = AdapterVersion(run_id, name, version, path, step, time.time())
         with self.db.write() as c:
             c.execute(
-                upsert(self.db, t.adapters, update=["path", "step", "created_at"]), [asdict(row)]
+                upsert(self.db, t.adapters, update=("path", "step", "created_at")), [asdict(row)]
             )
 
     def drop_adapters_after(self, run_id: str, step: int) -> None:
@@ -94,7 +94,7 @@ class RunStore:
         ]
         if rows:
             with self.db.write() as c:
-                c.execute(upsert(self.db, t.metrics, update=["value", "at"]), rows)
+                c.execute(upsert(self.db, t.metrics, update=("value", "at")), rows)
 
     def metrics(self, run_id: str) -> dict[int, dict[str, float]]:
         """``{step: {name: value}}``, steps ascending."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,16 +12,20 @@ from agentrl_tracer.store.engine import Database
 
 
 def upsert(
-    db: Database,
-    table: sa.Table,
-    update: Sequence[str],
-    keep: Sequence[str] = (),
+    db: Database, table: sa.Table, update: tuple[str, ...], keep: tuple[str, ...] = ()
 ) -> sa.Executable:
     """Overwrites the ``update`` columns of an existing row; ``keep`` ones only where they are null.
 
     With neither, an existing row is left as it is.
     """
-    insert: Any = postgresql.insert(table) if db.is_remote else sqlite.insert(table)
+    return _upsert(db.is_remote, table, update, keep)
+
+
+@cache  # building one costs several times as much as executing it
+def _upsert(
+    is_postgres: bool, table: sa.Table, update: tuple[str, ...], keep: tuple[str, ...]
+) -> sa.Executable:
+    insert: Any = postgresql.insert(table) if is_postgres else sqlite.insert(table)
     key = list(table.primary_key.columns)
     changes: dict[str, Any] = {name: insert.excluded[name] for name in update}
     changes |= {name: sa.func.coalesce(table.c[name], insert.excluded[name]) for name in keep}

@@ -1,4 +1,4 @@
-"""Alembic's entry point: always run by ``engine.migrate`` with a connection of its own."""
+"""Alembic's entry point: always run by ``engine.upgrade`` with a connection of its own."""
 
 from alembic import context
 
