@@ -152,10 +152,6 @@ class Gateway:
     def log_tail(self) -> str:
         return self._process.log_tail()
 
-    def begin_stop(self) -> None:
-        """Asks it to end, and does not wait."""
-        self._process.begin_stop()
-
     def stop(self) -> None:
         self._process.stop()
         self._client.close()

@@ -108,14 +108,12 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.begin_stop()
         self.pool.stop()
-        self.gateway.stop()
+        self.gateway.stop()  # after the runners: one that asks for its health would wait in vain
 
     def begin_stop(self) -> None:
-        """Asks gateway and runners to end: nothing more will be executed. Does not wait."""
+        """Asks the runners to end: nothing more will be executed. Does not wait."""
         self.pool.begin_stop()
-        self.gateway.begin_stop()
 
     def wait_ready(self) -> None:
         """Returns when the gateway answers.

@@ -68,15 +68,11 @@ class Supervised:
     def pid(self) -> int:
         return self._process.pid
 
-    def begin_stop(self) -> None:
-        """Asks it to end (SIGTERM), and does not wait."""
-        self._stopping.set()
-        self._process.terminate()
-
     def stop(self) -> None:
-        """Asks it to end, then makes it."""
-        self.begin_stop()
+        """Asks it to end (SIGTERM), then makes it."""
+        self._stopping.set()
         process = self._process
+        process.terminate()
         try:
             process.wait(_STOP_GRACE_S)
         except subprocess.TimeoutExpired:
