@@ -48,7 +48,7 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	@touch $@
 
 lock: $(VENV)/.torch
-	@$(PIP) pip-tools
+	@$(PIP) uv
 	@$(BIN)/python scripts/lock.py
 
 clean:

@@ -15,9 +15,8 @@ SKIP = re.compile(r"^(torch|triton|nvidia-\S+|cuda-\S+)==|^agentrl @|^#")
 def lock(name: str, extras: list[str], constraints: list[str]) -> None:
     output = ROOT / "requirements" / name
     command = [
-        *(sys.executable, "-m", "piptools", "compile", "-q", "--generate-hashes", "--strip-extras"),
-        *("--allow-unsafe", "--no-header", "--no-emit-index-url", "--no-emit-find-links"),
-        *("--no-annotate", "--output-file", str(output)),
+        *(sys.executable, "-m", "uv", "pip", "compile", "-q", "--generate-hashes", "--upgrade"),
+        *("--no-header", "--no-annotate", "--python", sys.executable, "--output-file", str(output)),
         *(f"--extra={extra}" for extra in extras),
         *(f"--constraint={constraint}" for constraint in constraints),
         str(ROOT / "pyproject.toml"),
