@@ -68,6 +68,16 @@ class ReplyFormat:
         # there is nothing to parse. "" disables the shortcut (a pattern could start anywhere).
         self.plain_without = "" if self._prefilled else _first_characters(spec)
 
+    @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """What opens and closes reasoning, where the template has literals for it."""
+        for name, part in self._spec["fields"].items():
+            marks = [part.get(key) for key in ("open", "close")]
+            marks = [m[0] if isinstance(m, list) and m else m for m in marks]
+            if name in _REASONING_FIELDS and all(isinstance(m, str) and m for m in marks):
+                return marks[0], marks[1]
+        return None
+
     def stream(self, *, tools: bool) -> Any:
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template

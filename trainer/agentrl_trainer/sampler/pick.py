@@ -46,7 +46,7 @@ class Steering:
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Row → token ids, and what is added to their logits."""
     masked: list[int]
-    """Rows with a mask; row i of ``allowed`` is for ``masked[i]``, and leaves at least one token."""
+    """Rows with a mask. Row i of ``allowed`` is for ``masked[i]``, and leaves at least one."""
     allowed: torch.Tensor | None
 
 

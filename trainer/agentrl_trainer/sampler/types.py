@@ -79,8 +79,8 @@ class Finished:
     """Prompt tokens whose keys and values came from the prefix cache."""
     log_mass: float | None = None
     """With a grammar: the sum over the answer's tokens of the log of the raw probability that the
-    mask left. At temperature 1 without filters and bias, the answer was sampled with log-probability
-    ``sum(logprob) - log_mass``."""
+    mask left. At temperature 1 without filters and bias, the answer was sampled with
+    log-probability ``sum(logprob) - log_mass``."""
 
 
 Event: TypeAlias = Token | Finished
