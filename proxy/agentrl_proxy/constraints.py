@@ -264,12 +264,16 @@ def _after_common(text: str, other: str) -> str:
 
 
 def _reads_back(renderer: Renderer, form: ToolForm, calls: list[tuple[str, str]]) -> bool:
+    text = form.write(calls)
+    marks, prompt = renderer.reasoning_marks, renderer.generation_prompt
+    if marks is not None and marks[0] in prompt and marks[1] not in prompt:
+        text = f"{marks[1]}\n\n{text}"  # the prompt opened the reasoning
     parser = renderer.parser(tools=True)
     # As the client's text: special tokens that carry no text are not part of it.
-    parser.feed(renderer.decode(renderer.encode(form.write(calls))))
+    parser.feed(renderer.decode(renderer.encode(text)))
     reply = parser.finish()
     read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
-    return not reply.content and read == [(name, json.loads(text)) for name, text in calls]
+    return not reply.content and read == [(name, json.loads(given)) for name, given in calls]
 
 
 def _answer_schema(response_format: dict[str, Any]) -> str:

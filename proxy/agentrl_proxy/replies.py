@@ -72,10 +72,9 @@ class ReplyFormat:
     def reasoning_marks(self) -> tuple[str, str] | None:
         """What opens and closes reasoning, where the template has literals for it."""
         for name, part in self._spec["fields"].items():
-            marks = [part.get(key) for key in ("open", "close")]
-            marks = [m[0] if isinstance(m, list) and m else m for m in marks]
-            if name in _REASONING_FIELDS and all(isinstance(m, str) and m for m in marks):
-                return marks[0], marks[1]
+            opened, closed = _literal(part, "open"), _literal(part, "close")
+            if name in _REASONING_FIELDS and opened and closed:
+                return opened, closed
         return None
 
     def stream(self, *, tools: bool) -> Any:
@@ -203,6 +202,12 @@ def _tool_call(value: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ValueError("a tool call's arguments are not an object")
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _literal(part: dict[str, Any], key: str) -> str:
+    """The first of a field's literal delimiters; "" if it has only patterns."""
+    literals: Any = part.get(key) or [""]
+    return literals if isinstance(literals, str) else literals[0]
 
 
 def _after_anchor(spec: dict[str, Any], prefill: str) -> str:
