@@ -13,6 +13,7 @@ from typing import Any
 from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
+    GrammarError,
     SampleEvent,
     SamplingParams,
     TokenEvent,
@@ -76,13 +77,19 @@ class EmbeddedSampler:
                 seed=params.seed,
                 n=params.n,
                 top_logprobs=params.top_logprobs,
+                grammar=params.grammar,
+                logit_bias=params.logit_bias,
             ),
             adapter=adapter,
             on_event=lambda event: self._round.append((events, event)),
         )
         try:
+            if params.grammar is not None and not self.engine.knows_grammar(params.grammar):
+                await asyncio.to_thread(self.engine.compile_grammar, params.grammar)
             handle = self.engine.submit(request)
         except RequestError as error:
+            if error.code == "invalid_grammar":
+                raise GrammarError(str(error)) from error
             if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
                 raise ContextLengthError(str(error)) from error
             raise
@@ -92,7 +99,9 @@ class EmbeddedSampler:
                 event = await events.get()
                 if isinstance(event, Finished):
                     running -= 1
-                    yield FinishEvent(event.index, event.reason, event.error, event.stop)
+                    yield FinishEvent(
+                        event.index, event.reason, event.error, event.stop, event.log_mass
+                    )
                 else:
                     yield TokenEvent(
                         event.index, event.token_id, event.logprob, event.top, event.adapter_version

@@ -16,6 +16,7 @@ from typing import Any
 from agentrl_proxy import wire
 from agentrl_proxy.attempts import Answer, Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
+from agentrl_proxy.constraints import Constraint, Constraints
 from agentrl_proxy.continuity import Prompt, remember_reply, render_prompt
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.detokenize import Detokenizer, first_stop, whole_text
@@ -23,6 +24,7 @@ from agentrl_proxy.errors import (
     ApiError,
     attempt_sealed,
     context_length_exceeded,
+    invalid,
     model_not_found,
     unavailable,
 )
@@ -30,7 +32,13 @@ from agentrl_proxy.openai_types import ChatRequest, sampling_value
 from agentrl_proxy.recording import CallRecord, Sampled, derived_seed, open_calls
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.replies import Reply, ReplyParser
-from agentrl_proxy.sampler import ContextLengthError, FinishEvent, SampleEvent, SamplingParams
+from agentrl_proxy.sampler import (
+    ContextLengthError,
+    FinishEvent,
+    GrammarError,
+    SampleEvent,
+    SamplingParams,
+)
 from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
@@ -52,6 +60,7 @@ class Job:
     answer: Answer | None  # what retries of this request wait for
     prompt: Prompt
     params: SamplingParams
+    constraint: Constraint | None
     adapter: str | None
     heading: wire.Heading
     record: CallRecord
@@ -68,6 +77,7 @@ class ChatService:
         self.deps = deps
         self.stats = stats
         self._attempts = attempts
+        self._constraints = Constraints(deps.renderer)
 
     # --- accepting
 
@@ -91,6 +101,7 @@ class ChatService:
         if adapter is not None and adapter not in deps.sampler.adapters:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
         attempt = caller.attempt
+        constraint = await self._constraints.of(request)
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         prompt = render_prompt(
             deps.renderer,
@@ -100,6 +111,9 @@ class ChatService:
             adapter,
         )
         params = self._params(request, caller, len(prompt.ids))
+        if constraint is not None:
+            params = replace(params, grammar=constraint.grammar)
+            self.stats.constrained += 1
         seq = 0
         if attempt is not None and memory is not None:
             attempt_id = attempt.attempt_id
@@ -119,6 +133,7 @@ class ChatService:
             adapter_version=version,
             prompt_ids=prompt.ids,
             continued=prompt.continued,
+            constrained=None if constraint is None else constraint.kind,
             params=params,
             request=request.raw,
             headers=headers,
@@ -127,7 +142,10 @@ class ChatService:
         self.stats.continued += prompt.continued
         self.stats.rendered += not prompt.continued
         answer = None if memory is None else memory.begin(body)
-        return Job(request, caller, memory, body, answer, prompt, params, adapter, heading, record)
+        return Job(
+            request, caller, memory, body, answer, prompt, params, constraint, adapter, heading,
+            record,
+        )  # fmt: skip
 
     async def earlier_answer(self, body: bytes, caller: Caller) -> dict[str, Any] | None:
         """The answer to an identical request of this attempt, waited for if still on its way."""
@@ -169,7 +187,12 @@ class ChatService:
             # A limit is a limit, not a demand: an answer that fits is better than a refusal.
             values["max_tokens"] = min(values.get("max_tokens", room), room)
         values.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
-        return SamplingParams(n=request.n, top_logprobs=request.top_logprobs, **values)
+        vocab = deps.renderer.vocab_size
+        if any(token_id >= vocab for token_id, _ in request.logit_bias):
+            raise invalid("logit_bias", f"logit_bias: this model's token ids are 0 to {vocab - 1}")
+        return SamplingParams(
+            n=request.n, top_logprobs=request.top_logprobs, logit_bias=request.logit_bias, **values
+        )
 
     # --- answering
 
@@ -227,6 +250,10 @@ class ChatService:
             raise ApiError(
                 400, str(error), param="messages", code="context_length_exceeded"
             ) from None
+        except GrammarError as error:
+            await self._fail(job, sampled, error)
+            param = None if job.constraint is None else job.constraint.param
+            raise invalid(param, f"{param} cannot be enforced: {error}") from None
         except ApiError as error:
             await self._fail(job, sampled, error)
             raise

@@ -74,6 +74,7 @@ class GatewayStats:
     replayed: int = 0  # client retries answered from a completed or running call
     continued: int = 0  # prompts that kept the exact tokens of an earlier call
     rendered: int = 0
+    constrained: int = 0  # sampled under a grammar: response_format, tool_choice
     refused: int = 0  # 401 and 403
     mismatched: int = 0  # of those: path and key named different rollouts
 

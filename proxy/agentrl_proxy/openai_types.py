@@ -4,8 +4,9 @@ Knows OpenAI's field names, their types and ranges. Does not know templates, tok
 A table instead of a pydantic model: the model costs a third more CPU per request, and its error
 texts name Python types. Fields nobody here knows are ignored, as frameworks send many.
 
-Accepted but not enforced yet: ``response_format`` json_object and json_schema, ``tool_choice``
-required or named (both read as auto), ``parallel_tool_calls``.
+``tool_choice`` none means that the model does not see the tools at all: it cannot call what it
+does not know, and nothing has to be masked. ``parallel_tool_calls`` false is enforced wherever a
+grammar is (see constraints), and not for ``tool_choice`` auto by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
 
 
 @dataclass(slots=True)
@@ -37,6 +39,12 @@ class ChatRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     n: int = 1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    response_format: dict[str, Any] | None = None
+    """Of type json_object or json_schema; None for text."""
+    tool_choice: str = "auto"
+    """auto, required, or the one tool's name as ``function:name``."""
+    parallel_tool_calls: bool = True
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of max_tokens, temperature, top_p, top_k, stop and seed: those the client set."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any])  # the wire request
@@ -68,6 +76,15 @@ def _is_stop(value: Any) -> bool:
     )
 
 
+def _is_bias(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_BIASES
+        and all(key.isascii() and key.isdigit() and len(key) < 10 for key in value)
+        and all(_is_number(bias) and -100 <= bias <= 100 for bias in value.values())
+    )
+
+
 # field -> (check, what is allowed). ``null`` always means "not set".
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
@@ -83,6 +100,12 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_int(v) and 0 <= v <= MAX_TOP_LOGPROBS,
         f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     ),
+    "logit_bias": (
+        _is_bias,
+        f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
+    ),
+    "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false"),
+    "modalities": (lambda v: v == ["text"], '["text"]; this model writes text only'),
     "stream": (lambda v: isinstance(v, bool), "true or false"),
     "stream_options": (lambda v: isinstance(v, dict), "an object"),
     "tools": (lambda v: isinstance(v, list), "a list"),
@@ -132,8 +155,10 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     top_logprobs = raw.get("top_logprobs") or 0
     if top_logprobs and not logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
-    _check_response_format(raw.get("response_format"))
-    tools = _tools(raw.get("tools"), raw.get("tool_choice"))
+    choice = raw.get("tool_choice")
+    tools = _tools(raw.get("tools"), choice)
+    parallel = raw.get("parallel_tool_calls")
+    biases = raw.get("logit_bias") or {}
     options = raw.get("stream_options") or {}
     return ChatRequest(
         model=model,
@@ -144,15 +169,53 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         n=raw.get("n") or 1,
+        logit_bias=tuple((int(key), float(bias)) for key, bias in biases.items()),
+        response_format=_response_format(raw.get("response_format")),
+        tool_choice=_tool_choice(choice, tools),
+        parallel_tool_calls=parallel is not False,
         sampling=sampling,
         raw=raw,
     )
 
 
-def _check_response_format(value: Mapping[str, Any] | None) -> None:
+def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
     allowed = ("text", "json_object", "json_schema")
-    if value is not None and value.get("type") not in allowed:
-        raise _wrong("response_format.type", value.get("type"), ", ".join(allowed))
+    kind = value.get("type")
+    if kind not in allowed:
+        raise _wrong("response_format.type", kind, ", ".join(allowed))
+    if kind == "json_schema":
+        schema = value.get("json_schema")
+        if not isinstance(schema, dict):
+            raise _wrong("response_format.json_schema", schema, "an object with a schema")
+        if not isinstance(schema.get("schema"), dict):
+            where = "response_format.json_schema.schema"
+            raise _wrong(where, schema.get("schema"), "an object, the JSON schema")
+        _check_strict(schema, "response_format.json_schema")
+    return None if kind == "text" else value
+
+
+def _check_strict(value: Mapping[str, Any], where: str) -> None:
+    if not isinstance(value.get("strict"), bool | None):
+        raise _wrong(f"{where}.strict", value["strict"], "true or false")
+
+
+def _tool_choice(choice: Any, tools: list[dict[str, Any]] | None) -> str:
+    if choice is None or choice in ("auto", "none"):
+        return "auto"
+    if not tools:
+        raise invalid("tool_choice", f"tool_choice {_shown(choice)} needs tools to choose from")
+    if choice == "required":
+        return "required"
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        like = '{"type": "function", "function": {"name": "..."}}'
+        raise _wrong("tool_choice", choice, f"none, auto, required or an object like {like}")
+    if name not in [tool["function"]["name"] for tool in tools]:
+        raise invalid("tool_choice", f"tool_choice names {name!r}, which is not among the tools")
+    return f"function:{name}"
 
 
 def _tools(tools: list[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
@@ -164,6 +227,10 @@ def _tools(tools: list[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
             raise _wrong(f"tools[{i}]", tool, 'an object like {"type": "function", "function": {}}')
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise _wrong(f"tools[{i}].function.name", function.get("name"), "a non-empty string")
+        if not isinstance(function.get("parameters"), dict | None):
+            where = f"tools[{i}].function.parameters"
+            raise _wrong(where, function["parameters"], "an object, the JSON schema")
+        _check_strict(function, f"tools[{i}].function")
     return tools if tools and choice != "none" else None
 
 
@@ -190,13 +257,20 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return messages
 
 
+_OTHER_MEDIA = frozenset(
+    f"{prefix}{kind}{suffix}"
+    for kind in ("image", "audio", "video", "file", "document")
+    for prefix, suffix in (("", ""), ("input_", ""), ("", "_url"))
+)
+
+
 def _check_parts(parts: list[Any], where: str) -> None:
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if kind in ("text", "refusal") and isinstance(text, str):
             continue
-        if kind in ("image_url", "input_audio", "file"):
+        if kind in _OTHER_MEDIA:
             raise invalid(
                 f"{where}[{i}]",
                 f"{where}[{i}] is of type {kind}; this model reads text only",

@@ -93,6 +93,8 @@ class CallRecord:
         params = call.params
         if sampled.mixed_versions:
             params = {**params, "mixed_versions": True}
+        if sampled.finish is not None and sampled.finish.log_mass is not None:
+            params = {**params, "constrained_log_mass": sampled.finish.log_mass}
         return replace(
             call,
             adapter_version=sampled.version if sampled.ids else call.adapter_version,
@@ -120,11 +122,20 @@ def open_calls(
     adapter_version: int | None,
     prompt_ids: list[int],
     continued: bool,
+    constrained: str | None = None,
     params: SamplingParams,
     request: dict[str, Any],
     headers: Mapping[str, str],
 ) -> CallRecord:
-    """Accepts a request: its rows exist from now on, whatever happens."""
+    """Accepts a request: its rows exist from now on, whatever happens.
+
+    ``constrained``: what a grammar enforced, see agentrl_proxy.constraints.
+    """
+    extra: dict[str, Any] = {}
+    if constrained is not None:
+        extra["constrained"] = constrained
+    if params.logit_bias:
+        extra["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     trace_id, span_id = trace_context(headers)
     first = Call(
         id=response_id,
@@ -153,6 +164,7 @@ def open_calls(
             "seed": params.seed,
             "n": params.n,
             "continued": continued,
+            **extra,
         },
         request=request,
         response=None,

@@ -49,6 +49,7 @@ class Renderer:
             self._stop_ids |= {end_ids[0]}
         self._hidden = self._hidden_ids(special, template)
         self._format = ReplyFormat(template, self.generation_prompt)
+        self.vocab_size = len(tokenizer)
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         self._token_bytes: dict[int, bytes] = {}
 
@@ -107,6 +108,11 @@ class Renderer:
     def parser(self, *, tools: bool) -> ReplyParser:
         """Reads one reply's text, in pieces or at once."""
         return ReplyParser(self._format, tools=tools)
+
+    @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """What opens and closes the reasoning of a reply; None if replies have none."""
+        return self._format.reasoning_marks
 
     def parse(self, ids: Sequence[int], *, tools: bool = True) -> Reply:
         """What response ids say: content, tool calls, reasoning."""

@@ -68,6 +68,15 @@ class ReplyFormat:
         # there is nothing to parse. "" disables the shortcut (a pattern could start anywhere).
         self.plain_without = "" if self._prefilled else _first_characters(spec)
 
+    @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """What opens and closes reasoning, where the template has literals for it."""
+        for name, part in self._spec["fields"].items():
+            opened, closed = _literal(part, "open"), _literal(part, "close")
+            if name in _REASONING_FIELDS and opened and closed:
+                return opened, closed
+        return None
+
     def stream(self, *, tools: bool) -> Any:
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -193,6 +202,12 @@ def _tool_call(value: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ValueError("a tool call's arguments are not an object")
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _literal(part: dict[str, Any], key: str) -> str:
+    """The first of a field's literal delimiters; "" if it has only patterns."""
+    literals: Any = part.get(key) or [""]
+    return literals if isinstance(literals, str) else literals[0]
 
 
 def _after_anchor(spec: dict[str, Any], prefill: str) -> str:

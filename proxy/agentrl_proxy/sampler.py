@@ -6,6 +6,9 @@ HTTP, the store or torch: the embedded engine, vLLM and Tinker are each bridged 
 The contract on stop strings: the sampler stops as soon as the text of a choice contains one; the
 events include every token sampled up to then, the stop token too. Cutting the text that the
 client sees is the gateway's business, so the recorded ids stay what was sampled.
+
+The contract on grammars and biases: they decide what is drawn, never what is reported. A token's
+log-probability is the raw policy's, so a token that the grammar forced may have a very low one.
 """
 
 from __future__ import annotations
@@ -29,11 +32,16 @@ class SamplingParams:
     seed: int | None = None  # choice i of n derives its own stream from (seed, i)
     n: int = 1
     top_logprobs: int = 0  # how many alternatives each TokenEvent lists
+    grammar: str | None = None  # what the answer must conform to, in llguidance's Lark
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sampled token. ``logprob`` is natural, of the temperature-1 policy before top-p/top-k."""
+    """One sampled token.
+
+    ``logprob`` is natural, of the temperature-1 policy before bias, grammar, top-p and top-k.
+    """
 
     choice: int
     token_id: int
@@ -50,6 +58,8 @@ class FinishEvent:
     reason: FinishReason
     error: str | None = None
     stop_string: str | None = None  # the one that ended it; None: a stop token, or another reason
+    log_mass: float | None = None
+    """With a grammar: Σ over the answer's tokens of log(raw probability that the mask left)."""
 
 
 SampleEvent: TypeAlias = TokenEvent | FinishEvent
@@ -57,6 +67,10 @@ SampleEvent: TypeAlias = TokenEvent | FinishEvent
 
 class ContextLengthError(ValueError):
     """The prompt leaves the model no room to answer. The gateway answers 400, not 503."""
+
+
+class GrammarError(ValueError):
+    """The sampler cannot enforce this grammar. It never samples as if there were none."""
 
 
 @runtime_checkable

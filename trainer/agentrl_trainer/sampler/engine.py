@@ -2,7 +2,8 @@
 
 Knows: threads, the scheduler. Does not know: HTTP, training, text (but for stop strings).
 
-Log-probabilities are of the raw logits at temperature 1 in float32, before top-k and top-p.
+Log-probabilities are of the raw logits at temperature 1 in float32, before logit bias, grammar,
+top-k and top-p.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from agentrl_trainer.model import BaseModel
 from agentrl_trainer.sampler.adapters import MERGE_BELOW, adapter_weights
 from agentrl_trainer.sampler.cache import Budget, PrefixStore
 from agentrl_trainer.sampler.forward import Forward
+from agentrl_trainer.sampler.grammar import Grammars
 from agentrl_trainer.sampler.lane import Sequence
 from agentrl_trainer.sampler.memory import default_budget
 from agentrl_trainer.sampler.pick import Uniforms
@@ -93,6 +95,7 @@ class SamplerEngine:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
         )
+        self._grammars = Grammars(base.tokenizer, self._forward.vocab, base.eos_ids)
         self._seed = seed
         self._unseeded = 0
         self._after_round = after_round
@@ -133,9 +136,19 @@ class SamplerEngine:
         with self._changed:
             return dict(self._known)
 
+    def knows_grammar(self, grammar: str) -> bool:
+        """Whether a request with it can be submitted without compiling anything."""
+        return self._grammars.knows(grammar)
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Make ``submit`` quick: it compiles what is not compiled yet. May take a second."""
+        self._grammars.start(grammar)
+
     def submit(self, request: SampleRequest) -> Handle:
         """Queue a request; raises RequestError if it can never be served."""
         self._check(request)
+        if request.params.grammar is not None:  # outside the lock, which stops the engine
+            self.compile_grammar(request.params.grammar)
         with self._changed:
             if self._stopping or self._died is not None:
                 raise RequestError("engine_stopped", "the sampler is not running")
@@ -221,6 +234,11 @@ class SamplerEngine:
             raise RequestError(
                 "invalid_parameter", f"prompt token ids must be in 0..{self._forward.vocab - 1}"
             )
+        biased = [i for i, _ in request.params.logit_bias]
+        if biased and (min(biased) < 0 or max(biased) >= self._forward.vocab):
+            raise RequestError(
+                "invalid_parameter", f"logit_bias token ids must be in 0..{self._forward.vocab - 1}"
+            )
         if len(prompt) >= self.base.context_length:
             raise RequestError(
                 "context_length_exceeded",
@@ -238,7 +256,15 @@ class SamplerEngine:
         return min(len(request.prompt_ids) + request.params.max_tokens, self.base.context_length)
 
     def _sequence(self, request: SampleRequest, index: int, key: tuple[int, ...]) -> Sequence:
-        stop = request.params.stop
+        params = request.params
+        stop = params.stop
+        bias = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias = (
+                torch.tensor(ids, device=self.base.device),
+                torch.tensor(values, dtype=torch.float32, device=self.base.device),
+            )
         return Sequence(
             request=request,
             index=index,
@@ -246,6 +272,8 @@ class SamplerEngine:
             limit=self._limit(request),
             uniforms=Uniforms(*key, index),
             stops=StopWatch(self.base.tokenizer, stop) if stop else None,
+            grammar=self._grammars.start(params.grammar) if params.grammar is not None else None,
+            bias=bias,
         )
 
     # -- the engine's thread --------------------------------------------------------------------

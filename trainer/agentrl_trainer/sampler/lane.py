@@ -24,6 +24,7 @@ from agentrl_trainer.sampler.cache import (
     common_prefix,
 )
 from agentrl_trainer.sampler.forward import Forward
+from agentrl_trainer.sampler.grammar import GrammarState
 from agentrl_trainer.sampler.pick import Uniforms
 from agentrl_trainer.sampler.stops import StopWatch
 from agentrl_trainer.sampler.types import SampleRequest
@@ -48,6 +49,9 @@ class Sequence:
     """Length at which it ends, prompt included."""
     uniforms: Uniforms
     stops: StopWatch | None
+    grammar: GrammarState | None = None
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Token ids and what is added to their logits, on the model's device."""
     lane: Lane | None = None
     """Set when first admitted, and for good: a sequence has one adapter version."""
     reused: int = 0

@@ -1,11 +1,11 @@
 """From logits to tokens: one uniform number per token, inverted through the filtered distribution.
 
-Knows: logits and sampling parameters. Does not know: requests, caches, models.
+Knows: logits and sampling parameters. Does not know: requests, caches, models, grammars.
 
 One uniform per token makes a seeded sequence independent of its neighbours (each sequence owns its
 generator, and consumes exactly one number a step), and costs O(vocab) vector work only.
-A grammar would go in as a ``[rows, vocab]`` mask added to the logits before ``_uniform_pick``; the
-log-probabilities stay those of the raw logits.
+Grammar masks and logit biases steer single rows before the pick, and cost the other rows nothing;
+the log-probabilities stay those of the raw logits, so a forced token's may be very low.
 """
 
 from __future__ import annotations
@@ -40,27 +40,49 @@ class Uniforms:
 
 
 @dataclass(slots=True)
+class Steering:
+    """What moves some rows away from their raw logits."""
+
+    biases: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Row → token ids, and what is added to their logits."""
+    masked: list[int]
+    """Rows with a mask. Row i of ``allowed`` is for ``masked[i]``, and leaves at least one."""
+    allowed: torch.Tensor | None
+
+
+@dataclass(slots=True)
 class Picked:
     """One entry per row."""
 
     ids: list[int]
     logprobs: list[float]
     tops: list[list[tuple[int, float]]]
+    log_masses: dict[int, float]
+    """Masked row → log of the raw probability that its mask left."""
 
 
 def pick(
-    logits: torch.Tensor, params: Sequence[SampleParams], uniforms: Sequence[Uniforms]
+    logits: torch.Tensor,
+    params: Sequence[SampleParams],
+    uniforms: Sequence[Uniforms],
+    steering: Steering | None = None,
 ) -> Picked:
     """Sample one token per row of ``logits`` ``[rows, vocab]``.
 
-    Log-probabilities are of the raw logits in float32, whatever temperature and filters are.
+    Log-probabilities are of the raw logits in float32, whatever steering, temperature and filters
+    are.
     """
     logits = logits.float()
     logprobs = torch.log_softmax(logits, dim=-1)
+    weights = logprobs
+    log_masses: dict[int, float] = {}
+    if steering is not None:
+        log_masses = _log_masses(logprobs, steering)
+        logits, weights = _steered(logits, logprobs, steering)
     if all(p.temperature == 0 for p in params):
         ids = logits.argmax(dim=-1)
     else:
-        ids = _sampled(logits, logprobs, params, uniforms)
+        ids = _sampled(logits, weights, params, uniforms)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
     most = max(p.top_logprobs for p in params)
     tops: list[list[tuple[int, float]]] = [[] for _ in params]
@@ -70,18 +92,42 @@ def pick(
         for row, p in enumerate(params):
             k = p.top_logprobs
             tops[row] = list(zip(indices[row][:k], values[row][:k], strict=True))
-    return Picked(ids.tolist(), chosen.tolist(), tops)
+    return Picked(ids.tolist(), chosen.tolist(), tops, log_masses)
+
+
+def _steered(
+    logits: torch.Tensor, logprobs: torch.Tensor, steering: Steering
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and log-probabilities to sample from; rows that are not steered keep theirs."""
+    logits = logits.clone()
+    for row, (ids, values) in steering.biases.items():
+        logits[row, ids] += values
+    if steering.allowed is not None:
+        masked = torch.tensor(steering.masked, device=logits.device)
+        logits[masked] = logits[masked].masked_fill(~steering.allowed, float("-inf"))
+    rows = torch.tensor(sorted({*steering.biases, *steering.masked}), device=logits.device)
+    weights = logprobs.clone()
+    weights[rows] = torch.log_softmax(logits[rows], dim=-1)
+    return logits, weights
+
+
+def _log_masses(logprobs: torch.Tensor, steering: Steering) -> dict[int, float]:
+    if steering.allowed is None:
+        return {}
+    rows = torch.tensor(steering.masked, device=logprobs.device)
+    left = logprobs[rows].masked_fill(~steering.allowed, float("-inf")).logsumexp(dim=-1)
+    # Rounding may leave a hair more than everything.
+    return dict(zip(steering.masked, left.clamp_(max=0.0).tolist(), strict=True))
 
 
 def _sampled(
     logits: torch.Tensor,
-    logprobs: torch.Tensor,
+    weights: torch.Tensor,
     params: Sequence[SampleParams],
     uniforms: Sequence[Uniforms],
 ) -> torch.Tensor:
+    """``weights``: the log-softmax of ``logits``."""
     greedy = [i for i, p in enumerate(params) if p.temperature == 0]
-    scaled = logits
-    weights = logprobs
     if any(p.temperature != 1 for p in params):
         temperature = logits.new_tensor([p.temperature or 1.0 for p in params])
         scaled = logits / temperature[:, None]

@@ -19,8 +19,9 @@ import torch
 from agentrl_trainer.sampler.adapters import AdapterWeights, Prepared
 from agentrl_trainer.sampler.cache import Budget, PrefixStore
 from agentrl_trainer.sampler.forward import Forward
+from agentrl_trainer.sampler.grammar import Masks
 from agentrl_trainer.sampler.lane import Lane, Sequence
-from agentrl_trainer.sampler.pick import pick
+from agentrl_trainer.sampler.pick import Steering, pick
 from agentrl_trainer.sampler.types import Event, Finished, FinishReason, Token
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,10 @@ class Scheduler:
     """Adapter name to the lane new sequences join; None is the base model."""
     lanes: list[Lane] = field(init=False)
     """Those, and superseded versions which still have sequences."""
+    masks: Masks = field(init=False)
 
     def __post_init__(self) -> None:
+        self.masks = Masks(self.forward.vocab)
         self.current = {None: self._lane(None, None, None)}
         self.lanes = [self.current[None]]
 
@@ -188,10 +191,11 @@ class Scheduler:
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Give each sequence its next token; those it ends are ``done`` afterwards."""
         params = [s.request.params for s in sequences]
-        picked = pick(logits, params, [s.uniforms for s in sequences])
+        steering, stuck = self._steering(sequences, logits.device)
+        picked = pick(logits, params, [s.uniforms for s in sequences], steering)
         self.count.generated_tokens += len(sequences)
-        for seq, token, logprob, top in zip(
-            sequences, picked.ids, picked.logprobs, picked.tops, strict=True
+        for row, (seq, token, logprob, top) in enumerate(
+            zip(sequences, picked.ids, picked.logprobs, picked.tops, strict=True)
         ):
             lane = seq.lane
             assert lane is not None
@@ -200,13 +204,34 @@ class Scheduler:
                 why = f"the model gave token {token} log-probability {logprob}"
                 self.finish(seq, "error", why)
                 continue
+            if seq.grammar is not None:
+                if row in stuck or not seq.grammar.push(token):
+                    self.finish(seq, "error", f"the grammar failed: {seq.grammar.error}")
+                    continue
+                seq.grammar.log_mass += picked.log_masses[row]
             seq.tokens.append(token)
             self._deliver(seq, Token(seq.index, token, logprob, top, lane.version))
             hit = seq.stops.push(token) if seq.stops is not None else None
-            if token in seq.request.params.stop_ids or hit is not None:
+            complete = seq.grammar is not None and seq.grammar.complete
+            if token in seq.request.params.stop_ids or hit is not None or complete:
                 self.finish(seq, "stop", stop=hit)
             elif len(seq.tokens) >= seq.limit:
                 self.finish(seq, "length")
+
+    def _steering(
+        self, sequences: list[Sequence], device: torch.device
+    ) -> tuple[Steering | None, set[int]]:
+        """Biases and masks, None if there are none; and rows whose grammar allows no token."""
+        biases = {i: s.bias for i, s in enumerate(sequences) if s.bias is not None}
+        walked = [(i, s.grammar) for i, s in enumerate(sequences) if s.grammar is not None]
+        if not walked:
+            return (Steering(biases, [], None) if biases else None), set()
+        allowed = self.masks.allowed([state for _, state in walked])
+        rows = [i for i, _ in walked]
+        stuck = {rows[i] for i in (~allowed.any(dim=1)).nonzero()[:, 0].tolist()}
+        for row in stuck:  # it fails below; until then its row must be one that can be sampled
+            allowed[rows.index(row)] = True
+        return Steering(biases, rows, allowed.to(device)), stuck
 
     def _others(self, besides: Iterable[Sequence]) -> bool:
         """Whether any other sequence holds keys and values that could be given up."""
@@ -226,7 +251,8 @@ class Scheduler:
         seq.failed = reason == "error"
         if seq.lane is not None:
             seq.lane.users -= 1
-        self._deliver(seq, Finished(seq.index, reason, error, stop, seq.reused))
+        mass = None if seq.grammar is None else seq.grammar.log_mass
+        self._deliver(seq, Finished(seq.index, reason, error, stop, seq.reused, mass))
 
     def _deliver(self, seq: Sequence, event: Event) -> None:
         try:

@@ -10,6 +10,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 RequestErrorCode: TypeAlias = Literal[
     "invalid_parameter",
+    "invalid_grammar",
     "context_length_exceeded",
     "kv_budget_exceeded",
     "unknown_adapter",
@@ -44,12 +45,16 @@ class SampleParams:
     n: int = 1
     top_logprobs: int = 0
     """How many of the likeliest alternatives to report with each token."""
+    grammar: str | None = None
+    """The answer conforms to this (llguidance's Lark; ``grammar_from_json_schema``'s JSON too)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit before temperature and filters)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
     """One sampled token. ``logprob`` is the log-softmax in float32 of the *raw* logits, that is at
-    temperature 1 and before top-k and top-p: what the trainer recomputes."""
+    temperature 1 and before bias, grammar, top-k and top-p: what the trainer recomputes."""
 
     index: int
     """Which of the ``n`` sequences."""
@@ -72,6 +77,10 @@ class Finished:
     """The stop string that was hit, when that is what ended it."""
     reused_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
+    log_mass: float | None = None
+    """With a grammar: the sum over the answer's tokens of the log of the raw probability that the
+    mask left. At temperature 1 without filters and bias, the answer was sampled with
+    log-probability ``sum(logprob) - log_mass``."""
 
 
 Event: TypeAlias = Token | Finished
