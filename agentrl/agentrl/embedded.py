@@ -13,6 +13,8 @@ from typing import Any
 from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
+    RefusalCode,
+    RefusedError,
     SampleEvent,
     SamplingParams,
     TokenEvent,
@@ -26,6 +28,11 @@ from agentrl_trainer.sampler import (
     SamplerEngine,
     SampleRequest,
 )
+
+_REFUSALS: dict[str, RefusalCode] = {
+    "invalid_parameter": "invalid_parameter",
+    "unknown_adapter": "unknown_adapter",
+}
 
 
 class EmbeddedSampler:
@@ -85,7 +92,7 @@ class EmbeddedSampler:
         except RequestError as error:
             if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
                 raise ContextLengthError(str(error)) from error
-            raise
+            raise RefusedError(_REFUSALS.get(error.code, "stopped"), str(error)) from error
         running = params.n
         try:
             while running:

@@ -158,7 +158,10 @@ class _Retry:
 
     async def run(self, write: Write | None) -> dict[str, Any]:
         service = self._gateway.chat
-        response = await service.earlier_answer(self._body, self._caller)
+        # The client closed the connection of the request that it repeats: let that be seen first.
+        await asyncio.sleep(0)
+        key = self._headers.get("idempotency-key")
+        response = await service.earlier_answer(self._body, self._caller, key)
         if response is None:
             self._job = await service.accept(self._chat, self._body, self._caller, self._headers)
             return await service.run(self._job, write)
@@ -234,7 +237,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What the router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     texts = {
-        404: (f"no such path: {request.url.path[:200]}", "not_found"),
+        404: (f"no such path: {request.scope['path'][:200]}", "not_found"),
         405: (f"{request.method} is not allowed here", "method_not_allowed"),
     }
     message, code = texts.get(error.status_code, (str(error.detail), "http_error"))

@@ -78,7 +78,7 @@ def attempt_sealed(state: AttemptState | None) -> ApiError:
 
 def model_not_found(model: str) -> ApiError:
     return ApiError(
-        404, f"the model {model!r} does not exist", param="model", code="model_not_found"
+        404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found"
     )
 
 
@@ -92,7 +92,34 @@ def context_length_exceeded(prompt_tokens: int, context_length: int) -> ApiError
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, kind="server_error", code=code)
+    # Supervision needs about this long to bring a sampler back.
+    return ApiError(503, message, kind="server_error", code=code, headers={"retry-after": "2"})
+
+
+def refused_by_sampler(code: str, message: str) -> ApiError:
+    """``code``: a RefusedError's."""
+    match code:
+        case "invalid_parameter":
+            return invalid(None, message, code=code)
+        case "unknown_adapter":
+            return ApiError(404, message, param="model", code="model_not_found")
+        case _:
+            return unavailable(message, "sampler_unavailable")
+
+
+def overloaded(message: str, retry_after_s: int) -> ApiError:
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
+
+
+def budget_exceeded(message: str) -> ApiError:
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="rollout_budget_exceeded",
+        headers=DO_NOT_RETRY,
+    )
 
 
 def body_too_large(limit: int) -> ApiError:
