@@ -403,6 +403,7 @@ class ChatService:
     async def _fail(self, job: Job, sampled: list[Sampled], error: Exception) -> None:
         self.stats.failed += 1
         text = error.message if isinstance(error, ApiError) else f"{type(error).__name__}: {error}"
+        text = text.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
         await self._close(job, sampled, CallState.ERROR, SkipReason.SAMPLER_ERROR, text)
 
     async def _close(

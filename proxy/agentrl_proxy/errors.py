@@ -16,6 +16,7 @@ from agentrl_tracer.schemas import AttemptState
 # OpenAI's clients retry 408, 409, 429 and 5xx by themselves. A sealed attempt stays sealed, so
 # they are told not to.
 DO_NOT_RETRY = {"x-should-retry": "false"}
+_LONGEST_MESSAGE = 1000
 
 
 class ApiError(Exception):
@@ -31,6 +32,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        # It may quote what was sent: lone surrogates cannot be encoded, megabytes help nobody.
+        message = message[:_LONGEST_MESSAGE].encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status = status
         self.message = message
