@@ -137,6 +137,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             run_id=None,
             max_tokens=settings.max_tokens,
             adapter_path=str(settings.adapter_path) if settings.adapter_path else None,
+            max_concurrent=settings.max_concurrent,
         ),
         sock,
     )

@@ -48,6 +48,9 @@ class ModelConfig(_Config):
         description="Name of the adapter: the model that the agent asks for.",
         pattern=r"^[A-Za-z0-9_-]+$",
     )
+    max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
+        1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
+    )
 
 
 @Parameter(name="*")
@@ -83,6 +86,12 @@ class RolloutConfig(_Config):
     )
     max_tokens: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         256, ge=1, description="Longest answer in tokens where the agent sets no limit."
+    )
+    max_calls_per_rollout: Annotated[int | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, ge=1, description="Model calls that one attempt at a rollout may make."
+    )
+    max_tokens_per_rollout: Annotated[int | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, ge=1, description="Tokens, prompts included, that one attempt at a rollout may use."
     )
     success_reward: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
         1.0, description="An evaluated rollout counts as a success from this reward on."

@@ -14,6 +14,8 @@ from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
     GrammarError,
+    RefusalCode,
+    RefusedError,
     SampleEvent,
     SamplingParams,
     TokenEvent,
@@ -27,6 +29,11 @@ from agentrl_trainer.sampler import (
     SamplerEngine,
     SampleRequest,
 )
+
+_REFUSALS: dict[str, RefusalCode] = {
+    "invalid_parameter": "invalid_parameter",
+    "unknown_adapter": "unknown_adapter",
+}
 
 
 class EmbeddedSampler:
@@ -92,7 +99,7 @@ class EmbeddedSampler:
                 raise GrammarError(str(error)) from error
             if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
                 raise ContextLengthError(str(error)) from error
-            raise
+            raise RefusedError(_REFUSALS.get(error.code, "stopped"), str(error)) from error
         running = params.n
         try:
             while running:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -25,7 +28,13 @@ from agentrl.imports import heavy_imports
 from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
 
+if TYPE_CHECKING:
+    from agentrl_proxy.sampler import Sampler
+
+log = logging.getLogger("agentrl")
+
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
+_LOOK_AFTER_SAMPLER_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,9 @@ class GatewaySettings:
     max_tokens: int
     temperature: float = 1.0
     adapter_path: str | None = None  # a fixed adapter, version 0, when there is no run
+    max_concurrent: int = 1024
+    max_calls_per_rollout: int | None = None
+    max_tokens_per_rollout: int | None = None
 
 
 def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
@@ -80,17 +92,37 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         run_id=settings.run_id,
         context_length=base.context_length,
         defaults={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
+        max_concurrent=settings.max_concurrent,
+        max_calls_per_rollout=settings.max_calls_per_rollout,
+        max_tokens_per_rollout=settings.max_tokens_per_rollout,
     )
 
+    stopping = threading.Event()
     try:
         sampler.start()
+        threading.Thread(
+            target=_end_without, args=(sampler, stopping), name="sampler-watch", daemon=True
+        ).start()
         for name, version, path in _adapters_to_load(settings, store):
             sampler.engine.load_adapter(name, version, path).result()
         serve_on(create_app(deps), sock)
     finally:
+        stopping.set()
         sampler.stop()
         writer.close()
         store.close()
+
+
+def _end_without(sampler: Sampler, stopping: threading.Event) -> None:
+    """Ends the process when its sampler has died: only a new one has a working one.
+
+    As if asked to, so that what is under way gets its answer (503) and its row.
+    """
+    while not stopping.wait(_LOOK_AFTER_SAMPLER_S):
+        if not sampler.healthy:
+            log.critical("the sampler has died; ending, to be started again")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str, int, str]]:

@@ -63,6 +63,9 @@ class Session:
             max_tokens=config.max_tokens,
             temperature=config.temperature,
             adapter_path=adapter_path,
+            max_concurrent=config.max_concurrent,
+            max_calls_per_rollout=config.max_calls_per_rollout,
+            max_tokens_per_rollout=config.max_tokens_per_rollout,
         )
         self.started = time.perf_counter()
         self.gateway: Gateway

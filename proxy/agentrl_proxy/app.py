@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentrl_proxy import ingest, wire
+from agentrl_proxy import ingest, openapi, wire
 from agentrl_proxy.asgi import (
     WorkResponse,
     Write,
@@ -65,6 +65,9 @@ class Gateway:
             200 if healthy else 503,
         )
 
+    async def description(self, request: Request) -> Response:
+        return json_response(openapi.document(request.app.version))
+
     async def models(self, request: Request) -> Response:
         await self._caller(request)
         names = sorted(self.deps.models)
@@ -98,10 +101,12 @@ class Gateway:
         await self.credentials.operator_only(request.headers)
         body = ingest.json_object(await read_body(request, self.deps.max_body_bytes))
         name, version, path = body.get("name"), body.get("version"), body.get("path")
-        if not isinstance(name, str) or not name:
-            raise invalid("name", "name must be a non-empty string")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise invalid("version", "version must be an integer of at least 0")
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise invalid("name", "name must be a non-empty string without NUL characters")
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise invalid("version", "version must be an integer")
+        if not 0 <= version < 2**31:  # the store's integers
+            raise invalid("version", "version must be an integer from 0 to 2147483647")
         if not isinstance(path, str) or not path:
             raise invalid("path", "path must be a non-empty string")
         try:
@@ -158,7 +163,10 @@ class _Retry:
 
     async def run(self, write: Write | None) -> dict[str, Any]:
         service = self._gateway.chat
-        response = await service.earlier_answer(self._body, self._caller)
+        # The client closed the connection of the request that it repeats: let that be seen first.
+        await asyncio.sleep(0)
+        key = self._headers.get("idempotency-key")
+        response = await service.earlier_answer(self._body, self._caller, key)
         if response is None:
             self._job = await service.accept(self._chat, self._body, self._caller, self._headers)
             return await service.run(self._job, write)
@@ -183,7 +191,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     app = FastAPI(
         title="agentrl gateway",
         lifespan=lifespan,
-        openapi_url=None,  # handlers read raw bodies: a generated schema would be empty
+        openapi_url=None,  # handlers read raw bodies: a generated one would be empty
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -191,6 +199,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     app.state.gateway = gateway
     route = app.router.add_route
     route("/healthz", gateway.healthz, methods=["GET"])
+    route("/openapi.json", gateway.description, methods=["GET"])
     route("/admin/adapters", gateway.load_adapter, methods=["POST"])
     for prefix in ("", "/rollouts/{rollout_id}"):
         route(f"{prefix}/v1/models", gateway.models, methods=["GET"])
@@ -234,7 +243,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What the router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     texts = {
-        404: (f"no such path: {request.url.path[:200]}", "not_found"),
+        404: (f"no such path: {request.scope['path'][:200]}", "not_found"),
         405: (f"{request.method} is not allowed here", "method_not_allowed"),
     }
     message, code = texts.get(error.status_code, (str(error.detail), "http_error"))

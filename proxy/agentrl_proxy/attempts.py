@@ -19,15 +19,35 @@ from agentrl_proxy.continuity import Conversations
 
 MAX_ATTEMPTS = 10_000
 IDLE_S = 3600.0
-MAX_ANSWERS = 64  # per attempt, kept for client retries
+MAX_ANSWERS = 64  # different requests per attempt, kept for client retries
+RETRY_WITHIN_S = 90.0  # clients that were refused come back sooner, or not at all
 
 
 @dataclass(slots=True)
 class Answer:
     """One request of an attempt, being answered or answered."""
 
+    key: bytes
     done: asyncio.Future[dict[str, Any]]
     waiting: int = 0  # retries that wait for it: it must then outlive its own client
+    claims: int = 0  # retries that have ever waited for it
+
+
+@dataclass(slots=True)
+class _Same:
+    """Identical requests. Each is a sample of its own, and a retry is a retry of one of them."""
+
+    running: list[Answer] = field(default_factory=list[Answer])  # oldest first
+    latest: Answer | None = None  # answered
+    unanswered: list[float] = field(default_factory=list[float])  # when each failed or was refused
+
+
+@dataclass(slots=True)
+class Spent:
+    """What an attempt has used of its budget."""
+
+    calls: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -37,8 +57,9 @@ class Attempt:
     next_seq: int | None = None
     in_flight: int = 0
     used_at: float = 0.0
+    spent: Spent | None = None  # None: not asked the store yet
     conversations: Conversations = field(default_factory=Conversations)
-    answers: OrderedDict[bytes, Answer] = field(default_factory=OrderedDict[bytes, Answer])
+    same: OrderedDict[bytes, _Same] = field(default_factory=OrderedDict[bytes, _Same])
 
     async def take_seq(self, first: Callable[[], Awaitable[int]]) -> int:
         """The next number in the order of acceptance; ``first`` asks the store where to begin."""
@@ -50,24 +71,61 @@ class Attempt:
         self.next_seq = seq + 1
         return seq
 
-    def earlier(self, body: bytes) -> Answer | None:
-        """The latest answer to this same body that has not failed."""
-        return self.answers.get(_key(body))
+    def earlier(self, body: bytes, idempotency_key: str | None = None) -> Answer | None:
+        """What a marked retry of this body is a retry of; None: it has to be sampled.
 
-    def begin(self, body: bytes) -> Answer:
-        answer = Answer(asyncio.get_running_loop().create_future())
-        key = _key(body)
-        self.answers[key] = answer
-        self.answers.move_to_end(key)
-        if len(self.answers) > MAX_ANSWERS:
-            self.answers.popitem(last=False)
+        With an idempotency key there is one request it can be. Without, several identical ones
+        may be about, and the retry belongs to one whose client got no answer. In that order: one
+        that failed or was refused (then it is sampled anew), one that runs (the oldest that no
+        other retry waits for), and the last one answered, whose answer may have been lost.
+        """
+        same = self.same.get(_key(body, idempotency_key))
+        if same is None:
+            return None
+        now = time.monotonic()
+        same.unanswered = [at for at in same.unanswered if now - at < RETRY_WITHIN_S]
+        if same.unanswered:
+            same.unanswered.pop(0)
+            return None
+        if same.running:
+            return min(same.running, key=lambda answer: (answer.waiting, answer.claims))
+        return same.latest
+
+    def begin(self, body: bytes, idempotency_key: str | None = None) -> Answer:
+        answer = Answer(_key(body, idempotency_key), asyncio.get_running_loop().create_future())
+        self._same(answer.key).running.append(answer)
         return answer
 
-    def abandon(self, body: bytes, answer: Answer) -> None:
+    def answered(self, answer: Answer, response: dict[str, Any]) -> None:
+        same = self._same(answer.key)
+        if answer in same.running:
+            same.running.remove(answer)
+        same.latest = answer
+        answer.done.set_result(response)
+
+    def abandon(self, answer: Answer) -> None:
         """It failed or was cancelled: a retry samples again."""
-        key = _key(body)
-        if self.answers.get(key) is answer:
-            del self.answers[key]
+        same = self._same(answer.key)
+        if answer in same.running:
+            same.running.remove(answer)
+        if not answer.done.done():
+            answer.done.cancel()
+            if not answer.waiting:  # else its retry is here already
+                same.unanswered.append(time.monotonic())
+
+    def refused(self, body: bytes, idempotency_key: str | None) -> None:
+        """It was told to come back: its retry must not be taken for another's."""
+        self._same(_key(body, idempotency_key)).unanswered.append(time.monotonic())
+
+    def _same(self, key: bytes) -> _Same:
+        same = self.same.get(key)
+        if same is None:
+            same = self.same[key] = _Same()
+            if len(self.same) > MAX_ANSWERS:
+                self.same.popitem(last=False)
+        else:
+            self.same.move_to_end(key)
+        return same
 
 
 class Attempts:
@@ -106,5 +164,6 @@ class Attempts:
             del self._by_id[attempt_id]
 
 
-def _key(body: bytes) -> bytes:
-    return blake2b(body, digest_size=16).digest()
+def _key(body: bytes, idempotency_key: str | None) -> bytes:
+    salt = b"" if idempotency_key is None else idempotency_key.encode()
+    return blake2b(salt + b"\0" + body if salt else body, digest_size=16).digest()

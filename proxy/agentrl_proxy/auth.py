@@ -23,6 +23,9 @@ log = logging.getLogger("agentrl.proxy")
 
 T = TypeVar("T")
 _MAX_CACHED = 10_000
+CONTEXT_HEADER = "x-agentrl-rollout"
+"""Carries the attempt's key. In a process that several rollouts share, base URL and API key are
+the process's: only a header, set where the call is made, tells whose it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class Credentials:
     """Reads credentials and says what they open.
 
     An attempt's key opens the models, spans and rewards of its own rollout, while the attempt
-    runs. The operator's key opens everything that needs no rollout.
+    runs. The operator's key opens everything that needs no rollout. The context header comes
+    before path and key: it alone identifies, and they must not name another rollout.
     """
 
     def __init__(self, store: GatewayStore, operator_key: str | None, stats: GatewayStats) -> None:
@@ -62,8 +66,8 @@ class Credentials:
             may_be_sealed: whoever writes for the caller looks himself whether its attempt runs.
 
         Raises:
-            ApiError: 401 without a valid key, 403 when key and path disagree, 409 when the
-                attempt is sealed.
+            ApiError: 401 without a valid key, 403 when header, path and key disagree, 409
+                when the attempt is sealed.
         """
         try:
             caller, state = await self._caller(headers, rollout_id)
@@ -96,6 +100,9 @@ class Credentials:
         self, headers: Mapping[str, str], rollout_id: str | None
     ) -> tuple[Caller, AttemptState | None]:
         """With the state of its attempt, where that has just been learned."""
+        named = headers.get(CONTEXT_HEADER)
+        if named is not None:
+            return await self._named(named.strip(), headers, rollout_id)
         key = _key_in(headers)
         digest = None if key is None else _digest(key)
         if digest is not None and self._is_operator(digest):
@@ -110,6 +117,24 @@ class Credentials:
             return self._stranger(key, rollout_id), None
         if rollout_id is not None and rollout_id != attempt.rollout_id:
             raise self._mismatch(rollout_id, "the key belongs to another rollout")
+        return Caller(operator=False, attempt=attempt), state
+
+    async def _named(
+        self, named: str, headers: Mapping[str, str], rollout_id: str | None
+    ) -> tuple[Caller, AttemptState | None]:
+        """Who the context header names. Path and key may name nobody, but no other."""
+        attempt, state = await self._attempt(named, _digest(named))
+        if attempt is None:
+            raise unauthorized(f"the key in {CONTEXT_HEADER} is not known here")
+        if rollout_id is not None and rollout_id != attempt.rollout_id:
+            raise self._mismatch(rollout_id, f"{CONTEXT_HEADER} names another rollout")
+        key = _key_in(headers)
+        if key is not None and key != named and _is_ours(key):
+            other, _ = await self._attempt(key, _digest(key))
+            if other is None or other.attempt_id != attempt.attempt_id:
+                raise self._mismatch(
+                    attempt.rollout_id, f"the key is not of the rollout in {CONTEXT_HEADER}"
+                )
         return Caller(operator=False, attempt=attempt), state
 
     def _stranger(self, key: str | None, rollout_id: str | None) -> Caller:
@@ -139,7 +164,7 @@ class Credentials:
     def _mismatch(self, rollout_id: str, why: str) -> ApiError:
         self._stats.mismatched += 1
         log.warning("refused a request to rollout %.64r: %s", rollout_id, why)
-        return forbidden(f"the path and the key disagree: {why}", "rollout_mismatch")
+        return forbidden(f"the request names two rollouts: {why}", "rollout_mismatch")
 
 
 def _key_in(headers: Mapping[str, str]) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl_proxy import wire
+from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.attempts import Answer, Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.constraints import Constraint, Constraints
@@ -26,6 +27,7 @@ from agentrl_proxy.errors import (
     context_length_exceeded,
     invalid,
     model_not_found,
+    refused_by_sampler,
     unavailable,
 )
 from agentrl_proxy.openai_types import ChatRequest, sampling_value
@@ -36,6 +38,7 @@ from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
     GrammarError,
+    RefusedError,
     SampleEvent,
     SamplingParams,
 )
@@ -64,6 +67,7 @@ class Job:
     adapter: str | None
     heading: wire.Heading
     record: CallRecord
+    slot: Slot
 
     @property
     def wanted_by_retry(self) -> bool:
@@ -78,6 +82,7 @@ class ChatService:
         self.stats = stats
         self._attempts = attempts
         self._constraints = Constraints(deps.renderer)
+        self._admission = Admission(deps, stats)
 
     # --- accepting
 
@@ -94,6 +99,29 @@ class ChatService:
         self, request: ChatRequest, body: bytes, caller: Caller, headers: Mapping[str, str]
     ) -> Job:
         """Everything that can be refused is refused here, before a row exists."""
+        attempt = caller.attempt
+        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+        try:
+            slot = self._admission.enter(request.n)
+        except ApiError:
+            if memory is not None:
+                memory.refused(body, headers.get("idempotency-key"))
+            raise
+        try:
+            return await self._accept(request, body, caller, memory, headers, slot)
+        except BaseException:
+            slot.leave()
+            raise
+
+    async def _accept(
+        self,
+        request: ChatRequest,
+        body: bytes,
+        caller: Caller,
+        memory: Attempt | None,
+        headers: Mapping[str, str],
+        slot: Slot,
+    ) -> Job:
         deps = self.deps
         adapter = self.resolve_model(request.model)
         if not deps.sampler.healthy:
@@ -102,7 +130,6 @@ class ChatService:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
         attempt = caller.attempt
         constraint = await self._constraints.of(request)
-        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         prompt = render_prompt(
             deps.renderer,
             None if memory is None else memory.conversations,
@@ -117,6 +144,9 @@ class ChatService:
         seq = 0
         if attempt is not None and memory is not None:
             attempt_id = attempt.attempt_id
+            room = await self._admission.within_budget(attempt, memory, params.n, len(prompt.ids))
+            if room is not None and room < params.max_tokens:
+                params = replace(params, max_tokens=room)
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
             if params.seed is None:
                 params = replace(params, seed=derived_seed(attempt.seed, seq))
@@ -141,20 +171,25 @@ class ChatService:
         self.stats.accepted += params.n
         self.stats.continued += prompt.continued
         self.stats.rendered += not prompt.continued
-        answer = None if memory is None else memory.begin(body)
+        answer = None
+        if memory is not None:
+            answer = memory.begin(body, headers.get("idempotency-key"))
         return Job(
             request, caller, memory, body, answer, prompt, params, constraint, adapter, heading,
-            record,
+            record, slot,
         )  # fmt: skip
 
-    async def earlier_answer(self, body: bytes, caller: Caller) -> dict[str, Any] | None:
+    async def earlier_answer(
+        self, body: bytes, caller: Caller, idempotency_key: str | None = None
+    ) -> dict[str, Any] | None:
         """The answer to an identical request of this attempt, waited for if still on its way."""
         if caller.attempt is None:
             return None
-        answer = self._attempts.get(caller.attempt.attempt_id).earlier(body)
+        answer = self._attempts.get(caller.attempt.attempt_id).earlier(body, idempotency_key)
         if answer is None:
             return None
         answer.waiting += 1
+        answer.claims += 1
         try:
             response = await asyncio.shield(answer.done)
         except asyncio.CancelledError:
@@ -208,12 +243,13 @@ class ChatService:
             job.memory.in_flight += 1
         try:
             response = await self._run(job, write)
+            job.slot.leave(answered=True)
         except BaseException:
             if job.answer is not None and job.memory is not None:
-                job.memory.abandon(job.body, job.answer)
-                job.answer.done.cancel()
+                job.memory.abandon(job.answer)
             raise
         finally:
+            job.slot.leave()
             self.stats.in_flight -= 1
             if job.memory is not None:
                 job.memory.in_flight -= 1
@@ -254,6 +290,9 @@ class ChatService:
             await self._fail(job, sampled, error)
             param = None if job.constraint is None else job.constraint.param
             raise invalid(param, f"{param} cannot be enforced: {error}") from None
+        except RefusedError as error:
+            await self._fail(job, sampled, error)
+            raise refused_by_sampler(error.code, str(error)) from None
         except ApiError as error:
             await self._fail(job, sampled, error)
             raise
@@ -266,8 +305,8 @@ class ChatService:
         if job.memory is not None:
             for one, reply, text in zip(response["choices"], sampled, texts, strict=True):
                 self._remember(job, job.memory, one["message"], reply, text)
-        if job.answer is not None and not job.answer.done.done():
-            job.answer.done.set_result(response)
+        if job.memory is not None and job.answer is not None and not job.answer.done.done():
+            job.memory.answered(job.answer, response)
         if write is not None and streams is not None:
             await self._finish_stream(job, streams, replies, response, write)
         return response
@@ -297,6 +336,8 @@ class ChatService:
                 if streams is not None:
                     await streams[event.choice].push(one)
         finally:
+            if job.memory is not None and job.memory.spent is not None:
+                job.memory.spent.tokens += sum(len(one.ids) for one in sampled)
             await _aclose(events)
         if unfinished:
             raise unavailable("the sampler ended without finishing", "sampler_error")
@@ -382,6 +423,7 @@ class ChatService:
     async def _fail(self, job: Job, sampled: list[Sampled], error: Exception) -> None:
         self.stats.failed += 1
         text = error.message if isinstance(error, ApiError) else f"{type(error).__name__}: {error}"
+        text = text.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
         await self._close(job, sampled, CallState.ERROR, SkipReason.SAMPLER_ERROR, text)
 
     async def _close(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from agentrl_proxy.connection import Limits
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.sampler import Sampler
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Reward, Span
@@ -25,6 +26,7 @@ class GatewayStore(Protocol):
     def authenticate(self, key: str) -> AttemptRef | None: ...
     def attempt_state(self, attempt_id: str) -> AttemptState | None: ...
     def next_seq(self, attempt_id: str) -> int: ...
+    def spent(self, attempt_id: str) -> tuple[int, int]: ...
 
 
 class TraceSink(Protocol):
@@ -59,6 +61,16 @@ class GatewayDeps:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sampling defaults of requests and attempts that set nothing."""
     max_body_bytes: int = MAX_BODY_BYTES
+    max_concurrent: int = 1024
+    """Requests being answered at once; those beyond are told to come back (429)."""
+    max_queued: int = 1024
+    """Answers waiting in the sampler's queue; while there are more, no request is added."""
+    max_calls_per_rollout: int | None = None
+    """Answers that one attempt may have sampled; None: no limit."""
+    max_tokens_per_rollout: int | None = None
+    """Prompt and sampled tokens that one attempt may use; None: no limit."""
+    limits: Limits = field(default_factory=Limits)
+    """Of a connection."""
 
 
 @dataclass(slots=True)
@@ -76,7 +88,9 @@ class GatewayStats:
     rendered: int = 0
     constrained: int = 0  # sampled under a grammar: response_format, tool_choice
     refused: int = 0  # 401 and 403
-    mismatched: int = 0  # of those: path and key named different rollouts
+    mismatched: int = 0  # of those: header, path and key named different rollouts
+    overloaded: int = 0  # 429: too much at once
+    over_budget: int = 0  # 429: the rollout has used up its calls or tokens
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

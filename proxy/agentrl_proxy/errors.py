@@ -16,6 +16,7 @@ from agentrl_tracer.schemas import AttemptState
 # OpenAI's clients retry 408, 409, 429 and 5xx by themselves. A sealed attempt stays sealed, so
 # they are told not to.
 DO_NOT_RETRY = {"x-should-retry": "false"}
+_LONGEST_MESSAGE = 1000
 
 
 class ApiError(Exception):
@@ -31,6 +32,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        # It may quote what was sent: lone surrogates cannot be encoded, megabytes help nobody.
+        message = message[:_LONGEST_MESSAGE].encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status = status
         self.message = message
@@ -78,7 +81,7 @@ def attempt_sealed(state: AttemptState | None) -> ApiError:
 
 def model_not_found(model: str) -> ApiError:
     return ApiError(
-        404, f"the model {model!r} does not exist", param="model", code="model_not_found"
+        404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found"
     )
 
 
@@ -92,7 +95,34 @@ def context_length_exceeded(prompt_tokens: int, context_length: int) -> ApiError
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, kind="server_error", code=code)
+    # Supervision needs about this long to bring a sampler back.
+    return ApiError(503, message, kind="server_error", code=code, headers={"retry-after": "2"})
+
+
+def refused_by_sampler(code: str, message: str) -> ApiError:
+    """``code``: a RefusedError's."""
+    match code:
+        case "invalid_parameter":
+            return invalid(None, message, code=code)
+        case "unknown_adapter":
+            return ApiError(404, message, param="model", code="model_not_found")
+        case _:
+            return unavailable(message, "sampler_unavailable")
+
+
+def overloaded(message: str, retry_after_s: int) -> ApiError:
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
+
+
+def budget_exceeded(message: str) -> ApiError:
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="rollout_budget_exceeded",
+        headers=DO_NOT_RETRY,
+    )
 
 
 def body_too_large(limit: int) -> ApiError:

@@ -73,6 +73,8 @@ async def reward(
         texts[name] = fields.get(name)
         if texts[name] is not None and not isinstance(texts[name], str):
             raise invalid(name, f"{name} must be a string; got {fields[name]!r:.80}")
+        if "\0" in (texts[name] or ""):  # PostgreSQL takes none
+            raise invalid(name, f"{name} must not contain NUL characters")
     record = Reward(
         attempt_id=attempt.attempt_id,
         rollout_id=attempt.rollout_id,

@@ -25,6 +25,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_DEPTH = 254  # orjson's own, and well within what the template and the store can take
 
 
 @dataclass(slots=True)
@@ -136,13 +137,14 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise invalid(None, f"the body must be a JSON object; got {_shown(raw)}")
+    _check_depth(body, raw)
     for name in raw.keys() & _FIELDS.keys():
         value = raw[name]
         if value is not None and not _FIELDS[name][0](value):
             raise _wrong(name, value, _FIELDS[name][1])
     model = raw.get("model")
-    if not isinstance(model, str) or not model:
-        raise _wrong("model", model, "a non-empty string")
+    if not isinstance(model, str) or not model or "\0" in model:  # PostgreSQL takes no NUL
+        raise _wrong("model", model, "a non-empty string without NUL characters")
 
     sampling: dict[str, Any] = {}
     for name in ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed"):
@@ -176,6 +178,16 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         sampling=sampling,
         raw=raw,
     )
+
+
+def _check_depth(body: bytes, raw: dict[str, Any]) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return  # it cannot be deeper than it has brackets
+    try:
+        orjson.dumps(raw)  # the cheapest way to walk it; refuses what is deeper than MAX_DEPTH
+    except TypeError:
+        message = f"the body is nested more than {MAX_DEPTH} levels deep"
+        raise invalid(None, message, code="invalid_json") from None
 
 
 def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:

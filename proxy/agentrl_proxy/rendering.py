@@ -67,15 +67,15 @@ class Renderer:
         generate: bool = True,
     ) -> str:
         """Normalised messages as the template writes them."""
-        from jinja2.exceptions import TemplateError
-
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, add_generation_prompt=generate, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program, and fails like one
             raise invalid(
-                "messages", f"the model's chat template refused the messages: {error}"
+                "messages",
+                "the model's chat template refused the messages: "
+                f"{type(error).__name__}: {str(error)[:500]}",
             ) from None
 
     def encode(self, text: str) -> list[int]:

@@ -73,6 +73,17 @@ class GrammarError(ValueError):
     """The sampler cannot enforce this grammar. It never samples as if there were none."""
 
 
+RefusalCode: TypeAlias = Literal["invalid_parameter", "unknown_adapter", "stopped"]
+
+
+class RefusedError(ValueError):
+    """The sampler does not take this request; ``code`` decides the HTTP status."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code: RefusalCode = code
+
+
 @runtime_checkable
 class Sampler(Protocol):
     """Samples from one base model with any of its loaded adapters."""
@@ -88,11 +99,18 @@ class Sampler(Protocol):
     def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
-        """Events of ``params.n`` choices, interleaved. Closing the iterator cancels the sample."""
+        """Events of ``params.n`` choices, interleaved. Closing the iterator cancels the sample.
+
+        Raises:
+            ContextLengthError: prompt or answer do not fit.
+            RefusedError: it is not taken for another reason.
+        """
         ...
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         """Answer with this version from the next token on; return once that holds."""
         ...
 
-    def stats(self) -> dict[str, Any]: ...
+    def stats(self) -> dict[str, Any]:
+        """For /healthz. ``waiting``, if there, is the length of the queue."""
+        ...

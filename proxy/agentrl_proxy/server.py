@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import signal
 import socket
 import threading
 import time
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from agentrl_proxy.connection import Limits, guarded
+
 _BACKLOG = 2048
-_GRACE_S = 5  # for answers under way when the server is told to stop
 
 
 def bind(host: str, port: int, *, operator_key: str | None) -> socket.socket:
@@ -71,8 +73,23 @@ def serve(
 
 
 def serve_on(app: FastAPI, listening: socket.socket) -> None:
-    """Serves on a socket that listens already, until told to stop (SIGINT, SIGTERM)."""
-    _server(app).run(sockets=[listening])
+    """Serves on a socket that listens already, until told to stop (SIGINT, SIGTERM).
+
+    Told to stop, it takes no new connections, lets answers under way finish within the grace
+    period, and cancels the others, which records them. SIGTERM ends in ``SystemExit``: by
+    default it would kill the process before its callers could close the store.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _leave) if in_main else None
+    try:
+        _server(app).run(sockets=[listening])
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -93,14 +110,19 @@ def serving(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Iterator[st
             yield url_of(bound)
         finally:
             server.should_exit = True
-            thread.join(timeout=_GRACE_S + 10)
+            thread.join(timeout=_limits(app).grace_s + 10)
+
+
+def _limits(app: FastAPI) -> Limits:
+    return app.state.gateway.deps.limits
 
 
 def _server(app: FastAPI) -> uvicorn.Server:
+    limits = _limits(app)
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=guarded(limits),
         ws="none",
         lifespan="on",
         access_log=False,  # every call is in the store; paths would fill the log
@@ -108,7 +130,7 @@ def _server(app: FastAPI) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,  # nobody stands between us and the agents
         date_header=False,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=limits.grace_s,
         timeout_keep_alive=75,
     )
     return uvicorn.Server(config)

@@ -72,14 +72,19 @@ def _reward(span: Span) -> Reward:
     return Reward(
         attempt_id=span.attempt_id,
         rollout_id=span.rollout_id,
-        name=str(span.attributes.get(EVALUATION_NAME, REWARD_NAME)),
+        name=_text(str(span.attributes.get(EVALUATION_NAME, REWARD_NAME))),
         value=float(value),
         key=span.span_id,
         span_id=span.parent_span_id,
-        response_id=span.attributes.get(RESPONSE_ID),
-        explanation=span.attributes.get(EVALUATION_EXPLANATION),
+        response_id=_optional_text(span, RESPONSE_ID),
+        explanation=_optional_text(span, EVALUATION_EXPLANATION),
         created_at=span.start_ns / 1e9,
     )
+
+
+def _optional_text(span: Span, name: str) -> str | None:
+    value = span.attributes.get(name)
+    return None if value is None else _text(str(value))
 
 
 def _from_protobuf(body: bytes) -> ExportTraceServiceRequest:
@@ -94,7 +99,8 @@ def _from_json(body: bytes) -> ExportTraceServiceRequest:
         document = json.loads(body)
         _hex_ids_to_base64(document)
         return ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
-    except (ValueError, ParseError) as error:
+    except (ValueError, ParseError, TypeError, AttributeError, RecursionError) as error:
+        # ParseDict says what it cannot read in many ways.
         raise ValueError(f"not an OTLP JSON trace request: {error}") from error
 
 
@@ -111,15 +117,23 @@ def _hex_ids_to_base64(node: Any) -> None:
             _hex_ids_to_base64(item)
 
 
+_MAX_TIME = 2**63 - 1  # the store's integers are signed
+
+
+def _text(text: str) -> str:
+    """PostgreSQL keeps no NUL characters."""
+    return text.replace("\0", "\ufffd")
+
+
 def _span(span: Any, resource: Json, rollout_id: str | None, attempt_id: str | None) -> Span:
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
         parent_span_id=span.parent_span_id.hex() or None,
-        name=span.name,
+        name=_text(span.name),
         kind=_name(_KINDS, span.kind),
-        start_ns=span.start_time_unix_nano,
-        end_ns=span.end_time_unix_nano,
+        start_ns=min(span.start_time_unix_nano, _MAX_TIME),
+        end_ns=min(span.end_time_unix_nano, _MAX_TIME),
         status=_name(_STATUSES, span.status.code),
         attributes=_attributes(span.attributes),
         events=[
@@ -154,5 +168,7 @@ def _value(value: Any) -> Any:
             return _attributes(value.kvlist_value.values)
         case "bytes_value":
             return base64.b64encode(value.bytes_value).decode()
+        case "double_value" if not math.isfinite(value.double_value):
+            return str(value.double_value)  # JSON has no such number
         case kind:
             return getattr(value, kind)

@@ -41,6 +41,17 @@ _SET_PROXIED = (
 _LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(
     t.calls.c.attempt_id == sa.bindparam("attempt_id")
 )
+# Token ids are blobs of four bytes each; the choices of a request share its prompt.
+_SPENT = sa.select(
+    sa.func.count(),
+    sa.func.coalesce(
+        sa.func.sum(
+            sa.func.length(t.calls.c.response_ids)
+            + sa.case((t.calls.c.choice == 0, sa.func.length(t.calls.c.prompt_ids)), else_=0)
+        ),
+        0,
+    ),
+).where(t.calls.c.attempt_id == sa.bindparam("attempt_id"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,12 @@ class CallStore:
         with self.db.read() as c:
             last = c.execute(_LAST_SEQ, {"attempt_id": attempt_id}).scalar()
         return 0 if last is None else last + 1
+
+    def spent(self, attempt_id: str) -> tuple[int, int]:
+        """How many calls an attempt has made, and how many tokens they used, prompts included."""
+        with self.db.read() as c:
+            calls, size = c.execute(_SPENT, {"attempt_id": attempt_id}).one()
+        return calls, int(size) // 4
 
     def _keep(self, c: sa.Connection, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
         if spans:

@@ -1,0 +1,386 @@
+"""Clients that are slow, huge, rude or gone, a sampler that refuses or dies, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_sampler import OPERATOR_KEY, Running
+from test_access import BODY, error_of, post
+from test_chat import USER, client
+
+from agentrl_proxy.connection import Limits
+from agentrl_proxy.sampler import FinishEvent, RefusedError, SamplingParams, TokenEvent
+from agentrl_tracer.schemas import CallState, SkipReason
+from agentrl_tracer.store import Store
+
+CHAT = "/v1/chat/completions"
+HERE = Path(__file__).parent
+
+
+def wait_until(true: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def connected(gateway: Running, *, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.socket() as sock:
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.settimeout(20)
+        sock.connect((host, int(port)))
+        yield sock
+
+
+def head(path: str = CHAT, key: str = OPERATOR_KEY, **headers: Any) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the server closes; a reset is one way of closing."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := sock.recv(65536):
+            data += piece
+    return data
+
+
+def send_all(sock: socket.socket, data: bytes) -> bool:
+    """Whether the server took it all."""
+    try:
+        sock.sendall(data)
+    except ConnectionError:
+        return False
+    return True
+
+
+def resident_kib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+# --- heads and bodies
+
+
+@pytest.mark.parametrize("shape", ["one header", "many headers", "the path", "never ending"])
+def test_a_huge_head_is_refused(gateway: Running, shape: str) -> None:
+    size = 1_000_000
+    if shape == "one header":
+        data = head(x_big="a" * size, content_length=0)
+    elif shape == "many headers":
+        data = head(**{f"x_{i}": "a" * 90 for i in range(size // 100)})
+    elif shape == "the path":
+        data = head("/" + "a" * size)
+    else:
+        data = head(x_big="a" * size)[:-4]
+    before = resident_kib()
+    for _ in range(20):
+        with connected(gateway) as sock:
+            send_all(sock, data)
+            answer = read_all(sock)
+            # Bytes still under way may turn the close into a reset, which eats the answer.
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+    assert resident_kib() - before < 10_000
+    assert post(gateway.url + CHAT, OPERATOR_KEY).status_code == 200
+
+
+def test_the_head_limit_has_an_error_of_the_usual_shape(start: Any) -> None:
+    gateway: Running = start(limits=Limits(head_bytes=2000))
+    response = post(gateway.url + CHAT, OPERATOR_KEY, headers={"x-big": "a" * 2000})
+    assert response.status_code == 431
+    assert error_of(response)["code"] == "headers_too_large"
+    with httpx.Client(headers={"authorization": f"Bearer {OPERATOR_KEY}"}) as api:
+        for _ in range(3):  # a connection may carry many heads and bodies beyond the limit
+            long = [{"role": "user", "content": "a b " * 1500}]
+            body = BODY | {"messages": long, "max_tokens": 1}
+            answer = api.post(gateway.url + CHAT, json=body, headers={"x-big": "a" * 1500})
+            assert answer.status_code in (200, 400)
+            assert "headers" not in answer.text
+
+
+def test_what_is_no_http_gets_the_usual_shape(gateway: Running) -> None:
+    with connected(gateway) as sock:
+        sock.sendall(b"GET nonsense\r\n\r\n")
+        answer = read_all(sock)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/chat/completions HT",
+        head()[:-2],
+        head(content_length=100) + b'{"mod',
+        head(transfer_encoding="chunked") + b'5\r\n{"mod\r\n',
+    ],
+)
+def test_a_request_must_arrive_in_time(start: Any, sent: bytes) -> None:
+    gateway: Running = start(limits=Limits(receive_s=0.5))
+    started = time.monotonic()
+    with connected(gateway) as sock:
+        sock.sendall(sent)
+        sock.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            sock.recv(10)
+            pytest.fail("too early")
+        sock.settimeout(20)
+        answer = read_all(sock)
+    assert 0.4 < time.monotonic() - started < 5
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert gateway.stats["accepted"] == 0
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_a_slow_answer_is_no_slow_request(start: Any) -> None:
+    gateway: Running = start(limits=Limits(receive_s=0.3, stall_s=0.3))
+    gateway.sampler.delay = 0.05  # the answer takes over a second
+    with client(gateway) as api:
+        for stream in (False, True):
+            made: Any = api.chat.completions.create(model="policy", messages=USER, stream=stream)
+            if stream:
+                assert [*made][-1].choices[0].finish_reason == "stop"
+    assert gateway.stats["completed"] == 2
+
+
+# --- clients that do not read
+
+
+class Endless:
+    """As many tokens as are asked for, as fast as they are taken."""
+
+    def __init__(self, word: int) -> None:
+        self.word = word
+        self.taken = 0
+        self.adapters = {"policy": 1}
+        self.healthy = True
+
+    async def sample(self, prompt_ids: Any, params: SamplingParams, adapter: str | None) -> Any:
+        top = [(self.word, -1.0)] * params.top_logprobs
+        for _ in range(params.max_tokens):
+            self.taken += 1
+            yield TokenEvent(0, self.word, -1.0, top, 1)
+            await asyncio.sleep(0)
+        yield FinishEvent(0, "length")
+
+    async def load_adapter(self, name: str, version: int, path: str) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_client_that_does_not_read_is_dropped(start: Any) -> None:
+    gateway: Running = start(limits=Limits(stall_s=1.5), context_length=10_000_000)
+    [word] = gateway.renderer.encode(" I")[:1]
+    gateway.deps.sampler = sampler = Endless(word)
+    claim = gateway.claims[0]
+    wanted = 1_000_000
+    body = BODY | {"stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": wanted}
+    content = json.dumps(body).encode()
+    path = f"/rollouts/{claim.rollout_id}{CHAT}"
+    with connected(gateway, receive_buffer=4096) as sock:
+        sock.sendall(head(path, claim.key, content_length=len(content)) + content)
+        assert sock.recv(12) == b"HTTP/1.1 200"
+        last = -1
+        while sampler.taken != last:  # until sampling waits for the client
+            last = sampler.taken
+            time.sleep(0.4)
+        assert last < 20_000
+        wait_until(lambda: gateway.stats["cancelled"] == 1)
+        assert sampler.taken < last + 200
+    [call] = gateway.calls(claim)
+    assert (call.state, call.skip_reason) == (
+        CallState.CANCELLED,
+        SkipReason.CLIENT_DISCONNECTED,
+    )
+    assert abs(len(call.response_ids) - sampler.taken) <= 1
+    assert gateway.stats["in_flight"] == 0
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_an_answer_nobody_reads_does_not_stay(start: Any) -> None:
+    """A whole JSON answer, larger than any socket buffer: kept for the client, but not forever."""
+    gateway: Running = start(limits=Limits(stall_s=0.5), context_length=10_000_000)
+    gateway.deps.sampler = Endless(gateway.renderer.encode(" I")[0])
+    body = BODY | {"logprobs": True, "top_logprobs": 20, "max_tokens": 6000}
+    content = json.dumps(body).encode()
+    with connected(gateway, receive_buffer=4096) as sock:
+        sock.sendall(head(content_length=len(content)) + content)
+        assert sock.recv(12) == b"HTTP/1.1 200"
+        wait_until(lambda: gateway.stats["completed"] == 1)
+        time.sleep(1.2)
+        received = len(read_all(sock))
+    assert received < 6000 * 1000  # the rest is gone
+
+
+# --- the sampler says no, or nothing any more
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "ours"),
+    [
+        ("invalid_parameter", 400, "invalid_parameter"),
+        ("unknown_adapter", 404, "model_not_found"),
+        ("stopped", 503, "sampler_unavailable"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_the_sampler(
+    gateway: Running, code: Any, status: int, ours: str, stream: bool
+) -> None:
+    async def refuse(*_: Any) -> Any:
+        raise RefusedError(code, "because")
+        yield
+
+    gateway.sampler.sample = refuse  # type: ignore[method-assign]
+    claim = gateway.claims[0]
+    response = post(
+        gateway.base_url(claim) + "/chat/completions", claim.key, BODY | {"stream": stream}
+    )
+    assert response.status_code == status
+    assert error_of(response)["code"] == ours
+    assert error_of(response)["message"] == "because"
+    assert ("retry-after" in response.headers) == (status == 503)
+    [call] = gateway.calls(claim)
+    assert (call.state, call.error) == (CallState.ERROR, "RefusedError: because")
+
+
+def test_a_dead_sampler_shows(gateway: Running) -> None:
+    gateway.sampler.healthy = False
+    response = post(gateway.url + CHAT, OPERATOR_KEY)
+    assert (response.status_code, error_of(response)["code"]) == (503, "sampler_unavailable")
+    assert int(response.headers["retry-after"]) >= 1
+    assert httpx.get(f"{gateway.url}/healthz").status_code == 503
+    gateway.sampler.healthy = True
+    assert httpx.get(f"{gateway.url}/healthz").status_code == 200
+
+
+# --- secrets
+
+
+def test_no_key_is_told_to_anyone(
+    gateway: Running, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Every kind of error, with every key; then the logs, the answers and the store's bytes."""
+    caplog.set_level(logging.DEBUG)
+    mine, other = gateway.claims[:2]
+    stranger = "sk-agentrl-of-a-stranger"
+    keys = [mine.key, other.key, OPERATOR_KEY, stranger, "sk-plain-stranger"]
+    paths = [
+        CHAT,
+        f"/rollouts/{mine.rollout_id}{CHAT}",
+        f"/rollouts/{mine.rollout_id}/v1/traces",
+        f"/rollouts/{mine.rollout_id}/v1/rewards",
+        "/admin/adapters",
+        "/nowhere",
+    ]
+    bodies: list[Any] = [BODY, {}, {"value": "x"}, {"model": 1}, {"name": "a", "version": 1,
+                                                                  "path": "/missing"}]  # fmt: skip
+    told: list[str] = []
+    for key in keys:
+        for path in paths:
+            for body in bodies:
+                for headers in ({}, {"x-agentrl-rollout": keys[0]}, {"x-api-key": key}):
+                    response = post(gateway.url + path, key, body, headers=headers)
+                    told += [response.text, str(response.headers)]
+    gateway.sampler.fail_after = 1
+    told.append(post(gateway.url + CHAT, mine.key).text)
+    gateway.seal(mine)
+    told.append(post(gateway.url + CHAT, mine.key).text)
+    with connected(gateway) as sock:
+        sock.sendall(head(key=mine.key)[:-2] + b"bad header\r\n\r\n")
+        told.append(read_all(sock).decode())
+    told.append(httpx.get(f"{gateway.url}/healthz").text)
+    told += [record.getMessage() + str(record.exc_text) for record in caplog.records]
+    told.append(caplog.text)
+    assert gateway.stats["failed"] == 1
+    stored = b"".join(file.read_bytes() for file in tmp_path.glob("trace.db*"))
+    assert mine.rollout_id.encode() in stored
+    for key in keys:
+        assert not [text for text in told if key in text]
+        assert key.encode() not in stored
+
+
+# --- the way out
+
+SERVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from conftest import WEIGHTS
+from scripted_sampler import ScriptedSampler
+from transformers import AutoTokenizer
+from agentrl_proxy.app import create_app
+from agentrl_proxy.connection import Limits
+from agentrl_proxy.deps import GatewayDeps
+from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.server import serve
+from agentrl_tracer.store import Store
+from agentrl_tracer.writer import TraceWriter
+
+renderer = Renderer(AutoTokenizer.from_pretrained(WEIGHTS))
+store = Store({store!r})
+store.register_gateway("boot", None, 1)
+writer = TraceWriter(store, "boot")
+sampler = ScriptedSampler(renderer)
+sampler.delay = {delay}
+deps = GatewayDeps(sampler, renderer, store, writer, "boot", default_adapter="policy",
+                   limits=Limits(grace_s=2))
+try:
+    serve(create_app(deps), "127.0.0.1", 0, on_bound=lambda url: print(url, flush=True))
+finally:
+    writer.close()
+    store.close()
+    print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("delay", "finishes"), [(0.03, True), (1.0, False)])
+def test_told_to_stop_it_finishes_what_it_can(tmp_path: Path, delay: float, finishes: bool) -> None:
+    """A real process, a real SIGTERM: short answers arrive whole, long ones are cut and recorded."""
+    db = str(tmp_path / "trace.db")
+    code = SERVER.format(here=str(HERE), store=db, delay=delay)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=30) as api:
+            stream = api.chat.completions.create(model="policy", messages=USER, stream=True)
+            chunks = iter(stream)
+            next(chunks)
+            server.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"{url}/healthz", timeout=2)
+            try:
+                reason = [chunk.choices[0].finish_reason for chunk in chunks][-1]
+            except (httpx.HTTPError, openai.APIError):
+                reason = None
+        assert "closed" in server.stdout.read()
+        assert server.wait(20) == 128 + signal.SIGTERM
+    assert reason == ("stop" if finishes else None)
+    store = Store(db)
+    [call] = store.calls()
+    store.close()
+    assert call.state is (CallState.COMPLETED if finishes else CallState.CANCELLED)
+    assert call.response_ids
