@@ -74,8 +74,10 @@ class GatewayStats:
     replayed: int = 0  # client retries answered from a completed or running call
     continued: int = 0  # prompts that kept the exact tokens of an earlier call
     rendered: int = 0
+    branched: dict[str, int] = field(default_factory=dict[str, int])
+    """Prompts that left out what the attempt had said last, by reason: see continuity.Branch."""
     refused: int = 0  # 401 and 403
     mismatched: int = 0  # of those: path and key named different rollouts
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
