@@ -16,6 +16,14 @@ Template = dict[str, Any]
 
 _THINK: Template = {"open": "<think>", "close": "</think>", "content": "text"}
 _CONTENT: Template = {"content": "text"}
+# Ends DeepSeek's list of calls and says nothing. Not an optional part of a call's end: a pattern
+# that may go on is committed without it when the text arrives in pieces.
+_END_OF_CALLS: Template = {
+    "open_pattern": r"\s*<｜tool▁calls▁end｜>",
+    "close_pattern": "(?=.)",
+    "content": "text",
+    "repeats": True,
+}
 # The whole call is one JSON object, or the arguments are and the name stands before them.
 _WHOLE: Template = {"type": "function", "function": "{content}"}
 _NAMED: Template = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -82,11 +90,12 @@ DEEPSEEK_3: Template = {
                 r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
                 r"(?P<name>[^\n]+)\n```json\n"
             ),
-            "close_pattern": r"\n```\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+            "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
             "repeats": True,
             "content": "json",
             "transform": _NAMED,
         },
+        "end_of_calls": _END_OF_CALLS,
         "content": _CONTENT,
     },
 }
@@ -103,11 +112,12 @@ DEEPSEEK_3_1: Template = {
                 r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
                 r"(?P<name>[^<\n]+)<｜tool▁sep｜>"
             ),
-            "close_pattern": r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+            "close_pattern": r"<｜tool▁call▁end｜>",
             "repeats": True,
             "content": "json",
             "transform": _NAMED,
         },
+        "end_of_calls": _END_OF_CALLS,
         "content": _CONTENT,
     },
 }

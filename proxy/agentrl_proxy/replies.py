@@ -23,6 +23,7 @@ from agentrl_proxy.call_json import CallReader
 Tools = bool | list[dict[str, Any]]
 
 _REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
+_TEXT_FIELDS = _REASONING_FIELDS | {"content"}
 
 
 def _call_id() -> str:
@@ -105,7 +106,7 @@ class ReplyFormat:
         if loaded is None:
             spec = self._spec
             if not tools:
-                fields = {k: v for k, v in spec["fields"].items() if k != "tool_calls"}
+                fields = {k: v for k, v in spec["fields"].items() if k in _TEXT_FIELDS}
                 spec = {**spec, "fields": fields}
             elif self.streams_calls:
                 spec = {**spec, "fields": {**spec["fields"], "tool_calls": _as_written(spec)}}
@@ -234,6 +235,8 @@ class ReplyParser:
                 elif kind == "region_close":
                     self._pass_over(self._thought)
                     self._thought = ""
+            elif name != "tool_calls":
+                continue  # marks that say nothing
             elif self._format.streams_calls:
                 self._take_call(event)
                 if self._malformed:
@@ -242,7 +245,7 @@ class ReplyParser:
                 self._holding = True
                 if self._before_calls < 0:
                     self._before_calls = len(self._content)
-                if kind == "region_close" and name == "tool_calls":
+                if kind == "region_close":
                     value = event["value"]
                     self._values += value if isinstance(value, list) else [value]
 

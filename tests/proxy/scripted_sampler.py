@@ -111,7 +111,7 @@ class Running:
     claims: list[Claim]
 
     @property
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return self.app.state.gateway.stats.as_dict()
 
     def base_url(self, claim: Claim | None = None) -> str:
