@@ -119,7 +119,7 @@ class ChatService:
             adapter_version=version,
             prompt_ids=prompt.ids,
             continued=prompt.continued,
-            branched=prompt.branched,
+            branched=None if prompt.branched is None else prompt.branched.value,
             params=params,
             request=request.raw,
             headers=headers,
@@ -128,8 +128,8 @@ class ChatService:
         self.stats.continued += prompt.continued
         self.stats.rendered += not prompt.continued
         if prompt.branched is not None:
-            branched = self.stats.branched
-            branched[prompt.branched] = branched.get(prompt.branched, 0) + 1
+            branched, why = self.stats.branched, prompt.branched.value
+            branched[why] = branched.get(why, 0) + 1
         answer = None if memory is None else memory.begin(body)
         return Job(request, caller, memory, body, answer, prompt, params, adapter, heading, record)
 

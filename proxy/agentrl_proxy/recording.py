@@ -154,7 +154,7 @@ def open_calls(
             "seed": params.seed,
             "n": params.n,
             "continued": continued,
-            **({} if branched is None else {"branched": str(branched)}),
+            **({} if branched is None else {"branched": branched}),
         },
         request=request,
         response=None,
