@@ -33,7 +33,7 @@ from agentrl_proxy.errors import (
 from agentrl_proxy.openai_types import ChatRequest, sampling_value
 from agentrl_proxy.recording import CallRecord, Sampled, derived_seed, open_calls
 from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.replies import Reply, ReplyParser
+from agentrl_proxy.replies import Reply, ReplyParser, ToolCall, joined
 from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
@@ -164,6 +164,7 @@ class ChatService:
             prompt_ids=prompt.ids,
             continued=prompt.continued,
             constrained=None if constraint is None else constraint.kind,
+            branched=None if prompt.branched is None else prompt.branched.value,
             params=params,
             request=request.raw,
             headers=headers,
@@ -171,6 +172,9 @@ class ChatService:
         self.stats.accepted += params.n
         self.stats.continued += prompt.continued
         self.stats.rendered += not prompt.continued
+        if prompt.branched is not None:
+            branched, why = self.stats.branched, prompt.branched.value
+            branched[why] = branched.get(why, 0) + 1
         answer = None
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
@@ -258,9 +262,9 @@ class ChatService:
 
     async def _run(self, job: Job, write: Write | None) -> dict[str, Any]:
         renderer = self.deps.renderer
-        tools = job.request.tools is not None
+        tools = job.request.tools or False
         sampled = [Sampled() for _ in range(job.params.n)]
-        parsers = [renderer.parser(tools=tools) for _ in sampled]
+        parsers = [renderer.parser(tools=tools, opened=job.prompt.opened) for _ in sampled]
         streams = None
         if write is not None:
             streams = [
@@ -276,7 +280,8 @@ class ChatService:
                 for parser, text in zip(parsers, texts, strict=True):
                     parser.feed(text)
             replies = [parser.finish() for parser in parsers]
-            response = self._response(job, sampled, replies)
+            withdrawn = [parser.withdrawn if streams else [] for parser in parsers]
+            response = self._response(job, sampled, replies, withdrawn)
         except asyncio.CancelledError:
             self.stats.cancelled += 1
             await self._close(job, sampled, CallState.CANCELLED, SkipReason.CLIENT_DISCONNECTED)
@@ -303,8 +308,10 @@ class ChatService:
                               "sampler_error") from error  # fmt: skip
         await self._commit(job, sampled, response)
         if job.memory is not None:
-            for one, reply, text in zip(response["choices"], sampled, texts, strict=True):
-                self._remember(job, job.memory, one["message"], reply, text)
+            for i, one in enumerate(response["choices"]):
+                self._remember(job, job.memory, one["message"], sampled[i], texts[i])
+                if withdrawn[i]:  # an agent may drop the calls that never became any
+                    self._remember(job, job.memory, wire.message(replies[i]), sampled[i], texts[i])
         if job.memory is not None and job.answer is not None and not job.answer.done.done():
             job.memory.answered(job.answer, response)
         if write is not None and streams is not None:
@@ -342,7 +349,13 @@ class ChatService:
         if unfinished:
             raise unavailable("the sampler ended without finishing", "sampler_error")
 
-    def _response(self, job: Job, sampled: list[Sampled], replies: list[Reply]) -> dict[str, Any]:
+    def _response(
+        self,
+        job: Job,
+        sampled: list[Sampled],
+        replies: list[Reply],
+        withdrawn: list[list[ToolCall]],
+    ) -> dict[str, Any]:
         heading = job.heading
         if heading.fingerprint is None:  # not one token was sampled
             version = None
@@ -357,7 +370,7 @@ class ChatService:
             logprobs = None
             if job.request.logprobs:
                 logprobs = wire.logprob_entries(self.deps.renderer, one.ids, one.logprobs, one.tops)
-            choices.append(wire.choice(i, wire.message(reply), reason, logprobs))
+            choices.append(wire.choice(i, wire.message(reply, withdrawn[i]), reason, logprobs))
         usage = wire.usage(len(job.prompt.ids), sum(len(one.ids) for one in sampled))
         return wire.completion(heading, choices, usage)
 
@@ -463,12 +476,15 @@ class _ChoiceStream:
         if self._renderer.is_hidden(token_id):
             return
         piece = self._tokens.push(token_id)
-        delta = wire.text_delta(self._parser.feed(piece)) if piece else {}
+        delta = wire.reply_delta(self._parser.feed(piece)) if piece else {}
         if not delta:
             return
         if not self._begun:
             self._begun = True
-            delta = {"role": "assistant", **delta}
+            first: dict[str, Any] = {"role": "assistant"}
+            if "tool_calls" in delta:
+                first["content"] = None
+            delta = first | delta
         logprobs = None
         if self._job.request.logprobs:
             start, self._sent = self._sent, len(one.ids)
@@ -485,8 +501,13 @@ class _ChoiceStream:
     def last_chunks(self, whole: Reply, choice: dict[str, Any]) -> list[bytes]:
         """What was held back, the tool calls, and the finish reason."""
         rest = self._parser.remainder(whole)
-        held = Reply(self._held.content + rest.content, self._held.reasoning + rest.reasoning)
-        delta = wire.text_delta(held) | wire.tool_call_delta(choice["message"])
+        delta = wire.reply_delta(
+            Reply(
+                self._held.content + rest.content,
+                self._held.reasoning + rest.reasoning,
+                pieces=joined([*self._held.pieces, *rest.pieces]),
+            )
+        )
         if not self._begun:
             delta = {"role": "assistant", "content": choice["message"]["content"], **delta}
         logprobs = None

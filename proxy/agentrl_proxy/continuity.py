@@ -16,6 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
@@ -27,39 +28,88 @@ MAX_CONVERSATIONS = 256  # per attempt; least recently used go first
 MAX_TOKENS = 2_000_000  # per attempt, four bytes each
 
 
+class Branch(StrEnum):
+    """Why a prompt does not go on from the last reply in it, token for token."""
+
+    NO_ROLLOUT = "no_rollout"  # nothing is remembered outside rollouts
+    FIRST_CALL = "first_call"
+    NEW_CONVERSATION = "new_conversation"  # no reply in it yet
+    TOOLS_CHANGED = "tools_changed"
+    MODEL_CHANGED = "model_changed"  # said by another adapter
+    HISTORY_EDITED = "history_edited"  # messages before a reply were never asked like this
+    UNKNOWN_REPLY = "unknown_reply"  # the messages were, the reply is not what the agent got
+    THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does
+    TEMPLATE_REWRITES = "template_rewrites"  # the template writes the past differently
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a conversation is found by: its messages, and what they were said with."""
+
+    messages: bytes
+    tools: bytes
+    adapter: str | None
+
+    def then(self, message: Message) -> Key:
+        return Key(_extend(self.messages, message), self.tools, self.adapter)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What the sampler gets, and what is needed to remember its reply."""
 
     ids: list[int]
     messages: list[Message]  # normalised
-    key: bytes  # of tools, adapter and messages
+    key: Key
     continued: bool  # exact tokens of an earlier call, plus a delta
+    branched: Branch | None = None
+    """None: it goes on from the last reply in it. Both may hold: an edit far down keeps what was
+    before it."""
+    opened: bool = True  # it ends with the template's generation prompt
 
 
 class Conversations:
     """What one attempt's conversations were, token for token. Bounded."""
 
     def __init__(self) -> None:
-        self._tokens: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._tokens: OrderedDict[Key, array[int]] = OrderedDict()
         self._total = 0
+        # Only to say why a conversation branched.
+        self._said_with: dict[bytes, Key] = {}
+        self._asked: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def put(self, key: bytes, ids: Sequence[int]) -> None:
+    def put(self, key: Key, ids: Sequence[int]) -> None:
         old = self._tokens.pop(key, None)
         self._total += len(ids) - (0 if old is None else len(old))
         self._tokens[key] = array("i", ids)
+        self._said_with[key.messages] = key
         while self._tokens and (len(self._tokens) > MAX_CONVERSATIONS or self._total > MAX_TOKENS):
-            _, dropped = self._tokens.popitem(last=False)
-            self._total -= len(dropped)
+            dropped, tokens = self._tokens.popitem(last=False)
+            self._total -= len(tokens)
+            if self._said_with.get(dropped.messages) == dropped:
+                del self._said_with[dropped.messages]
 
-    def get(self, key: bytes) -> array[int] | None:
+    def get(self, key: Key) -> array[int] | None:
         ids = self._tokens.get(key)
         if ids is not None:
             self._tokens.move_to_end(key)
         return ids
+
+    def asked(self, key: Key) -> None:
+        self._asked[key.messages] = None
+        self._asked.move_to_end(key.messages)
+        if len(self._asked) > MAX_CONVERSATIONS:
+            self._asked.popitem(last=False)
+
+    def was_asked(self, messages: bytes) -> bool:
+        return messages in self._asked
+
+    def said_with(self, messages: bytes) -> Key | None:
+        """What this conversation was last said with."""
+        return self._said_with.get(messages)
 
 
 def render_prompt(
@@ -72,19 +122,31 @@ def render_prompt(
     """Prompt ids of wire messages, continuing a remembered conversation where possible."""
     normal = renderer.normalise(messages)
     text = renderer.text(normal, tools)
+    opened = text.endswith(renderer.generation_prompt)
     keys = _keys(normal, tools, adapter)
-    if conversations is not None and len(conversations):
-        # The longest remembered beginning. It ends with an assistant's reply.
-        for count in range(len(normal), 0, -1):
-            if normal[count - 1]["role"] != "assistant":
-                continue
-            known = conversations.get(keys[count])
-            if known is None:
-                continue
-            ids = _continue(renderer, known, normal[:count], tools, text)
-            if ids is not None:
-                return Prompt(ids, normal, keys[-1], continued=True)
-    return Prompt(renderer.encode(text), normal, keys[-1], continued=False)
+
+    def made(ids: list[int], continued: bool, branched: Branch | None) -> Prompt:
+        return Prompt(ids, normal, keys[-1], continued, branched, opened)
+
+    if conversations is None:
+        return made(renderer.encode(text), False, Branch.NO_ROLLOUT)
+    if not len(conversations):
+        return made(renderer.encode(text), False, Branch.FIRST_CALL)
+    # The longest remembered beginning. It ends with an assistant's reply.
+    ends = [i for i in range(len(normal), 0, -1) if normal[i - 1]["role"] == "assistant"]
+    if not ends:
+        return made(renderer.encode(text), False, Branch.NEW_CONVERSATION)
+    for count in ends:
+        known = conversations.get(keys[count])
+        if known is None:
+            continue
+        ids = _continue(renderer, known, normal[:count], tools, text)
+        if ids is not None:
+            branched = None
+            if count != ends[0]:
+                branched = _reason(conversations, normal, keys, ends)
+            return made(ids, True, branched)
+    return made(renderer.encode(text), False, _reason(conversations, normal, keys, ends))
 
 
 def remember_reply(
@@ -110,7 +172,8 @@ def remember_reply(
     elif kept and renderer.is_stop(kept[-1]):
         kept.pop()  # the turn's end is written by the template, see _continue
     normal = renderer.normalise([reply])[0]
-    conversations.put(_extend(prompt.key, normal), [*prompt.ids, *kept])
+    conversations.asked(prompt.key)
+    conversations.put(prompt.key.then(normal), [*prompt.ids, *kept])
 
 
 def _continue(
@@ -123,7 +186,8 @@ def _continue(
     """Remembered tokens + turn end + what was added since; None if the template rewrote history.
 
     The template keeps history if it writes the beginning, reply included, the same way whether or
-    not something follows. Only the text after the reply is tokenised.
+    not something follows; or if what it writes now is what the remembered tokens say. Only the
+    text after the reply is tokenised.
     """
     ending = renderer.turn_end
     if not ending:
@@ -131,8 +195,33 @@ def _continue(
     prefix = renderer.text(beginning, tools, generate=False)
     asked = renderer.text(beginning[:-1], tools) if len(beginning) > 1 else ""
     if not (prefix.startswith(asked) and prefix.endswith(ending) and whole.startswith(prefix)):
-        return None
+        # Qwen3's writes an empty thought before a reply only while it is the last.
+        prefix = renderer.decode_raw(known) + ending
+        if not whole.startswith(prefix):
+            return None
     return [*known, *renderer.encode(ending + whole[len(prefix) :])]
+
+
+def _reason(
+    conversations: Conversations, messages: list[Message], keys: list[Key], ends: list[int]
+) -> Branch:
+    """Why the last reply in a conversation is not gone on from. ``ends``: latest reply first."""
+    latest = ends[0]
+    said_with = conversations.said_with(keys[latest].messages)
+    if said_with is not None:
+        if said_with.tools != keys[latest].tools:
+            return Branch.TOOLS_CHANGED
+        if said_with.adapter != keys[latest].adapter:
+            return Branch.MODEL_CHANGED
+        thoughts = any(message.get("reasoning_content") for message in messages)
+        return Branch.THINKING_STRIPPED if thoughts else Branch.TEMPLATE_REWRITES
+    # The first reply that is not known tells what is wrong.
+    for count in reversed(ends):
+        if conversations.said_with(keys[count].messages) is None:
+            if conversations.was_asked(keys[count - 1].messages):
+                return Branch.UNKNOWN_REPLY
+            break
+    return Branch.HISTORY_EDITED
 
 
 def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
@@ -149,13 +238,12 @@ def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
 
 def _keys(
     messages: Sequence[Message], tools: list[dict[str, Any]] | None, adapter: str | None
-) -> list[bytes]:
-    """A hash of every beginning of the conversation: ``keys[i]`` covers the first i messages."""
-    key = _digest(b"", _canonical([tools, adapter]))
-    keys = [key]
+) -> list[Key]:
+    """The key of every beginning of the conversation: ``keys[i]`` covers the first i messages."""
+    with_tools = b"" if tools is None else _digest(b"", _canonical(tools))
+    keys = [Key(b"", with_tools, adapter)]
     for message in messages:
-        key = _extend(key, message)
-        keys.append(key)
+        keys.append(keys[-1].then(message))
     return keys
 
 

@@ -87,10 +87,12 @@ class GatewayStats:
     continued: int = 0  # prompts that kept the exact tokens of an earlier call
     rendered: int = 0
     constrained: int = 0  # sampled under a grammar: response_format, tool_choice
+    branched: dict[str, int] = field(default_factory=dict[str, int])
+    """Prompts that left out what the attempt had said last, by reason: see continuity.Branch."""
     refused: int = 0  # 401 and 403
     mismatched: int = 0  # of those: header, path and key named different rollouts
     overloaded: int = 0  # 429: too much at once
     over_budget: int = 0  # 429: the rollout has used up its calls or tokens
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -123,17 +123,21 @@ def open_calls(
     prompt_ids: list[int],
     continued: bool,
     constrained: str | None = None,
+    branched: str | None = None,
     params: SamplingParams,
     request: dict[str, Any],
     headers: Mapping[str, str],
 ) -> CallRecord:
     """Accepts a request: its rows exist from now on, whatever happens.
 
-    ``constrained``: what a grammar enforced, see agentrl_proxy.constraints.
+    ``constrained``: what a grammar enforced, see agentrl_proxy.constraints. ``branched``: why the
+    prompt continues no earlier call, see agentrl_proxy.continuity.
     """
     extra: dict[str, Any] = {}
     if constrained is not None:
         extra["constrained"] = constrained
+    if branched is not None:
+        extra["branched"] = branched
     if params.logit_bias:
         extra["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     trace_id, span_id = trace_context(headers)

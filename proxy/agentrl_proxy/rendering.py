@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentrl_proxy.errors import invalid
-from agentrl_proxy.replies import QWEN_TEMPLATE, Reply, ReplyFormat, ReplyParser
+from agentrl_proxy.families import response_template as family_template
+from agentrl_proxy.replies import Reply, ReplyFormat, ReplyParser, Tools
 
 Message = dict[str, Any]
 
@@ -23,7 +24,8 @@ class Renderer:
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        response_template: overrides the tokenizer's own; the default is the Qwen/Hermes format.
+        response_template: overrides the tokenizer's own; the default is its family's, told by the
+            chat template.
         stop_ids: ids that end a turn besides the tokenizer's eos (generation_config lists them).
     """
 
@@ -36,12 +38,14 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         template = response_template or getattr(tokenizer, "response_template", None)
-        template = template or QWEN_TEMPLATE
+        chat_template: str = tokenizer.get_chat_template() or ""
+        template = template or family_template(chat_template)
         self._stop_ids = frozenset(stop_ids)
         if tokenizer.eos_token_id is not None:
             self._stop_ids |= {tokenizer.eos_token_id}
-        self._knows_developer = "developer" in (tokenizer.get_chat_template() or "")
+        self._knows_developer = "developer" in chat_template
         self.generation_prompt, self.turn_end = self._probe_turns()
+        self._text_arguments = self._probe_arguments()
         # The end of a turn ends it for the template, whatever the tokenizer calls its eos.
         end_ids = self.encode(self.turn_end)
         special = set(_special_tokens(tokenizer))
@@ -50,6 +54,7 @@ class Renderer:
         self._hidden = self._hidden_ids(special, template)
         self._format = ReplyFormat(template, self.generation_prompt)
         self.vocab_size = len(tokenizer)
+        self._unopened = ReplyFormat(template, "")
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         self._token_bytes: dict[int, bytes] = {}
 
@@ -67,6 +72,9 @@ class Renderer:
         generate: bool = True,
     ) -> str:
         """Normalised messages as the template writes them."""
+
+        if self._text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, add_generation_prompt=generate, tokenize=False
@@ -105,9 +113,14 @@ class Renderer:
     def decode_raw(self, ids: Sequence[int]) -> str:
         return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
-    def parser(self, *, tools: bool) -> ReplyParser:
-        """Reads one reply's text, in pieces or at once."""
-        return ReplyParser(self._format, tools=tools)
+    def parser(self, *, tools: Tools, opened: bool = True) -> ReplyParser:
+        """Reads one reply's text, in pieces or at once.
+
+        Args:
+            opened: whether the prompt ended with ``generation_prompt``. DeepSeek's templates open
+                no turn after a tool's result.
+        """
+        return ReplyParser(self._format if opened else self._unopened, tools=tools)
 
     @property
     def reasoning_marks(self) -> tuple[str, str] | None:
@@ -171,6 +184,22 @@ class Renderer:
         _, found, ending = replied.rpartition(dummy)
         return opening, ending if found else ""
 
+    def _probe_arguments(self) -> bool:
+        """Whether the template wants a tool call's arguments as text (DeepSeek), not as values."""
+        for arguments, as_text in (({"DUMMYKEY": "v"}, False), ('{"DUMMYKEY": "v"}', True)):
+            function = {"name": "f", "arguments": arguments}
+            call = {"type": "function", "id": "x", "function": function}
+            reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": "x"}, reply], tokenize=False
+                )
+            except Exception:  # a template may raise anything; without tools it may still serve
+                continue
+            if '"DUMMYKEY"' in text and "'DUMMYKEY'" not in text:
+                return as_text
+        return False
+
     def _hidden_ids(self, special: set[int], template: dict[str, Any]) -> frozenset[int]:
         """Special tokens, less those whose text the response format is made of."""
         patterns = json.dumps(template, ensure_ascii=False)
@@ -226,6 +255,21 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
         out["id"] = call["id"]
     out["function"] = {"name": function["name"], "arguments": arguments}
     return out
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_with_arguments_written(call) for call in calls]}
+
+
+def _with_arguments_written(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -3,52 +3,73 @@
 Knows response templates (transformers >= 5.13) and the tool calls of OpenAI's wire format. Does
 not know tokens or HTTP. Fed in pieces or whole, a reply reads the same: both run this one parser.
 
-Content streams. From the first tool call on everything is held back until the reply ends, because
-a call that turns out malformed makes the raw text the content, and what was sent cannot be unsent.
+Content, reasoning and the arguments of tool calls written as JSON stream. A call that turns out
+malformed is text, from where it began to the end of the reply; calls before it stay calls. What of
+it has been shown by then cannot be unsent: it stays an unfinished call in a streamed message
+(``withdrawn``), whose content has the text as well, and whose finish reason does not ask for
+calls. Calls in other notations are held back to the end of the reply, as they are known only then.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Copied from transformers' own server, which keeps it for Qwen 2 and 3 and Hermes-style models.
-QWEN_TEMPLATE: dict[str, Any] = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"content": "text"},
-    },
-}
+from agentrl_proxy.call_json import CallReader
+
+# Whether the request offers tools, or the tools: their schemas give types to untyped notations.
+Tools = bool | list[dict[str, Any]]
 
 _REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
+_TEXT_FIELDS = _REASONING_FIELDS | {"content"}
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     name: str
-    arguments: str  # JSON
+    arguments: str  # JSON, as the model spelled it
+    # Tool results name it. Made here, as a stream needs it before the call is complete.
+    id: str = field(default_factory=_call_id, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """What a stream says next about one call. The first piece of a call has its id and name."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+def joined(pieces: list[CallPiece]) -> list[CallPiece]:
+    """One piece for each call: SDKs that add up deltas by index expect no two in one chunk."""
+    calls: dict[int, CallPiece] = {}
+    for piece in pieces:
+        first = calls.get(piece.index)
+        if first is not None:
+            piece = replace(first, arguments=first.arguments + piece.arguments)
+        calls[piece.index] = piece
+    return list(calls.values())
 
 
 @dataclass(slots=True)
 class Reply:
-    """A whole reply, or a piece of one."""
+    """A whole reply, or a piece of one: then ``pieces`` are of its calls."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    pieces: list[CallPiece] = field(default_factory=list[CallPiece])
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls)
+        return bool(self.content or self.reasoning or self.tool_calls or self.pieces)
 
 
 class ReplyFormat:
@@ -64,6 +85,7 @@ class ReplyFormat:
         self.prefill = prefill
         self._prefilled = bool(_after_anchor(spec, prefill).strip())
         self._loaded: dict[bool, Any] = {}
+        self.streams_calls = _is_json_call(spec["fields"].get("tool_calls"))
         # Most replies contain no delimiter at all: with none of the first characters in the text
         # there is nothing to parse. "" disables the shortcut (a pattern could start anywhere).
         self.plain_without = "" if self._prefilled else _first_characters(spec)
@@ -77,52 +99,83 @@ class ReplyFormat:
                 return opened, closed
         return None
 
-    def stream(self, *, tools: bool) -> Any:
+    def stream(self, tools: Tools) -> Any:
+        """transformers' parser, at the start of a reply."""
         from transformers.utils.chat_parsing import ResponseParser
+
+        # A notation without types has its arguments cast by the tools' schemas.
+        schemas = tools if isinstance(tools, list) and not self.streams_calls else None
+        return ResponseParser(self.loaded(bool(tools)), prefix=self.prefill, tools=schemas)
+
+    def loaded(self, tools: bool) -> Any:
+        """The template, compiled: with tool calls or without."""
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         loaded = self._loaded.get(tools)
         if loaded is None:
             spec = self._spec
             if not tools:
-                fields = {k: v for k, v in spec["fields"].items() if k != "tool_calls"}
+                fields = {k: v for k, v in spec["fields"].items() if k in _TEXT_FIELDS}
                 spec = {**spec, "fields": fields}
+            elif self.streams_calls:
+                spec = {**spec, "fields": {**spec["fields"], "tool_calls": _as_written(spec)}}
             loaded = self._loaded[tools] = load_response_template(spec)
-        return ResponseParser(loaded, prefix=self.prefill)
+        return loaded
+
+
+class _OpenCall:
+    """The call that is being written.
+
+    Args:
+        begin: where its delimiter begins in the reply.
+    """
+
+    def __init__(self, name: str | None, begin: int) -> None:
+        self.id = _call_id()
+        self.begin = begin
+        self.reader = CallReader(name)
 
 
 class ReplyParser:
     """Reads one reply. ``feed`` returns what may be shown now, ``finish`` the whole reply."""
 
-    def __init__(self, format: ReplyFormat, *, tools: bool) -> None:
+    def __init__(self, format: ReplyFormat, *, tools: Tools) -> None:
         self._format = format
         self._tools = tools
         self._stream: Any = None  # made on the first text that could be more than plain
         self._raw = ""
+        self._read_to = 0  # in raw: no call begins before this
         self._content = ""  # all of it, held back or not
+        self._before_calls = -1  # length of the content before the first call
         self._reasoning = ""
-        self._calls: list[Any] = []
+        self._thought = ""  # as written, since it began
+        self._calls: list[ToolCall] = []
+        self._values: list[Any] = []  # calls of notations that do not stream
+        self._open: _OpenCall | None = None
         self._shown = Reply()
+        self._shown_calls: list[ToolCall] = []
         self._holding = False
         self._malformed = False
         self._in_plain = bool(format.plain_without)
+
+    @property
+    def withdrawn(self) -> list[ToolCall]:
+        """Calls that ``feed`` has begun to show and that ``finish`` found to be none."""
+        return self._shown_calls[len(self._calls) :]
 
     def feed(self, text: str) -> Reply:
         """Takes the next piece; returns what has become certain."""
         self._raw += text
         if self._in_plain and not any(char in text for char in self._format.plain_without):
             # Whitespace at the end could belong to a tool call that follows.
-            kept = self._raw.rstrip()
-            self._content = kept
+            self._content = self._raw.rstrip()
             return self._show()
-        self._in_plain = False
+        if self._in_plain:
+            self._in_plain = False
+            self._content, text = "", self._raw
         if not self._malformed:
             try:
-                if self._stream is None:
-                    self._stream = self._format.stream(tools=self._tools)
-                    self._content = ""
-                    text = self._raw
-                self._take(self._stream.feed(text))
+                self._take(self._started().feed(text))
             except ValueError:
                 self._malformed = True
         return self._show()
@@ -133,34 +186,46 @@ class ReplyParser:
             return Reply(content=self._raw)
         if not self._malformed:
             try:
-                if self._stream is None:  # nothing was ever fed
-                    self._stream = self._format.stream(tools=self._tools)
-                self._take(self._stream.finalize()[1])
-                calls = [_tool_call(value) for value in self._calls]
-                return Reply(self._content, self._reasoning.rstrip(), calls)
+                self._take(self._started().finalize()[1])
+                self._calls += [_tool_call(value) for value in self._values]
             except (ValueError, TypeError, KeyError):
                 self._malformed = True
-        return self._as_text()
+        if self._malformed:
+            if not self._format.streams_calls:
+                return self._as_text()
+            if self._open is not None:
+                self._content += self._raw[self._open.begin :]
+        elif self._calls and self._before_calls >= 0:
+            # The line end after the last call is no content.
+            kept = self._before_calls
+            self._content = self._content[:kept] + self._content[kept:].rstrip()
+        return Reply(self._content, self._reasoning.rstrip(), self._calls)
 
     def remainder(self, whole: Reply) -> Reply:
         """What of the whole reply has not been shown."""
+        pieces = [
+            piece
+            for index, call in enumerate(whole.tool_calls)
+            if (piece := self._piece(index, call)) is not None
+        ]
         return Reply(
             whole.content[len(self._shown.content) :],
             whole.reasoning[len(self._shown.reasoning) :],
-            whole.tool_calls,
+            pieces=pieces,
         )
+
+    def _started(self) -> Any:
+        if self._stream is None:
+            self._stream = self._format.stream(self._tools)
+        return self._stream
 
     def _as_text(self) -> Reply:
         """A malformed call: read again as if there were no tools, so the raw text is content."""
+        self._calls = []
         plain = ReplyParser(self._format, tools=False)
-        try:
-            plain._in_plain = False
-            plain._stream = self._format.stream(tools=False)
-            plain._take(plain._stream.feed(self._raw))
-            plain._take(plain._stream.finalize()[1])
-        except ValueError:
-            return Reply(content=self._raw)
-        return Reply(plain._content, plain._reasoning.rstrip())
+        plain._in_plain = False
+        plain.feed(self._raw)
+        return plain.finish()
 
     def _take(self, events: list[dict[str, Any]]) -> None:
         for event in events:
@@ -174,22 +239,99 @@ class ReplyParser:
             elif name in _REASONING_FIELDS:
                 if kind == "region_chunk":
                     text = event["text"]
+                    self._thought += text
                     self._reasoning += text if self._reasoning else text.lstrip()
+                elif kind == "region_close":
+                    self._pass_over(self._thought)
+                    self._thought = ""
+            elif name != "tool_calls":
+                continue  # marks that say nothing
+            elif self._format.streams_calls:
+                self._take_call(event)
+                if self._malformed:
+                    return
             else:
                 self._holding = True
-                if kind == "region_close" and name == "tool_calls":
+                if self._before_calls < 0:
+                    self._before_calls = len(self._content)
+                if kind == "region_close":
                     value = event["value"]
-                    self._calls += value if isinstance(value, list) else [value]
+                    self._values += value if isinstance(value, list) else [value]
+
+    def _take_call(self, event: dict[str, Any]) -> None:
+        if event["type"] == "region_open":
+            if self._before_calls < 0:
+                self._before_calls = len(self._content)
+            opening = self._format.loaded(True).fields["tool_calls"].open_re
+            found = opening.search(self._raw, self._read_to)
+            assert found is not None  # the parser has just seen it
+            self._open = _OpenCall(found.groupdict().get("name"), found.start())
+            self._read_to = found.end()
+            return
+        call = self._open
+        assert call is not None
+        try:
+            if event["type"] == "region_chunk":
+                call.reader.feed(event["text"])
+            else:
+                self._calls.append(ToolCall(*call.reader.finish(), call.id))
+                self._pass_over(call.reader.text)
+                self._open = None
+        except ValueError:
+            self._malformed = True
+
+    def _pass_over(self, text: str) -> None:
+        """No call begins before the end of this text, which has been read."""
+        self._read_to = max(self._raw.find(text, self._read_to), self._read_to) + len(text)
 
     def _show(self) -> Reply:
         if self._holding or self._malformed:
             return Reply()
-        # Whitespace at its end is no part of the reasoning, unless more follows.
-        reasoning = self._reasoning.rstrip()
+        # Whitespace at its end is no part of the reasoning, unless more follows; nor of the
+        # content after a call.
+        reasoning, content = self._reasoning.rstrip(), self._content
+        kept = self._before_calls
+        if kept >= 0:
+            content = content[:kept] + content[kept:].rstrip()
         shown = self._shown
-        piece = Reply(self._content[len(shown.content) :], reasoning[len(shown.reasoning) :])
-        shown.content, shown.reasoning = self._content, reasoning
+        piece = Reply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
+        shown.content, shown.reasoning = content, reasoning
+        calls = self._calls
+        if self._open is not None:
+            reader = self._open.reader
+            if reader.name and reader.arguments:
+                calls = [*calls, ToolCall(reader.name, reader.arguments, self._open.id)]
+        for index in range(max(len(self._shown_calls) - 1, 0), len(calls)):
+            more = self._piece(index, calls[index])
+            if more is not None:
+                piece.pieces.append(more)
+                self._shown_calls[index:] = [calls[index]]
         return piece
+
+    def _piece(self, index: int, call: ToolCall) -> CallPiece | None:
+        """What has not been shown of a call, now that this much of it is known."""
+        if index >= len(self._shown_calls):
+            return CallPiece(index, call.arguments, call.id, call.name)
+        rest = call.arguments[len(self._shown_calls[index].arguments) :]
+        return CallPiece(index, rest) if rest else None
+
+
+def _is_json_call(field: dict[str, Any] | None) -> bool:
+    """Whether calls are plain JSON, by one of the two shapes that CallReader knows."""
+    if field is None or field.get("content") != "json" or field.get("content_args"):
+        return False
+    transform = field.get("transform")
+    function = transform.get("function") if isinstance(transform, dict) else None
+    named = {"name": "{name}", "arguments": "{content}"}
+    return bool(field.get("repeats")) and function in ("{content}", named)
+
+
+def _as_written(spec: dict[str, Any]) -> dict[str, Any]:
+    """The template's tool calls, told apart but not parsed."""
+    calls = dict(spec["fields"]["tool_calls"])
+    # A named group must be used by a transform, or the template is refused.
+    transform = {"name": "{name}"} if calls["transform"]["function"] != "{content}" else "{content}"
+    return {**calls, "content": "text", "transform": transform}
 
 
 def _tool_call(value: Any) -> ToolCall:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.replies import Reply
+from agentrl_proxy.replies import CallPiece, Reply, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
@@ -38,20 +38,26 @@ class Heading:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def message(reply: Reply) -> dict[str, Any]:
-    """The assistant's message. Tool calls get the ids that the tool results will name."""
+def message(reply: Reply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    """The assistant's message.
+
+    Args:
+        reply: what was said.
+        withdrawn: calls that a stream began and never finished: its client has them.
+    """
+    calls = [*reply.tool_calls, *withdrawn]
     out: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         out["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
+    if calls:
         out["content"] = reply.content or None
         out["tool_calls"] = [
             {
-                "id": new_id("call_")[:29],
+                "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in reply.tool_calls
+            for call in calls
         ]
     return out
 
@@ -133,13 +139,22 @@ def usage_chunk(heading: Heading, usage: dict[str, int]) -> bytes:
     )
 
 
-def text_delta(reply: Reply) -> dict[str, Any]:
+def reply_delta(reply: Reply) -> dict[str, Any]:
     delta: dict[str, Any] = {}
     if reply.reasoning:
         delta["reasoning_content"] = reply.reasoning
     if reply.content:
         delta["content"] = reply.content
+    if reply.pieces:
+        delta["tool_calls"] = [_call_piece(piece) for piece in reply.pieces]
     return delta
+
+
+def _call_piece(piece: CallPiece) -> dict[str, Any]:
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 def tool_call_delta(message: dict[str, Any]) -> dict[str, Any]:

@@ -79,3 +79,10 @@ def start(tmp_path: Path, renderer: Renderer) -> Iterator[Callable[..., Running]
 @pytest.fixture
 def gateway(start: Callable[..., Running]) -> Running:
     return start()
+
+
+@pytest.fixture(scope="module")
+def shared_gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer):
+    """One gateway for a module's many examples, each with rollouts of its own."""
+    with _running(tmp_path_factory.mktemp("shared"), renderer, {}) as gateway:
+        yield gateway

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl_proxy.deps import GatewayDeps
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.sampler import FinishEvent, SampleEvent, SamplingParams, TokenEvent
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Claim
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Claim, NewRollout, Purpose
 from agentrl_tracer.store import Store
 
 OPERATOR_KEY = "sk-operator-secret"
@@ -109,9 +109,10 @@ class Running:
     app: Any
     run_id: str
     claims: list[Claim]
+    _made: int = 0
 
     @property
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return self.app.state.gateway.stats.as_dict()
 
     def base_url(self, claim: Claim | None = None) -> str:
@@ -119,6 +120,18 @@ class Running:
 
     def calls(self, claim: Claim) -> list[Call]:
         return self.store.calls(attempt_ids=[claim.attempt_id])
+
+    def new_claims(self, count: int = 1) -> list[Claim]:
+        """Rollouts besides the three that every gateway starts with."""
+        [task] = self.store.add_tasks(self.run_id, "train", [{"more": self._made}])
+        self._made += 1
+        group = f"more-{self._made}"
+        self.store.enqueue(
+            self.run_id,
+            [NewRollout(task, group, Purpose.TRAIN, 0, i, seed=i) for i in range(count)],
+        )
+        claims = [self.store.claim("runner", 600.0, self.run_id) for _ in range(count)]
+        return [claim for claim in claims if claim is not None]
 
     def seal(self, claim: Claim) -> None:
         self.store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)

@@ -11,7 +11,13 @@ import pytest
 from scripted_sampler import Running
 from test_chat import TOOLS, client
 
-from agentrl_proxy.continuity import Conversations, remember_reply, render_prompt
+from agentrl_proxy.continuity import (
+    Branch,
+    Conversations,
+    Key,
+    remember_reply,
+    render_prompt,
+)
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import Call
 
@@ -82,6 +88,7 @@ def test_five_turns_with_tools_are_one_row(gateway: Running) -> None:
         "<|im_start|>assistant\n"
     )
     assert gateway.stats["continued"] == 4
+    assert gateway.stats["branched"] == {"first_call": 1}
 
 
 def test_with_ordinary_tokens_it_is_what_plain_rendering_gives(gateway: Running) -> None:
@@ -120,6 +127,17 @@ def test_changed_history_branches(gateway: Running, change: str) -> None:
     later = gateway.calls(claim)[-1]
     assert not later.params["continued"]
     assert later.prompt_ids == gateway.renderer.render(messages, tools)
+    why = {
+        "reply": "unknown_reply",
+        "question": "history_edited",
+        "tools": "tools_changed",
+        "attempt": "first_call",
+        "model": "model_changed",
+    }
+    assert later.params["branched"] == why[change]
+    firsts = 2 if change == "attempt" else 1
+    expected = {"first_call": firsts} if firsts == 2 else {"first_call": 1, why[change]: 1}
+    assert gateway.stats["branched"] == expected
 
 
 def test_an_edit_falls_back_to_the_last_common_turn(gateway: Running) -> None:
@@ -133,6 +151,9 @@ def test_an_edit_falls_back_to_the_last_common_turn(gateway: Running) -> None:
     calls = gateway.calls(gateway.claims[0])
     assert extends(calls[2], calls[0])
     assert not extends(calls[2], calls[1])
+    assert calls[2].params["continued"]
+    assert calls[2].params["branched"] == "unknown_reply"
+    assert "branched" not in calls[1].params
 
 
 def test_truncated_and_stopped_replies_continue(gateway: Running) -> None:
@@ -188,20 +209,28 @@ def test_a_template_that_rewrites_history_is_respected(tokenizer: Any) -> None:
         known = Conversations()
         prompt = render_prompt(renderer, known, asked, None, None)
         reply = {"role": "assistant", "content": "Hi", "reasoning_content": reasoning}
-        ids = renderer.encode("Hi<|im_end|>")
+        thought = f"<think>{reasoning}</think>" if reasoning else ""
+        ids = renderer.encode(f"{thought}Hi<|im_end|>")
         remember_reply(renderer, known, prompt, reply, ids, "Hi", cut=False)
         more = [*asked, reply, {"role": "user", "content": "?"}]
         after = render_prompt(renderer, known, more, None, None)
         assert after.continued is continued
+        assert after.branched == (None if continued else Branch.THINKING_STRIPPED)
         assert after.ids == renderer.render(more)
 
 
 def test_memory_is_bounded() -> None:
     known = Conversations()
-    for i in range(1000):
-        known.put(str(i).encode(), range(10))
+    keys = [Key(str(i).encode(), b"", None) for i in range(1000)]
+    for key in keys:
+        known.asked(key)
+        known.put(key, range(10))
     assert len(known) <= 256
-    assert known.get(b"999") is not None
-    assert known.get(b"0") is None
-    known.put(b"huge", range(3_000_000))
+    assert known.get(keys[999]) is not None
+    assert known.said_with(keys[999].messages) == keys[999]
+    assert known.was_asked(keys[999].messages)
+    assert known.get(keys[0]) is None
+    assert known.said_with(keys[0].messages) is None
+    assert not known.was_asked(keys[0].messages)
+    known.put(Key(b"huge", b"", None), range(3_000_000))
     assert len(known) == 0

@@ -1,0 +1,140 @@
+"""How the model families write reasoning and tool calls: response templates, as data.
+
+Knows strings that models were taught to write. Does not parse: transformers' ResponseParser and
+``replies`` do. A tokenizer that brings a ``response_template`` of its own needs none of these.
+
+Where they come from: Qwen and Qwen 3.5 are as in transformers' own server (its fallbacks for
+tokenizers without a template), less the end-of-turn marks, which never reach the parser here.
+Llama and DeepSeek are written after the chat templates their authors publish.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Template = dict[str, Any]
+
+_THINK: Template = {"open": "<think>", "close": "</think>", "content": "text"}
+_CONTENT: Template = {"content": "text"}
+# Ends DeepSeek's list of calls and says nothing. Not an optional part of a call's end: a pattern
+# that may go on is committed without it when the text arrives in pieces.
+_END_OF_CALLS: Template = {
+    "open_pattern": r"\s*<｜tool▁calls▁end｜>",
+    "close_pattern": "(?=.)",
+    "content": "text",
+    "repeats": True,
+}
+# The whole call is one JSON object, or the arguments are and the name stands before them.
+_WHOLE: Template = {"type": "function", "function": "{content}"}
+_NAMED: Template = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+QWEN: Template = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": _WHOLE,
+        },
+        "content": _CONTENT,
+    },
+}
+"""Qwen 2, 2.5 and 3, and Hermes."""
+
+QWEN_3_5: Template = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+            },
+            "transform": _NAMED,
+        },
+        "content": _CONTENT,
+    },
+}
+
+LLAMA_3: Template = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "fields": {
+        "tool_calls": {
+            # A message that is one JSON object is a call; there is no delimiter around it.
+            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)"\s*:)',
+            "content": "json",
+            "repeats": True,
+            "transform": _WHOLE,
+        },
+        "content": _CONTENT,
+    },
+}
+"""Llama 3.1, 3.2 and 3.3: one call a message, ``parameters`` for ``arguments``."""
+
+DEEPSEEK_3: Template = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<｜Assistant｜>",
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {
+            "open_pattern": (
+                r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+                r"(?P<name>[^\n]+)\n```json\n"
+            ),
+            "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED,
+        },
+        "end_of_calls": _END_OF_CALLS,
+        "content": _CONTENT,
+    },
+}
+"""DeepSeek V3 and R1."""
+
+DEEPSEEK_3_1: Template = {
+    "defaults": {"role": "assistant"},
+    # Its chat template closes a thought that was never opened, to turn thinking off.
+    "start_anchor": ["<｜Assistant｜></think>", "<｜Assistant｜>"],
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {
+            "open_pattern": (
+                r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+                r"(?P<name>[^<\n]+)<｜tool▁sep｜>"
+            ),
+            "close_pattern": r"<｜tool▁call▁end｜>",
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED,
+        },
+        "end_of_calls": _END_OF_CALLS,
+        "content": _CONTENT,
+    },
+}
+
+# The first whose marks are all in a chat template names its family.
+_MARKS: tuple[tuple[tuple[str, ...], Template], ...] = (
+    (("<｜tool▁sep｜>", "```json"), DEEPSEEK_3),
+    (("<｜tool▁sep｜>",), DEEPSEEK_3_1),
+    (("<｜Assistant｜>",), DEEPSEEK_3),
+    (("<|start_header_id|>", '"parameters"'), LLAMA_3),
+    (("<tool_call>", "<function="), QWEN_3_5),
+)
+
+
+def response_template(chat_template: str) -> Template:
+    """The response template of the family that a chat template belongs to; QWEN for others."""
+    for marks, template in _MARKS:
+        if all(mark in chat_template for mark in marks):
+            return template
+    return QWEN

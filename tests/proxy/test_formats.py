@@ -1,0 +1,335 @@
+"""Tool calls and reasoning as the model families write them, rendered, parsed and streamed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_templates import FAMILIES, Family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_proxy import families
+from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.replies import CallPiece, Reply, ReplyParser
+
+ARGUMENTS = '{"q":  "köln <b>",   "n": 1.50, "deep": {"a": [1, {"b": "}"}]}}'
+USER: list[dict[str, Any]] = [{"role": "user", "content": "Where is Köln?"}]
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+HERMES = FAMILIES["qwen2.5"]
+
+_renderers: dict[str, Renderer] = {}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def speaker(family: str, tokenizer: Any) -> Renderer:
+    """The family's renderer."""
+    if family not in _renderers:
+        _renderers[family] = Renderer(FAMILIES[family].tokenizer(tokenizer))
+    return _renderers[family]
+
+
+def called(name: str, arguments: Any, content: str = "") -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def in_pieces(parser: ReplyParser, pieces: list[str]) -> tuple[Reply, Reply]:
+    """The whole reply, and what a client adds up from what it was shown."""
+    shown = Reply()
+    calls: list[list[str]] = []
+
+    def take(piece: Reply) -> None:
+        shown.content += piece.content
+        shown.reasoning += piece.reasoning
+        for one in piece.pieces:
+            add(one)
+
+    def add(one: CallPiece) -> None:
+        if one.index == len(calls):
+            assert one.id
+            assert one.name
+            calls.append([one.name, one.arguments, one.id])
+        else:
+            assert one.id is None
+            assert one.name is None
+            calls[one.index][1] += one.arguments
+
+    for piece in pieces:
+        take(parser.feed(piece))
+    whole = parser.finish()
+    take(parser.remainder(whole))
+    expected = [*whole.tool_calls, *parser.withdrawn]
+    assert calls == [[call.name, call.arguments, call.id] for call in expected]
+    assert (shown.content, shown.reasoning) == (whole.content, whole.reasoning)
+    return whole, shown
+
+
+def test_the_chat_template_names_the_family(family: str, speaker: Renderer) -> None:
+    found = families.response_template(speaker.tokenizer.chat_template)
+    expected = {
+        "qwen2.5": families.QWEN,
+        "qwen3": families.QWEN,
+        "llama3": families.LLAMA_3,
+        "deepseek-v3": families.DEEPSEEK_3,
+        "deepseek-r1": families.DEEPSEEK_3,
+        "deepseek-v3.1": families.DEEPSEEK_3_1,
+    }
+    assert found is expected[family]
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_calls(family: str, speaker: Renderer, size: int) -> None:
+    """Said, cut into pieces, read: names, exact arguments, no rest."""
+    made = FAMILIES[family]
+    calls = [("search", ARGUMENTS), ("look_up", "{}")][: 2 if made.parallel else 1]
+    text = made.said(*calls)
+    before = "" if family == "llama3" else "Let me look."
+    thought = "well\n</think>\n\n" if family == "deepseek-r1" else ""
+    text = thought + before + text
+    # Through token ids, as special tokens of the format must not be lost on the way.
+    text = speaker.decode(speaker.encode(text + made.eos))
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    whole, _ = in_pieces(speaker.parser(tools=True), pieces)
+    assert [(call.name, call.arguments) for call in whole.tool_calls] == calls
+    assert whole.content == before
+    assert whole.reasoning == ("well" if family == "deepseek-r1" else "")
+
+
+def test_a_rendered_call_is_what_the_model_would_say(family: str, speaker: Renderer) -> None:
+    """The template's own writing of a call parses to the same call."""
+    arguments = {"q": "köln", "n": [1, None, {"x": True}]}
+    asked = speaker.text(speaker.normalise(USER), TOOLS)
+    told = speaker.text(
+        speaker.normalise([*USER, called("search", arguments)]), TOOLS, generate=False
+    )
+    if family == "deepseek-r1":  # it drops its own opening of a thought
+        asked = asked.removesuffix("<think>\n")
+    if family == "qwen3":
+        told = told.replace("<think>\n\n</think>\n\n", "")
+    assert told.startswith(asked.rstrip("\n"))
+    said = told[len(asked.rstrip("\n")) :].lstrip("\n").removesuffix(speaker.turn_end)
+    parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
+    whole, _ = in_pieces(parser, list(said))
+    assert [call.name for call in whole.tool_calls] == ["search"]
+    assert json.loads(whole.tool_calls[0].arguments) == arguments
+    assert whole.content == ""
+
+
+def test_arguments_stream_before_the_call_ends(family: str, speaker: Renderer) -> None:
+    text = FAMILIES[family].said(("search", ARGUMENTS))
+    parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
+    seen = [(i, piece) for i, c in enumerate(text) for piece in parser.feed(c).pieces]
+    first, last = seen[0], seen[-1]
+    assert first[1].name == "search"
+    assert first[0] == text.index('{"q"') + 1  # the arguments' second character
+    assert last[0] <= text.index(ARGUMENTS) + len(ARGUMENTS)
+    assert len(seen) >= len(ARGUMENTS) - 2
+    assert "".join(piece.arguments for _, piece in seen) == ARGUMENTS
+
+
+BROKEN = [
+    '{"q": ',
+    '{"q": "x",}',
+    "{q: 1}",
+    "[1]",
+    '{"q": NaN}',
+    '{"q": 1} {}',
+    "",
+]
+
+
+@pytest.mark.parametrize("arguments", BROKEN)
+def test_malformed_calls_are_text(family: str, speaker: Renderer, arguments: str) -> None:
+    made = FAMILIES[family]
+    text = made.said(("search", arguments))
+    for pieces in ([text], list(text)):
+        parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
+        whole, shown = in_pieces(parser, pieces)
+        assert whole == Reply(content=text)
+        assert shown.content == text
+        assert len(parser.withdrawn) <= 1
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "deepseek-v3"])
+def test_calls_before_a_malformed_one_stay(family: str, speaker: Renderer) -> None:
+    made = FAMILIES[family]
+    good = made.said(("search", ARGUMENTS)).removesuffix("<｜tool▁calls▁end｜>")
+    rest = made.said(("search", "{'x': 1}"), ("search", "{}")).removeprefix(
+        "<｜tool▁calls▁begin｜>"
+    )
+    for size in (1, 7, 10_000):
+        text = f"So:\n{good}\n{rest}"
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        whole, _ = in_pieces(speaker.parser(tools=True), pieces)
+        assert [call.arguments for call in whole.tool_calls] == [ARGUMENTS]
+        assert whole.content == f"So:\n{rest}"
+
+
+def test_calls_in_thoughts_are_thoughts(tokenizer: Any) -> None:
+    speaker = Renderer(HERMES.tokenizer(tokenizer))
+    call = HERMES.said(("search", "{}"))
+    broken = HERMES.said(("search", "{"))
+    for size in (1, 5, 10_000):
+        text = f"<think>k{call}</think>\n\nok\n{call}\n{broken}"
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        whole, _ = in_pieces(speaker.parser(tools=True), pieces)
+        assert whole.reasoning == f"k{call}"
+        assert len(whole.tool_calls) == 1
+        assert whole.content == f"ok\n{broken}"
+
+
+def test_quoted_late_and_missing_arguments(tokenizer: Any) -> None:
+    speaker = Renderer(HERMES.tokenizer(tokenizer))
+    for json_text, arguments in (
+        (r'{"name": "f", "arguments": "{\"q\": 1}"}', '{"q": 1}'),
+        ('{"arguments": {"q": 1}, "id": {"name": 2}, "name": "f"}', '{"q": 1}'),
+        ('{"name": "f"}', "{}"),
+        (' {"name":"f","parameters":{ "q":1 } , "x": [{"arguments": {}}]}\n', '{ "q":1 }'),
+        (r'{"na\u006de": "\u0066", "arguments": {"\"}": "\\"}}', r'{"\"}": "\\"}'),
+    ):
+        text = f"<tool_call>{json_text}</tool_call>"
+        for pieces in ([text], list(text)):
+            whole, _ = in_pieces(speaker.parser(tools=True), pieces)
+            assert [(c.name, c.arguments) for c in whole.tool_calls] == [("f", arguments)]
+
+
+@pytest.mark.parametrize(
+    "json_text",
+    [
+        '{"name": "f", "arguments": {}, "name": "g"}',
+        '{"name": "f", "arguments": {}, "parameters": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "f", "arguments": {}} {}',
+        '{"name": "f", "arguments": "x"}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_call(tokenizer: Any, json_text: str) -> None:
+    speaker = Renderer(HERMES.tokenizer(tokenizer))
+    text = f"<tool_call>{json_text}</tool_call>"
+    whole, _ = in_pieces(speaker.parser(tools=True), [text])
+    assert whole == Reply(content=text)
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+_marks = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "\n", " ", "{", "}", '"', "<", ",",
+    '{"name": "f", "arguments": ', '{"name": "f", "parameters": ', "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "\n```<｜tool▁call▁end｜>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "word",
+]  # fmt: skip
+
+
+@st.composite
+def replies(draw: st.DrawFn, made: Family) -> str:
+    """Replies that are well-formed, nearly so, and not at all."""
+    parts = list[str]()
+    for kind in draw(st.lists(st.sampled_from("tcccm"), max_size=6)):
+        if kind == "c":
+            spelled = json.dumps(
+                draw(st.dictionaries(st.text(max_size=5), _values, max_size=3)),
+                ensure_ascii=draw(st.booleans()),
+                indent=draw(st.sampled_from([None, 1])),
+            )
+            parts.append(made.said(("f", spelled)))
+        else:
+            parts.append(draw(st.text(max_size=8) if kind == "t" else st.sampled_from(_marks)))
+    text = "".join(parts)
+    if draw(st.integers(0, 3)) == 0:
+        text = text[: draw(st.integers(0, len(text)))]
+    return text.encode("utf-8", "replace").decode()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), name=st.sampled_from([*FAMILIES]))
+def test_any_chunking_gives_the_same_message(
+    tokenizer: Any, data: st.DataObject, name: str
+) -> None:
+    """And what was shown adds up to it: see in_pieces."""
+    if name not in _renderers:
+        _renderers[name] = Renderer(FAMILIES[name].tokenizer(tokenizer))
+    speaker = _renderers[name]
+    text = data.draw(replies(FAMILIES[name]))
+    tools = data.draw(st.booleans())
+    whole, _ = in_pieces(speaker.parser(tools=tools), [text])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    bounds = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
+    for chunks in (pieces, list(text)):
+        parser = speaker.parser(tools=tools)
+        again, _ = in_pieces(parser, chunks)
+        assert again == whole
+        assert len(parser.withdrawn) <= 1
+
+
+def test_untyped_arguments_are_cast_by_the_tools_schemas(tokenizer: Any) -> None:
+    """Qwen 3.5's notation has no types; it is held back to its end."""
+    made = HERMES.tokenizer(tokenizer)
+    made.response_template = families.QWEN_3_5
+    speaker = Renderer(made)
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = (
+        "Hm.\n<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=q>\nx\n"
+        "</parameter>\n</function>\n</tool_call>"
+    )
+    for pieces in ([text], list(text)):
+        whole, shown = in_pieces(speaker.parser(tools=tools), pieces)
+        assert [(c.name, json.loads(c.arguments)) for c in whole.tool_calls] == [
+            ("f", {"n": 3, "q": "x"})
+        ]
+        assert shown.content == "Hm."
+
+
+def test_templates_say_what_the_published_ones_say(family: str, speaker: Renderer) -> None:
+    """Against TRL's copies of the published templates, where TRL's files are there."""
+    found = importlib.util.find_spec("trl")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("trl is not installed")
+    name = FAMILIES[family].published
+    if name is None:
+        pytest.skip("TRL ships no template of this family")
+    file = Path(found.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
+    published = file.read_text(encoding="utf-8")
+    tool_turns = [*USER, called("search", {"q": "ä", "n": 1}), {"role": "tool", "content": "50 N"}]
+    final = {"role": "assistant", "content": "Here."}
+    for system in ([], [{"role": "system", "content": "Be brief."}]):
+        for messages in (
+            USER,
+            [*USER, final, *USER],
+            tool_turns,
+            [*tool_turns, final],
+            [*tool_turns, final, *USER],
+        ):
+            for tools in (None, TOOLS):
+                if tools and family.startswith("deepseek"):
+                    continue
+                _same(speaker, published, [*system, *messages], tools)
+
+
+def _same(speaker: Renderer, published: str, messages: list[Any], tools: Any) -> None:
+    for generate in (False, True):
+        normal = speaker.normalise(messages)
+        ours = speaker.text(normal, tools, generate=generate)
+        template = speaker.tokenizer.chat_template
+        try:
+            speaker.tokenizer.chat_template = published
+            assert ours == speaker.text(normal, tools, generate=generate)
+        finally:
+            speaker.tokenizer.chat_template = template
