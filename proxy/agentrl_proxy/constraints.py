@@ -82,14 +82,12 @@ class Constraints:
         """What the sampler has to enforce; ApiError if it cannot be."""
         if request.response_format is None and request.tool_choice == "auto":
             return None
-        key = orjson.dumps(
-            [
-                request.response_format,
-                request.tool_choice,
-                request.parallel_tool_calls,
-                request.tools,
-            ]
-        )
+        asked = (request.response_format, request.tool_choice, request.parallel_tool_calls)
+        try:
+            key = orjson.dumps([asked, request.tools])
+        except TypeError:  # orjson's depth limit
+            param = "response_format" if request.tool_choice == "auto" else "tools"
+            raise invalid(param, f"{param}: a schema is nested too deeply") from None
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.

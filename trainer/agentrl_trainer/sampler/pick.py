@@ -46,7 +46,7 @@ class Steering:
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Row → token ids, and what is added to their logits."""
     masked: list[int]
-    """Rows with a mask. Row i of ``allowed`` is for ``masked[i]``, and leaves at least one."""
+    """Rows with a mask, ascending. Row i of ``allowed`` is for ``masked[i]``; it leaves a token."""
     allowed: torch.Tensor | None
     rows: list[int] = field(init=False)
 
@@ -114,8 +114,10 @@ def _steered(logits: torch.Tensor, steering: Steering) -> torch.Tensor:
     for row, (ids, values) in steering.biases.items():
         out[steering.rows.index(row), ids] += values
     if steering.allowed is not None:
-        for row, allowed in zip(steering.masked, steering.allowed, strict=True):
-            out[steering.rows.index(row)].masked_fill_(~allowed, float("-inf"))
+        if len(steering.masked) == len(steering.rows):
+            return out.masked_fill_(~steering.allowed, float("-inf"))
+        at = torch.tensor([steering.rows.index(row) for row in steering.masked])
+        out[at] = out[at].masked_fill(~steering.allowed, float("-inf"))
     return out
 
 
