@@ -140,7 +140,6 @@ class ChatService:
         params = self._params(request, caller, len(prompt.ids))
         if constraint is not None:
             params = replace(params, grammar=constraint.grammar)
-            self.stats.constrained += 1
         seq = 0
         if attempt is not None and memory is not None:
             attempt_id = attempt.attempt_id
@@ -170,6 +169,7 @@ class ChatService:
             headers=headers,
         )
         self.stats.accepted += params.n
+        self.stats.constrained += constraint is not None
         self.stats.continued += prompt.continued
         self.stats.rendered += not prompt.continued
         if prompt.branched is not None:

@@ -82,14 +82,12 @@ class Constraints:
         """What the sampler has to enforce; ApiError if it cannot be."""
         if request.response_format is None and request.tool_choice == "auto":
             return None
-        key = orjson.dumps(
-            [
-                request.response_format,
-                request.tool_choice,
-                request.parallel_tool_calls,
-                request.tools,
-            ]
-        )
+        asked = (request.response_format, request.tool_choice, request.parallel_tool_calls)
+        try:
+            key = orjson.dumps([asked, request.tools])
+        except TypeError:  # orjson's depth limit
+            param = "response_format" if request.tool_choice == "auto" else "tools"
+            raise invalid(param, f"{param}: a schema is nested too deeply") from None
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.
@@ -243,9 +241,11 @@ def _written(renderer: Renderer, names: list[str]) -> str | None:
         return None
     if not replied.startswith(asked):
         return None
-    turn = replied[len(asked) :]
-    turn = _after_common(turn, renderer.generation_prompt)
     marks = renderer.reasoning_marks
+    opened = renderer.generation_prompt
+    if marks is not None:  # reasoning that a prompt opens is none of a past turn
+        opened = opened.partition(marks[0])[0]
+    turn = replied.removeprefix(asked).removeprefix(opened)
     before, name, after = turn.partition(names[0])
     if marks is not None and marks[1] in before:  # an empty reasoning block is no part of the call
         before = before.rpartition(marks[1])[2].lstrip()
@@ -254,13 +254,6 @@ def _written(renderer: Renderer, names: list[str]) -> str | None:
     if ends:
         after = renderer.decode_raw(ids[: ends[0]])
     return before + name + after
-
-
-def _after_common(text: str, other: str) -> str:
-    at = 0
-    while at < min(len(text), len(other)) and text[at] == other[at]:
-        at += 1
-    return text[at:]
 
 
 def _reads_back(renderer: Renderer, form: ToolForm, calls: list[tuple[str, str]]) -> bool:

@@ -287,6 +287,13 @@ def _format(schema: Any, **more: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
+def _deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 def _tool(parameters: Any, **more: Any) -> Any:
     return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
 
@@ -298,6 +305,7 @@ def _tool(parameters: Any, **more: Any) -> Any:
         ({"response_format": _format({"not": {}}, strict=True)}, "response_format", "not"),
         ({"response_format": _format({"$ref": "#/$defs/no"})}, "response_format", "/$defs/no"),
         ({"response_format": _format({"type": "string", "pattern": "("})}, "response_format", "("),
+        ({"response_format": _format(_deep(400))}, "response_format", "deep"),
         ({"response_format": _format([])}, "response_format.json_schema.schema", "object"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
         (

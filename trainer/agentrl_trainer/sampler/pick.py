@@ -11,7 +11,7 @@ the log-probabilities stay those of the raw logits, so a forced token's may be v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -46,8 +46,12 @@ class Steering:
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Row → token ids, and what is added to their logits."""
     masked: list[int]
-    """Rows with a mask. Row i of ``allowed`` is for ``masked[i]``, and leaves at least one."""
+    """Rows with a mask, ascending. Row i of ``allowed`` is for ``masked[i]``; it leaves a token."""
     allowed: torch.Tensor | None
+    rows: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = sorted({*self.biases, *self.masked})
 
 
 @dataclass(slots=True)
@@ -74,15 +78,24 @@ def pick(
     """
     logits = logits.float()
     logprobs = torch.log_softmax(logits, dim=-1)
-    weights = logprobs
-    log_masses: dict[int, float] = {}
-    if steering is not None:
-        log_masses = _log_masses(logprobs, steering)
-        logits, weights = _steered(logits, logprobs, steering)
-    if all(p.temperature == 0 for p in params):
-        ids = logits.argmax(dim=-1)
+    # A greedy row consumes no number: nothing it does depends on one.
+    u = torch.tensor(
+        [0.0 if p.temperature == 0 else s.next() for p, s in zip(params, uniforms, strict=True)],
+        dtype=torch.float64,
+        device=logits.device,
+    )
+    steered = [] if steering is None else steering.rows
+    if len(steered) < len(params):
+        ids = _sampled(logits, logprobs, params, u)
     else:
-        ids = _sampled(logits, weights, params, uniforms)
+        ids = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    log_masses: dict[int, float] = {}
+    if steering is not None:  # these rows once more: the others are not even copied
+        rows = torch.tensor(steered, device=logits.device)
+        towards = _steered(logits, steering)
+        weights = torch.log_softmax(towards, dim=-1)
+        ids[rows] = _sampled(towards, weights, [params[i] for i in steered], u[rows])
+        log_masses = _log_masses(logprobs, steering)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
     most = max(p.top_logprobs for p in params)
     tops: list[list[tuple[int, float]]] = [[] for _ in params]
@@ -95,20 +108,17 @@ def pick(
     return Picked(ids.tolist(), chosen.tolist(), tops, log_masses)
 
 
-def _steered(
-    logits: torch.Tensor, logprobs: torch.Tensor, steering: Steering
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and log-probabilities to sample from; rows that are not steered keep theirs."""
-    logits = logits.clone()
+def _steered(logits: torch.Tensor, steering: Steering) -> torch.Tensor:
+    """The logits that the steered rows are sampled from."""
+    out = logits[torch.tensor(steering.rows, device=logits.device)]
     for row, (ids, values) in steering.biases.items():
-        logits[row, ids] += values
+        out[steering.rows.index(row), ids] += values
     if steering.allowed is not None:
-        masked = torch.tensor(steering.masked, device=logits.device)
-        logits[masked] = logits[masked].masked_fill(~steering.allowed, float("-inf"))
-    rows = torch.tensor(sorted({*steering.biases, *steering.masked}), device=logits.device)
-    weights = logprobs.clone()
-    weights[rows] = torch.log_softmax(logits[rows], dim=-1)
-    return logits, weights
+        if len(steering.masked) == len(steering.rows):
+            return out.masked_fill_(~steering.allowed, float("-inf"))
+        at = torch.tensor([steering.rows.index(row) for row in steering.masked])
+        out[at] = out[at].masked_fill(~steering.allowed, float("-inf"))
+    return out
 
 
 def _log_masses(logprobs: torch.Tensor, steering: Steering) -> dict[int, float]:
@@ -124,21 +134,17 @@ def _sampled(
     logits: torch.Tensor,
     weights: torch.Tensor,
     params: Sequence[SampleParams],
-    uniforms: Sequence[Uniforms],
+    u: torch.Tensor,
 ) -> torch.Tensor:
-    """``weights``: the log-softmax of ``logits``."""
+    """``weights``: the log-softmax of ``logits``. ``u``: one uniform number per row."""
+    if all(p.temperature == 0 for p in params):
+        return logits.argmax(dim=-1)
     greedy = [i for i, p in enumerate(params) if p.temperature == 0]
     if any(p.temperature != 1 for p in params):
         temperature = logits.new_tensor([p.temperature or 1.0 for p in params])
         scaled = logits / temperature[:, None]
         weights = torch.log_softmax(scaled, dim=-1)
     probs = weights.exp()
-    # A greedy row consumes no number: nothing it does depends on one.
-    u = torch.tensor(
-        [0.0 if p.temperature == 0 else s.next() for p, s in zip(params, uniforms, strict=True)],
-        dtype=torch.float64,
-        device=logits.device,
-    )
     filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
     if len(filtered) < len(params):
         ids = _invert(probs, u)
