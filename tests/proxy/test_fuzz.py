@@ -272,6 +272,38 @@ def test_paths_and_headers(
         check(http.post(gateway.url + target, content=dumped(CHAT), headers=made))
 
 
+ARGUMENTS = [
+    "[" * 3000,
+    '"\\ud800"',
+    '{"\\ud800": "\\u0000"}',
+    "1" * 5000,
+    "NaN",
+    "[" * 900 + "]" * 900,
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_arguments_are_any_text(gateway: Running, http: httpx.Client, arguments: str) -> None:
+    """JSON inside JSON is read by another parser, with other ideas of what is valid."""
+    body = copy.deepcopy(CHAT)
+    body["messages"][2]["tool_calls"][0]["function"]["arguments"] = arguments
+    for _ in range(2):
+        post(http, gateway, rollout_path(gateway, "/v1/chat/completions"), dumped(body))
+    assert gateway.stats["failed"] == 0
+
+
+@pytest.mark.parametrize("depth", [200, 300, 900, 5000])
+def test_depth(gateway: Running, http: httpx.Client, depth: int) -> None:
+    body = copy.deepcopy(CHAT)
+    body["tools"][0]["function"]["parameters"] = "HERE"
+    for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
+        deep = opening * depth + b"1" + closing * depth
+        content = dumped(body).replace(b'"HERE"', deep)
+        post(http, gateway, rollout_path(gateway, "/v1/chat/completions"), content)
+    assert gateway.stats["failed"] == 0
+    assert (gateway.stats["accepted"] > 0) == (depth < 250)
+
+
 def test_everything_accepted_is_recorded(gateway: Running) -> None:
     """What the fuzzers above rely on: their valid bodies are accepted, row by row."""
     for path, body in (("chat/completions", CHAT), ("rewards", REWARD), ("traces", TRACES)):
