@@ -304,6 +304,37 @@ def test_depth(gateway: Running, http: httpx.Client, depth: int) -> None:
     assert (gateway.stats["accepted"] > 0) == (depth < 250)
 
 
+def test_postgresql_takes_what_sqlite_takes(start: Any, http: httpx.Client, postgres: str) -> None:
+    """It keeps no NUL characters, knows no NaN in JSON, and its integers end earlier."""
+    gateway: Running = start(store_url=postgres)
+    chat, traces = (
+        rollout_path(gateway, "/v1/chat/completions"),
+        rollout_path(gateway, "/v1/traces"),
+    )
+    for nasty in ("\0", "a\0b", "\ufffe", 2**63, 2**64 - 1, -(2**63), 1e308, float("nan")):
+        for field in CHAT:
+            post(http, gateway, chat, dumped(CHAT | {field: nasty}))
+        for message in ({"role": "user", "content": nasty}, {"role": "user", "name": nasty}):
+            post(http, gateway, chat, dumped(CHAT | {"messages": [{"content": "x", **message}]}))
+        for field in REWARD:
+            body = dumped(REWARD | {field: nasty})
+            post(http, gateway, rollout_path(gateway, "/v1/rewards"), body)
+        for field in SPAN:
+            spans = [SPAN | {"name": "span"} | {field: nasty}]
+            body = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
+            post(http, gateway, traces, dumped(body))
+        for kind in ("stringValue", "intValue", "doubleValue"):
+            attributes = [{"key": "k", "value": {kind: nasty}}]
+            spans = [SPAN | {"name": "span", "attributes": attributes}]
+            body = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
+            post(http, gateway, traces, dumped(body))
+    assert gateway.stats["failed"] == 0
+    assert gateway.store.accounting(gateway.run_id).adds_up
+    spent = gateway.store.spent(gateway.claims[0].attempt_id)
+    assert spent[0] == len(gateway.calls(gateway.claims[0]))
+    assert spent[1] > spent[0] > 10
+
+
 def test_everything_accepted_is_recorded(gateway: Running) -> None:
     """What the fuzzers above rely on: their valid bodies are accepted, row by row."""
     for path, body in (("chat/completions", CHAT), ("rewards", REWARD), ("traces", TRACES)):
