@@ -88,7 +88,13 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         # As apply_chat_template(tokenize=True) does: the template writes the special tokens.
-        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError):
+            # JSON text inside a string (tool arguments) may say what JSON itself may not.
+            raise invalid(
+                "messages", "messages contain a lone surrogate: no Unicode text"
+            ) from None
 
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
@@ -248,7 +254,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         # The standard parser, as orjson turns integers beyond 64 bits into floats. If it is no
         # JSON at all, the template gets what the client sent.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     out: dict[str, Any] = {"type": "function"}
     if isinstance(call.get("id"), str):

@@ -35,7 +35,7 @@ def renderer(tokenizer: Any) -> Renderer:
 
 @contextlib.contextmanager
 def _running(tmp_path: Path, renderer: Renderer, sampling: dict[str, Any], **deps: Any):
-    store = Store(str(tmp_path / "trace.db"))
+    store = Store(deps.pop("store_url", None) or str(tmp_path / "trace.db"))
     run_id = store.create_run("test", "train", {})
     tasks = store.add_tasks(run_id, "train", [{"n": 1}])
     rollouts = [

@@ -45,21 +45,25 @@ def test_calls_of_a_rollout_are_limited(start: Any) -> None:
 def test_tokens_of_a_rollout_are_limited(start: Any) -> None:
     gateway: Running = start(max_tokens_per_rollout=200)
     claim = gateway.claims[0]
-    used = 0
+    used: list[int] = []
+
+    def use_up(api: openai.OpenAI) -> None:
+        for _ in range(50):
+            answer = api.chat.completions.create(model="policy", messages=USER)
+            assert answer.usage is not None
+            used.append(answer.usage.total_tokens)
+
     with (
         client(gateway).with_options(max_retries=3) as api,
         pytest.raises(openai.RateLimitError, match="max_tokens_per_rollout") as caught,
     ):
-        for _ in range(50):
-            answer = api.chat.completions.create(model="policy", messages=USER)
-            assert answer.usage is not None
-            used += answer.usage.total_tokens
+        use_up(api)
     assert caught.value.code == "rollout_budget_exceeded"
     # The last answer was cut to what was left, so not one token more was used.
     calls = gateway.calls(claim)
-    assert used == sum(len(c.prompt_ids) + len(c.response_ids) for c in calls) <= 200
+    assert sum(used) == sum(len(c.prompt_ids) + len(c.response_ids) for c in calls) <= 200
     assert calls[-1].finish_reason == "length"
-    assert gateway.store.spent(claim.attempt_id) == (len(calls), used)
+    assert gateway.store.spent(claim.attempt_id) == (len(calls), sum(used))
     assert len(gateway.sampler.requests) == len(calls)
     assert gateway.stats["over_budget"] == 1  # and the client did not try again
 

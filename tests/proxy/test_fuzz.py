@@ -272,6 +272,69 @@ def test_paths_and_headers(
         check(http.post(gateway.url + target, content=dumped(CHAT), headers=made))
 
 
+ARGUMENTS = [
+    "[" * 3000,
+    '"\\ud800"',
+    '{"\\ud800": "\\u0000"}',
+    "1" * 5000,
+    "NaN",
+    "[" * 900 + "]" * 900,
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_arguments_are_any_text(gateway: Running, http: httpx.Client, arguments: str) -> None:
+    """JSON inside JSON is read by another parser, with other ideas of what is valid."""
+    body = copy.deepcopy(CHAT)
+    body["messages"][2]["tool_calls"][0]["function"]["arguments"] = arguments
+    for _ in range(2):
+        post(http, gateway, rollout_path(gateway, "/v1/chat/completions"), dumped(body))
+    assert gateway.stats["failed"] == 0
+
+
+@pytest.mark.parametrize("depth", [200, 300, 900, 5000])
+def test_depth(gateway: Running, http: httpx.Client, depth: int) -> None:
+    body = copy.deepcopy(CHAT)
+    body["tools"][0]["function"]["parameters"] = "HERE"
+    for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
+        deep = opening * depth + b"1" + closing * depth
+        content = dumped(body).replace(b'"HERE"', deep)
+        post(http, gateway, rollout_path(gateway, "/v1/chat/completions"), content)
+    assert gateway.stats["failed"] == 0
+    assert (gateway.stats["accepted"] > 0) == (depth < 250)
+
+
+def test_postgresql_takes_what_sqlite_takes(start: Any, http: httpx.Client, postgres: str) -> None:
+    """It keeps no NUL characters, knows no NaN in JSON, and its integers end earlier."""
+    gateway: Running = start(store_url=postgres)
+    chat, traces = (
+        rollout_path(gateway, "/v1/chat/completions"),
+        rollout_path(gateway, "/v1/traces"),
+    )
+    for nasty in ("\0", "a\0b", "\ufffe", 2**63, 2**64 - 1, -(2**63), 1e308, float("nan")):
+        for field in CHAT:
+            post(http, gateway, chat, dumped(CHAT | {field: nasty}))
+        for message in ({"role": "user", "content": nasty}, {"role": "user", "name": nasty}):
+            post(http, gateway, chat, dumped(CHAT | {"messages": [{"content": "x", **message}]}))
+        for field in REWARD:
+            body = dumped(REWARD | {field: nasty})
+            post(http, gateway, rollout_path(gateway, "/v1/rewards"), body)
+        for field in SPAN:
+            spans = [SPAN | {"name": "span"} | {field: nasty}]
+            body = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
+            post(http, gateway, traces, dumped(body))
+        for kind in ("stringValue", "intValue", "doubleValue"):
+            attributes = [{"key": "k", "value": {kind: nasty}}]
+            spans = [SPAN | {"name": "span", "attributes": attributes}]
+            body = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
+            post(http, gateway, traces, dumped(body))
+    assert gateway.stats["failed"] == 0
+    assert gateway.store.accounting(gateway.run_id).adds_up
+    spent = gateway.store.spent(gateway.claims[0].attempt_id)
+    assert spent[0] == len(gateway.calls(gateway.claims[0]))
+    assert spent[1] > spent[0] > 10
+
+
 def test_everything_accepted_is_recorded(gateway: Running) -> None:
     """What the fuzzers above rely on: their valid bodies are accepted, row by row."""
     for path, body in (("chat/completions", CHAT), ("rewards", REWARD), ("traces", TRACES)):

