@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 # Copied from transformers' own server, which keeps it for Qwen 2 and 3 and Hermes-style models.
 QWEN_TEMPLATE: dict[str, Any] = {
@@ -181,6 +181,26 @@ class ReplyParser:
         piece = Reply(self._content[len(shown.content) :], reasoning[len(shown.reasoning) :])
         shown.content, shown.reasoning = self._content, reasoning
         return piece
+
+
+class PlainText:
+    """A ReplyParser for text that is no message."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> Reply:
+        self._text += text
+        return Reply(content=text)
+
+    def finish(self) -> Reply:
+        return Reply(content=self._text)
+
+    def remainder(self, whole: Reply) -> Reply:
+        return Reply()
+
+
+Parser: TypeAlias = ReplyParser | PlainText
 
 
 def _tool_call(value: Any) -> ToolCall:
