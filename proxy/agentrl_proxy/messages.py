@@ -16,6 +16,7 @@ from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -52,11 +53,28 @@ def _chat(raw: dict[str, Any]) -> ChatRequest:
     choice = raw.get("tool_choice") or {}
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False  # LiteLLM drops it
+    for tool in chat.get("tools") or []:
+        # LiteLLM writes the description last. Templates write what they get, and the model
+        # should read one tool in one way.
+        function = tool["function"]
+        tool["function"] = {name: function[name] for name in _FUNCTION if name in function}
+    format = (raw.get("output_config") or {}).get("format") or raw.get("output_format")
+    if format is not None:
+        chat["response_format"] = _response_format(format)  # LiteLLM's requires every property
     chat["stream"] = raw.get("stream")
     request = chat_request(chat)
     request.raw = raw
     request.dialect = Messages(names)
     return request
+
+
+def _response_format(format: Any) -> dict[str, Any]:
+    kind = format.get("type") if isinstance(format, dict) else None
+    if kind != "json_schema" or not isinstance(format.get("schema"), dict):
+        raise invalid("output_config.format", 'output_config.format must be an object like '
+                      '{"type": "json_schema", "schema": {}}')  # fmt: skip
+    schema = {"name": "output", "schema": format["schema"], "strict": True}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _check(raw: dict[str, Any]) -> None:
@@ -78,6 +96,8 @@ def _check(raw: dict[str, Any]) -> None:
                       "assistant's reply is not supported")  # fmt: skip
     if raw.get("system") is not None:
         _check_content(raw["system"], "system")
+    if not isinstance(raw.get("output_config"), dict | None):
+        raise invalid("output_config", "output_config must be an object")
     for name in ("tools", "stop_sequences"):
         if raw.get(name) is not None and not isinstance(raw[name], list):
             raise invalid(name, f"{name} must be a list")

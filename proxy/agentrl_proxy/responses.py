@@ -87,8 +87,14 @@ def _check(raw: dict[str, Any]) -> None:
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise invalid(f"tools[{i}].name", f"tools[{i}].name must be a non-empty string")
     if isinstance(items, list):
+        called = set[str]()
         for i, item in enumerate(items):
             _check_item(item, f"input[{i}]")
+            if item.get("type") == "function_call":
+                called.add(item["call_id"])
+            elif item.get("type") == "function_call_output" and item["call_id"] not in called:
+                raise invalid(f"input[{i}].call_id", f"input[{i}].call_id: no function_call "
+                              "before it has this call_id")  # fmt: skip
 
 
 def _check_item(item: Any, where: str) -> None:
