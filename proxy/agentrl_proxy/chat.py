@@ -270,9 +270,8 @@ class ChatService:
             raise
         except ContextLengthError as error:
             await self._fail(job, sampled, error)
-            raise ApiError(
-                400, str(error), param="messages", code="context_length_exceeded"
-            ) from None
+            param = "messages" if job.is_chat else "prompt"
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
         except ApiError as error:
             await self._fail(job, sampled, error)
             raise

@@ -22,6 +22,7 @@ _UNSUPPORTED = {
     "prompt": "stored prompts are OpenAI's; send `instructions` and `input`",
     "background": "send it with background: false",
 }
+_FORMATS = ("text", "json_object", "json_schema")
 _WITH_LOGPROBS = "message.output_text.logprobs"
 # What an answer repeats of its request, and what it says where that is silent.
 _REPEATED: dict[str, Any] = {
@@ -79,6 +80,10 @@ def _check(raw: dict[str, Any]) -> None:
             raise invalid(name, f"{name} must be {'a list' if kind is list else 'an object'}")
     if not isinstance(raw.get("instructions"), str | None):
         raise invalid("instructions", "instructions must be a string")
+    format = (raw.get("text") or {}).get("format") or {"type": "text"}
+    kind = format.get("type") if isinstance(format, dict) else None
+    if kind not in _FORMATS:
+        raise invalid("text.format.type", f"text.format.type must be one of {', '.join(_FORMATS)}")
     for i, tool in enumerate(raw.get("tools") or []):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
@@ -146,7 +151,7 @@ class Responses:
             for name, default in _REPEATED.items()
         }
         self._sequence = 0
-        self._begun = False
+        self._heading: wire.Heading | None = None  # once the stream has begun
         self._id = ""  # the response's, less its prefix
         self._items = 0  # closed ones, so the open one's index
         self._open: str | None = None  # reasoning or message
@@ -163,8 +168,8 @@ class Responses:
         finish_reason: str | None = None,
     ) -> bytes:
         out = b""
-        if not self._begun:
-            self._begun = True
+        if self._heading is None:
+            self._heading = heading
             self._id = heading.id.removeprefix(self.id_prefix)
             response = self._response(heading, "in_progress", [], None)
             out = self._event("response.created", response=response)
@@ -223,7 +228,10 @@ class Responses:
         return out
 
     def failed(self, error: ApiError) -> bytes:
-        return self._event("error", code=error.code, message=error.message, param=error.param)
+        assert self._heading is not None  # a stream that has not begun is refused, not failed
+        response = self._response(self._heading, "failed", [], None)
+        response["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
 
     # --- events
 

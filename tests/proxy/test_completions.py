@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
@@ -53,7 +54,7 @@ def test_max_tokens_is_16_unless_asked(gateway: Running) -> None:
 
 
 def test_token_ids_are_the_prompt(gateway: Running) -> None:
-    ids = gateway.renderer.encode("<|im_start|>user\nhello") + [5, 7]
+    ids = [*gateway.renderer.encode("<|im_start|>user\nhello"), 5, 7]
     with client(gateway) as api:
         api.completions.create(model="policy", prompt=ids)
         api.completions.create(model="policy", prompt=[ids, [9]])
@@ -185,8 +186,8 @@ def test_a_reply_that_looks_like_a_tool_call_is_text(gateway: Running) -> None:
     ],
 )
 def test_bad_fields_are_named(gateway: Running, more: dict[str, Any], field: str) -> None:
+    body = {"model": "policy", "prompt": "x"} | more
     with client(gateway) as api, pytest.raises(openai.BadRequestError) as caught:
-        body = {"model": "policy", "prompt": "x"} | more
         api.post("/completions", body=body, cast_to=httpx.Response)
     assert caught.value.param == field
     assert gateway.calls(gateway.claims[0]) == []
@@ -244,8 +245,6 @@ def test_a_sealed_attempt_gets_409(gateway: Running) -> None:
 
 
 def wait_for(condition: Any, seconds: float = 10.0) -> None:
-    import time
-
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not happen"

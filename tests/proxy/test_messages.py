@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import Any
@@ -187,7 +188,7 @@ def test_long_tool_names_come_back_whole(gateway: Running) -> None:
         text = gateway.renderer.decode_raw(prompt)
         told = text.split('"name": "')[1].split('"')[0]
         asked.append(told)
-        return '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>' % told
+        return f'<tool_call>\n{{"name": "{told}", "arguments": {{}}}}\n</tool_call>'
 
     gateway.sampler.script = script
     tools: Any = [{**TOOLS[0], "name": name}]
@@ -234,7 +235,7 @@ def test_a_tool_conversation_keeps_its_exact_tokens(gateway: Running, stream: bo
             messages.append({"role": "user", "content": results or f"go on {turn}"})
     calls = gateway.calls(gateway.claims[0])
     assert len(calls) == 12
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in itertools.pairwise(calls):
         known = before.prompt_ids + before.response_ids
         assert after.prompt_ids[: len(known)] == known
         assert after.params["continued"] is True
@@ -337,13 +338,13 @@ def test_bad_fields_are_named(gateway: Running, more: dict[str, Any], named: str
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_are_anthropics(gateway: Running, stream: bool) -> None:
     asked: Any = {"model": "policy", "max_tokens": 9, "messages": USER, "stream": stream}
-    with client(gateway, api_key="sk-agentrl-wrong") as api:
-        with pytest.raises(anthropic.AuthenticationError) as unknown:
-            api.messages.create(**asked)
+    api = client(gateway, api_key="sk-agentrl-wrong")
+    with api, pytest.raises(anthropic.AuthenticationError) as unknown:
+        api.messages.create(**asked)
     assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-    with client(gateway, api_key=gateway.claims[1].key) as api:
-        with pytest.raises(anthropic.PermissionDeniedError) as others:
-            api.messages.create(**asked)
+    api = client(gateway, api_key=gateway.claims[1].key)
+    with api, pytest.raises(anthropic.PermissionDeniedError) as others:
+        api.messages.create(**asked)
     assert others.value.body["error"]["type"] == "permission_error"  # type: ignore[index]
     gateway.sampler.fail_after = 0
     with client(gateway) as api:
@@ -412,7 +413,8 @@ def test_a_marked_retry_is_replayed(gateway: Running) -> None:
 async def test_async_client(gateway: Running) -> None:
     claim = gateway.claims[0]
     url = gateway.base_url(claim).removesuffix("/v1")
-    async with anthropic.AsyncAnthropic(base_url=url, api_key=claim.key) as api:
-        async with api.messages.stream(model="policy", max_tokens=64, messages=USER) as stream:
-            text = "".join([piece async for piece in stream.text_stream])
+    api = anthropic.AsyncAnthropic(base_url=url, api_key=claim.key)
+    asked: Any = {"model": "policy", "max_tokens": 64, "messages": USER}
+    async with api, api.messages.stream(**asked) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
     assert text == gateway.renderer.decode(gateway.sampler.requests[0].sampled[0])
