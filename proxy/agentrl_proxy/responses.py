@@ -56,6 +56,9 @@ def parse_responses_request(body: bytes) -> ChatRequest:
         "logprobs": wanted,  # LiteLLM knows neither
         "top_logprobs": raw.get("top_logprobs") if wanted else None,
     }
+    for tool, sent in zip(chat.get("tools") or [], raw.get("tools") or [], strict=True):
+        if sent.get("strict") is None:  # LiteLLM says false, and the template would write it
+            tool["function"].pop("strict", None)
     for name in ("stop", "seed", "top_k"):  # not of this API, but of use
         if raw.get(name) is not None:
             chat[name] = raw[name]
