@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentrl_proxy import ingest, openapi, wire
+from agentrl_proxy import ingest, openapi, translation, wire
 from agentrl_proxy.asgi import (
     WorkResponse,
     Write,
@@ -28,10 +29,13 @@ from agentrl_proxy.asgi import (
 )
 from agentrl_proxy.attempts import Attempts
 from agentrl_proxy.auth import Caller, Credentials, ask
-from agentrl_proxy.chat import ChatService, Job
+from agentrl_proxy.chat import ChatService, Job, is_retry
+from agentrl_proxy.completions import CompletionWork, parse_completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.errors import ApiError, invalid, unavailable
-from agentrl_proxy.openai_types import parse_chat_request
+from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
+from agentrl_proxy.openai_types import ChatRequest, parse_chat_request
+from agentrl_proxy.responses import parse_responses_request
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
@@ -75,14 +79,42 @@ class Gateway:
         return json_response({"object": "list", "data": [{"id": name, **owner} for name in names]})
 
     async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat_request)
+
+    async def responses(self, request: Request) -> Response:
+        await translation.load()
+        return await self._answer(request, parse_responses_request)
+
+    async def messages(self, request: Request) -> Response:
+        await translation.load()
+        return await self._answer(request, parse_messages_request)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How long the prompt of such a Messages request would be. Nothing is sampled."""
         caller = await self._caller(request)
         body = await read_body(request, self.deps.max_body_bytes)
-        chat = parse_chat_request(body)
-        if request.headers.get("x-stainless-retry-count", "0") != "0":
-            work = _Retry(self, chat, body, caller, request)
-            return WorkResponse(work, stream=chat.stream)
-        job = await self.chat.accept(chat, body, caller, request.headers)
-        return WorkResponse(_Work(self.chat, job), stream=chat.stream)
+        await translation.load()
+        prompt = self.chat.render(parse_count_request(body), caller)
+        return json_response({"input_tokens": len(prompt.ids)})
+
+    async def completions(self, request: Request) -> Response:
+        caller = await self._caller(request)
+        body = await read_body(request, self.deps.max_body_bytes)
+        asked = parse_completion_request(body, self.deps.renderer)
+        work = CompletionWork(self.chat, asked, body, caller, request.headers)
+        if not work.is_retry:
+            await work.accept()
+        return WorkResponse(work, stream=asked.stream)
+
+    async def _answer(self, request: Request, parse: Callable[[bytes], ChatRequest]) -> Response:
+        caller = await self._caller(request)
+        body = await read_body(request, self.deps.max_body_bytes)
+        chat = parse(body)
+        if is_retry(request.headers):
+            work = _Retry(self.chat, chat, body, caller, request.headers)
+        else:
+            work = _Work(self.chat, await self.chat.accept(chat, body, caller, request.headers))
+        return WorkResponse(work, stream=chat.stream)
 
     async def traces(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
@@ -141,20 +173,29 @@ class _Work:
         return self._job.wanted_by_retry
 
     async def run(self, write: Write | None) -> dict[str, Any]:
-        return await self._chat.run(self._job, write)
+        response = await self._chat.run(self._job, write)
+        return self._job.request.dialect.whole(response)
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._job.request.dialect.failed(error)
 
 
 class _Retry:
     """A marked client retry: an identical earlier request's answer, else a call of its own."""
 
     def __init__(
-        self, gateway: Gateway, chat: Any, body: bytes, caller: Caller, request: Request
+        self,
+        service: ChatService,
+        chat: ChatRequest,
+        body: bytes,
+        caller: Caller,
+        headers: Mapping[str, str],
     ) -> None:
-        self._gateway = gateway
+        self._service = service
         self._chat = chat
         self._body = body
         self._caller = caller
-        self._headers = request.headers
+        self._headers = headers
         self._job: Job | None = None
 
     @property
@@ -162,18 +203,18 @@ class _Retry:
         return self._job is not None and self._job.wanted_by_retry
 
     async def run(self, write: Write | None) -> dict[str, Any]:
-        service = self._gateway.chat
-        # The client closed the connection of the request that it repeats: let that be seen first.
-        await asyncio.sleep(0)
-        key = self._headers.get("idempotency-key")
-        response = await service.earlier_answer(self._body, self._caller, key)
+        service, dialect = self._service, self._chat.dialect
+        response = await service.earlier_answer(self._body, self._caller, self._headers)
         if response is None:
             self._job = await service.accept(self._chat, self._body, self._caller, self._headers)
-            return await service.run(self._job, write)
-        if write is not None:
-            for chunk in wire.replayed(response, include_usage=self._chat.include_usage):
+            response = await service.run(self._job, write)
+        elif write is not None:
+            for chunk in wire.replayed(dialect, response):
                 await write(chunk)
-        return response
+        return dialect.whole(response)
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._chat.dialect.failed(error)
 
 
 def create_app(deps: GatewayDeps) -> FastAPI:
@@ -204,6 +245,10 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     for prefix in ("", "/rollouts/{rollout_id}"):
         route(f"{prefix}/v1/models", gateway.models, methods=["GET"])
         route(f"{prefix}/v1/chat/completions", gateway.chat_completions, methods=["POST"])
+        route(f"{prefix}/v1/completions", gateway.completions, methods=["POST"])
+        route(f"{prefix}/v1/responses", gateway.responses, methods=["POST"])
+        route(f"{prefix}/v1/messages", gateway.messages, methods=["POST"])
+        route(f"{prefix}/v1/messages/count_tokens", gateway.count_tokens, methods=["POST"])
         route(f"{prefix}/v1/traces", gateway.traces, methods=["POST"])
     route("/rollouts/{rollout_id}/v1/rewards", gateway.rewards, methods=["POST"])
     app.add_exception_handler(ApiError, _api_error)
@@ -231,8 +276,11 @@ def _warm_up(deps: GatewayDeps) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    body = error.json()
+    if "/v1/messages" in request.url.path:
+        body = orjson.dumps(anthropic_error(error))
     return Response(
-        error.json(),
+        body,
         status_code=error.status,
         headers=error.headers,
         media_type="application/json",

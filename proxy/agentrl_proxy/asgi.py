@@ -74,6 +74,10 @@ class Work(Protocol):
         """Whether it goes on although its client went away."""
         ...
 
+    def failed(self, error: ApiError) -> bytes:
+        """The event that ends a stream which cannot go on."""
+        ...
+
 
 class WorkResponse(Response):
     """Runs work and sends what it makes, as one JSON body or as server-sent events.
@@ -116,7 +120,7 @@ class WorkResponse(Response):
             raise error
         else:
             refusal = error if isinstance(error, ApiError) else internal_error()
-            await sender.write(b"data: " + refusal.json() + b"\n\n")
+            await sender.write(self._work.failed(refusal))
             await sender.finish()
             if refusal is not error:
                 raise error

@@ -1,7 +1,8 @@
-"""One chat completion: request → prompt → tokens → answer, recorded before it leaves.
+"""One completion: request → prompt → tokens → answer, recorded before it leaves.
 
-Knows the parts and the order in which they act. Does not know routes, sockets or credentials: a
-streamed answer leaves through a ``write`` function, and a client that went away shows as the
+Knows the parts and the order in which they act. Does not know routes, sockets, credentials or the
+client's protocol: the answer is a chat completion, which the request's dialect says, and a
+streamed one leaves through a ``write`` function, and a client that went away shows as the
 cancellation of ``ChatService.run``.
 """
 
@@ -33,7 +34,7 @@ from agentrl_proxy.errors import (
 from agentrl_proxy.openai_types import ChatRequest, sampling_value
 from agentrl_proxy.recording import CallRecord, Sampled, derived_seed, open_calls
 from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.replies import Reply, ReplyParser, ToolCall, joined
+from agentrl_proxy.replies import Parser, PlainText, Reply, ToolCall, joined
 from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
@@ -52,9 +53,18 @@ _DEFAULT_MAX_TOKENS = 4096  # only where neither anybody nor the context length 
 _TUNABLE = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
+@dataclass(frozen=True, slots=True)
+class BarePrompt:
+    """Tokens to go on from, no chat: the answer is plain text and no conversation to remember."""
+
+    ids: list[int]
+    heading: wire.Heading  # shared by all prompts of a request
+    first_choice: int  # index in the response of this prompt's first choice
+
+
 @dataclass(slots=True)
 class Job:
-    """An accepted request: its rows are open."""
+    """An accepted request, or one of its bare prompts: the rows are open."""
 
     request: ChatRequest
     caller: Caller
@@ -68,6 +78,11 @@ class Job:
     heading: wire.Heading
     record: CallRecord
     slot: Slot
+    first_choice: int
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.prompt.messages)
 
     @property
     def wanted_by_retry(self) -> bool:
@@ -96,7 +111,12 @@ class ChatService:
         raise model_not_found(model)
 
     async def accept(
-        self, request: ChatRequest, body: bytes, caller: Caller, headers: Mapping[str, str]
+        self,
+        request: ChatRequest,
+        body: bytes,
+        caller: Caller,
+        headers: Mapping[str, str],
+        bare: BarePrompt | None = None,
     ) -> Job:
         """Everything that can be refused is refused here, before a row exists."""
         attempt = caller.attempt
@@ -108,7 +128,7 @@ class ChatService:
                 memory.refused(body, headers.get("idempotency-key"))
             raise
         try:
-            return await self._accept(request, body, caller, memory, headers, slot)
+            return await self._accept(request, body, caller, memory, headers, slot, bare)
         except BaseException:
             slot.leave()
             raise
@@ -121,6 +141,7 @@ class ChatService:
         memory: Attempt | None,
         headers: Mapping[str, str],
         slot: Slot,
+        bare: BarePrompt | None,
     ) -> Job:
         deps = self.deps
         adapter = self.resolve_model(request.model)
@@ -130,13 +151,13 @@ class ChatService:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
         attempt = caller.attempt
         constraint = await self._constraints.of(request)
-        prompt = render_prompt(
-            deps.renderer,
-            None if memory is None else memory.conversations,
-            request.messages,
-            request.tools,
-            adapter,
-        )
+        if bare is None:
+            prompt = self.render(request, caller)
+            heading = wire.Heading(wire.new_id(request.dialect.id_prefix), request.model)
+            heading.prompt_tokens = len(prompt.ids)
+        else:
+            prompt = Prompt(bare.ids, [], b"", continued=False)
+            heading = bare.heading
         params = self._params(request, caller, len(prompt.ids))
         if constraint is not None:
             params = replace(params, grammar=constraint.grammar)
@@ -150,7 +171,7 @@ class ChatService:
             if params.seed is None:
                 params = replace(params, seed=derived_seed(attempt.seed, seq))
         version = None if adapter is None else deps.sampler.adapters.get(adapter)
-        heading = wire.Heading(wire.new_id("chatcmpl-"), request.model)
+        first_choice = 0 if bare is None else bare.first_choice
         record = open_calls(
             deps.writer,
             response_id=heading.id,
@@ -167,6 +188,7 @@ class ChatService:
             params=params,
             request=request.raw,
             headers=headers,
+            first_choice=first_choice,
         )
         self.stats.accepted += params.n
         self.stats.constrained += constraint is not None
@@ -180,16 +202,31 @@ class ChatService:
             answer = memory.begin(body, headers.get("idempotency-key"))
         return Job(
             request, caller, memory, body, answer, prompt, params, constraint, adapter, heading,
-            record, slot,
+            record, slot, first_choice,
         )  # fmt: skip
 
+    def render(self, request: ChatRequest, caller: Caller) -> Prompt:
+        """The prompt of a request, continuing what its caller's attempt has had so far."""
+        attempt = caller.attempt
+        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+        return render_prompt(
+            self.deps.renderer,
+            None if memory is None else memory.conversations,
+            request.messages,
+            request.tools,
+            self.resolve_model(request.model),
+        )
+
     async def earlier_answer(
-        self, body: bytes, caller: Caller, idempotency_key: str | None = None
+        self, body: bytes, caller: Caller, headers: Mapping[str, str]
     ) -> dict[str, Any] | None:
         """The answer to an identical request of this attempt, waited for if still on its way."""
         if caller.attempt is None:
             return None
-        answer = self._attempts.get(caller.attempt.attempt_id).earlier(body, idempotency_key)
+        # The client closed the connection of the request that it repeats: let that be seen first.
+        await asyncio.sleep(0)
+        memory = self._attempts.get(caller.attempt.attempt_id)
+        answer = memory.earlier(body, headers.get("idempotency-key"))
         if answer is None:
             return None
         answer.waiting += 1
@@ -219,10 +256,8 @@ class ChatService:
                         value if source is request.sampling else sampling_value(name, value)
                     )
                     break
-        if deps.context_length is not None:
-            room = deps.context_length - prompt_tokens
-            if room < 1:
-                raise context_length_exceeded(prompt_tokens, deps.context_length)
+        room = self.room(prompt_tokens)
+        if room is not None:
             # A limit is a limit, not a demand: an answer that fits is better than a refusal.
             values["max_tokens"] = min(values.get("max_tokens", room), room)
         values.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
@@ -233,10 +268,31 @@ class ChatService:
             n=request.n, top_logprobs=request.top_logprobs, logit_bias=request.logit_bias, **values
         )
 
+    def room(self, prompt_tokens: int) -> int | None:
+        """How many tokens an answer may have; None: the sampler will say."""
+        context_length = self.deps.context_length
+        if context_length is None:
+            return None
+        if prompt_tokens >= context_length:
+            raise context_length_exceeded(prompt_tokens, context_length)
+        return context_length - prompt_tokens
+
+    async def give_up(self, job: Job) -> None:
+        """Ends an accepted job that will not be run: another part of its request was refused."""
+        job.slot.leave()
+        if job.answer is not None and job.memory is not None:
+            job.memory.abandon(job.answer)
+        sampled = [Sampled() for _ in range(job.params.n)]
+        reason = "another prompt of the request was refused"
+        await self._close(job, sampled, CallState.ERROR, SkipReason.SAMPLER_ERROR, reason)
+
     # --- answering
 
     async def run(self, job: Job, write: Write | None) -> dict[str, Any]:
         """Samples, records, answers. With ``write`` the answer leaves in chunks as it is made.
+
+        Returns:
+            A chat completion, whatever the dialect.
 
         Raises:
             ApiError: the sampler failed, or the attempt was sealed meanwhile.
@@ -264,7 +320,10 @@ class ChatService:
         renderer = self.deps.renderer
         tools = job.request.tools or False
         sampled = [Sampled() for _ in range(job.params.n)]
-        parsers = [renderer.parser(tools=tools, opened=job.prompt.opened) for _ in sampled]
+        parsers: list[Parser] = [
+            renderer.parser(tools=tools, opened=job.prompt.opened) if job.is_chat else PlainText()
+            for _ in sampled
+        ]
         streams = None
         if write is not None:
             streams = [
@@ -288,9 +347,8 @@ class ChatService:
             raise
         except ContextLengthError as error:
             await self._fail(job, sampled, error)
-            raise ApiError(
-                400, str(error), param="messages", code="context_length_exceeded"
-            ) from None
+            param = "messages" if job.is_chat else "prompt"
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
         except GrammarError as error:
             await self._fail(job, sampled, error)
             param = None if job.constraint is None else job.constraint.param
@@ -307,7 +365,7 @@ class ChatService:
             raise unavailable(f"the sampler failed: {type(error).__name__}: {error}",
                               "sampler_error") from error  # fmt: skip
         await self._commit(job, sampled, response)
-        if job.memory is not None:
+        if job.memory is not None and job.is_chat:
             for i, one in enumerate(response["choices"]):
                 self._remember(job, job.memory, one["message"], sampled[i], texts[i])
                 if withdrawn[i]:  # an agent may drop the calls that never became any
@@ -370,7 +428,11 @@ class ChatService:
             logprobs = None
             if job.request.logprobs:
                 logprobs = wire.logprob_entries(self.deps.renderer, one.ids, one.logprobs, one.tops)
-            choices.append(wire.choice(i, wire.message(reply, withdrawn[i]), reason, logprobs))
+            message = wire.message(reply, withdrawn[i])
+            choice = wire.choice(job.first_choice + i, message, reason, logprobs)
+            if one.finish is not None and one.finish.stop_string is not None:
+                choice["stop_reason"] = one.finish.stop_string  # as vLLM tells it
+            choices.append(choice)
         usage = wire.usage(len(job.prompt.ids), sum(len(one.ids) for one in sampled))
         return wire.completion(heading, choices, usage)
 
@@ -386,9 +448,7 @@ class ChatService:
         chunks: list[bytes] = []
         for stream, reply, one in zip(streams, replies, response["choices"], strict=True):
             chunks += stream.last_chunks(reply, one)
-        if job.request.include_usage:
-            chunks.append(wire.usage_chunk(job.heading, response["usage"]))
-        chunks.append(wire.DONE)
+        chunks.append(job.request.dialect.end(response))
         await write(b"".join(chunks))
 
     def _text(self, one: Sampled, params: SamplingParams) -> str:
@@ -413,9 +473,10 @@ class ChatService:
 
     async def _commit(self, job: Job, sampled: list[Sampled], response: dict[str, Any]) -> None:
         """After this the answer is durable, and may leave."""
+        whole = job.request.dialect.whole
         responses = [
-            {**response, "choices": [one]} for one in response["choices"]
-        ] if len(sampled) > 1 else [response]  # fmt: skip
+            whole({**response, "choices": [one]}) for one in response["choices"]
+        ] if len(sampled) > 1 else [whole(response)]  # fmt: skip
         try:
             state = await asyncio.shield(
                 job.record.finish(sampled, CallState.COMPLETED, responses=responses)
@@ -457,10 +518,11 @@ class _ChoiceStream:
     """One choice of a streamed answer: tokens in, chunks out."""
 
     def __init__(
-        self, job: Job, index: int, renderer: Renderer, parser: ReplyParser, write: Write
+        self, job: Job, index: int, renderer: Renderer, parser: Parser, write: Write
     ) -> None:
         self._job = job
-        self._index = index
+        self._index = job.first_choice + index
+        self._chunk = job.request.dialect.chunk
         self._renderer = renderer
         self._parser = parser
         self._write = write
@@ -492,7 +554,7 @@ class _ChoiceStream:
                 self._renderer, one.ids[start:], one.logprobs[start:], one.tops[start:]
             )
             self._sent_entries += len(logprobs)
-        await self._write(wire.chunk(self._job.heading, self._index, delta, logprobs=logprobs))
+        await self._write(self._chunk(self._job.heading, self._index, delta, logprobs=logprobs))
 
     def feed_rest(self) -> None:
         """Gives the parser the text that was held back; what it shows goes with the last chunks."""
@@ -515,10 +577,15 @@ class _ChoiceStream:
             logprobs = choice["logprobs"]["content"][self._sent_entries :]
         chunks: list[bytes] = []
         if delta or logprobs:
-            chunks.append(wire.chunk(self._job.heading, self._index, delta, logprobs=logprobs))
+            chunks.append(self._chunk(self._job.heading, self._index, delta, logprobs=logprobs))
         reason = choice["finish_reason"]
-        chunks.append(wire.chunk(self._job.heading, self._index, {}, finish_reason=reason))
+        chunks.append(self._chunk(self._job.heading, self._index, {}, finish_reason=reason))
         return chunks
+
+
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether the client says that it has sent this same request before."""
+    return headers.get("x-stainless-retry-count", "0") != "0"
 
 
 def _fingerprint(adapter: str | None, version: int | None) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.wire import Chat, Dialect
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128
@@ -35,8 +36,8 @@ class ChatRequest:
     model: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    dialect: Dialect  # of the answer
     stream: bool = False
-    include_usage: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
     n: int = 1
@@ -129,8 +130,7 @@ def sampling_value(name: str, value: Any) -> Any:
     return value
 
 
-def parse_chat_request(body: bytes) -> ChatRequest:
-    """The request in a body, or an ApiError that names the field that is wrong."""
+def read_object(body: bytes) -> dict[str, Any]:
     try:
         raw = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -138,6 +138,15 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     if not isinstance(raw, dict):
         raise invalid(None, f"the body must be a JSON object; got {_shown(raw)}")
     _check_depth(body, raw)
+    return raw
+
+
+def parse_chat_request(body: bytes) -> ChatRequest:
+    """The request in a body, or an ApiError that names the field that is wrong."""
+    return chat_request(read_object(body))
+
+
+def chat_request(raw: dict[str, Any]) -> ChatRequest:
     for name in raw.keys() & _FIELDS.keys():
         value = raw[name]
         if value is not None and not _FIELDS[name][0](value):
@@ -166,8 +175,8 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         model=model,
         messages=_messages(raw.get("messages")),
         tools=tools,
+        dialect=Chat(include_usage=bool(options.get("include_usage"))),
         stream=bool(raw.get("stream")),
-        include_usage=bool(options.get("include_usage")),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         n=raw.get("n") or 1,

@@ -71,8 +71,8 @@ class CallRecord:
         ended_at = time.time()
         rows = [
             self._row(call, one, state, ended_at, skip_reason, error,
-                      responses[call.choice] if responses else None)
-            for call, one in zip(self._calls, sampled, strict=True)
+                      responses[i] if responses else None)
+            for i, (call, one) in enumerate(zip(self._calls, sampled, strict=True))
         ]  # fmt: skip
         if len(rows) == 1:
             return await self._writer.finish(rows[0])
@@ -127,11 +127,15 @@ def open_calls(
     params: SamplingParams,
     request: dict[str, Any],
     headers: Mapping[str, str],
+    first_choice: int = 0,
 ) -> CallRecord:
     """Accepts a request: its rows exist from now on, whatever happens.
 
-    ``constrained``: what a grammar enforced, see agentrl_proxy.constraints. ``branched``: why the
-    prompt continues no earlier call, see agentrl_proxy.continuity.
+    Args:
+        constrained: what a grammar enforced, see agentrl_proxy.constraints.
+        branched: why the prompt continues no earlier call, see agentrl_proxy.continuity.
+        first_choice: the index of these rows' first choice in the response, which is not 0 where
+            one response answers several prompts.
     """
     extra: dict[str, Any] = {}
     if constrained is not None:
@@ -142,9 +146,9 @@ def open_calls(
         extra["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     trace_id, span_id = trace_context(headers)
     first = Call(
-        id=response_id,
+        id=_row_id(response_id, first_choice),
         response_id=response_id,
-        choice=0,
+        choice=first_choice,
         run_id=run_id if attempt is None else attempt.run_id,
         rollout_id=None if attempt is None else attempt.rollout_id,
         attempt_id=None if attempt is None else attempt.attempt_id,
@@ -179,8 +183,15 @@ def open_calls(
         ended_at=None,
         skip_reason=SkipReason.NO_ROLLOUT if attempt is None else None,
     )
-    others = [replace(first, id=f"{response_id}#{i}", choice=i) for i in range(1, params.n)]
+    others = [
+        replace(first, id=_row_id(response_id, i), choice=i)
+        for i in range(first_choice + 1, first_choice + params.n)
+    ]
     return CallRecord(writer, [first, *others])
+
+
+def _row_id(response_id: str, choice: int) -> str:
+    return f"{response_id}#{choice}" if choice else response_id
 
 
 def trace_context(headers: Mapping[str, str]) -> tuple[str | None, str | None]:

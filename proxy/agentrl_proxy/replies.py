@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from agentrl_proxy.call_json import CallReader
 
@@ -332,6 +332,27 @@ def _as_written(spec: dict[str, Any]) -> dict[str, Any]:
     # A named group must be used by a transform, or the template is refused.
     transform = {"name": "{name}"} if calls["transform"]["function"] != "{content}" else "{content}"
     return {**calls, "content": "text", "transform": transform}
+
+
+class PlainText:
+    """A ReplyParser for text that is no message."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self.withdrawn: list[ToolCall] = []
+
+    def feed(self, text: str) -> Reply:
+        self._text += text
+        return Reply(content=text)
+
+    def finish(self) -> Reply:
+        return Reply(content=self._text)
+
+    def remainder(self, whole: Reply) -> Reply:
+        return Reply()
+
+
+Parser: TypeAlias = ReplyParser | PlainText
 
 
 def _tool_call(value: Any) -> ToolCall:

@@ -1,6 +1,9 @@
-"""OpenAI's chat completion objects, whole and in chunks.
+"""OpenAI's chat completion objects, whole and in chunks, and what a dialect is.
 
 Knows their fields. Does not know how tokens are sampled or recorded.
+
+Inside, every answer is a chat completion. A ``Dialect`` says it in the protocol that the client
+speaks: ``Chat`` as it is; completions.py, responses.py and messages.py have the others.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
+from agentrl_proxy.errors import ApiError
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.replies import CallPiece, Reply, ToolCall
 
@@ -36,6 +40,37 @@ class Heading:
     model: str
     fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    prompt_tokens: int = 0  # said before the first token, in some protocols
+
+
+class Dialect(Protocol):
+    """How one answer is said. Made for one request, as some count events or keep blocks open."""
+
+    id_prefix: str
+
+    def chunk(
+        self,
+        heading: Heading,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: list[dict[str, Any]] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        """A piece of a streamed answer; ``delta`` is that of a chat completion chunk."""
+        ...
+
+    def end(self, response: dict[str, Any]) -> bytes:
+        """What follows the last chunk. ``response`` is the whole chat completion."""
+        ...
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        """The answer as one JSON body, made of a chat completion."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event that ends a stream which cannot go on."""
+        ...
 
 
 def message(reply: Reply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
@@ -162,20 +197,48 @@ def tool_call_delta(message: dict[str, Any]) -> dict[str, Any]:
     return {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
 
 
-def replayed(response: dict[str, Any], *, include_usage: bool) -> Iterator[bytes]:
-    """A whole answer as the stream that a client asked for."""
-    heading = Heading(
-        response["id"], response["model"], response["system_fingerprint"], response["created"]
+class Chat:
+    """Chat completions as they are."""
+
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, *, include_usage: bool) -> None:
+        self._include_usage = include_usage
+
+    chunk = staticmethod(chunk)
+
+    def end(self, response: dict[str, Any]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return usage_chunk(heading_of(response), response["usage"]) + DONE
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        return response
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
+
+def heading_of(response: dict[str, Any]) -> Heading:
+    return Heading(
+        response["id"],
+        response["model"],
+        response["system_fingerprint"],
+        response["created"],
+        response["usage"]["prompt_tokens"],
     )
+
+
+def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
+    """A whole answer as the stream that a client asked for."""
+    heading = heading_of(response)
     for one in response["choices"]:
         text = {k: v for k, v in one["message"].items() if k != "tool_calls"}
         logprobs = None if one["logprobs"] is None else one["logprobs"]["content"]
-        yield chunk(heading, one["index"], text, logprobs=logprobs)
+        yield dialect.chunk(heading, one["index"], text, logprobs=logprobs)
         delta = tool_call_delta(one["message"])
-        yield chunk(heading, one["index"], delta, finish_reason=one["finish_reason"])
-    if include_usage:
-        yield usage_chunk(heading, response["usage"])
-    yield DONE
+        yield dialect.chunk(heading, one["index"], delta, finish_reason=one["finish_reason"])
+    yield dialect.end(response)
 
 
 def logprob_entries(

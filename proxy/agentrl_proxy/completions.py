@@ -1,0 +1,343 @@
+"""Legacy ``/v1/completions``: bare prompts, straight to the sampler, no chat template.
+
+Knows the protocol's fields and objects. Does not know how a prompt is sampled and recorded: each
+one is a Job of ChatService, with rows and a place in the attempt's order of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_proxy import wire
+from agentrl_proxy.auth import Caller
+from agentrl_proxy.chat import BarePrompt, ChatService, Job, Write, is_retry
+from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.openai_types import (
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    chat_request,
+    read_object,
+)
+from agentrl_proxy.rendering import Renderer
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@dataclass(slots=True)
+class CompletionRequest:
+    """A checked request: what every prompt is asked with, and the prompts."""
+
+    common: ChatRequest  # without messages
+    prompts: list[list[int]]
+    dialect: Completion
+
+    @property
+    def stream(self) -> bool:
+        return self.common.stream
+
+
+def parse_completion_request(body: bytes, renderer: Renderer) -> CompletionRequest:
+    """The request in a body, or an ApiError that names the field that is wrong."""
+    raw = read_object(body)
+    for name, instead in (
+        ("suffix", "put everything before the gap into `prompt`"),
+        ("best_of", "ask for `n` choices and choose among them"),
+    ):
+        if raw.get(name) is not None and not (
+            name == "best_of" and raw[name] == (raw.get("n") or 1)
+        ):
+            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
+    echo = raw.get("echo") or False
+    if not isinstance(echo, bool):
+        raise invalid("echo", "echo must be true or false")
+    logprobs = raw.get("logprobs")
+    if logprobs is not None and (
+        isinstance(logprobs, bool)
+        or not isinstance(logprobs, int)
+        or not 0 <= logprobs <= MAX_TOP_LOGPROBS
+    ):
+        raise invalid("logprobs", f"logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}")
+    if echo and logprobs is not None:
+        raise invalid(
+            "echo",
+            "echo and logprobs together ask for the log-probs of the prompt, which this sampler "
+            "does not give; send one of them",
+            code="unsupported_parameter",
+        )
+    limit = raw.get("max_tokens")
+    common = chat_request(
+        {k: v for k, v in raw.items() if k not in _CHAT_ONLY}
+        | {
+            "messages": [{"role": "user", "content": ""}],  # no chat has none
+            "logprobs": logprobs is not None,
+            "top_logprobs": logprobs,
+            "max_tokens": DEFAULT_MAX_TOKENS if limit is None else limit,
+        }
+    )
+    common.messages = []
+    common.raw = raw
+    prompts = _prompts(raw.get("prompt"), renderer)
+    if len(prompts) * common.n > MAX_CHOICES:
+        raise invalid("prompt", f"{len(prompts)} prompts times n={common.n} are more than "
+                      f"{MAX_CHOICES} choices")  # fmt: skip
+    options = raw.get("stream_options") or {}
+    texts = [renderer.decode_raw(ids) for ids in prompts] if echo else []
+    dialect = Completion(include_usage=bool(options.get("include_usage")), n=common.n, echoed=texts)
+    common.dialect = dialect
+    return CompletionRequest(common, prompts, dialect)
+
+
+_CHAT_ONLY = frozenset(
+    ("messages", "tools", "tool_choice", "response_format", "max_completion_tokens")
+)
+
+
+def _prompts(value: Any, renderer: Renderer) -> list[list[int]]:
+    """Text, texts, token ids or lists of token ids, as lists of token ids."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise invalid("prompt", "prompt must be a text, token ids, or a non-empty list of either")
+    vocabulary = len(renderer.tokenizer)
+    return [_prompt(one, i, renderer, vocabulary) for i, one in enumerate(value)]
+
+
+def _prompt(value: Any, i: int, renderer: Renderer, vocabulary: int) -> list[int]:
+    where = f"prompt[{i}]"
+    if isinstance(value, str):
+        # No template writes the special tokens here, so the tokenizer adds its own.
+        ids = renderer.tokenizer.backend_tokenizer.encode(value, add_special_tokens=True).ids
+    elif isinstance(value, list) and all(_is_id(one) for one in value):
+        ids = value
+        wrong = next((one for one in ids if not 0 <= one < vocabulary), None)
+        if wrong is not None:
+            raise invalid(
+                "prompt", f"{where}: token ids go from 0 to {vocabulary - 1}; got {wrong}"
+            )
+    else:
+        raise invalid("prompt", f"{where} must be a text or a list of token ids")
+    if not ids:
+        raise invalid("prompt", f"{where} has no tokens; at least one is needed to go on from")
+    return ids
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class CompletionWork:
+    """Answers one request: a Job per prompt, one answer for all."""
+
+    def __init__(
+        self,
+        service: ChatService,
+        request: CompletionRequest,
+        body: bytes,
+        caller: Caller,
+        headers: Mapping[str, str],
+    ) -> None:
+        self._service = service
+        self._request = request
+        self._caller = caller
+        self._headers = headers
+        self._jobs: list[Job] = []
+        # Retries find the answer to each prompt by a body of its own.
+        self._bodies = [body + b"#%d" % i if i else body for i in range(len(request.prompts))]
+        self.is_retry = is_retry(headers)
+
+    @property
+    def keep_alone(self) -> bool:
+        return any(job.wanted_by_retry for job in self._jobs)
+
+    async def accept(self) -> None:
+        """Opens the rows of every prompt, or refuses before the first."""
+        request, common = self._request, self._request.common
+        try:
+            for ids in request.prompts:
+                self._service.room(len(ids))
+        except ApiError as error:
+            error.param = "prompt"
+            raise
+        heading = wire.Heading(wire.new_id(common.dialect.id_prefix), common.model)
+        try:
+            for i, (ids, body) in enumerate(zip(request.prompts, self._bodies, strict=True)):
+                bare = BarePrompt(ids, heading, i * common.n)
+                self._jobs.append(
+                    await self._service.accept(common, body, self._caller, self._headers, bare)
+                )
+        except BaseException:  # no room for all of them: the answer is one, so it has none
+            for job in self._jobs:
+                await self._service.give_up(job)
+            raise
+
+    async def run(self, write: Write | None) -> dict[str, Any]:
+        responses = await self._earlier() if self.is_retry and not self._jobs else None
+        if responses is None:
+            if not self._jobs:
+                await self.accept()
+            responses = await self._run(write)
+        elif write is not None:
+            for response in responses:
+                for chunk in wire.replayed(self._request.dialect, response):
+                    await write(chunk)
+        together = _together(responses)
+        if write is not None:
+            await write(self._request.dialect.tail(together))
+        return self._request.dialect.whole(together)
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._request.dialect.failed(error)
+
+    async def _run(self, write: Write | None) -> list[dict[str, Any]]:
+        if len(self._jobs) == 1:
+            return [await self._service.run(self._jobs[0], write)]
+        try:
+            async with asyncio.TaskGroup() as group:  # if one fails, no answer needs the others
+                tasks = [group.create_task(self._service.run(job, write)) for job in self._jobs]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _earlier(self) -> list[dict[str, Any]] | None:
+        found = [
+            await self._service.earlier_answer(body, self._caller, self._headers)
+            for body in self._bodies
+        ]
+        answers = [one for one in found if one is not None]
+        return answers if len(answers) == len(found) else None
+
+
+def _together(responses: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answers to several prompts as one."""
+    if len(responses) == 1:
+        return responses[0]
+    usages = [response["usage"] for response in responses]
+    return {
+        **responses[0],
+        "choices": [choice for response in responses for choice in response["choices"]],
+        "usage": wire.usage(
+            sum(usage["prompt_tokens"] for usage in usages),
+            sum(usage["completion_tokens"] for usage in usages),
+        ),
+    }
+
+
+@dataclass(slots=True)
+class _Said:
+    """What has been streamed of one choice."""
+
+    begun: bool = False
+    offset: int = 0  # characters in tokens with log-probs
+
+
+class Completion:
+    """OpenAI's text_completion objects.
+
+    Args:
+        n: choices per prompt.
+        echoed: the text of each prompt, to begin its choices with; empty: nothing is echoed.
+    """
+
+    id_prefix = "cmpl-"
+
+    def __init__(self, *, include_usage: bool, n: int, echoed: list[str]) -> None:
+        self._include_usage = include_usage
+        self._n = n
+        self._echoed = echoed
+        self._said: dict[int, _Said] = {}
+
+    def chunk(
+        self,
+        heading: wire.Heading,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: list[dict[str, Any]] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        said = self._said.setdefault(index, _Said())
+        text = delta.get("content") or ""
+        if not said.begun:
+            said.begun = True
+            text = self._echo(index) + text
+        if not text and not logprobs and finish_reason is None:
+            return b""
+        legacy = None
+        if logprobs is not None:
+            legacy, said.offset = _legacy_logprobs(logprobs, said.offset)
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": legacy,
+            "finish_reason": finish_reason,
+        }
+        return wire.sse({**_heading(heading), "choices": [choice]})
+
+    def end(self, response: dict[str, Any]) -> bytes:
+        return b""  # other prompts may still be under way, see ``tail``
+
+    def tail(self, response: dict[str, Any]) -> bytes:
+        """What follows the last chunk of the last prompt."""
+        if not self._include_usage:
+            return wire.DONE
+        heading = _heading(wire.heading_of(response))
+        return wire.sse({**heading, "choices": [], "usage": response["usage"]}) + wire.DONE
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for one in response["choices"]:
+            entries = None if one["logprobs"] is None else one["logprobs"]["content"]
+            choice = {
+                "index": one["index"],
+                "text": self._echo(one["index"]) + one["message"]["content"],
+                "logprobs": None if entries is None else _legacy_logprobs(entries, 0)[0],
+                "finish_reason": one["finish_reason"],
+            }
+            if "stop_reason" in one:
+                choice["stop_reason"] = one["stop_reason"]
+            choices.append(choice)
+        heading = _heading(wire.heading_of(response))
+        return {**heading, "choices": choices, "usage": response["usage"]}
+
+    def failed(self, error: ApiError) -> bytes:
+        return wire.sse(error.body())
+
+    def _echo(self, index: int) -> str:
+        return self._echoed[index // self._n] if self._echoed else ""
+
+
+def _heading(heading: wire.Heading) -> dict[str, Any]:
+    return {
+        "id": heading.id,
+        "object": "text_completion",
+        "created": heading.created,
+        "model": heading.model,
+        "system_fingerprint": heading.fingerprint,
+    }
+
+
+def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[str, Any], int]:
+    """Chat's log-prob entries as the legacy object, and the offset at which the next begin."""
+    offsets: list[int] = []
+    for entry in entries:
+        data = entry["bytes"]
+        inside = bool(data) and _continues(data[0])  # the token goes on with a character begun
+        offsets.append(max(offset - inside, 0))
+        offset += sum(not _continues(byte) for byte in data)
+    legacy = {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+    return legacy, offset
+
+
+def _continues(byte: int) -> bool:
+    return byte & 0xC0 == 0x80

@@ -1,0 +1,271 @@
+"""Anthropic's Messages API: what a request may hold, and how an answer and an error are said.
+
+Knows Anthropic's fields, blocks and events. Does not know tokens; LiteLLM reads the request
+(translation.py), ChatService answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from agentrl_proxy import translation, wire
+from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
+
+_BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+
+
+def parse_messages_request(body: bytes) -> ChatRequest:
+    """The request in a body of ``/v1/messages``, or an ApiError that names the wrong field."""
+    raw = read_object(body)
+    if raw.get("max_tokens") is None:
+        raise invalid("max_tokens", "max_tokens is required: an integer of at least 1")
+    return _chat(raw)
+
+
+def parse_count_request(body: bytes) -> ChatRequest:
+    """The request in a body of ``/v1/messages/count_tokens``."""
+    return _chat(read_object(body))
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(error.status, kind)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _chat(raw: dict[str, Any]) -> ChatRequest:
+    _check(raw)
+    chat, names = translation.chat_of_messages(raw)
+    choice = raw.get("tool_choice") or {}
+    if choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False  # LiteLLM drops it
+    for tool in chat.get("tools") or []:
+        # LiteLLM writes the description last. Templates write what they get, and the model
+        # should read one tool in one way.
+        function = tool["function"]
+        tool["function"] = {name: function[name] for name in _FUNCTION if name in function}
+    format = (raw.get("output_config") or {}).get("format") or raw.get("output_format")
+    if format is not None:
+        chat["response_format"] = _response_format(format)  # LiteLLM's requires every property
+    chat["stream"] = raw.get("stream")
+    request = chat_request(chat)
+    request.raw = raw
+    request.dialect = Messages(names)
+    return request
+
+
+def _response_format(format: Any) -> dict[str, Any]:
+    kind = format.get("type") if isinstance(format, dict) else None
+    if kind != "json_schema" or not isinstance(format.get("schema"), dict):
+        raise invalid("output_config.format", 'output_config.format must be an object like '
+                      '{"type": "json_schema", "schema": {}}')  # fmt: skip
+    schema = {"name": "output", "schema": format["schema"], "strict": True}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _check(raw: dict[str, Any]) -> None:
+    """Refuses what LiteLLM would drop in silence or stumble over."""
+    model, messages = raw.get("model"), raw.get("messages")
+    if not isinstance(model, str) or not model:
+        raise invalid("model", "model must be a non-empty string")
+    if not isinstance(messages, list) or not messages:
+        raise invalid("messages", "messages must be a non-empty list")
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise invalid(where, f"{where} must be an object")
+        if message.get("role") not in ("user", "assistant", "system"):
+            raise invalid(f"{where}.role", f"{where}.role must be user or assistant")
+        _check_content(message.get("content"), f"{where}.content")
+    if messages[-1]["role"] == "assistant":
+        raise invalid("messages", "the last message must be the user's; prefilling the "
+                      "assistant's reply is not supported")  # fmt: skip
+    if raw.get("system") is not None:
+        _check_content(raw["system"], "system")
+    if not isinstance(raw.get("output_config"), dict | None):
+        raise invalid("output_config", "output_config must be an object")
+    for name in ("tools", "stop_sequences"):
+        if raw.get(name) is not None and not isinstance(raw[name], list):
+            raise invalid(name, f"{name} must be a list")
+    for i, tool in enumerate(raw.get("tools") or []):
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+            raise invalid(f"tools[{i}]", f"tools[{i}] must be an object with a name")
+        if tool.get("type") not in (None, "custom"):
+            raise invalid(f"tools[{i}].type", f"tools[{i}] is a server tool ({tool['type']}); "
+                          "this model has client tools only", code="unsupported_tool")  # fmt: skip
+        if not isinstance(tool.get("input_schema"), dict):
+            raise invalid(f"tools[{i}].input_schema", f"tools[{i}].input_schema must be an object")
+    choice = raw.get("tool_choice")
+    if choice is not None and (
+        not isinstance(choice, dict) or choice.get("type") not in ("auto", "any", "tool", "none")
+    ):
+        raise invalid("tool_choice", "tool_choice.type must be auto, any, tool or none")
+
+
+def _check_content(content: Any, where: str) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise invalid(where, f"{where} must be a string or a list of content blocks")
+    for i, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in ("image", "document"):
+            raise invalid(f"{where}[{i}]", f"{where}[{i}] is of type {kind}; this model reads "
+                          "text only", code="unsupported_content")  # fmt: skip
+        if kind not in _BLOCKS:
+            raise invalid(f"{where}[{i}].type",
+                          f"{where}[{i}].type must be one of {', '.join(_BLOCKS)}")  # fmt: skip
+        if kind == "text" and not isinstance(block.get("text"), str):
+            raise invalid(f"{where}[{i}].text", f"{where}[{i}].text must be a string")
+        if kind == "tool_use" and not isinstance(block.get("name"), str):
+            raise invalid(f"{where}[{i}].name", f"{where}[{i}].name must be a string")
+        if kind == "tool_result" and block.get("content") is not None:
+            _check_content(block["content"], f"{where}[{i}].content")
+
+
+class Messages:
+    """A message whole, or as message_start, content blocks, message_delta and message_stop.
+
+    Args:
+        names: full names of tools, by those the model was told.
+    """
+
+    id_prefix = "msg_"
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+        self._begun = False
+        self._index = -1  # of the latest block
+        self._open: str | None = None  # its type, while it is open
+
+    def chunk(
+        self,
+        heading: wire.Heading,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: list[dict[str, Any]] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        out = b""
+        if not self._begun:
+            self._begun = True
+            out = self._start(heading)
+        if delta.get("reasoning_content"):
+            out += self._grow(
+                {"type": "thinking", "thinking": "", "signature": ""},
+                {"type": "thinking_delta", "thinking": delta["reasoning_content"]},
+            )
+        if delta.get("content"):
+            out += self._grow(
+                {"type": "text", "text": ""}, {"type": "text_delta", "text": delta["content"]}
+            )
+        for call in delta.get("tool_calls") or ():
+            out += self._close()
+            out += self._grow(
+                {**self._tool_use(call), "input": {}},
+                {"type": "input_json_delta", "partial_json": call["function"]["arguments"]},
+            )
+        return out
+
+    def end(self, response: dict[str, Any]) -> bytes:
+        [choice] = response["choices"]
+        usage = _usage(response["usage"])
+        return (
+            self._close()
+            + _event("message_delta", delta=_stop(choice), usage=usage)
+            + _event("message_stop")
+        )
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        [choice] = response["choices"]
+        message = choice["message"]
+        content: list[dict[str, Any]] = []
+        if message.get("reasoning_content"):
+            thinking = message["reasoning_content"]
+            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
+        if message["content"]:
+            content.append({"type": "text", "text": message["content"]})
+        for call in message.get("tool_calls") or ():
+            arguments = orjson.loads(call["function"]["arguments"])
+            content.append({**self._tool_use(call), "input": arguments})
+        return {
+            "id": response["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": response["model"],
+            "content": content,
+            **_stop(choice),
+            "usage": _usage(response["usage"]),
+        }
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event("error", error=anthropic_error(error)["error"])
+
+    def _start(self, heading: wire.Heading) -> bytes:
+        usage = _usage({"prompt_tokens": heading.prompt_tokens, "completion_tokens": 0})
+        message = {
+            "id": heading.id,
+            "type": "message",
+            "role": "assistant",
+            "model": heading.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        return _event("message_start", message=message)
+
+    def _grow(self, block: dict[str, Any], delta: dict[str, Any]) -> bytes:
+        """Adds to the open block, if it is of this type, or to a new one."""
+        out = b""
+        if self._open != block["type"]:
+            out = self._close()
+            self._open = block["type"]
+            self._index += 1
+            out += _event("content_block_start", index=self._index, content_block=block)
+        return out + _event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._index)
+
+    def _tool_use(self, call: dict[str, Any]) -> dict[str, Any]:
+        name = call["function"]["name"]
+        return {"type": "tool_use", "id": call["id"], "name": self._names.get(name, name)}
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data}))
+
+
+def _stop(choice: dict[str, Any]) -> dict[str, Any]:
+    stopped_by = choice.get("stop_reason")
+    if stopped_by is not None and choice["finish_reason"] == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+    return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
+
+
+def _usage(usage: Mapping[str, int]) -> dict[str, int]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "output_tokens": usage["completion_tokens"],
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }

@@ -1,0 +1,86 @@
+"""One conversation in four protocols over the real embedded engine and the tiny model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from agentrl_proxy.app import create_app
+from agentrl_proxy.deps import GatewayDeps
+from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.server import serving
+from agentrl_tracer.schemas import NewRollout, Purpose
+from agentrl_tracer.store import Store
+from agentrl_tracer.writer import TraceWriter
+
+WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
+
+
+def test_every_protocol_over_the_engine(tmp_path: Path) -> None:
+    embedded = pytest.importorskip("agentrl.embedded")
+    model = pytest.importorskip("agentrl_trainer.model")
+    base = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
+    store = Store(str(tmp_path / "trace.db"))
+    run_id = store.create_run("test", "train", {})
+    [task] = store.add_tasks(run_id, "train", [{}])
+    store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, seed=1)])
+    claim = store.claim("runner", 600.0, run_id)
+    assert claim is not None
+    store.register_gateway("boot", run_id, 1)
+    writer = TraceWriter(store, "boot")
+    sampler = embedded.EmbeddedSampler(base)
+    renderer = Renderer(base.tokenizer)
+    deps = GatewayDeps(
+        sampler, renderer, store, writer, "boot", operator_key="k", run_id=run_id,
+        context_length=base.context_length, defaults={"max_tokens": 24},
+    )  # fmt: skip
+    sampler.start()
+    try:
+        with serving(create_app(deps)) as url:
+            base_url = f"{url}/rollouts/{claim.rollout_id}"
+            with (
+                openai.OpenAI(base_url=f"{base_url}/v1", api_key=claim.key, max_retries=0) as api,
+                anthropic.Anthropic(base_url=base_url, api_key=claim.key, max_retries=0) as other,
+            ):
+                texts = _converse(api, other, renderer)
+    finally:
+        sampler.stop()
+        writer.close()
+    calls = store.calls(attempt_ids=[claim.attempt_id])
+    for call, text in zip(calls, texts, strict=True):
+        assert renderer.decode(call.response_ids) == text
+        assert len(call.response_ids) == len(call.response_logprobs)
+        assert all(math.isfinite(p) and p <= 0 for p in call.response_logprobs)
+    # Chat, Messages, Responses and bare tokens, from one seed: the same prompt, the same reply.
+    assert len({tuple(call.prompt_ids) for call in calls[:4]}) == 1
+    assert len({tuple(call.response_ids) for call in calls[:4]}) == 1
+    known = calls[0].prompt_ids + calls[0].response_ids
+    for call in calls[4:]:
+        assert call.prompt_ids[: len(known)] == known
+    assert store.accounting(run_id).adds_up
+    store.close()
+
+
+def _converse(api: openai.OpenAI, other: anthropic.Anthropic, renderer: Renderer) -> list[str]:
+    asked: list[Any] = [{"role": "user", "content": "Who are you?"}]
+    more: Any = {"extra_body": {"seed": 7}}
+    chat = api.chat.completions.create(model="m", messages=asked, seed=7)
+    message = other.messages.create(model="m", max_tokens=24, messages=asked, **more)
+    response = api.responses.create(model="m", input=asked, **more)
+    ids = renderer.render(asked)
+    bare = api.completions.create(model="m", prompt=ids, seed=7, max_tokens=24)
+    said = chat.choices[0].message.content
+    assert said
+    assert message.content[0].type == "text"
+    texts = [said, message.content[0].text, response.output_text, bare.choices[0].text]
+    longer = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    with other.messages.stream(model="m", max_tokens=24, messages=longer) as stream:
+        texts.append("".join(stream.text_stream))
+    with api.responses.stream(model="m", input=longer) as events:
+        texts.append(events.until_done().get_final_response().output_text)
+    return texts
