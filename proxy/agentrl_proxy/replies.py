@@ -104,7 +104,9 @@ class ReplyFormat:
         from transformers.utils.chat_parsing import ResponseParser
 
         # A notation without types has its arguments cast by the tools' schemas.
-        schemas = tools if isinstance(tools, list) and not self.streams_calls else None
+        schemas: list[Any] | None = None
+        if isinstance(tools, list) and not self.streams_calls:
+            schemas = tools
         return ResponseParser(self.loaded(bool(tools)), prefix=self.prefill, tools=schemas)
 
     def loaded(self, tools: bool) -> Any:

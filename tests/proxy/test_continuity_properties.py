@@ -147,7 +147,7 @@ def ask(gateway: Running, claim: Any, talk: Conversation, turn: Turn) -> dict[st
     assert answer.status_code == 200, answer.text
     if not turn.stream:
         return answer.json()["choices"][0]["message"]
-    lines = [line for line in answer.text.splitlines() if line]
+    lines = [line for line in answer.text.split("\n") if line]
     assert lines[-1] == "data: [DONE]"
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for line in lines[:-1]:
