@@ -174,7 +174,7 @@ class _Work:
 
     async def run(self, write: Write | None) -> dict[str, Any]:
         response = await self._chat.run(self._job, write)
-        return self._job.request.dialect.whole(response)
+        return self._job.request.dialect.whole(response) if write is None else response
 
     def failed(self, error: ApiError) -> bytes:
         return self._job.request.dialect.failed(error)
@@ -211,7 +211,7 @@ class _Retry:
         elif write is not None:
             for chunk in wire.replayed(dialect, response):
                 await write(chunk)
-        return dialect.whole(response)
+        return dialect.whole(response) if write is None else response
 
     def failed(self, error: ApiError) -> bytes:
         return self._chat.dialect.failed(error)

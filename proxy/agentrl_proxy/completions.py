@@ -187,7 +187,7 @@ class CompletionWork:
         together = _together(responses)
         if write is not None:
             await write(self._request.dialect.tail(together))
-        return self._request.dialect.whole(together)
+        return self._request.dialect.whole(together) if write is None else together
 
     def failed(self, error: ApiError) -> bytes:
         return self._request.dialect.failed(error)

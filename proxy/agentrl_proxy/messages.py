@@ -175,11 +175,12 @@ class Messages:
                 {"type": "text", "text": ""}, {"type": "text_delta", "text": delta["content"]}
             )
         for call in delta.get("tool_calls") or ():
-            out += self._close()
-            out += self._grow(
-                {**self._tool_use(call), "input": {}},
-                {"type": "input_json_delta", "partial_json": call["function"]["arguments"]},
-            )
+            block: dict[str, Any] = {"type": "tool_use"}
+            if "id" in call:  # the first piece of a call
+                out += self._close()
+                block = {**self._tool_use(call), "input": {}}
+            arguments = call["function"].get("arguments", "")
+            out += self._grow(block, {"type": "input_json_delta", "partial_json": arguments})
         return out
 
     def end(self, response: dict[str, Any]) -> bytes:

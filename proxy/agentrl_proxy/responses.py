@@ -157,7 +157,8 @@ class Responses:
         self._heading: wire.Heading | None = None  # once the stream has begun
         self._id = ""  # the response's, less its prefix
         self._items = 0  # closed ones, so the open one's index
-        self._open: str | None = None  # reasoning or message
+        self._open: str | None = None  # reasoning, message or function_call
+        self._call: dict[str, Any] = {}  # the open function call
         self._text = ""  # of the open item
         self._logprobs: list[dict[str, Any]] = []
 
@@ -197,10 +198,16 @@ class Responses:
                 delta=delta["content"],
                 logprobs=logprobs or [],
             )
-        if delta.get("tool_calls"):
-            out += self._close_item()
-            for i, call in enumerate(delta["tool_calls"]):
-                out += self._function_call(_function_call(self._id, i, call))
+        for call in delta.get("tool_calls") or ():
+            if "id" in call:  # the first piece of a call
+                out += self._open_call(call)
+            arguments = call["function"].get("arguments", "")
+            if arguments:
+                self._text += arguments
+                place = self._place("function_call")
+                out += self._event(
+                    "response.function_call_arguments.delta", **place, delta=arguments
+                )
         return out
 
     def end(self, response: dict[str, Any]) -> bytes:
@@ -261,6 +268,14 @@ class Responses:
         place = self._place(kind) | {at: 0}
         return out + self._event(f"response.{name}_part.added", **place, part=part)
 
+    def _open_call(self, call: dict[str, Any]) -> bytes:
+        out = self._close_item()
+        begun = {**call, "function": {**call["function"], "arguments": ""}}
+        self._open, self._text = "function_call", ""
+        self._call = _function_call(self._id, call["index"], begun)
+        item = {**self._call, "status": "in_progress"}
+        return out + self._event("response.output_item.added", output_index=self._items, item=item)
+
     def _close_item(self) -> bytes:
         kind, self._open = self._open, None
         if kind is None:
@@ -272,6 +287,10 @@ class Responses:
             out = self._event("response.reasoning_summary_text.done", **place, text=self._text)
             part = _summary(self._text)
             out += self._event("response.reasoning_summary_part.done", **place, part=part)
+        elif kind == "function_call":
+            item = {**self._call, "arguments": self._text}
+            name = "response.function_call_arguments.done"
+            out = self._event(name, **place, name=item["name"], arguments=self._text)
         else:
             item = self._message(self._text, self._logprobs)
             place["content_index"] = 0
@@ -281,23 +300,6 @@ class Responses:
             part = _output_text(self._text, self._logprobs)
             out += self._event("response.content_part.done", **place, part=part)
         return out + self._item_done(item)
-
-    def _function_call(self, item: dict[str, Any]) -> bytes:
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": self._items}
-        return (
-            self._event("response.output_item.added", output_index=self._items, item=begun)
-            + self._event(
-                "response.function_call_arguments.delta", **place, delta=item["arguments"]
-            )
-            + self._event(
-                "response.function_call_arguments.done",
-                **place,
-                name=item["name"],
-                arguments=item["arguments"],
-            )
-            + self._item_done(item)
-        )
 
     def _item_done(self, item: dict[str, Any]) -> bytes:
         out = self._event("response.output_item.done", output_index=self._items, item=item)
@@ -327,6 +329,8 @@ class Responses:
         }
 
     def _item_id(self, kind: str) -> str:
+        if kind == "function_call":
+            return self._call["id"]
         return f"rs_{self._id}" if kind == "reasoning" else f"msg_{self._id}"
 
     def _reasoning(self, text: str) -> dict[str, Any]:
