@@ -1,0 +1,47 @@
+"""Agent-lightning 0.3's LLM proxy with its in-memory store, over the instant mock.
+
+    BENCHMARK_ANSWER=answer.json python agentlightning_proxy.py <port> <rollouts> <targets file>
+
+In ``thread`` mode: the store and the proxy share a process, as they need not talk HTTP then. The
+proxy's defaults otherwise: token ids and OpenTelemetry callbacks, streams converted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import litellm
+from agentlightning.llm_proxy import LLMProxy
+from agentlightning.store import InMemoryLightningStore
+from litellm.utils import custom_llm_setup
+from litellm_mock import instant
+
+
+async def main(port: int, rollouts: int, targets: Path) -> None:
+    store = InMemoryLightningStore(thread_safe=True)
+    paths = []
+    for n in range(rollouts):
+        started = await store.start_rollout(input={"n": n})
+        place = f"/rollout/{started.rollout_id}/attempt/{started.attempt.attempt_id}"
+        paths.append((f"{place}/v1/chat/completions", "sk-benchmark"))
+    proxy = LLMProxy(
+        port=port,
+        host="127.0.0.1",
+        launch_mode="thread",
+        store=store,
+        model_list=[{"model_name": "policy", "litellm_params": {"model": "instant/policy"}}],
+        litellm_config={"litellm_settings": {"drop_params": True}},
+    )
+    # Here and not in the config: that one looks for the module beside a temporary file.
+    litellm.custom_provider_map = [{"provider": "instant", "custom_handler": instant}]
+    custom_llm_setup()
+    await proxy.start()
+    targets.write_text(json.dumps(paths))
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
