@@ -1,7 +1,7 @@
 """The one answer that every contestant's mock gives, and what a client is told of it.
 
-Knows the answer file that run.py writes. Needs the standard library only: it is imported by servers in
-venvs of their own.
+Knows the answer file that run.py writes. Needs the standard library only: servers in venvs of their
+own import it.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import http.client
 import json
 import os
 import platform
+import secrets
 import signal
 import socket
 import subprocess
@@ -76,6 +77,12 @@ class Contestant:
         """(path, key)s for about that many requests."""
         yield SHARED
 
+    def environment(self) -> dict[str, str]:
+        # Nobody fetches price lists, and venvs of others must not see our packages.
+        settings = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        return kept | settings
+
     def check(self) -> dict[str, Any]:
         """What must hold when all is over, and what was found."""
         return {}
@@ -83,10 +90,10 @@ class Contestant:
     # --- the process
 
     @contextlib.contextmanager
-    def running(self, log: Path, env: dict[str, str]) -> Iterator[None]:
+    def running(self, log: Path) -> Iterator[None]:
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                self.command(), stdout=out, stderr=out, env=env, cwd=self.folder,
+                self.command(), stdout=out, stderr=out, env=self.environment(), cwd=self.folder,
                 start_new_session=True,
             )  # fmt: skip
         self.pid = self._process.pid
@@ -101,7 +108,7 @@ class Contestant:
                 self._process.wait()
 
     def first_answer(self, log: Path) -> dict[str, float]:
-        """Waits for it. What the start took, by the clock and in CPU seconds, and the memory then."""
+        """Waits for it: seconds by the clock and of CPU, and the memory then."""
         started = time.perf_counter()
         while not self._try():
             if self._process.poll() is not None or time.perf_counter() - started > START_S:
@@ -148,6 +155,9 @@ class Agentrl(Contestant):
         self._rollouts = 0
         self._first_attempts: list[str] = []  # of every cell: surely used
 
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
     def command(self) -> list[str]:
         server = str(SERVERS / "agentrl_gateway.py")
         command = [self.python, server, str(self.port), self._url, self._run]
@@ -180,7 +190,7 @@ class Agentrl(Contestant):
         exact = all(
             call.state is CallState.COMPLETED
             and list(call.response_ids) == said.ids
-            and all(abs(a - b) < 1e-6 for a, b in zip(call.response_logprobs, said.logprobs, strict=True))
+            and max(abs(a - b) for a, b in zip(call.response_logprobs, said.logprobs, strict=True)) < 1e-6
             for call in looked_at
         )  # fmt: skip
         found = {
@@ -195,6 +205,17 @@ class Agentrl(Contestant):
 
 
 class LiteLLM(Contestant):
+    """With a master key, without which it refuses to start; agentrl checks keys too."""
+
+    _KEY = f"sk-{secrets.token_hex(32)}"
+
+    @contextlib.contextmanager
+    def targets(self, requests: int) -> Iterator[list[tuple[str, str]]]:
+        yield [("/v1/chat/completions", self._KEY)]
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"LITELLM_MASTER_KEY": self._KEY}
+
     def command(self) -> list[str]:
         return [
             str(Path(self.python).with_name("litellm")),
@@ -251,9 +272,7 @@ def write_answer(folder: Path) -> Path:
     return path
 
 
-def measure(
-    who: Contestant, shape: Shape, *, seconds: float, at_most: int, env: dict[str, str]
-) -> dict[str, Any]:
+def measure(who: Contestant, shape: Shape, *, seconds: float, at_most: int) -> dict[str, Any]:
     """One cell: a load generator of its own against one server."""
     # Enough rollouts for 4,000 requests a second; whoever is faster uses them again.
     expected = at_most or int(4000 * seconds)
@@ -266,7 +285,7 @@ def measure(
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, str(HERE / "load.py")],
-            input=json.dumps(cell), capture_output=True, text=True, env=env, check=False,
+            input=json.dumps(cell), capture_output=True, text=True, check=False,
         )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{who.name}, {shape}: {done.stderr[-3000:]}")
@@ -275,12 +294,12 @@ def measure(
     return found
 
 
-def fill_memory(who: Contestant, requests: int, env: dict[str, str]) -> list[tuple[int, float]]:
+def fill_memory(who: Contestant, requests: int) -> list[tuple[int, float]]:
     """Memory at the start and after every fifth of the requests; rollouts end, new ones begin."""
     shape = Shape(stream=False, connections=32, logprobs=False)
     points: list[tuple[int, float]] = [(0, processes.rss_mb(processes.tree(who.pid)))]
     for part in range(1, 6):
-        measure(who, shape, seconds=600.0, at_most=requests // 5, env=env)
+        measure(who, shape, seconds=600.0, at_most=requests // 5)
         points.append((part * requests // 5, processes.rss_mb(processes.tree(who.pid))))
     return points
 
@@ -357,8 +376,8 @@ def markdown(found: list[Found], shapes: list[Shape], about: dict[str, Any]) -> 
         return [f"| {' | '.join(heads)} |", f"|{ruler}|", *(f"| {' | '.join(x)} |" for x in lines)]
 
     out = [
-        f"{about['date']}, {about['machine']}, {about['seconds']} s a cell, load average before the "
-        f"run {about['load']}. {about['skipped']}",
+        f"{about['date']}, {about['machine']}, {about['seconds']} s a cell, load average before "
+        f"the run {about['load']}. {about['skipped']}",
         "",
         *written(HEADS, rows(found, shapes)),
         "",
@@ -432,11 +451,6 @@ def main() -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[answer.ENVIRONMENT] = str(write_answer(folder))
-        # Nobody fetches price lists or reports home while the clock runs.
-        env = os.environ | {
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "LITELLM_LOG": "ERROR", "OTEL_SDK_DISABLED": "false", "LITELLM_MASTER_KEY": "",
-        }  # fmt: skip
         everybody, skipped = contestants(options, folder)
         about["skipped"] = " ".join(skipped)
         for line in skipped:
@@ -445,13 +459,12 @@ def main() -> None:
         found: list[Found] = []
         for who in everybody:  # one after the other: a start is measured alone
             log = folder / f"{who.name.replace(' ', '-')}.log"
-            mine = env if isinstance(who, (Agentrl,)) else _without_ours(env)
-            stack.enter_context(who.running(log, mine))
+            stack.enter_context(who.running(log))
             found.append(Found(who.name, who.first_answer(log)))
             console.print(f"{who.name} answers after {found[-1].start['start_s']:.1f} s")
         for shape in shapes:
             for who, one in zip(everybody, found, strict=True):
-                cell = measure(who, shape, seconds=options.seconds, at_most=0, env=env)
+                cell = measure(who, shape, seconds=options.seconds, at_most=0)
                 one.cells[str(shape)] = cell
                 console.print(
                     f"{shape!s:24} {who.name:20} {cell['cpu_ms']:8.2f} CPU-ms "
@@ -461,7 +474,7 @@ def main() -> None:
             one.start["rss_end_mb"] = processes.rss_mb(processes.tree(who.pid))
             one.start["answered"] = who.answered
             if options.memory_requests and who.name in options.memory_of:
-                one.memory = fill_memory(who, options.memory_requests, env)
+                one.memory = fill_memory(who, options.memory_requests)
             one.check = who.check()
 
     console.print(table_of("Cells", HEADS, rows(found, shapes)))
@@ -478,11 +491,6 @@ def main() -> None:
     }  # fmt: skip
     (options.results / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
     (options.results / f"{stem}.md").write_text(markdown(found, shapes, about))
-
-
-def _without_ours(env: dict[str, str]) -> dict[str, str]:
-    """Venvs of others must not see our packages."""
-    return {name: value for name, value in env.items() if name != "PYTHONPATH"}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 import litellm
 from agentlightning.llm_proxy import LLMProxy
@@ -20,7 +19,7 @@ from litellm.utils import custom_llm_setup
 from litellm_mock import instant
 
 
-async def main(port: int, rollouts: int, targets: Path) -> None:
+async def main(port: int, rollouts: int, targets: str) -> None:
     store = InMemoryLightningStore(thread_safe=True)
     paths = []
     for n in range(rollouts):
@@ -39,9 +38,10 @@ async def main(port: int, rollouts: int, targets: Path) -> None:
     litellm.custom_provider_map = [{"provider": "instant", "custom_handler": instant}]
     custom_llm_setup()
     await proxy.start()
-    targets.write_text(json.dumps(paths))
+    with open(targets, "w") as file:  # noqa: ASYNC230
+        json.dump(paths, file)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
