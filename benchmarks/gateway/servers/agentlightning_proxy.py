@@ -2,6 +2,9 @@
 
     BENCHMARK_ANSWER=answer.json python agentlightning_proxy.py <port> <rollouts> <targets file>
 
+Writes (path, key) of its rollouts to the targets file when it is ready; on SIGUSR1 it writes beside
+it how many spans its store holds, by name.
+
 In ``thread`` mode: the store and the proxy share a process, as they need not talk HTTP then. The
 proxy's defaults otherwise: token ids and OpenTelemetry callbacks, streams converted.
 """
@@ -10,7 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
+from collections import Counter
 
 import litellm
 from agentlightning.llm_proxy import LLMProxy
@@ -21,11 +27,12 @@ from litellm_mock import instant
 
 async def main(port: int, rollouts: int, targets: str) -> None:
     store = InMemoryLightningStore(thread_safe=True)
-    paths = []
+    paths, started_ids = [], []
     for n in range(rollouts):
         started = await store.start_rollout(input={"n": n})
         place = f"/rollout/{started.rollout_id}/attempt/{started.attempt.attempt_id}"
         paths.append((f"{place}/v1/chat/completions", "sk-benchmark"))
+        started_ids.append(started.rollout_id)
     proxy = LLMProxy(
         port=port,
         host="127.0.0.1",
@@ -40,6 +47,16 @@ async def main(port: int, rollouts: int, targets: str) -> None:
     await proxy.start()
     with open(targets, "w") as file:  # noqa: ASYNC230
         json.dump(paths, file)
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked.set)
+    await asked.wait()
+    names: Counter[str] = Counter()
+    for rollout_id in started_ids:
+        names.update(span.name for span in await store.query_spans(rollout_id))
+    counted = targets.removesuffix(".json") + ".counted"
+    with open(counted + ".part", "w") as file:  # noqa: ASYNC230
+        json.dump({"spans": dict(names)}, file)
+    os.rename(counted + ".part", counted)
     await asyncio.Event().wait()
 
 
