@@ -310,12 +310,16 @@ def measure(who: Contestant, shape: Shape, *, seconds: float, at_most: int) -> d
 
 
 def fill_memory(who: Contestant, requests: int) -> list[tuple[int, float]]:
-    """Memory at the start and after every fifth of the requests; rollouts end, new ones begin."""
+    """Memory at the start and after every tenth of the requests; rollouts end, new ones begin."""
     shape = Shape(stream=False, connections=32, logprobs=False)
-    points: list[tuple[int, float]] = [(0, processes.rss_mb(processes.tree(who.pid)))]
-    for part in range(1, 6):
-        measure(who, shape, seconds=600.0, at_most=requests // 5)
-        points.append((part * requests // 5, processes.rss_mb(processes.tree(who.pid))))
+    points = [(0, processes.rss_mb(processes.tree(who.pid)))]
+    for part in range(1, 11):
+        cell = measure(who, shape, seconds=600.0, at_most=requests // 10)
+        points.append((part * requests // 10, processes.rss_mb(processes.tree(who.pid))))
+        console.print(
+            f"{who.name}: {points[-1][1]:.0f} MB after {points[-1][0]:,} requests more, "
+            f"{cell['per_second']:,.0f}/s, {cell['cpu_ms']:.2f} CPU-ms"
+        )
     return points
 
 
@@ -380,6 +384,40 @@ SERVER_HEADS = [
 ]  # fmt: skip
 
 
+def goals(found: list[Found]) -> list[list[str]]:
+    """What the gateway is meant to reach, and whether it did. Rates are those at 32 connections."""
+    by_name = {f.name: f for f in found}
+    one, many = str(Shape(False, 1, False)), str(Shape(False, 32, False))
+    lines: list[list[str]] = []
+
+    def goal(what: str, value: float, limit: float, *, at_least: bool = False) -> None:
+        met = value >= limit if at_least else value < limit
+        sign = "≥" if at_least else "<"
+        lines.append([what, f"{sign} {limit:g}", f"{value:.2f}", "yes" if met else "NO"])
+
+    def cell(name: str, shape: str) -> dict[str, Any] | None:
+        return by_name[name].cells.get(shape) if name in by_name else None
+
+    ours, direct = cell("agentrl", one), cell("direct", one)
+    if ours and direct:
+        goal("added p50 of a JSON request, 1 connection, ms", ours["p50_ms"] - direct["p50_ms"], 1)
+    ours = cell("agentrl", many)
+    if ours:
+        goal("CPU-ms of a JSON request", ours["cpu_ms"], 1)
+        if free := cell("agentrl, unrecorded", many):
+            share = 1 - ours["per_second"] / free["per_second"]
+            goal("share of the JSON requests/s that recording costs", share, 0.3)
+            goal("share of the CPU-ms that is recording", 1 - free["cpu_ms"] / ours["cpu_ms"], 0.3)
+        for name, factor in (("LiteLLM", 10), ("Agent-lightning 0.3", 4)):
+            if other := cell(name, many):
+                ratio = ours["per_second"] / other["per_second"]
+                goal(f"times {name}'s JSON requests/s", ratio, factor, at_least=True)
+    return lines
+
+
+GOAL_HEADS = ["goal", "limit", "measured", "met"]
+
+
 def table_of(title: str, heads: list[str], lines: list[list[str]]) -> Table:
     table = Table(title=title)
     for i, head in enumerate(heads):
@@ -403,6 +441,8 @@ def markdown(found: list[Found], shapes: list[Shape], about: dict[str, Any]) -> 
         *written(HEADS, rows(found, shapes)),
         "",
         *written(SERVER_HEADS, servers(found)),
+        "",
+        *written(GOAL_HEADS, goals(found)),
         "",
     ]
     out += [f"{one.name}: {json.dumps(one.check)}\n" for one in found if one.check]
@@ -453,6 +493,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep logs and stores here")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive us
     if options.quick:
         options.seconds, options.connections = 0.6, [1, 32]
 
@@ -500,6 +541,7 @@ def main() -> None:
 
     console.print(table_of("Cells", HEADS, rows(found, shapes)))
     console.print(table_of("Servers", SERVER_HEADS, servers(found)))
+    console.print(table_of("Goals", GOAL_HEADS, goals(found)))
     options.results.mkdir(parents=True, exist_ok=True)
     stem = "quick" if options.quick else "gateway"
     record = {
