@@ -360,7 +360,7 @@ def servers(found: list[Found]) -> list[list[str]]:
     lines = []
     for one in found:
         start = one.start
-        memory = ", ".join(f"{n // 1000}k: {mb:.0f}" for n, mb in one.memory) or "–"
+        memory = ", ".join(f"{n:,}: {mb:.0f}" for n, mb in one.memory) or "–"
         lines.append(
             [
                 one.name, f"{start['start_s']:.1f}", f"{start['start_cpu_s']:.1f}",
