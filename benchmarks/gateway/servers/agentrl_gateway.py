@@ -1,0 +1,106 @@
+"""agentrl's gateway as ``agentrl.gateway`` wires it, with the instant mock in the sampler's place.
+
+    BENCHMARK_ANSWER=answer.json python agentrl_gateway.py <port> <store> <run id> [--forget]
+
+Everything else is real: the tiny model's renderer, the SQLite store, the writer, credentials of
+attempts. ``--forget`` puts a sink that keeps nothing in the writer's place: the price of recording.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import answer
+
+from agentrl.imports import heavy_imports
+from agentrl_proxy.sampler import FinishEvent, SampleEvent, SamplingParams, TokenEvent
+from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
+from agentrl_tracer.store import Store
+
+WEIGHTS = Path(__file__).parents[3] / "trainer" / "agentrl_trainer" / "tiny" / "weights"
+
+
+class InstantSampler:
+    """Says the answer at once. Its events are made beforehand: it costs one ``yield`` a token."""
+
+    healthy = True
+
+    def __init__(self) -> None:
+        said = answer.load()
+        self.adapters = {answer.MODEL: 1}
+        self._events: list[SampleEvent] = [
+            TokenEvent(0, i, p, None, 1) for i, p in zip(said.ids, said.logprobs, strict=True)
+        ]
+        self._events.append(FinishEvent(0, "length"))
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+    ) -> AsyncIterator[SampleEvent]:
+        for event in self._events:
+            yield event
+
+    async def load_adapter(self, name: str, version: int, path: str) -> None:
+        raise NotImplementedError("the mock has one adapter")
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+class Forgetting:
+    """A TraceSink that keeps nothing."""
+
+    def open(self, call: Call) -> None: ...
+
+    async def finish(self, call: Call) -> AttemptState | None:
+        return AttemptState.RUNNING
+
+    async def deliver(
+        self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
+    ) -> AttemptState | None:
+        return AttemptState.RUNNING
+
+
+def main(port: int, store_url: str, run_id: str, *options: str) -> None:
+    with heavy_imports():
+        from transformers import AutoTokenizer
+
+        from agentrl_proxy.app import create_app
+        from agentrl_proxy.deps import GatewayDeps
+        from agentrl_proxy.rendering import Renderer
+        from agentrl_proxy.server import bind, serve_on
+        from agentrl_tracer.writer import TraceWriter
+
+    sys.setswitchinterval(1e-4)  # as agentrl.gateway does
+    store = Store(store_url)
+    boot_id = secrets.token_hex(6)
+    store.register_gateway(boot_id, run_id, os.getpid())
+    writer = TraceWriter(store, boot_id)
+    operator_key = secrets.token_hex(16)
+    deps = GatewayDeps(
+        sampler=InstantSampler(),
+        renderer=Renderer(AutoTokenizer.from_pretrained(WEIGHTS)),
+        store=store,
+        writer=Forgetting() if "--forget" in options else writer,
+        boot_id=boot_id,
+        models={answer.MODEL: answer.MODEL},
+        default_adapter=answer.MODEL,
+        operator_key=operator_key,
+        run_id=run_id,
+        context_length=2048,
+        defaults={"max_tokens": 256},
+    )
+    try:
+        serve_on(create_app(deps), bind("127.0.0.1", port, operator_key=operator_key))
+    finally:
+        writer.close()
+        store.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
