@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -31,7 +31,8 @@ from agentrl_proxy.auth import Caller, Credentials, ask
 from agentrl_proxy.chat import ChatService, Job
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.errors import ApiError, invalid, unavailable
-from agentrl_proxy.openai_types import parse_chat_request
+from agentrl_proxy.openai_types import json_object, parse_chat_request
+from agentrl_proxy.other_models import OtherJob, OtherModels, wants_usage
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
@@ -48,6 +49,7 @@ class Gateway:
         self.attempts = Attempts()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats)
+        self.others = OtherModels(deps, self.attempts, self.stats)
 
     async def healthz(self, request: Request) -> Response:
         sampler = self.deps.sampler
@@ -67,19 +69,26 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         await self._caller(request)
-        names = sorted(self.deps.models)
+        names = sorted({*self.deps.models, *self.deps.other_models})
         owner = {"object": "model", "created": 0, "owned_by": "agentrl"}
         return json_response({"object": "list", "data": [{"id": name, **owner} for name in names]})
 
     async def chat_completions(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_body(request, self.deps.max_body_bytes)
-        chat = parse_chat_request(body)
+        raw = json_object(body)
+        if self.others.has(raw):
+            service: _Service = self.others
+            chat: Any
+            chat, stream, usage = raw, raw.get("stream") is True, wants_usage(raw)
+        else:
+            service, chat = self.chat, parse_chat_request(raw)
+            stream, usage = chat.stream, chat.include_usage
         if request.headers.get("x-stainless-retry-count", "0") != "0":
-            work = _Retry(self, chat, body, caller, request)
-            return WorkResponse(work, stream=chat.stream)
-        job = await self.chat.accept(chat, body, caller, request.headers)
-        return WorkResponse(_Work(self.chat, job), stream=chat.stream)
+            work = _Retry(self.chat, service, chat, body, caller, request, include_usage=usage)
+            return WorkResponse(work, stream=stream)
+        job = await service.accept(chat, body, caller, request.headers)
+        return WorkResponse(_Work(service, job), stream=stream)
 
     async def traces(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
@@ -126,9 +135,19 @@ class Gateway:
         )
 
 
+class _Service(Protocol):
+    """What answers a request: our sampler, or somebody else's model."""
+
+    async def accept(
+        self, request: Any, body: bytes, caller: Caller, headers: Mapping[str, str], /
+    ) -> Any: ...
+
+    async def run(self, job: Any, write: Write | None, /) -> dict[str, Any]: ...
+
+
 class _Work:
-    def __init__(self, chat: ChatService, job: Job) -> None:
-        self._chat = chat
+    def __init__(self, service: _Service, job: Job | OtherJob) -> None:
+        self._service = service
         self._job = job
 
     @property
@@ -136,34 +155,44 @@ class _Work:
         return self._job.wanted_by_retry
 
     async def run(self, write: Write | None) -> dict[str, Any]:
-        return await self._chat.run(self._job, write)
+        return await self._service.run(self._job, write)
 
 
 class _Retry:
     """A marked client retry: an identical earlier request's answer, else a call of its own."""
 
     def __init__(
-        self, gateway: Gateway, chat: Any, body: bytes, caller: Caller, request: Request
+        self,
+        answers: ChatService,
+        service: _Service,
+        chat: Any,
+        body: bytes,
+        caller: Caller,
+        request: Request,
+        *,
+        include_usage: bool,
     ) -> None:
-        self._gateway = gateway
+        self._answers = answers
+        self._service = service
         self._chat = chat
+        self._include_usage = include_usage
         self._body = body
         self._caller = caller
         self._headers = request.headers
-        self._job: Job | None = None
+        self._job: Job | OtherJob | None = None
 
     @property
     def keep_alone(self) -> bool:
         return self._job is not None and self._job.wanted_by_retry
 
     async def run(self, write: Write | None) -> dict[str, Any]:
-        service = self._gateway.chat
-        response = await service.earlier_answer(self._body, self._caller)
+        service = self._service
+        response = await self._answers.earlier_answer(self._body, self._caller)
         if response is None:
             self._job = await service.accept(self._chat, self._body, self._caller, self._headers)
             return await service.run(self._job, write)
         if write is not None:
-            for chunk in wire.replayed(response, include_usage=self._chat.include_usage):
+            for chunk in wire.replayed(response, include_usage=self._include_usage):
                 await write(chunk)
         return response
 
@@ -177,6 +206,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
         # The first reply should not pay for imports and template compilation.
         await asyncio.to_thread(_warm_up, deps)
         sweeper = asyncio.create_task(_sweep(gateway))
+        gateway.others.begin()
         yield
         sweeper.cancel()
 

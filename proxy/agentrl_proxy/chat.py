@@ -290,8 +290,13 @@ class ChatService:
             if job.request.logprobs:
                 logprobs = wire.logprob_entries(self.deps.renderer, one.ids, one.logprobs, one.tops)
             choices.append(wire.choice(i, wire.message(reply), reason, logprobs))
+            if job.request.return_token_ids:
+                choices[-1]["token_ids"] = one.ids
         usage = wire.usage(len(job.prompt.ids), sum(len(one.ids) for one in sampled))
-        return wire.completion(heading, choices, usage)
+        response = wire.completion(heading, choices, usage)
+        if job.request.return_token_ids:
+            response["prompt_token_ids"] = job.prompt.ids
+        return response
 
     async def _finish_stream(
         self,
@@ -426,8 +431,7 @@ class _ChoiceStream:
         chunks: list[bytes] = []
         if delta or logprobs:
             chunks.append(wire.chunk(self._job.heading, self._index, delta, logprobs=logprobs))
-        reason = choice["finish_reason"]
-        chunks.append(wire.chunk(self._job.heading, self._index, {}, finish_reason=reason))
+        chunks.append(wire.last_chunk(self._job.heading, choice, self._job.prompt.ids))
         return chunks
 
 

@@ -37,6 +37,7 @@ class ChatRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     n: int = 1
+    return_token_ids: bool = False  # vLLM's extension: the exact ids of prompt and answer
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of max_tokens, temperature, top_p, top_k, stop and seed: those the client set."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any])  # the wire request
@@ -84,6 +85,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     ),
     "stream": (lambda v: isinstance(v, bool), "true or false"),
+    "return_token_ids": (lambda v: isinstance(v, bool), "true or false"),
     "stream_options": (lambda v: isinstance(v, dict), "an object"),
     "tools": (lambda v: isinstance(v, list), "a list"),
     "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required or an object"),
@@ -105,14 +107,19 @@ def sampling_value(name: str, value: Any) -> Any:
     return value
 
 
-def parse_chat_request(body: bytes) -> ChatRequest:
-    """The request in a body, or an ApiError that names the field that is wrong."""
+def json_object(body: bytes) -> dict[str, Any]:
+    """The body of any request for an answer."""
     try:
         raw = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise invalid(None, f"the body must be a JSON object; got {_shown(raw)}")
+    return raw
+
+
+def parse_chat_request(raw: dict[str, Any]) -> ChatRequest:
+    """The checked request, or an ApiError that names the field that is wrong."""
     for name in raw.keys() & _FIELDS.keys():
         value = raw[name]
         if value is not None and not _FIELDS[name][0](value):
@@ -144,6 +151,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         n=raw.get("n") or 1,
+        return_token_ids=bool(raw.get("return_token_ids")),
         sampling=sampling,
         raw=raw,
     )

@@ -118,6 +118,32 @@ def chunk(
     )
 
 
+def last_chunk(heading: Heading, choice: dict[str, Any], prompt_ids: Sequence[int] | None) -> bytes:
+    """How a choice ended, and its token ids where the client asked for them."""
+    reason = choice["finish_reason"]
+    if "token_ids" not in choice:
+        return chunk(heading, choice["index"], {}, finish_reason=reason)
+    return sse(
+        {
+            "id": heading.id,
+            "object": "chat.completion.chunk",
+            "created": heading.created,
+            "model": heading.model,
+            "system_fingerprint": heading.fingerprint,
+            "prompt_token_ids": prompt_ids,
+            "choices": [
+                {
+                    "index": choice["index"],
+                    "delta": {},
+                    "logprobs": None,
+                    "finish_reason": reason,
+                    "token_ids": choice["token_ids"],
+                }
+            ],
+        }
+    )
+
+
 def usage_chunk(heading: Heading, usage: dict[str, int]) -> bytes:
     """The extra last chunk that stream_options.include_usage asks for."""
     return sse(
@@ -157,7 +183,9 @@ def replayed(response: dict[str, Any], *, include_usage: bool) -> Iterator[bytes
         logprobs = None if one["logprobs"] is None else one["logprobs"]["content"]
         yield chunk(heading, one["index"], text, logprobs=logprobs)
         delta = tool_call_delta(one["message"])
-        yield chunk(heading, one["index"], delta, finish_reason=one["finish_reason"])
+        if delta:
+            yield chunk(heading, one["index"], delta)
+        yield last_chunk(heading, one, response.get("prompt_token_ids"))
     if include_usage:
         yield usage_chunk(heading, response["usage"])
     yield DONE
