@@ -238,8 +238,8 @@ class OtherModels:
                 choices = [c for c in one.get("choices", ()) if c["delta"] or "finish_reason" in c]
                 if not choices:
                     continue
-                data = wire.sse(_headed("chat.completion.chunk", job.heading, choices, one))
-                if held or any("finish_reason" in choice for choice in choices):
+                data = _chunk(job.heading, choices, one)
+                if held or any(choice["finish_reason"] for choice in choices):
                     held.append(data)
                 else:
                     await write(data)
@@ -431,19 +431,19 @@ def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
     return wire.completion(job.heading, choices, usage or {})
 
 
-def _headed(
-    kind: str, heading: wire.Heading, choices: list[dict[str, Any]], said: dict[str, Any]
-) -> dict[str, Any]:
+def _chunk(heading: wire.Heading, choices: list[dict[str, Any]], said: dict[str, Any]) -> bytes:
     for choice in choices:
         choice.setdefault("finish_reason", None)
-    return {
-        "id": heading.id,
-        "object": kind,
-        "created": heading.created,
-        "model": heading.model,
-        "system_fingerprint": said.get("system_fingerprint"),
-        "choices": choices,
-    }
+    return wire.sse(
+        {
+            "id": heading.id,
+            "object": "chat.completion.chunk",
+            "created": heading.created,
+            "model": heading.model,
+            "system_fingerprint": said.get("system_fingerprint"),
+            "choices": choices,
+        }
+    )
 
 
 def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:

@@ -61,7 +61,12 @@ class Faulty:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
-                faulty.seen.append({"body": json.loads(body), "headers": {k.lower(): v for k, v in self.headers.items()}})
+                faulty.seen.append(
+                    {
+                        "body": json.loads(body),
+                        "headers": {k.lower(): v for k, v in self.headers.items()},
+                    }
+                )
                 at = min(len(faulty.seen), len(faulty.answers)) - 1
                 status, said = faulty.answers[at]
                 if callable(said):
