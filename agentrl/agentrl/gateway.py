@@ -15,15 +15,18 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from agentrl.imports import heavy_imports
 from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
+
+if TYPE_CHECKING:
+    from agentrl_proxy.deps import OtherModel
 
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
 
@@ -41,6 +44,8 @@ class GatewaySettings:
     run_id: str | None
     max_tokens: int
     temperature: float = 1.0
+    models: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Other models: OtherModelConfig's fields by name. Keys stay in the environment."""
     adapter_path: str | None = None  # a fixed adapter, version 0, when there is no run
 
 
@@ -76,6 +81,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         models={settings.model: None}
         | ({settings.adapter: settings.adapter} if settings.adapter else {}),
         default_adapter=settings.adapter,
+        other_models={name: other_model(fields) for name, fields in settings.models.items()},
         operator_key=settings.operator_key,
         run_id=settings.run_id,
         context_length=base.context_length,
@@ -91,6 +97,18 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         sampler.stop()
         writer.close()
         store.close()
+
+
+def other_model(fields: dict[str, Any]) -> OtherModel:
+    from agentrl_proxy.deps import OtherModel
+
+    variable = fields["api_key_env"]
+    key = os.environ[variable] if variable else None
+    if key is None and fields["api_base"]:
+        # LiteLLM would send the provider's usual key, from the environment, to whatever is there.
+        key = "none"
+    settings = {name: value for name, value in fields.items() if name != "api_key_env"}
+    return OtherModel(**settings, api_key=key)
 
 
 def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str, int, str]]:

@@ -11,9 +11,9 @@ In LiteLLM's configuration::
 Who is calling: a rollout's key in the header ``x-agentrl-key`` (LiteLLM's proxy passes ``x-``
 headers on with ``forward_client_headers_to_llm_api``), else the model's ``api_key``.
 
-Where the token ids are: of a whole answer in ``choices[i].provider_specific_fields["token_ids"]``
-and in ``prompt_token_ids`` of the same; of a stream in ``choices[0].delta.provider_specific_fields``
-of a chunk before the last. LiteLLM streams one choice: with ``n`` above 1 do not stream.
+The token ids are ``token_ids`` and ``prompt_token_ids`` in ``choices[i].provider_specific_fields``
+of a whole answer; of a stream, in ``choices[0].delta.provider_specific_fields`` of one of the last
+chunks. LiteLLM streams one choice: with ``n`` above 1 do not stream.
 """
 
 from __future__ import annotations
