@@ -29,6 +29,7 @@ from agentrl.config import (
     TrainConfig,
     TrainSettings,
     explain,
+    tables_as_json,
 )
 from agentrl.imports import heavy_imports
 
@@ -136,6 +137,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             operator_key=settings.operator_key,
             run_id=None,
             max_tokens=settings.max_tokens,
+            models=settings.model_dump(mode="json")["models"],
             adapter_path=str(settings.adapter_path) if settings.adapter_path else None,
             max_concurrent=settings.max_concurrent,
         ),
@@ -233,7 +235,10 @@ def _config_file(path: Path) -> Any:
         raise ConfigError(f"config: {str(path)!r} must end in .toml, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"config: there is no file {str(path)!r}")
-    return kind(path, use_commands_as_keys=False, must_exist=True)
+    settings = kind(path, use_commands_as_keys=False, must_exist=True).config
+    return cyclopts.config.Dict(
+        tables_as_json(settings), use_commands_as_keys=False, source=str(path)
+    )
 
 
 def _resumed_settings(tokens: tuple[str, ...]) -> dict[str, Any]:
@@ -245,7 +250,7 @@ def _resumed_settings(tokens: tuple[str, ...]) -> dict[str, Any]:
 
             folder = RunFolder.existing(Path(value if equals else tokens[i + 1]))
             settings = json.loads(folder.config.read_text(encoding="utf-8"))
-            return {key: value for key, value in settings.items() if value is not None}
+            return tables_as_json({k: v for k, v in settings.items() if v is not None})
     return {}
 
 

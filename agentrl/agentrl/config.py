@@ -7,11 +7,22 @@ Relative paths are relative to the working directory.
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 _AGENT = Group("Agent and tasks", sort_key=1)
 _ROLLOUTS = Group("Rollouts", sort_key=2)
@@ -26,6 +37,64 @@ Policy = Literal["retry", "drop"] | float
 
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class OtherModelConfig(_Config):
+    """A model that somebody else serves: an answerer, a judge, a search model."""
+
+    model: str = Field(
+        description="LiteLLM's name of the model, for instance openai/gpt-4o-mini.", min_length=1
+    )
+    api_base: str | None = Field(
+        None, description="URL of the provider; by default LiteLLM knows it."
+    )
+    api_key_env: str | None = Field(
+        None,
+        description="NAME of the environment variable that holds the key; never the key itself.",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+    )
+    timeout: float = Field(120, gt=0, description="Seconds after which one try is given up.")
+    num_retries: int = Field(2, ge=0, description="Further tries after a failure.")
+    fallbacks: list[str] = Field(
+        default_factory=list[str], description="Other models of this table to ask when it fails."
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="More of LiteLLM's parameters; no keys."
+    )
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _key_is_there(cls, name: str | None) -> str | None:
+        if name is not None and not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} is not set")
+        return name
+
+    @field_validator("params")
+    @classmethod
+    def _no_key_in_the_file(cls, params: dict[str, Any]) -> dict[str, Any]:
+        for name in params:
+            if name in OtherModelConfig.model_fields:
+                raise ValueError(f"{name} belongs beside params, not into it")
+            if name == "api_key":
+                raise ValueError("a key must not be in the file: name its variable in api_key_env")
+        return params
+
+
+def _from_json(value: Any) -> Any:
+    """Cyclopts would take nested tables apart by dots and lose their lists: they come as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from error
+
+
+def tables_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's settings as Cyclopts takes them."""
+    return {
+        name: json.dumps(value) if name == "models" else value for name, value in settings.items()
+    }
 
 
 @Parameter(name="*")
@@ -51,6 +120,27 @@ class ModelConfig(_Config):
     max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
         1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
     )
+    models: Annotated[
+        dict[str, OtherModelConfig],
+        Parameter(group=_MODEL, accepts_keys=False, n_tokens=1),
+        BeforeValidator(_from_json),
+    ] = Field(
+        default_factory=dict[str, OtherModelConfig],
+        description="Other models by the name that the agent asks for, recorded and never trained: "
+        "[models.NAME] in the file, JSON in a flag.",
+    )
+
+    @model_validator(mode="after")
+    def _models_fit_together(self) -> Self:
+        for name, one in self.models.items():
+            if name in (self.model, self.adapter):
+                raise ValueError(f"models.{name}: this name is the trained model's; choose another")
+            for other in one.fallbacks:
+                if other not in self.models or other == name:
+                    raise ValueError(
+                        f"models.{name}.fallbacks: {other!r} is no other model of the table"
+                    )
+        return self
 
 
 @Parameter(name="*")
@@ -257,12 +347,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             lines.append(problem["msg"].removeprefix("Value error, "))
             continue
         field = model.model_fields.get(name)
+        if name == "models" and len(problem["loc"]) > 2:
+            name = ".".join(map(str, problem["loc"][:3]))  # models.<name>.<field>
+            field = OtherModelConfig.model_fields.get(str(problem["loc"][2]))
         if problem["type"] == "extra_forbidden" or field is None:
             lines.append(f"{name}: there is no such setting; see --help for those there are")
             continue
         if problem["type"] == "missing":
             lines.append(f"{name}: is missing. {field.description}")
             continue
-        said = problem["msg"][0].lower() + problem["msg"][1:]
-        lines.append(f"{name}: got {problem['input']!r}, but {said}. {field.description}")
+        said = problem["msg"].removeprefix("Value error, ")
+        said = said[0].lower() + said[1:]
+        got = f"got {problem['input']!r}, but "
+        if name.endswith((".api_key_env", ".params")):
+            got = ""  # somebody may have written a key there
+        lines.append(f"{name}: {got}{said}. {field.description}")
     return "\n".join(dict.fromkeys(lines))

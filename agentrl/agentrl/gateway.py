@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
+    from agentrl_proxy.deps import OtherModel
     from agentrl_proxy.sampler import Sampler
 
 log = logging.getLogger("agentrl")
@@ -50,6 +51,8 @@ class GatewaySettings:
     run_id: str | None
     max_tokens: int
     temperature: float = 1.0
+    models: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Other models: OtherModelConfig's fields by name. Keys stay in the environment."""
     adapter_path: str | None = None  # a fixed adapter, version 0, when there is no run
     max_concurrent: int = 1024
     max_calls_per_rollout: int | None = None
@@ -88,6 +91,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         models={settings.model: None}
         | ({settings.adapter: settings.adapter} if settings.adapter else {}),
         default_adapter=settings.adapter,
+        other_models={name: other_model(fields) for name, fields in settings.models.items()},
         operator_key=settings.operator_key,
         run_id=settings.run_id,
         context_length=base.context_length,
@@ -123,6 +127,18 @@ def _end_without(sampler: Sampler, stopping: threading.Event) -> None:
             log.critical("the sampler has died; ending, to be started again")
             os.kill(os.getpid(), signal.SIGTERM)
             return
+
+
+def other_model(fields: dict[str, Any]) -> OtherModel:
+    from agentrl_proxy.deps import OtherModel
+
+    variable = fields["api_key_env"]
+    key = os.environ[variable] if variable else None
+    if key is None and fields["api_base"]:
+        # LiteLLM would send the provider's usual key, from the environment, to whatever is there.
+        key = "none"
+    settings = {name: value for name, value in fields.items() if name != "api_key_env"}
+    return OtherModel(**settings, api_key=key)
 
 
 def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str, int, str]]:

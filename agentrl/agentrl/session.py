@@ -62,6 +62,7 @@ class Session:
             run_id=self.run_id,
             max_tokens=config.max_tokens,
             temperature=config.temperature,
+            models=config.model_dump(mode="json")["models"],
             adapter_path=adapter_path,
             max_concurrent=config.max_concurrent,
             max_calls_per_rollout=config.max_calls_per_rollout,
@@ -101,6 +102,7 @@ class Session:
                 lease_s=config.lease,
                 logs=str(self.folder.logs),
                 rollouts_per_process=config.rollouts_per_process,
+                withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
             )
         )
         return self

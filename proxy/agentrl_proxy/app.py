@@ -11,7 +11,8 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import orjson
 from fastapi import FastAPI
@@ -34,7 +35,8 @@ from agentrl_proxy.completions import CompletionWork, parse_completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
-from agentrl_proxy.openai_types import ChatRequest, parse_chat_request
+from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
+from agentrl_proxy.other_models import OtherJob, OtherModels, wants_usage
 from agentrl_proxy.responses import parse_responses_request
 from agentrl_tracer.schemas import AttemptState
 
@@ -52,6 +54,7 @@ class Gateway:
         self.attempts = Attempts()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats)
+        self.others = OtherModels(deps, self.attempts, self.stats)
 
     async def healthz(self, request: Request) -> Response:
         sampler = self.deps.sampler
@@ -74,12 +77,22 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         await self._caller(request)
-        names = sorted(self.deps.models)
+        names = sorted({*self.deps.models, *self.deps.other_models})
         owner = {"object": "model", "created": 0, "owned_by": "agentrl"}
         return json_response({"object": "list", "data": [{"id": name, **owner} for name in names]})
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, parse_chat_request)
+        caller = await self._caller(request)
+        body = await read_body(request, self.deps.max_body_bytes)
+        raw = read_object(body)
+        if self.others.has(raw):
+            asked = _Asked(
+                raw, raw.get("stream") is True, wire.Chat(include_usage=wants_usage(raw))
+            )
+            return await self._reply(self.others, asked, body, caller, request.headers)
+        return await self._reply(
+            self.chat, _of_chat(chat_request(raw)), body, caller, request.headers
+        )
 
     async def responses(self, request: Request) -> Response:
         await translation.load()
@@ -109,12 +122,21 @@ class Gateway:
     async def _answer(self, request: Request, parse: Callable[[bytes], ChatRequest]) -> Response:
         caller = await self._caller(request)
         body = await read_body(request, self.deps.max_body_bytes)
-        chat = parse(body)
-        if is_retry(request.headers):
-            work = _Retry(self.chat, chat, body, caller, request.headers)
-        else:
-            work = _Work(self.chat, await self.chat.accept(chat, body, caller, request.headers))
-        return WorkResponse(work, stream=chat.stream)
+        asked = _of_chat(parse(body))
+        return await self._reply(self.chat, asked, body, caller, request.headers)
+
+    async def _reply(
+        self,
+        service: _Service,
+        asked: _Asked,
+        body: bytes,
+        caller: Caller,
+        headers: Mapping[str, str],
+    ) -> Response:
+        work = _Work(self.chat, service, asked, body, caller, headers)
+        if not work.is_retry:
+            await work.accept()
+        return WorkResponse(work, stream=asked.stream)
 
     async def traces(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
@@ -163,58 +185,80 @@ class Gateway:
         )
 
 
+class _Service(Protocol):
+    """What answers a request: our sampler, or somebody else's model."""
+
+    async def accept(
+        self, request: Any, body: bytes, caller: Caller, headers: Mapping[str, str], /
+    ) -> Any: ...
+
+    async def run(self, job: Any, write: Write | None, /) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A checked request, as its service wants it, and how its client wants the answer."""
+
+    request: Any
+    stream: bool
+    dialect: wire.Dialect
+
+
+def _of_chat(request: ChatRequest) -> _Asked:
+    return _Asked(request, request.stream, request.dialect)
+
+
 class _Work:
-    def __init__(self, chat: ChatService, job: Job) -> None:
-        self._chat = chat
-        self._job = job
+    """One request. A marked client retry gets an identical earlier one's answer, if there is one.
 
-    @property
-    def keep_alone(self) -> bool:
-        return self._job.wanted_by_retry
-
-    async def run(self, write: Write | None) -> dict[str, Any]:
-        response = await self._chat.run(self._job, write)
-        return self._job.request.dialect.whole(response) if write is None else response
-
-    def failed(self, error: ApiError) -> bytes:
-        return self._job.request.dialect.failed(error)
-
-
-class _Retry:
-    """A marked client retry: an identical earlier request's answer, else a call of its own."""
+    Args:
+        answers: knows the earlier answers of every service.
+    """
 
     def __init__(
         self,
-        service: ChatService,
-        chat: ChatRequest,
+        answers: ChatService,
+        service: _Service,
+        asked: _Asked,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
+        self._answers = answers
         self._service = service
-        self._chat = chat
+        self._asked = asked
         self._body = body
         self._caller = caller
         self._headers = headers
-        self._job: Job | None = None
+        self._job: Job | OtherJob | None = None
+        self.is_retry = is_retry(headers)
 
     @property
     def keep_alone(self) -> bool:
         return self._job is not None and self._job.wanted_by_retry
 
+    async def accept(self) -> None:
+        """Opens the rows; everything that can be refused is refused here."""
+        self._job = await self._service.accept(
+            self._asked.request, self._body, self._caller, self._headers
+        )
+
     async def run(self, write: Write | None) -> dict[str, Any]:
-        service, dialect = self._service, self._chat.dialect
-        response = await service.earlier_answer(self._body, self._caller, self._headers)
+        dialect = self._asked.dialect
+        response = None
+        if self._job is None:
+            response = await self._answers.earlier_answer(self._body, self._caller, self._headers)
         if response is None:
-            self._job = await service.accept(self._chat, self._body, self._caller, self._headers)
-            response = await service.run(self._job, write)
+            if self._job is None:
+                await self.accept()
+            response = await self._service.run(self._job, write)
         elif write is not None:
             for chunk in wire.replayed(dialect, response):
                 await write(chunk)
         return dialect.whole(response) if write is None else response
 
     def failed(self, error: ApiError) -> bytes:
-        return self._chat.dialect.failed(error)
+        return self._asked.dialect.failed(error)
 
 
 def create_app(deps: GatewayDeps) -> FastAPI:
@@ -226,6 +270,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
         # The first reply should not pay for imports and template compilation.
         await asyncio.to_thread(_warm_up, deps)
         sweeper = asyncio.create_task(_sweep(gateway))
+        gateway.others.begin()
         yield
         sweeper.cancel()
 

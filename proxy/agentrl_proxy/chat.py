@@ -432,9 +432,14 @@ class ChatService:
             choice = wire.choice(job.first_choice + i, message, reason, logprobs)
             if one.finish is not None and one.finish.stop_string is not None:
                 choice["stop_reason"] = one.finish.stop_string  # as vLLM tells it
+            if job.request.return_token_ids:
+                choice["token_ids"] = one.ids
             choices.append(choice)
         usage = wire.usage(len(job.prompt.ids), sum(len(one.ids) for one in sampled))
-        return wire.completion(heading, choices, usage)
+        response = wire.completion(heading, choices, usage)
+        if job.request.return_token_ids:
+            response["prompt_token_ids"] = job.prompt.ids
+        return response
 
     async def _finish_stream(
         self,
@@ -578,8 +583,11 @@ class _ChoiceStream:
         chunks: list[bytes] = []
         if delta or logprobs:
             chunks.append(self._chunk(self._job.heading, self._index, delta, logprobs=logprobs))
-        reason = choice["finish_reason"]
-        chunks.append(self._chunk(self._job.heading, self._index, {}, finish_reason=reason))
+        chunks.append(
+            wire.last_chunk(
+                self._job.request.dialect, self._job.heading, choice, self._job.prompt.ids
+            )
+        )
         return chunks
 
 

@@ -39,6 +39,19 @@ class TraceSink(Protocol):
     ) -> AttemptState | None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model that somebody else serves, as LiteLLM reaches it."""
+
+    model: str  # LiteLLM's name: provider/model
+    api_base: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 120.0
+    num_retries: int = 2
+    fallbacks: Sequence[str] = ()  # names of other models, asked in this order
+    params: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+
+
 @dataclass(slots=True)
 class GatewayDeps:
     sampler: Sampler
@@ -52,6 +65,8 @@ class GatewayDeps:
     """Answers unknown model names when ``accept_any_model``."""
     accept_any_model: bool = True
     """Agents hard-code names like gpt-4o-mini; False answers 404 to those not in ``models``."""
+    other_models: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
+    """Requested model name → a model behind LiteLLM: recorded, never trained."""
     operator_key: str | None = None
     """None: whoever reaches the port may sample without a rollout. Loopback only, see server."""
     run_id: str | None = None
@@ -89,6 +104,7 @@ class GatewayStats:
     constrained: int = 0  # sampled under a grammar: response_format, tool_choice
     branched: dict[str, int] = field(default_factory=dict[str, int])
     """Prompts that left out what the attempt had said last, by reason: see continuity.Branch."""
+    other_models: int = 0  # choices asked of models behind LiteLLM
     refused: int = 0  # 401 and 403
     mismatched: int = 0  # of those: header, path and key named different rollouts
     overloaded: int = 0  # 429: too much at once

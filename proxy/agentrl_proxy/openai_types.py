@@ -47,6 +47,7 @@ class ChatRequest:
     tool_choice: str = "auto"
     """auto, required, or the one tool's name as ``function:name``."""
     parallel_tool_calls: bool = True
+    return_token_ids: bool = False  # vLLM's extension: the exact ids of prompt and answer
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of max_tokens, temperature, top_p, top_k, stop and seed: those the client set."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any])  # the wire request
@@ -109,6 +110,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false"),
     "modalities": (lambda v: v == ["text"], '["text"]; this model writes text only'),
     "stream": (lambda v: isinstance(v, bool), "true or false"),
+    "return_token_ids": (lambda v: isinstance(v, bool), "true or false"),
     "stream_options": (lambda v: isinstance(v, dict), "an object"),
     "tools": (lambda v: isinstance(v, list), "a list"),
     "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required or an object"),
@@ -184,6 +186,7 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         response_format=_response_format(raw.get("response_format")),
         tool_choice=_tool_choice(choice, tools),
         parallel_tool_calls=parallel is not False,
+        return_token_ids=bool(raw.get("return_token_ids")),
         sampling=sampling,
         raw=raw,
     )

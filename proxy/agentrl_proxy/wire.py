@@ -237,8 +237,38 @@ def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
         logprobs = None if one["logprobs"] is None else one["logprobs"]["content"]
         yield dialect.chunk(heading, one["index"], text, logprobs=logprobs)
         delta = tool_call_delta(one["message"])
-        yield dialect.chunk(heading, one["index"], delta, finish_reason=one["finish_reason"])
+        if delta:
+            yield dialect.chunk(heading, one["index"], delta)
+        yield last_chunk(dialect, heading, one, response.get("prompt_token_ids"))
     yield dialect.end(response)
+
+
+def last_chunk(
+    dialect: Dialect, heading: Heading, choice: dict[str, Any], prompt_ids: Sequence[int] | None
+) -> bytes:
+    """How a choice ended, and its token ids where a chat client asked for them."""
+    reason = choice["finish_reason"]
+    if "token_ids" not in choice or not isinstance(dialect, Chat):
+        return dialect.chunk(heading, choice["index"], {}, finish_reason=reason)
+    return sse(
+        {
+            "id": heading.id,
+            "object": "chat.completion.chunk",
+            "created": heading.created,
+            "model": heading.model,
+            "system_fingerprint": heading.fingerprint,
+            "prompt_token_ids": prompt_ids,
+            "choices": [
+                {
+                    "index": choice["index"],
+                    "delta": {},
+                    "logprobs": None,
+                    "finish_reason": reason,
+                    "token_ids": choice["token_ids"],
+                }
+            ],
+        }
+    )
 
 
 def logprob_entries(

@@ -3,13 +3,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config import ConfigError, TrainConfig, explain
+from agentrl.config import ConfigError, TrainConfig, explain, tables_as_json
+from agentrl.gateway import other_model
 from agentrl.run_folder import RunFolder
+from agentrl.runner.config import RunnerConfig
+from agentrl.runner.handle import runner_environment
 from agentrl.tasks import load_tasks
 from agentrl.train import default_learning_rate, steps_of_one_epoch, tasks_of_step
 
@@ -123,3 +128,91 @@ def test_a_taken_name_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "a", "train").config.write_text("{}")
     with pytest.raises(ConfigError, match=r"name: .*exists already"):
         RunFolder.create(tmp_path, "a", "train")
+
+
+TABLE = """
+[models.answerer]
+model = "openai/gpt-4o-mini"
+api_base = "http://127.0.0.1:9/v1"
+api_key_env = "ANSWERER_KEY"
+fallbacks = ["spare.v2"]
+params = {temperature = 0, drop_params = true, stop = ["x"]}
+[models."spare.v2"]
+model = "openai/x"
+timeout = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("", ""), "models.answerer.api_key_env: the environment variable ANSWERER_KEY is not set"),
+        (("ANSWERER_KEY", "sk-secret-key"), "models.answerer.api_key_env: "),
+        (("{temperature = 0", '{api_key = "sk-secret-key"'), "name its variable in api_key_env"),
+        (("{temperature = 0", "{timeout = 0"), "timeout belongs beside params"),
+        (("timeout = 3", "timeout = -3"), "models.spare.v2.timeout: got -3"),
+        (("timeout = 3", "time_out = 3"), "models.spare.v2.time_out: there is no such setting"),
+        (('"openai/x"', '""'), "models.spare.v2.model: got ''"),
+    ],
+)
+def test_mistakes_in_the_models_table(
+    tmp_path: Path, monkeypatch: Any, change: tuple[str, str], message: str
+) -> None:
+    monkeypatch.delenv("ANSWERER_KEY", raising=False)
+    settings = tomllib.loads(TABLE.replace(*change))
+    with pytest.raises(ValidationError) as caught:
+        TrainConfig(agent="a:b", tasks=Path("t"), **settings)
+    text = explain(caught.value, TrainConfig)
+    assert message in text
+    assert "sk-secret-key" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('["spare.v2"]', '["nobody"]'), "models.answerer.fallbacks: 'nobody' is no other model"),
+        (("models.answerer", "models.policy"), "models.policy: this name is the trained model's"),
+    ],
+)
+def test_models_must_fit_together(monkeypatch: Any, change: tuple[str, str], message: str) -> None:
+    monkeypatch.setenv("ANSWERER_KEY", "sk-secret-key")
+    with pytest.raises(ValidationError) as caught:
+        TrainConfig(agent="a:b", tasks=Path("t"), **tomllib.loads(TABLE.replace(*change)))
+    assert message in explain(caught.value, TrainConfig)
+
+
+def test_the_models_table_reaches_the_gateway_without_its_keys(monkeypatch: Any) -> None:
+    monkeypatch.setenv("ANSWERER_KEY", "sk-secret-key")
+    config = TrainConfig(agent="a:b", tasks=Path("t"), **tomllib.loads(TABLE))
+    dumped = config.model_dump(mode="json")
+    assert "sk-secret-key" not in json.dumps(dumped)
+    # A resumed run reads it back.
+    assert TrainConfig(**{**dumped, **tables_as_json(dumped)}).models == config.models
+    answerer, spare = (other_model(fields) for fields in dumped["models"].values())
+    assert (answerer.api_key, answerer.fallbacks) == ("sk-secret-key", ["spare.v2"])
+    assert answerer.params == {"temperature": 0, "drop_params": True, "stop": ["x"]}
+    assert "sk-secret-key" not in repr(answerer)
+    assert (spare.api_key, spare.timeout) == (None, 3)
+    # A server of one's own must not get the key that LiteLLM would look up for its provider.
+    assert other_model({**dumped["models"]["spare.v2"], "api_base": "http://x"}).api_key == "none"
+
+
+def test_the_command_line_reads_the_models_table(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('tasks = "no.jsonl"\n' + TABLE)
+    done = agentrl("train", "json:loads", "--config", str(file), ANSWERER_KEY="k")
+    assert "cannot read 'no.jsonl'" in done.stderr  # it came past the table
+    assert "ANSWERER_KEY is not set" in agentrl("train", "json:loads", "--config", str(file)).stderr
+    flag = agentrl("train", "json:loads", "--tasks", "t", "--models", "nonsense")
+    assert "models: got 'nonsense', but it is not valid JSON" in flag.stderr
+
+
+def test_agents_do_not_get_other_models_keys(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ANSWERER_KEY", "sk-secret-key")
+    config = RunnerConfig(
+        store=str(tmp_path / "s.db"), gateway="http://127.0.0.1:9", run_id="r", agent="json:loads",
+        model="policy", runners=1, logs=str(tmp_path), withheld=("ANSWERER_KEY",),
+    )  # fmt: skip
+    assert RunnerConfig.from_json(config.to_json()) == config
+    assert "ANSWERER_KEY" not in runner_environment(config)
+    assert "PATH" in runner_environment(config)

@@ -39,6 +39,7 @@ class RunnerConfig:
     lease_s: float = 15.0
     rollouts_per_process: int = 1
     python_path: tuple[str, ...] = ()
+    withheld: tuple[str, ...] = ()  # variables that agents do not get: other models' keys
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -46,7 +47,8 @@ class RunnerConfig:
     @classmethod
     def from_json(cls, text: str) -> RunnerConfig:
         fields = json.loads(text)
-        return cls(**{**fields, "python_path": tuple(fields["python_path"])})
+        tuples = {name: tuple(fields[name]) for name in ("python_path", "withheld")}
+        return cls(**{**fields, **tuples})
 
 
 def check_environment(env: Mapping[str, str] = os.environ) -> None:

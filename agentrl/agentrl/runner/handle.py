@@ -69,7 +69,7 @@ class PoolHandle:
             return ""
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        env = dict(os.environ)
+        env = runner_environment(self.config)
         look_certificates_up_by_name(env)
         if sys.platform == "darwin":
             # macOS kills forked children whose parent has touched Objective-C, as many a
@@ -90,6 +90,11 @@ class PoolHandle:
             _stdin(process).write(self.config.to_json().encode() + b"\n")
             _stdin(process).flush()
         return process
+
+
+def runner_environment(config: RunnerConfig) -> dict[str, str]:
+    """What runners, and so agents, inherit: everything but other models' keys."""
+    return {name: value for name, value in os.environ.items() if name not in config.withheld}
 
 
 def start_pool(config: RunnerConfig) -> PoolHandle:

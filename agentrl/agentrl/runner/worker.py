@@ -30,7 +30,7 @@ from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import storage_folder
 from agentrl.runner.probes import GatewayProbe, QueueWatch
 from agentrl.runner.process import AttemptProcess
-from agentrl_tracer.schemas import AttemptState, CallState, Claim
+from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
 from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
@@ -193,9 +193,9 @@ class Worker:
             reason = "spans or rewards did not reach the gateway"
         elif ending.state is AttemptState.ERROR:
             calls = self._try(lambda: self.store.calls(attempt_ids=[claim.attempt_id])) or []
-            failed = [call for call in calls if call.state == CallState.ERROR]
+            failed = [c for c in calls if c.state == CallState.ERROR and not _agents_fault(c)]
             if failed:
-                reason = f"the sampler failed call {failed[-1].id} ({failed[-1].error})"
+                reason = f"the model failed call {failed[-1].id} ({failed[-1].error})"
         if reason is None:
             return ending
         return Ending(AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {ending.error}")
@@ -222,6 +222,12 @@ class Worker:
         except (SQLAlchemyError, OSError) as error:
             logger.warning("the store failed: %s", error)
             return None
+
+
+def _agents_fault(call: Call) -> bool:
+    """Whether another model's provider refused the request itself: asking again changes nothing."""
+    status = call.params.get("provider_status", 0)
+    return 400 <= status < 500 and status not in (408, 429)
 
 
 def _ending(process: AttemptProcess) -> Ending:

@@ -1,0 +1,519 @@
+"""Other models through LiteLLM: a second gateway is the provider, the official client asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_sampler import OPERATOR_KEY, Running
+from test_chat import CALL, TOOLS, USER, client, streamed
+
+from agentrl_proxy.deps import OtherModel
+from agentrl_proxy.rendering import Renderer
+from agentrl_tracer.schemas import Call, CallState, SkipReason
+from conftest import _running
+
+pytestmark = [  # LiteLLM's use of pydantic
+    pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
+]
+
+SECRET = "sk-provider-secret-0123456789"
+
+
+@pytest.fixture
+def provider(tmp_path: Path, renderer: Renderer) -> Iterator[Running]:
+    """An OpenAI-compatible server that wants a key."""
+    folder = tmp_path / "provider"
+    folder.mkdir()
+    with _running(folder, renderer, {}, operator_key=SECRET) as running:
+        yield running
+
+
+def answerer(provider: Running, **more: Any) -> OtherModel:
+    settings: dict[str, Any] = {"num_retries": 0, "timeout": 20.0, "api_key": SECRET}
+    return OtherModel("openai/policy", f"{provider.url}/v1", **(settings | more))
+
+
+@pytest.fixture
+def gateway(start: Any, provider: Running) -> Running:
+    return start(other_models={"answerer": answerer(provider)})
+
+
+class Faulty:
+    """An HTTP server that answers with what it is given, in turn; the last one for good."""
+
+    def __init__(self, *answers: tuple[int, Any]) -> None:
+        self.answers = list(answers)
+        self.seen: list[dict[str, Any]] = []
+        faulty = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                faulty.seen.append(
+                    {
+                        "body": json.loads(body),
+                        "headers": {k.lower(): v for k, v in self.headers.items()},
+                    }
+                )
+                at = min(len(faulty.seen), len(faulty.answers)) - 1
+                status, said = faulty.answers[at]
+                if callable(said):
+                    said = said(self.headers)
+                data = json.dumps(said).encode()
+                self.send_response(status)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                if status == 429:
+                    self.send_header("retry-after", "7")
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        self.thread = Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def faulty() -> Iterator[Any]:
+    servers: list[Faulty] = []
+
+    def make(*answers: tuple[int, Any]) -> Faulty:
+        servers.append(Faulty(*answers))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def said(text: str) -> dict[str, Any]:
+    return {
+        "id": "chatcmpl-provider",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "gpt-9",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+
+
+def trouble(message: str, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "x", "param": None, "code": code}}
+
+
+def only_call(gateway: Running) -> Call:
+    [call] = gateway.calls(gateway.claims[0])
+    assert (call.prompt_ids, call.response_ids, call.adapter) == ([], [], None)
+    assert gateway.store.accounting(gateway.run_id).adds_up
+    return call
+
+
+def assert_no_key(gateway: Running, log: str = "", *more: str) -> None:
+    for text in (log, *more):
+        assert SECRET not in text
+    for path in Path(gateway.store.url.removeprefix("sqlite:///")).parent.glob("trace.db*"):
+        assert SECRET.encode() not in path.read_bytes()
+
+
+def test_answer_is_recorded_and_not_trained(gateway: Running, provider: Running) -> None:
+    with client(gateway) as api:
+        answer = api.chat.completions.create(
+            model="answerer", messages=USER, seed=5, max_tokens=9, user="u", extra_body={"odd": 1}
+        )
+        ours = api.chat.completions.create(model="policy", messages=USER)
+        listed = [model.id for model in api.models.list()]
+    assert listed == ["answerer", "base", "policy"]
+    [asked] = provider.sampler.requests
+    assert (asked.params.seed, asked.params.max_tokens) == (5, 9)
+    said = provider.renderer.decode(asked.sampled[0])
+    assert answer.choices[0].message.content == said
+    assert answer.model == "answerer"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(asked.sampled[0])
+    call, trained = gateway.calls(gateway.claims[0])
+    assert trained.id == ours.id
+    assert (call.seq, trained.seq) == (0, 1)
+    assert call.id == call.response_id == answer.id
+    assert (call.model, call.adapter, call.adapter_version) == ("answerer", None, None)
+    assert (call.state, call.skip_reason) == (CallState.COMPLETED, SkipReason.NOT_TRAINABLE_MODEL)
+    assert (call.prompt_ids, call.response_ids, call.response_logprobs) == ([], [], [])
+    assert call.finish_reason == answer.choices[0].finish_reason == "length"
+    assert call.request is not None
+    assert call.request["messages"] == USER
+    assert call.response is not None
+    assert call.response["choices"][0]["message"]["content"] == said
+    assert call.params["usage"]["total_tokens"] == answer.usage.total_tokens
+    assert call.params["provider_model"] == "policy"
+    assert call.params["provider_id"] != answer.id
+    sums = gateway.store.accounting(gateway.run_id)
+    assert sums.adds_up
+    assert (sums.proxied, sums.pending, sums.skipped) == (
+        2, 1, {SkipReason.NOT_TRAINABLE_MODEL: 1},
+    )  # fmt: skip
+    assert_no_key(gateway)
+
+
+def test_choices(gateway: Running) -> None:
+    with client(gateway) as api:
+        answer = api.chat.completions.create(model="answerer", messages=USER, n=3, seed=1)
+    calls = sorted(gateway.calls(gateway.claims[0]), key=lambda call: call.choice)
+    assert [call.id for call in calls] == [answer.id, f"{answer.id}#1", f"{answer.id}#2"]
+    said = [call.response["choices"][0]["message"]["content"] for call in calls if call.response]
+    assert said == [choice.message.content for choice in answer.choices]
+    assert len(set(said)) == 3
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_stream_is_incremental_and_recorded_before_it_ends(
+    gateway: Running, provider: Running
+) -> None:
+    provider.sampler.delay = 0.05
+    begun = time.monotonic()
+    times: list[float] = []
+    text, finish = "", None
+    with (
+        client(gateway) as api,
+        api.chat.completions.create(
+            model="answerer", messages=USER, stream=True, seed=2,
+            stream_options={"include_usage": True},
+        ) as stream,
+    ):  # fmt: skip
+        for chunk in stream:
+            times.append(time.monotonic() - begun)
+            assert chunk.model == "answerer"
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                if choice.finish_reason:
+                    finish = choice.finish_reason
+                    assert only_call(gateway).state is CallState.COMPLETED
+            usage = chunk.usage
+    [asked] = provider.sampler.requests
+    assert text == provider.renderer.decode(asked.sampled[0])
+    assert finish == "stop"
+    assert usage is not None
+    assert usage.completion_tokens == len(asked.sampled[0])
+    assert len(times) > 8
+    assert times[-1] - times[0] > 0.4  # they did not come all at once
+    call = only_call(gateway)
+    assert call.response is not None
+    assert call.response["choices"][0]["message"]["content"] == text
+    assert call.params["usage"]["completion_tokens"] == usage.completion_tokens
+    assert call.finish_reason == "stop"
+
+
+def test_usage_is_recorded_although_the_client_did_not_ask(gateway: Running) -> None:
+    with (
+        client(gateway) as api,
+        api.chat.completions.create(model="answerer", messages=USER, stream=True) as stream,
+    ):
+        assert streamed(stream)[3] is None
+    assert only_call(gateway).params["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_pass_through(gateway: Running, provider: Running, stream: bool) -> None:
+    provider.sampler.script = lambda *_: f"Let me look.\n{CALL}\n{CALL}"
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="answerer", messages=USER, tools=TOOLS, stream=stream
+        )
+        if stream:
+            text, calls, finish, _ = streamed(made)
+        else:
+            message = made.choices[0].message
+            text, calls, finish = message.content, message.tool_calls, made.choices[0].finish_reason
+        assert text == "Let me look."
+        assert finish == "tool_calls"
+        assert [call.function.name for call in calls] == ["search", "search"]
+        assert json.loads(calls[0].function.arguments) == {"q": "köln", "k": 3}
+        recorded = only_call(gateway).response
+        assert recorded is not None
+        message = recorded["choices"][0]["message"]
+        assert [call["id"] for call in message["tool_calls"]] == [call.id for call in calls]
+        assert message["tool_calls"][1]["function"]["arguments"] == calls[1].function.arguments
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "nothing"}
+            for call in message["tool_calls"]
+        ]
+        provider.sampler.script = lambda *_: "Not found."
+        after = api.chat.completions.create(
+            model="answerer", messages=[*USER, message, *results], tools=TOOLS
+        )
+    assert after.choices[0].message.content == "Not found."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_retries_are_the_routers(start: Any, faulty: Any, stream: bool) -> None:
+    upstream = faulty((500, trouble("a bad day")), (500, trouble("again")), (200, said("fine")))
+    gateway: Running = start(
+        other_models={"answerer": OtherModel("openai/x", upstream.url, SECRET, num_retries=2)}
+    )
+    if stream:  # this upstream cannot stream; refusals come before the first chunk anyway
+        upstream.answers = [(500, trouble("a bad day"))]
+        with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+            api.chat.completions.create(model="answerer", messages=USER, stream=True)
+        assert caught.value.status_code == 500
+        assert only_call(gateway).state is CallState.ERROR
+    else:
+        with client(gateway) as api:
+            answer = api.chat.completions.create(model="answerer", messages=USER)
+        assert answer.choices[0].message.content == "fine"
+        assert only_call(gateway).params["retries"] == 2
+    assert len(upstream.seen) == 3
+
+
+def test_fallback(start: Any, faulty: Any, provider: Running) -> None:
+    upstream = faulty((500, trouble("out of order")))
+    gateway: Running = start(
+        other_models={
+            "answerer": OtherModel(
+                "openai/x", upstream.url, SECRET, num_retries=1, fallbacks=("spare",)
+            ),
+            "spare": answerer(provider),
+        }
+    )
+    with client(gateway) as api:
+        answer = api.chat.completions.create(model="answerer", messages=USER)
+    assert len(upstream.seen) == 2
+    [asked] = provider.sampler.requests
+    assert answer.choices[0].message.content == provider.renderer.decode(asked.sampled[0])
+    call = only_call(gateway)
+    assert call.model == "answerer"
+    assert call.params["provider_model"] == "policy"
+    assert call.params["fallbacks"] == 1
+
+
+def test_timeout(start: Any, provider: Running) -> None:
+    provider.sampler.delay = 0.5
+    gateway: Running = start(other_models={"answerer": answerer(provider, timeout=0.7)})
+    begun = time.monotonic()
+    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+        api.chat.completions.create(model="answerer", messages=USER)
+    assert time.monotonic() - begun < 8  # the import of LiteLLM is in it
+    assert caught.value.status_code == 504
+    assert caught.value.code == "provider_timeout"
+    assert "'answerer' did not answer in time" in str(caught.value)
+    assert only_call(gateway).state is CallState.ERROR
+
+
+def test_provider_down(start: Any) -> None:
+    gateway: Running = start(
+        other_models={
+            "answerer": OtherModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
+        }
+    )
+    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+        api.chat.completions.create(model="answerer", messages=USER)
+    assert (caught.value.status_code, caught.value.code) == (502, "provider_unreachable")
+    assert "the provider of 'answerer' cannot be reached" in str(caught.value)
+    call = only_call(gateway)
+    assert (call.state, call.skip_reason) == (CallState.ERROR, SkipReason.NOT_TRAINABLE_MODEL)
+    assert call.error is not None
+    assert "cannot be reached" in call.error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "kind", "code"),
+    [
+        (400, "invalid_request_error", "context_length_exceeded"),
+        (401, "authentication_error", "invalid_api_key"),
+        (429, "rate_limit_error", "rate_limit_exceeded"),
+        (403, "permission_error", "provider_error"),
+        (503, "server_error", "provider_error"),
+    ],
+)
+def test_a_providers_refusal_in_openais_shape(
+    start: Any, faulty: Any, caplog: Any, status: int, kind: str, code: str, stream: bool
+) -> None:
+    def quoting(headers: Any) -> dict[str, Any]:  # the worst provider: it says what it was sent
+        return trouble(f"no: {headers['authorization']}", None if code[:4] == "prov" else code)
+
+    upstream = faulty((status, quoting))
+    gateway: Running = start(
+        other_models={"answerer": OtherModel("openai/x", upstream.url, SECRET, num_retries=0)}
+    )
+    caplog.set_level(logging.DEBUG)
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", "messages": USER, "stream": stream},
+        headers={"authorization": f"Bearer {claim.key}"},
+        timeout=30,
+    )
+    assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == (kind, code)
+    assert "[key]" in error["message"]
+    assert response.headers.get("retry-after") == ("7" if status == 429 else None)
+    call = only_call(gateway)
+    assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
+    assert_no_key(gateway, caplog.text, response.text, call.error or "")
+    assert claim.key not in json.dumps(upstream.seen)
+
+
+def test_a_request_cannot_lead_the_key_elsewhere(
+    gateway: Running, provider: Running, faulty: Any
+) -> None:
+    trap = faulty((200, said("caught")))
+    with client(gateway) as api:
+        answer = api.chat.completions.create(
+            model="answerer",
+            messages=USER,
+            extra_body={
+                "api_base": trap.url,
+                "base_url": trap.url,
+                "api_key": "other",
+                "fallbacks": [{"model": "openai/y", "api_base": trap.url}],
+                "mock_response": "mocked",
+                "extra_headers": {"x": "y"},
+                "num_retries": 99,
+            },
+        )
+    assert trap.seen == []
+    assert len(provider.sampler.requests) == 1
+    assert answer.choices[0].message.content != "mocked"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_vanished_client_cancels(gateway: Running, provider: Running, stream: bool) -> None:
+    with client(gateway) as api:  # LiteLLM is imported
+        api.chat.completions.create(model="answerer", messages=USER)
+    provider.sampler.delay = 0.1
+    claim = gateway.claims[1]
+    async with openai.AsyncOpenAI(
+        base_url=gateway.base_url(claim), api_key=claim.key, max_retries=0
+    ) as api:
+
+        async def ask() -> None:
+            made = await api.chat.completions.create(model="answerer", messages=USER, stream=stream)  # type: ignore[call-overload]
+            if stream:
+                async for _ in made:
+                    pass
+
+        task = asyncio.create_task(ask())
+        await asyncio.sleep(0.8)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    for _ in range(250):
+        if provider.sampler.requests[-1].cancelled and gateway.calls(claim)[0].ended_at:
+            break
+        await asyncio.sleep(0.02)
+    assert provider.sampler.requests[-1].cancelled
+    [call] = gateway.calls(claim)
+    assert (call.state, call.skip_reason) == (CallState.CANCELLED, SkipReason.NOT_TRAINABLE_MODEL)
+    assert (call.response is not None) is stream  # the part that had come
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_a_marked_retry_is_replayed(gateway: Running, provider: Running) -> None:
+    retry = {"x-stainless-retry-count": "1"}
+    with client(gateway) as api:
+        first = api.chat.completions.create(model="answerer", messages=USER)
+        again = api.chat.completions.create(model="answerer", messages=USER, extra_headers=retry)
+        other = api.chat.completions.create(model="answerer", messages=USER)
+        with api.chat.completions.create(model="answerer", messages=USER, stream=True) as stream:
+            text = streamed(stream)[0]
+        with api.chat.completions.create(
+            model="answerer", messages=USER, stream=True, extra_headers=retry
+        ) as stream:
+            assert streamed(stream)[0] == text
+    assert first == again
+    assert first.id != other.id
+    assert len(provider.sampler.requests) == 3
+    assert len(gateway.calls(gateway.claims[0])) == 3
+
+
+def test_a_sealed_attempt_gets_no_answer(gateway: Running, provider: Running) -> None:
+    provider.sampler.script = lambda *_: gateway.seal(gateway.claims[0]) or "late"
+    with client(gateway) as api, pytest.raises(openai.ConflictError):
+        api.chat.completions.create(model="answerer", messages=USER)
+    # Whichever of the two was said first stands.
+    assert only_call(gateway).skip_reason in (SkipReason.NOT_TRAINABLE_MODEL, SkipReason.LATE_CALL)
+    assert gateway.stats["late"] == 1
+
+
+def test_outside_a_rollout(gateway: Running) -> None:
+    with openai.OpenAI(base_url=gateway.base_url(), api_key=OPERATOR_KEY) as api:
+        api.chat.completions.create(model="answerer", messages=USER)
+    sums = gateway.store.accounting(gateway.run_id)
+    assert sums.adds_up
+    assert sums.skipped == {SkipReason.NO_ROLLOUT: 1}
+
+
+def test_unknown_models_keep_their_rule(start: Any, provider: Running) -> None:
+    strict: Running = start(other_models={"answerer": answerer(provider)}, accept_any_model=False)
+    with client(strict) as api:
+        with pytest.raises(openai.NotFoundError):
+            api.chat.completions.create(model="judge", messages=USER)
+        api.chat.completions.create(model="answerer", messages=USER)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": USER, "n": 0}, "n"),
+        ({"messages": USER, "n": "2"}, "n"),
+        ({"messages": USER, "stream": "yes"}, "stream"),
+        ({"messages": USER, "stream_options": 1}, "stream_options"),
+    ],
+)
+def test_what_the_gateway_itself_refuses(gateway: Running, body: Any, param: str) -> None:
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", **body},
+        headers={"authorization": f"Bearer {claim.key}"},
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert gateway.calls(claim) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_on_request(start: Any, stream: bool) -> None:
+    gateway: Running = start()
+    wanted = {"return_token_ids": True}
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="policy", messages=USER, n=2, stream=stream, extra_body=wanted
+        )
+        if stream:
+            ends = [c for c in made if c.choices and c.choices[0].finish_reason]
+            prompts = [end.prompt_token_ids for end in ends]
+            answers = [end.choices[0].token_ids for end in ends]
+        else:
+            prompts = [made.prompt_token_ids]
+            answers = [choice.token_ids for choice in made.choices]
+    [seen] = gateway.sampler.requests
+    assert all(prompt == seen.prompt_ids for prompt in prompts)
+    assert answers == [seen.sampled[0], seen.sampled[1]]
