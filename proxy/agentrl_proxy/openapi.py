@@ -91,6 +91,28 @@ SCHEMAS: dict[str, Schema] = {
         },
         usage=_object(["prompt_tokens", "completion_tokens", "total_tokens"]),
     ),
+    "CompletionRequest": _object(
+        ["model", "prompt"],
+        model=_NAME,
+        prompt={"description": "text, texts, token ids, or lists of token ids"},
+    ),
+    "Completion": _object(["id", "object", "choices"], object={"const": "text_completion"}),
+    "ResponsesRequest": {
+        **_object(["model", "input"], model=_NAME),
+        "description": "https://platform.openai.com/docs/api-reference/responses",
+    },
+    "Response": _object(["id", "object", "output"], object={"const": "response"}),
+    "MessagesRequest": {
+        **_object(["model", "messages"], model=_NAME, messages={"type": "array"}),
+        "description": "https://docs.anthropic.com/en/api/messages",
+    },
+    "Message": _object(["id", "type", "content"], type={"const": "message"}),
+    "TokenCount": _object(["input_tokens"], input_tokens={"type": "integer"}),
+    "AnthropicError": _object(
+        ["type", "error"],
+        type={"const": "error"},
+        error=_object(["type", "message"], type=_TEXT, message=_TEXT),
+    ),
     "RewardRequest": _object(
         ["value"],
         value={"type": "number"},
@@ -130,12 +152,12 @@ def _json(name: str) -> Schema:
     return {"application/json": {"schema": _ref(name)}}
 
 
-def _operation(summary: str, answer: str, body: str | None = None) -> Schema:
+def _operation(summary: str, answer: str, body: str | None = None, error: str = "Error") -> Schema:
     operation: Schema = {
         "summary": summary,
         "responses": {
             "200": {"description": "done", "content": _json(answer)},
-            "default": {"description": "an error", "content": _json("Error")},
+            "default": {"description": "an error", "content": _json(error)},
         },
     }
     if body is not None:
@@ -152,6 +174,14 @@ def _paths() -> dict[str, Schema]:
     }
     rollout: Schema = {"name": "rollout_id", "in": "path", "required": True, "schema": _TEXT}
     chat = _operation("Complete a chat", "ChatCompletion", "ChatCompletionRequest")
+    others = {
+        "completions": _operation("Complete a text", "Completion", "CompletionRequest"),
+        "responses": _operation("Respond", "Response", "ResponsesRequest"),
+        "messages": _operation("Answer", "Message", "MessagesRequest", "AnthropicError"),
+        "messages/count_tokens": _operation(
+            "Count a prompt's tokens", "TokenCount", "MessagesRequest", "AnthropicError"
+        ),
+    }
     spans = _operation("Export spans", "ExportTraceServiceResponse", "ExportTraceServiceRequest")
     reward = _operation("Reward the rollout", "Reward", "RewardRequest")
     for prefix, parameters in (("", []), ("/rollouts/{rollout_id}", [rollout])):
@@ -160,6 +190,8 @@ def _paths() -> dict[str, Schema]:
             "get": _operation("List models", "Models"),
         }
         paths[f"{prefix}/v1/chat/completions"] = {"parameters": parameters, "post": chat}
+        for name, operation in others.items():
+            paths[f"{prefix}/v1/{name}"] = {"parameters": parameters, "post": operation}
         paths[f"{prefix}/v1/traces"] = {"parameters": parameters, "post": spans}
     paths["/rollouts/{rollout_id}/v1/rewards"] = {"parameters": [rollout], "post": reward}
     return paths
