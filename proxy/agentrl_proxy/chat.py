@@ -19,7 +19,7 @@ from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.attempts import Answer, Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.constraints import Constraint, Constraints
-from agentrl_proxy.continuity import Prompt, remember_reply, render_prompt
+from agentrl_proxy.continuity import Key, Prompt, remember_reply, render_prompt
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.detokenize import Detokenizer, first_stop, whole_text
 from agentrl_proxy.errors import (
@@ -156,7 +156,7 @@ class ChatService:
             heading = wire.Heading(wire.new_id(request.dialect.id_prefix), request.model)
             heading.prompt_tokens = len(prompt.ids)
         else:
-            prompt = Prompt(bare.ids, [], b"", continued=False)
+            prompt = Prompt(bare.ids, [], Key(b"", b"", adapter), continued=False)
             heading = bare.heading
         params = self._params(request, caller, len(prompt.ids))
         if constraint is not None:
