@@ -202,8 +202,7 @@ class Messages:
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
-            arguments = orjson.loads(call["function"]["arguments"])
-            content.append({**self._tool_use(call), "input": arguments})
+            content.append({**self._tool_use(call), "input": _input(call)})
         return {
             "id": response["id"],
             "type": "message",
@@ -250,6 +249,16 @@ class Messages:
     def _tool_use(self, call: dict[str, Any]) -> dict[str, Any]:
         name = call["function"]["name"]
         return {"type": "tool_use", "id": call["id"], "name": self._names.get(name, name)}
+
+
+def _input(call: dict[str, Any]) -> Any:
+    """A call's arguments. Those of a call that broke off in a stream, whose client has them so
+    already, stay text: only the record sees them here."""
+    arguments = call["function"]["arguments"]
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
 
 
 def _event(kind: str, **data: Any) -> bytes:

@@ -418,3 +418,26 @@ async def test_async_client(gateway: Running) -> None:
     async with api, api.messages.stream(**asked) as stream:
         text = "".join([piece async for piece in stream.text_stream])
     assert text == gateway.renderer.decode(gateway.sampler.requests[0].sampled[0])
+
+
+def test_a_call_that_breaks_after_its_beginning_was_streamed(gateway: Running) -> None:
+    """The client has its beginning: the stream still ends properly, and the row is complete."""
+    gateway.sampler.script = lambda *_: (
+        '<tool_call>\n{"name": "search", "arguments": {"q": "a", "k": oops}}\n</tool_call>'
+    )
+    claim = gateway.claims[0]
+    with client(gateway, claim) as api:
+        events = list(
+            api.messages.create(
+                model="policy",
+                max_tokens=200,
+                messages=USER,
+                tools=TOOLS,
+                stream=True,
+            )
+        )
+    assert events[-1].type == "message_stop"
+    begun = [e.content_block.type for e in events if e.type == "content_block_start"]
+    assert "tool_use" in begun
+    [call] = gateway.store.calls(attempt_ids=[claim.attempt_id])
+    assert call.state is CallState.COMPLETED
