@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -241,6 +244,35 @@ async def test_a_failing_database_fails_the_call_not_the_writer(store: Store) ->
     with pytest.raises((sa.exc.StatementError, TypeError)):  # by driver
         await writer.finish(call_of(claim, "bad", params={"not json": object()}))
     assert await writer.finish(call_of(claim, "good")) is AttemptState.RUNNING
+    writer.close()
+
+
+async def test_what_the_database_refuses_fails_alone(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("boot", run_id, 1)
+    writer = TraceWriter(store, "boot")
+    commits: list[int] = []
+    write_all = writer._write_all
+    busy = threading.Event()
+
+    def watched(batch: Any) -> Any:
+        commits.append(len(batch))
+        busy.wait(10)  # so that what comes meanwhile is one batch
+        return write_all(batch)
+
+    writer._write_all = watched
+    calls = [call_of(claim, "first"), call_of(claim, "bad", params={"x": object()})]
+    calls.append(call_of(claim, "good"))
+    tasks = []
+    for call in calls:
+        tasks.append(asyncio.create_task(writer.finish(call)))
+        await asyncio.sleep(0.1)
+    busy.set()
+    first, bad, good = await asyncio.gather(*tasks, return_exceptions=True)
+    assert commits == [1, 2, 1, 1]
+    assert (first, good) == (AttemptState.RUNNING, AttemptState.RUNNING)
+    assert isinstance(bad, sa.exc.StatementError | TypeError)
     writer.close()
 
 

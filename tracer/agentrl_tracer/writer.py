@@ -14,11 +14,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sqlalchemy.exc import OperationalError
+
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 from agentrl_tracer.store.calls import Delivery
 from agentrl_tracer.store.store import Store
 
-log = logging.getLogger("agentrl.proxy")
+log = logging.getLogger("agentrl")
 
 _MAX_BATCH = 512
 _OPEN_DELAY_S = 0.02
@@ -122,8 +124,10 @@ class TraceWriter:
         try:
             states = self._write_all(batch)
         except Exception as error:  # a full disk must fail the requests, not the thread
-            if len(batch) > 1:
-                # One of them may be what the database refuses: the others shall not suffer for it.
+            if len(batch) > 1 and not isinstance(error, OperationalError):
+                # One of them is what the database refuses: the others shall not suffer for it.
+                # (An operational error, such as a full disk or a lock, is nobody's; waiting for
+                # it again for each would take minutes.)
                 for item in batch:
                     self._commit([item])
                 return
