@@ -153,7 +153,7 @@ class Gateway:
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
-        body = ingest.json_object(await read_body(request, self.deps.max_body_bytes))
+        body = read_object(await read_body(request, self.deps.max_body_bytes))
         name, version, path = body.get("name"), body.get("version"), body.get("path")
         if not isinstance(name, str) or not name or "\0" in name:
             raise invalid("name", "name must be a non-empty string without NUL characters")

@@ -69,7 +69,6 @@ class Job:
     request: ChatRequest
     caller: Caller
     memory: Attempt | None
-    body: bytes
     answer: Answer | None  # what retries of this request wait for
     prompt: Prompt
     params: SamplingParams
@@ -201,8 +200,8 @@ class ChatService:
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
         return Job(
-            request, caller, memory, body, answer, prompt, params, constraint, adapter, heading,
-            record, slot, first_choice,
+            request, caller, memory, answer, prompt, params, constraint, adapter, heading, record,
+            slot, first_choice,
         )  # fmt: skip
 
     def render(self, request: ChatRequest, caller: Caller) -> Prompt:

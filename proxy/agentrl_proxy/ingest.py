@@ -9,28 +9,17 @@ import logging
 import math
 import secrets
 import time
-from typing import Any
 
-import orjson
 from starlette.responses import Response
 
 from agentrl_proxy.asgi import json_response
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.deps import TraceSink
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
+from agentrl_proxy.openai_types import read_object
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
 
 log = logging.getLogger("agentrl.proxy")
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise invalid(None, "the body must be a JSON object")
-    return value
 
 
 async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: str) -> Response:
@@ -64,7 +53,7 @@ async def reward(
     attempt = caller.attempt
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
-    fields = json_object(body)
+    fields = read_object(body)
     value = fields.get("value")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise invalid("value", f"value must be a finite number; got {value!r:.80}")

@@ -63,7 +63,6 @@ class OtherJob:
     include_usage: bool
     caller: Caller
     memory: Attempt | None
-    body: bytes
     answer: Answer | None
     heading: wire.Heading
     calls: list[Call]  # one per choice
@@ -122,7 +121,7 @@ class OtherModels:
         answer = None
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
-        return OtherJob(name, asked, wants_usage(raw), caller, memory, body, answer, heading, calls)
+        return OtherJob(name, asked, wants_usage(raw), caller, memory, answer, heading, calls)
 
     def _open(
         self,

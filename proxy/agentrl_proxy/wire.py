@@ -225,7 +225,7 @@ def heading_of(response: dict[str, Any]) -> Heading:
         response["model"],
         response["system_fingerprint"],
         response["created"],
-        response["usage"]["prompt_tokens"],
+        response["usage"].get("prompt_tokens", 0),  # not every provider tells
     )
 
 
