@@ -78,11 +78,12 @@ def train(
     else:
         folder = RunFolder.create(config.runs, config.name, "train")
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
+    console.print("[dim]loading torch, the gateway and the runners[/]")
     with (
+        Session(folder, config, "train", imports_torch=True) as session,
+        # After the session: it has a thread, and the session may fork.
         TrainDisplay(console, f"agentrl · {folder.name}") as display,
-        Session(folder, config, "train") as session,
     ):
-        # The gateway and the runners load while torch is imported here: seconds, on every core.
         with heavy_imports():
             from agentrl.train import Training
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -59,18 +60,25 @@ class GatewaySettings:
     max_tokens_per_rollout: int | None = None
 
 
+def import_gateway() -> None:
+    """Imports, in seconds, what a gateway needs: torch, transformers, the app."""
+    with heavy_imports():
+        for module in ("agentrl.embedded", "agentrl_proxy.app", "agentrl_proxy.server"):
+            importlib.import_module(module)
+
+
 def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     """Serves on ``sock`` until told to stop."""
-    with heavy_imports():
-        import torch
+    import_gateway()
+    import torch
 
-        from agentrl.embedded import EmbeddedSampler
-        from agentrl_proxy.app import create_app
-        from agentrl_proxy.deps import GatewayDeps
-        from agentrl_proxy.rendering import Renderer
-        from agentrl_proxy.server import serve_on
-        from agentrl_tracer.writer import TraceWriter
-        from agentrl_trainer.model import load_base
+    from agentrl.embedded import EmbeddedSampler
+    from agentrl_proxy.app import create_app
+    from agentrl_proxy.deps import GatewayDeps
+    from agentrl_proxy.rendering import Renderer
+    from agentrl_proxy.server import serve_on
+    from agentrl_tracer.writer import TraceWriter
+    from agentrl_trainer.model import load_base
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
     # The sampler's thread and the event loop hand the interpreter to each other thousands of times
@@ -151,25 +159,38 @@ def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str
 
 
 class Gateway:
-    """A supervised gateway process, and the operator's client to it."""
+    """A supervised gateway process, and the operator's client to it.
+
+    It has its URL from the beginning: whoever connects before it is up, waits.
+    """
 
     def __init__(self, settings: GatewaySettings, logs: Path) -> None:
         self._settings = settings
+        self._logs = logs
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._process = Supervised(
-            "gateway",
-            python_module("agentrl.gateway", str(self._socket.fileno())),
-            logs / "gateway.log",
-            env={_SETTINGS: json.dumps(asdict(settings))},
-            pass_fds=[self._socket.fileno()],
-        )
+        self._process: Supervised
         self._client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {settings.operator_key}"},
             timeout=httpx.Timeout(30.0),
             trust_env=False,  # a proxy has no business between us and loopback
         )
+
+    def start(self) -> None:
+        """Starts the process: as a fork of this one, if that saves the imports and is safe."""
+        self._process = Supervised(
+            "gateway",
+            python_module("agentrl.gateway", str(self._socket.fileno())),
+            self._logs / "gateway.log",
+            env={_SETTINGS: json.dumps(asdict(self._settings))},
+            pass_fds=[self._socket.fileno()],
+            fork=self._serve if _may_fork() else None,
+        )
+
+    def _serve(self) -> None:
+        end_with_parent()
+        run_gateway(self._settings, self._socket)
 
     @property
     def restarts(self) -> int:
@@ -204,6 +225,19 @@ class Gateway:
         self._process.stop()
         self._client.close()
         self._socket.close()
+
+
+def _may_fork() -> bool:
+    """Whether a fork of this process could serve: all is imported, and nothing breaks in a fork.
+
+    Threads do not survive one (nor do the locks they hold), neither does a CUDA context, and on
+    macOS system libraries forbid it.
+    """
+    if sys.platform != "linux" or "agentrl.embedded" not in sys.modules:
+        return False
+    import torch
+
+    return threading.active_count() == 1 and not torch.cuda.device_count()
 
 
 def main(argv: Sequence[str]) -> None:

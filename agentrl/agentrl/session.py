@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from agentrl.config import EvalConfig, TrainConfig
-from agentrl.gateway import Gateway, GatewaySettings
+from agentrl.gateway import Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl_tracer.schemas import Json, NewRollout, Policies, Purpose, Rollout, RolloutState
@@ -36,6 +36,8 @@ class Session:
         kind: ``train`` or ``eval``, for the list of runs.
         base_only: answer with the base model, whatever the agent asks for.
         adapter_path: a fixed adapter to answer with, in place of the run's own versions.
+        imports_torch: this process needs torch too. It imports it first, once for both: a gateway
+            that is forked then is there 2 s sooner, and shares that memory.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Session:
         *,
         base_only: bool = False,
         adapter_path: str | None = None,
+        imports_torch: bool = False,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -68,6 +71,7 @@ class Session:
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
         )
+        self._imports_torch = imports_torch
         self.started = time.perf_counter()
         self.gateway: Gateway
         self.pool: PoolHandle
@@ -105,6 +109,14 @@ class Session:
                 withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
             )
         )
+        try:
+            if self._imports_torch:  # the runners load meanwhile
+                import_gateway()
+            self.store.close()  # SQLite's connections must not cross a fork; it opens others
+            self.gateway.start()
+        except BaseException:
+            self.pool.stop()
+            raise
         return self
 
     def __exit__(

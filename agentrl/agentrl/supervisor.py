@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
+from typing import Protocol
 
 logger = logging.getLogger("agentrl")
 
@@ -22,13 +26,14 @@ _STOP_GRACE_S = 10.0
 def end_with_parent() -> None:
     """In a supervised child: end when the supervisor's process is gone, however it went.
 
-    The supervisor holds the other end of our standard input and never writes: end of file means
-    that it died, ``kill -9`` included.
+    The supervisor holds the other end of a pipe and never writes: end of file means that it died,
+    ``kill -9`` included. In an executed child that pipe is the standard input.
     """
+    forked_by = multiprocessing.parent_process()
+    leash = 0 if forked_by is None else forked_by.sentinel
 
     def watch() -> None:
-        while os.read(0, 1024):
-            pass
+        connection.wait([leash])
         os._exit(3)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -43,6 +48,8 @@ class Supervised:
         log: its standard output and error are appended here.
         env: additions to the environment (secrets travel here, not in ``argv``).
         pass_fds: file descriptors that it inherits, the same ones at every start.
+        fork: what the child does, where it may begin as a fork of this process, which has imported
+            what it needs. Only the first time: later there are threads here, so it is executed.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class Supervised:
         log: Path,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        fork: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.restarts = 0
@@ -60,7 +68,7 @@ class Supervised:
         self._env = dict(env or {})
         self._pass_fds = tuple(pass_fds)
         self._stopping = threading.Event()
-        self._process = self._spawn()
+        self._process: _Process = _Forked(fork, log) if fork is not None else self._spawn()
         self._thread = threading.Thread(target=self._watch, name=f"supervise-{name}", daemon=True)
         self._thread.start()
 
@@ -78,8 +86,6 @@ class Supervised:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if process.stdin:
-            process.stdin.close()
         self._thread.join(timeout=_STOP_GRACE_S)
 
     def log_tail(self, lines: int = 20) -> str:
@@ -88,9 +94,9 @@ class Supervised:
         except OSError:
             return ""
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> _Process:
         with self._log.open("ab") as log:
-            return subprocess.Popen(
+            return _Executed(
                 self._argv,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -114,12 +120,72 @@ class Supervised:
             if self._stopping.wait(backoff):
                 return
             backoff = min(backoff * 2, _LONGEST_BACKOFF_S)
-            if self._process.stdin:
-                self._process.stdin.close()
             self.restarts += 1
             self._process = self._spawn()
             if self._stopping.is_set():  # stop() may have looked at the one before
                 self._process.kill()
+
+
+class _Process(Protocol):
+    """A child: the part of ``subprocess.Popen`` that a supervisor needs."""
+
+    @property
+    def pid(self) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class _Executed(subprocess.Popen[bytes]):
+    def wait(self, timeout: float | None = None) -> int:
+        code = super().wait(timeout)
+        if self.stdin is not None:
+            self.stdin.close()  # our end of its leash
+        return code
+
+
+class _Forked:
+    """``main`` in a fork of this process, which must have one thread only."""
+
+    def __init__(self, main: Callable[[], None], log: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_run_forked, args=(main, log), daemon=True)
+        self._process.start()
+        self._reaping = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not connection.wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        with self._reaping:  # of two threads that reap at once, one would find no child
+            self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        return code
+
+
+def _run_forked(main: Callable[[], None], log: Path) -> None:
+    """Becomes what an executed child is: a session, a log, logging of its own."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    for inherited in (logging.getLogger(), logger):
+        inherited.handlers.clear()
+        inherited.propagate = True
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
 
 
 def python_module(module: str, *arguments: str) -> list[str]:

@@ -253,15 +253,15 @@ async def test_what_the_database_refuses_fails_alone(store: Store) -> None:
     store.register_gateway("boot", run_id, 1)
     writer = TraceWriter(store, "boot")
     commits: list[int] = []
-    write_all = writer._write_all
+    write_calls = store.write_calls
     busy = threading.Event()
 
-    def watched(batch: Any) -> Any:
-        commits.append(len(batch))
+    def watched(boot_id: str, opened: Any, finished: Any, *rest: Any) -> Any:
+        commits.append(len(finished))
         busy.wait(10)  # so that what comes meanwhile is one batch
-        return write_all(batch)
+        return write_calls(boot_id, opened, finished, *rest)
 
-    writer._write_all = watched
+    store.write_calls = watched
     calls = [call_of(claim, "first"), call_of(claim, "bad", params={"x": object()})]
     calls.append(call_of(claim, "good"))
     tasks = []

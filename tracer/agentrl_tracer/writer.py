@@ -7,10 +7,10 @@ must: before an answer leaves. A single thread owns the writing.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,14 +23,18 @@ from agentrl_tracer.store.store import Store
 log = logging.getLogger("agentrl")
 
 _MAX_BATCH = 512
-_OPEN_DELAY_S = 0.02
+_OPEN_DELAY_S = 0.02  # most calls finish, or others do, before their open mark is due
+
+
+class _Signal(enum.Enum):
+    FLUSH = enum.auto()
+    CLOSE = enum.auto()
 
 
 @dataclass(slots=True)
 class _Item:
     what: Call | Delivery
-    proxied: int  # the gateway's count when this was handed over
-    done: asyncio.Future[AttemptState | None] | None  # None: an open call, nobody waits
+    done: asyncio.Future[AttemptState | None]
 
 
 class TraceWriter:
@@ -43,15 +47,33 @@ class TraceWriter:
     def __init__(self, store: Store, boot_id: str) -> None:
         self._store = store
         self._boot_id = boot_id
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | _Signal] = queue.SimpleQueue()
+        self._opening = threading.Lock()
+        self._opened: list[Call] = []  # marks that no commit has taken yet
+        self._flush_due = False
         self.proxied = 0
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
 
     def open(self, call: Call) -> None:
-        """Marks a call accepted; returns at once."""
-        self.proxied += 1
-        self._queue.put(_Item(call, self.proxied, None))
+        """Marks a call accepted; returns at once. To be called on an event loop.
+
+        The mark goes with the next commit, 20 ms from now at the latest.
+        """
+        with self._opening:
+            self.proxied += 1
+            self._opened.append(call)
+            if self._flush_due:
+                return
+            self._flush_due = True
+        asyncio.get_running_loop().call_later(_OPEN_DELAY_S, self._flush)
+
+    def _flush(self) -> None:
+        with self._opening:
+            self._flush_due = False
+            if not self._opened:
+                return
+        self._queue.put(_Signal.FLUSH)
 
     async def finish(self, call: Call) -> AttemptState | None:
         """Stores a finished call; returns, after the commit, the state of its attempt.
@@ -79,76 +101,69 @@ class TraceWriter:
 
     def close(self) -> None:
         """Writes what is queued and ends the thread."""
-        self._queue.put(None)
+        self._queue.put(_Signal.CLOSE)
         self._thread.join(timeout=30)
 
     async def _write(self, what: Call | Delivery) -> AttemptState | None:
         done: asyncio.Future[AttemptState | None] = asyncio.get_running_loop().create_future()
-        self._queue.put(_Item(what, self.proxied, done))
+        self._queue.put(_Item(what, done))
         return await done
 
     def _run(self) -> None:
-        while True:
+        closing = False
+        while not closing:
             batch, closing = self._take()
-            if batch:
-                self._commit(batch)
-            if closing:
-                return
+            self._commit(batch)
 
     def _take(self) -> tuple[list[_Item], bool]:
-        """What is queued, and whether to close. Returns at once when somebody waits for a commit.
-
-        Open calls alone are held back a little: most finish meanwhile, and one commit serves both.
-        """
+        """What waits for a commit, at least a signal, and whether to close."""
         batch: list[_Item] = []
-        waited_for = False
-        deadline = 0.0
-        while len(batch) < _MAX_BATCH:
+        taken = self._queue.get()
+        while True:
+            if taken is _Signal.CLOSE:
+                return batch, True
+            if isinstance(taken, _Item):
+                batch.append(taken)
+                if len(batch) == _MAX_BATCH:
+                    return batch, False
             try:
-                if not batch:
-                    item = self._queue.get()
-                    deadline = time.monotonic() + _OPEN_DELAY_S
-                elif waited_for:
-                    item = self._queue.get_nowait()
-                else:
-                    item = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                taken = self._queue.get_nowait()
             except queue.Empty:
                 return batch, False
-            if item is None:
-                return batch, True
-            batch.append(item)
-            waited_for = waited_for or item.done is not None
-        return batch, False
 
     def _commit(self, batch: list[_Item]) -> None:
+        # After the batch was taken: so the marks of all its calls are among these.
+        with self._opening:
+            opened, self._opened = self._opened, []
+            proxied = self.proxied
+        if not (batch or opened):
+            return
+        self._write_out(batch, opened, proxied)
+
+    def _write_out(self, batch: list[_Item], opened: list[Call], proxied: int) -> None:
         try:
-            states = self._write_all(batch)
+            states = self._store.write_calls(
+                self._boot_id,
+                opened,
+                [item.what for item in batch if isinstance(item.what, Call)],
+                proxied,
+                [item.what for item in batch if isinstance(item.what, Delivery)],
+            )
         except Exception as error:  # a full disk must fail the requests, not the thread
-            if len(batch) > 1 and not isinstance(error, OperationalError):
+            if len(batch) + len(opened) > 1 and not isinstance(error, OperationalError):
                 # One of them is what the database refuses: the others shall not suffer for it.
                 # (An operational error, such as a full disk or a lock, is nobody's; waiting for
                 # it again for each would take minutes.)
+                for call in opened:
+                    self._write_out([], [call], proxied)
                 for item in batch:
-                    self._commit([item])
+                    self._write_out([item], [], proxied)
                 return
-            if batch[0].done is None:
-                log.exception("the store did not take an open call")
+            if opened:
+                log.exception("the store did not take %d open calls", len(opened))
             _wake(batch, {}, error)
         else:
             _wake(batch, states, None)
-
-    def _write_all(self, batch: list[_Item]) -> dict[str, AttemptState | None]:
-        opened: list[Call] = []
-        finished: list[Call] = []
-        deliveries: list[Delivery] = []
-        for item in batch:
-            if isinstance(item.what, Delivery):
-                deliveries.append(item.what)
-            else:
-                (opened if item.done is None else finished).append(item.what)
-        return self._store.write_calls(
-            self._boot_id, opened, finished, batch[-1].proxied, deliveries
-        )
 
 
 def _wake(
@@ -157,8 +172,7 @@ def _wake(
     """One wake-up of each event loop per commit, however much it made durable."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Item]] = {}
     for item in batch:
-        if item.done is not None:
-            by_loop.setdefault(item.done.get_loop(), []).append(item)
+        by_loop.setdefault(item.done.get_loop(), []).append(item)
     for loop, items in by_loop.items():
         if not loop.is_closed():
             loop.call_soon_threadsafe(_resolve, items, states, error)
@@ -168,7 +182,7 @@ def _resolve(
     items: list[_Item], states: dict[str, AttemptState | None], error: Exception | None
 ) -> None:
     for item in items:
-        if item.done is None or item.done.done():
+        if item.done.done():
             continue
         if error is not None:
             item.done.set_exception(error)

@@ -109,8 +109,7 @@ class CallStore:
             self._keep(c, spans, rewards)
 
     def next_seq(self, attempt_id: str) -> int:
-        with self.db.read() as c:
-            last = c.execute(_LAST_SEQ, {"attempt_id": attempt_id}).scalar()
+        last = self.db.look_up(_LAST_SEQ, attempt_id=attempt_id)
         return 0 if last is None else last + 1
 
     def spent(self, attempt_id: str) -> tuple[int, int]:

@@ -274,8 +274,7 @@ class RolloutStore:
         )
 
     def attempt_state(self, attempt_id: str) -> AttemptState | None:
-        with self.db.read() as c:
-            state = c.execute(_STATE, {"attempt_id": attempt_id}).scalar()
+        state = self.db.look_up(_STATE, attempt_id=attempt_id)
         return None if state is None else AttemptState(state)
 
     def _seal(
