@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from typing import Any
 
 import litellm
 from agentlightning.llm_proxy import LLMProxy
@@ -45,19 +46,22 @@ async def main(port: int, rollouts: int, targets: str) -> None:
     litellm.custom_provider_map = [{"provider": "instant", "custom_handler": instant}]
     custom_llm_setup()
     await proxy.start()
-    with open(targets, "w") as file:  # noqa: ASYNC230
-        json.dump(paths, file)
+    _write(targets, paths)
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked.set)
     await asked.wait()
     names: Counter[str] = Counter()
     for rollout_id in started_ids:
         names.update(span.name for span in await store.query_spans(rollout_id))
-    counted = targets.removesuffix(".json") + ".counted"
-    with open(counted + ".part", "w") as file:  # noqa: ASYNC230
-        json.dump({"spans": dict(names)}, file)
-    os.rename(counted + ".part", counted)
+    _write(targets.removesuffix(".json") + ".counted", {"spans": dict(names)})
     await asyncio.Event().wait()
+
+
+def _write(path: str, value: Any) -> None:
+    """Whole or not at all: who waits for the file reads it as soon as it is there."""
+    with open(path + ".part", "w") as file:
+        json.dump(value, file)
+    os.rename(path + ".part", path)
 
 
 if __name__ == "__main__":
