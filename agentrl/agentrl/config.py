@@ -168,6 +168,11 @@ class RolloutConfig(_Config):
     on_timeout: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
         "drop", description="When an attempt times out: retry, drop the rollout, or give a reward."
     )
+    on_missing_reward: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
+        "drop",
+        description="When an attempt ends without a reward: retry, drop it from its group, or give "
+        "a reward.",
+    )
     max_attempts: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         3, ge=1, description="Attempts of a rollout that the policies may use up."
     )

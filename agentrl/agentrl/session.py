@@ -13,7 +13,16 @@ from agentrl.config import EvalConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
-from agentrl_tracer.schemas import Json, NewRollout, Policies, Purpose, Rollout, RolloutState
+from agentrl_tracer.schemas import (
+    AttemptState,
+    Json,
+    NewRollout,
+    Outcomes,
+    Policies,
+    Purpose,
+    Rollout,
+    RolloutState,
+)
 from agentrl_tracer.store import Store
 
 _POLL_S = 0.03
@@ -84,7 +93,12 @@ class Session:
             self.store.cancel(run_id, "the run was resumed")
             return run_id
         config = self.config
-        policies = Policies(config.on_error, config.on_timeout, config.max_attempts)
+        policies = Policies(
+            on_error=config.on_error,
+            on_timeout=config.on_timeout,
+            on_missing_reward=config.on_missing_reward,
+            max_attempts=config.max_attempts,
+        )
         settings = config.model_dump(mode="json")
         run_id = self.store.create_run(self.folder.name, kind, settings, policies)
         self.folder.write_json(self.folder.config, settings)
@@ -227,3 +241,16 @@ def failures(rollouts: Sequence[Rollout]) -> dict[str, int]:
             reason = (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200]
             counts[reason] = counts.get(reason, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def outcomes_in_words(outcomes: Outcomes) -> str:
+    """What failed, and what policies made of it, in one line; empty when nothing did."""
+    quiet = (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
+    failed = {name: n for name, n in outcomes.attempts.items() if name not in quiet}
+    parts: list[str] = []
+    if failed:
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(failed.items()))
+        parts.append(f"{sum(failed.values())} attempts failed ({listed})")
+    for policy, count in sorted(outcomes.policy_rewards.items()):
+        parts.append(f"{count} got their reward from {policy}")
+    return "; ".join(parts)
