@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from agentrl.config import EvalConfig, TrainConfig
+from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
@@ -42,9 +42,10 @@ class Session:
     cancelled.
 
     Args:
-        kind: ``train`` or ``eval``, for the list of runs.
+        kind: ``train``, ``eval`` or ``run``, for the list of runs.
         base_only: answer with the base model, whatever the agent asks for.
         adapter_path: a fixed adapter to answer with, in place of the run's own versions.
+        asks_for: the model that the agent is told to ask for; by default the one run here.
         imports_torch: this process needs torch too. It imports it first, once for both: a gateway
             that is forked then is there 2 s sooner, and shares that memory.
     """
@@ -52,11 +53,12 @@ class Session:
     def __init__(
         self,
         folder: RunFolder,
-        config: TrainConfig | EvalConfig,
+        config: TrainConfig | EvalConfig | RunConfig,
         kind: str,
         *,
         base_only: bool = False,
         adapter_path: str | None = None,
+        asks_for: str | None = None,
         imports_torch: bool = False,
     ) -> None:
         self.folder = folder
@@ -80,6 +82,7 @@ class Session:
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
         )
+        self._asks_for = asks_for or self._settings.adapter or config.model
         self._imports_torch = imports_torch
         self.started = time.perf_counter()
         self.gateway: Gateway
@@ -114,11 +117,12 @@ class Session:
                 gateway=self.gateway.url,
                 run_id=self.run_id,
                 agent=config.agent,
-                model=self._settings.adapter or config.model,
+                model=self._asks_for,
                 runners=config.runners,
                 timeout_s=config.timeout,
                 lease_s=config.lease,
                 logs=str(self.folder.logs),
+                python=config.python,
                 rollouts_per_process=config.rollouts_per_process,
                 withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
             )
