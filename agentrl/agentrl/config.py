@@ -336,8 +336,8 @@ class RunSettings(ModelConfig, RolloutConfig):
         Field(
             None,
             pattern=r"^https?://",
-            description="Ask this server (any OpenAI base URL, `agentrl serve` too) for the model, in "
-            "place of running it here.",
+            description="Ask this server (any OpenAI base URL, `agentrl serve` too) for the model, "
+            "in place of running it here.",
         )
     )
     api_key_env: Annotated[str | None, Parameter(group=_MODEL)] = Field(

@@ -224,8 +224,9 @@ class _Host:
             result = agent.run(claim.task)
             if result is not None:
                 trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST_OUTPUT])
-            earned = isinstance(result, numbers.Real) and not isinstance(result, bool)
-            if earned and not self._watch.emitted:
+            if isinstance(result, bool) or self._watch.emitted:
+                return
+            if isinstance(result, numbers.Real):
                 emit_reward(float(result))
 
 

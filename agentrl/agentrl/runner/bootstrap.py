@@ -1,8 +1,8 @@
 """The first file that another interpreter runs (``--python``): makes our two packages importable.
 
 Executed by path, before anything of ours can be imported, so it imports the standard library only.
-The interpreter's own packages stay its own: of ours it gets ``agentrl`` and ``agentrl_tracer``, from
-where the runner has them, so both sides are of one version; OpenTelemetry it must have itself.
+The interpreter's own packages stay its own: of ours it gets ``agentrl`` and ``agentrl_tracer``,
+from where the runner has them, so both sides are of one version; OpenTelemetry it has itself.
 """
 
 import importlib.machinery

@@ -18,8 +18,8 @@ from typing import IO
 
 from agentrl.runner.agent import validate_agent
 from agentrl.runner.config import RunnerConfig, check_environment
-from agentrl.runner.foreign import check_python
 from agentrl.runner.environment import look_certificates_up_by_name
+from agentrl.runner.foreign import check_python
 
 _STOP_GRACE_S = 8.0
 
