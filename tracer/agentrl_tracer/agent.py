@@ -24,7 +24,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -214,7 +214,7 @@ class _Routing(SpanProcessor):
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         context = span.get_span_context()
-        rollout = context and self._traces.get(context.trace_id) or current_rollout()
+        rollout = (context and self._traces.get(context.trace_id)) or current_rollout()
         if rollout is None or context is None:
             self.unattributed += 1
             return

@@ -95,12 +95,23 @@ def flush_events() -> None:
 
 def _follow(kinds: Mapping[str, str], follow: Any, source: Any, event: Any) -> None:
     kind = kinds.get(getattr(event, "type", ""))
-    if kind is None:
+    if kind is None or _seen_otherwise(kind, source):
         return
     try:
         follow(kind, source, event)
     except Exception:  # a newer CrewAI's events; the agent must not suffer
         logger.debug("could not follow CrewAI's %s", event.type, exc_info=True)
+
+
+def _seen_otherwise(kind: str, source: Any) -> bool:
+    module = type(source).__module__
+    if kind in ("flow", "method"):
+        return module.startswith("crewai.")  # its agents are flows inside: of no use to a reader
+    if kind == "llm" and module.startswith("crewai.llms.providers.openai"):
+        from agentrl_tracer.frameworks import openai_is_watched
+
+        return openai_is_watched()
+    return False
 
 
 def _begin(kind: str, source: Any, event: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -25,6 +26,12 @@ def watch_frameworks() -> None:
     on_import("openai", _instrument(f"{_GENAI}.openai", "OpenAIInstrumentor"))
     on_import("langchain_core", _instrument(f"{_GENAI}.langchain", "LangChainInstrumentor"))
     on_import("agents", _openai_agents)
+
+
+def openai_is_watched() -> bool:
+    """Whether calls through the openai SDK have spans of their own."""
+    module = sys.modules.get(f"{_GENAI}.openai")
+    return module is not None and module.OpenAIInstrumentor().is_instrumented_by_opentelemetry
 
 
 def _instrument(module: str, name: str, **options: object) -> Callable[[ModuleType], None]:

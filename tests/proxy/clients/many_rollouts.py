@@ -56,10 +56,13 @@ def by_httpx2(number, how):
 
 
 async def by_aiohttp(number, how):
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{BASE}/chat/completions", json=body(number, how)) as answer:
-            answer.raise_for_status()
-            await answer.read()
+    url = f"{BASE}/chat/completions"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json=body(number, how)) as answer,
+    ):
+        answer.raise_for_status()
+        await answer.read()
 
 
 def in_span(number, name, call, *args):
