@@ -28,15 +28,15 @@ from agentrl.runner.agent import Agent, CommandFailed, load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
 from agentrl.runner.preload import third_party_modules
-from agentrl_tracer.agent import flush, rollout_tracing, tracing
+from agentrl_tracer.agent import finish, rollout_tracing, tracing
 from agentrl_tracer.conventions import OUTPUT, REWARD_SPAN
+from agentrl_tracer.current import current_rollout
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim, Purpose
 
 _TRACEBACK_LINES = 12
 _LONGEST_ERROR = 4000
 _LONGEST_OUTPUT = 4000  # characters of what the agent returned
-_FLUSH_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
@@ -186,6 +186,10 @@ class _Host:
             os.environ.pop(stale, None)
         sys.argv = [self._config.agent]
         self._watch.emitted = False
+        active, rollout = rollout_tracing(), current_rollout()
+        assert active is not None
+        assert rollout is not None
+        active.attend(rollout)  # ``finish`` comes before the report
         error: str | None = None
         try:
             self._execute(claim, self._agent or self._load())
@@ -198,15 +202,14 @@ class _Host:
             sys.stderr.write(f"{error}\n")
         except BaseException as raised:
             error = _show(raised)
-        delivered = flush(_FLUSH_TIMEOUT_S)
+        delivered = finish()
         return Report(error is None, error, self._watch.emitted, not delivered)
 
     def _load(self) -> Agent:
-        self._agent = load_agent(self._config.agent, self._config.python_path)
-        active = rollout_tracing()
+        active = rollout_tracing()  # before the import: calls and threads are watched from then on
         assert active is not None
         active.provider.add_span_processor(self._watch)
-        active.attended = True  # ``run`` flushes before it reports
+        self._agent = load_agent(self._config.agent, self._config.python_path)
         # After the import: a provider that the user's module sets is kept, and ours joins it.
         active.install_globally()
         return self._agent
