@@ -10,13 +10,17 @@ Importing this package is cheap and safe in any process: everything else is load
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentrl_tracer.emit import emit_reward
+    from agentrl_tracer.emit import emit, emit_reward
     from agentrl_tracer.store import Store
 
 __version__ = "0.1.0"
-__all__ = ["Store", "__version__", "emit_reward"]
+__all__ = ["Store", "__version__", "emit", "emit_reward"]
 
-_HOMES = {"emit_reward": "agentrl_tracer.emit", "Store": "agentrl_tracer.store"}
+_HOMES = {
+    "emit": "agentrl_tracer.emit",
+    "emit_reward": "agentrl_tracer.emit",
+    "Store": "agentrl_tracer.store",
+}
 
 
 def __getattr__(name: str) -> object:

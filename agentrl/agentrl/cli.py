@@ -25,6 +25,8 @@ from agentrl.config import (
     ConfigError,
     EvalConfig,
     EvalSettings,
+    RunConfig,
+    RunSettings,
     ServeConfig,
     TrainConfig,
     TrainSettings,
@@ -70,7 +72,7 @@ def train(
     from agentrl.tasks import load_tasks
 
     config = _with_agent(TrainConfig, agent, settings)
-    validate_agent(config.agent)
+    validate_agent(config.agent, elsewhere=config.python is not None)
     tasks = load_tasks(config.tasks, "tasks")
     eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
     if resume is not None:
@@ -100,8 +102,20 @@ def evaluate(agent: Agent = None, *, settings: EvalSettings) -> None:
     from agentrl.runner import validate_agent
 
     config = _with_agent(EvalConfig, agent, settings)
-    validate_agent(config.agent)
+    validate_agent(config.agent, elsewhere=config.python is not None)
     run_evaluation(config, console)
+
+
+@app.command
+def run(agent: Agent = None, *, settings: RunSettings) -> None:
+    """Run an agent on one task and print its trace: spans, calls, rewards, output, errors."""
+    from agentrl.run_once import run_once
+    from agentrl.runner import validate_agent
+
+    config = _with_agent(RunConfig, agent, settings)
+    validate_agent(config.agent, elsewhere=config.python is not None)
+    if not run_once(config, console):
+        sys.exit(1)
 
 
 @app.command
@@ -169,8 +183,12 @@ def list_runs(
 
 
 @runs_app.command(name="show")
-def show_run(run: Annotated[Path, Parameter(help="Run folder, for instance runs/hello.")]) -> None:
-    """Show one run: its steps, and where its calls went."""
+def show_run(
+    run: Annotated[Path, Parameter(help="Run folder, for instance runs/hello.")],
+    *,
+    rollout: Annotated[str | None, Parameter(help="Show the trace of this rollout.")] = None,
+) -> None:
+    """Show one run: its steps, and where its calls went; or one of its rollouts, as a tree."""
     from agentrl.report import show_run as show
     from agentrl.run_folder import RunFolder
     from agentrl_tracer.store import Store
@@ -179,8 +197,17 @@ def show_run(run: Annotated[Path, Parameter(help="Run folder, for instance runs/
     settings = json.loads(folder.config.read_text(encoding="utf-8"))
     store = Store(settings.get("store") or str(folder.store))
     run_id = folder.run_id.read_text().strip()
+    if rollout is not None:
+        from agentrl.trace_tree import rollout_tree
+
+        found = store.rollouts(run_id, ids=[rollout])
+        if not found:
+            raise ConfigError(f"rollout: {rollout!r} is no rollout of {folder.name}")
+        console.print(rollout_tree(store, found[0]))
+        store.close()
+        return
     row = next(r for r in store.runs() if r["id"] == run_id)
-    show(console, row, store.metrics(run_id), store.accounting(run_id))
+    show(console, row, store.metrics(run_id), store.accounting(run_id), store.outcomes(run_id))
     store.close()
 
 
@@ -262,7 +289,7 @@ def _cyclopts_message(error: CycloptsError) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ValidationError):
-            kinds = {k.__name__: k for k in (TrainSettings, EvalSettings, ServeConfig)}
+            kinds = {k.__name__: k for k in (TrainSettings, EvalSettings, RunSettings, ServeConfig)}
             return explain(cause, kinds.get(cause.title, TrainSettings))
         cause = cause.__cause__ or cause.__context__
     return str(error)

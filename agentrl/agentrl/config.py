@@ -93,7 +93,8 @@ def _from_json(value: Any) -> Any:
 def tables_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A file's settings as Cyclopts takes them."""
     return {
-        name: json.dumps(value) if name == "models" else value for name, value in settings.items()
+        name: json.dumps(value) if name in ("models", "task") else value
+        for name, value in settings.items()
     }
 
 
@@ -150,6 +151,11 @@ class RolloutConfig(_Config):
     runners: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         8, ge=1, le=1024, description="Worker processes that run the agent."
     )
+    python: Annotated[str | None, Parameter(group=_ROLLOUTS)] = Field(
+        None,
+        description="Interpreter that runs the agent: PATH/bin/python of another virtual "
+        "environment. It needs agentrl's base install (OpenTelemetry).",
+    )
     timeout: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
         300, gt=0, description="Seconds after which an attempt is killed."
     )
@@ -167,6 +173,11 @@ class RolloutConfig(_Config):
     )
     on_timeout: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
         "drop", description="When an attempt times out: retry, drop the rollout, or give a reward."
+    )
+    on_missing_reward: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
+        "drop",
+        description="When an attempt ends without a reward: retry, drop it from its group, or give "
+        "a reward.",
     )
     max_attempts: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         3, ge=1, description="Attempts of a rollout that the policies may use up."
@@ -308,6 +319,47 @@ class EvalSettings(ModelConfig, RolloutConfig):
 
 class EvalConfig(EvalSettings):
     """A whole evaluation."""
+
+    agent: str = Field(description=AGENT_HELP, min_length=1)
+
+
+@Parameter(name="*")
+class RunSettings(ModelConfig, RolloutConfig):
+    """Everything ``agentrl run`` takes besides the agent. A failure is shown, not tried again."""
+
+    task: Annotated[
+        dict[str, Any],
+        Parameter(group=_AGENT, accepts_keys=False, n_tokens=1),
+        BeforeValidator(_from_json),
+    ] = Field(description="The task: a JSON object, handed to the agent as it is.")
+    base_url: Annotated[str | None, Parameter(group=_MODEL, name=["--base-url", "--gateway"])] = (
+        Field(
+            None,
+            pattern=r"^https?://",
+            description="Ask this server (any OpenAI base URL, `agentrl serve` too) for the model, "
+            "in place of running it here.",
+        )
+    )
+    api_key_env: Annotated[str | None, Parameter(group=_MODEL)] = Field(
+        None,
+        description="NAME of the environment variable that holds that server's key.",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+    )
+    adapter_path: Annotated[Path | None, Parameter(group=_MODEL)] = Field(
+        None, description="PEFT folder of a trained adapter; without it the base model answers."
+    )
+    runners: Annotated[int, Parameter(show=False)] = Field(1, ge=1, le=1, description="One.")
+    on_error: Annotated[Policy, Parameter(group=_ROLLOUTS)] = Field(
+        "drop", description="When the agent raises: drop it, or retry, or give a reward."
+    )
+    seed: Annotated[int, Parameter(group=_RUN)] = Field(0, ge=0, description="Of everything drawn.")
+    runs: Annotated[Path, Parameter(group=_RUN)] = Field(
+        Path("runs"), description="Folder that holds the run folders."
+    )
+
+
+class RunConfig(RunSettings):
+    """A whole run of one task."""
 
     agent: str = Field(description=AGENT_HELP, min_length=1)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from agentrl.display import sparkline
 from agentrl.metrics import HELD_OUT, REWARD
-from agentrl_tracer.schemas import Accounting, Json, Rollout
+from agentrl_tracer.schemas import Accounting, Json, Outcomes, Rollout
 
 if TYPE_CHECKING:
     from agentrl.train import Summary
@@ -92,9 +92,13 @@ def runs_table(runs: Sequence[Json], metrics: Sequence[dict[int, dict[str, float
 
 
 def show_run(
-    console: Console, run: Json, metrics: dict[int, dict[str, float]], accounting: Accounting
+    console: Console,
+    run: Json,
+    metrics: dict[int, dict[str, float]],
+    accounting: Accounting,
+    outcomes: Outcomes,
 ) -> None:
-    """One run: its steps, and where its calls went."""
+    """One run: its steps, how its rollouts ended, and where its calls went."""
     console.print(f"[b]{run['name']}[/] ({run['kind']}, {run['state']})")
     steps = Table("step", "mean reward", "held-out", "calls", "trained", "groups used", box=None)
     for step, row in metrics.items():
@@ -112,6 +116,17 @@ def show_run(
             ),
         )
     console.print(steps)
+    ends = Table("ended", "", box=None)
+    for kind, counts in (
+        ("rollouts", outcomes.rollouts),
+        ("attempts", outcomes.attempts),
+        ("rewards by policy", outcomes.policy_rewards),
+    ):
+        for name, count in sorted(counts.items(), key=lambda item: -item[1]):
+            ends.add_row(f"{kind}: {name}", str(count))
+    policies = ", ".join(f"{name} {value}" for name, value in run["policies"].items())
+    ends.add_row("[dim]policies[/]", f"[dim]{policies}[/]")
+    console.print(ends)
     sums = Table("calls", "", box=None)
     sums.add_row("proxied", str(accounting.proxied))
     sums.add_row("recorded", str(accounting.recorded))

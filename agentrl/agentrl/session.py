@@ -9,11 +9,20 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from agentrl.config import EvalConfig, TrainConfig
+from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
-from agentrl_tracer.schemas import Json, NewRollout, Policies, Purpose, Rollout, RolloutState
+from agentrl_tracer.schemas import (
+    AttemptState,
+    Json,
+    NewRollout,
+    Outcomes,
+    Policies,
+    Purpose,
+    Rollout,
+    RolloutState,
+)
 from agentrl_tracer.store import Store
 
 _POLL_S = 0.03
@@ -33,9 +42,10 @@ class Session:
     cancelled.
 
     Args:
-        kind: ``train`` or ``eval``, for the list of runs.
+        kind: ``train``, ``eval`` or ``run``, for the list of runs.
         base_only: answer with the base model, whatever the agent asks for.
         adapter_path: a fixed adapter to answer with, in place of the run's own versions.
+        asks_for: the model that the agent is told to ask for; by default the one run here.
         imports_torch: this process needs torch too. It imports it first, once for both: a gateway
             that is forked then is there 2 s sooner, and shares that memory.
     """
@@ -43,11 +53,12 @@ class Session:
     def __init__(
         self,
         folder: RunFolder,
-        config: TrainConfig | EvalConfig,
+        config: TrainConfig | EvalConfig | RunConfig,
         kind: str,
         *,
         base_only: bool = False,
         adapter_path: str | None = None,
+        asks_for: str | None = None,
         imports_torch: bool = False,
     ) -> None:
         self.folder = folder
@@ -71,6 +82,7 @@ class Session:
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
         )
+        self._asks_for = asks_for or self._settings.adapter or config.model
         self._imports_torch = imports_torch
         self.started = time.perf_counter()
         self.gateway: Gateway
@@ -84,7 +96,12 @@ class Session:
             self.store.cancel(run_id, "the run was resumed")
             return run_id
         config = self.config
-        policies = Policies(config.on_error, config.on_timeout, config.max_attempts)
+        policies = Policies(
+            on_error=config.on_error,
+            on_timeout=config.on_timeout,
+            on_missing_reward=config.on_missing_reward,
+            max_attempts=config.max_attempts,
+        )
         settings = config.model_dump(mode="json")
         run_id = self.store.create_run(self.folder.name, kind, settings, policies)
         self.folder.write_json(self.folder.config, settings)
@@ -100,11 +117,12 @@ class Session:
                 gateway=self.gateway.url,
                 run_id=self.run_id,
                 agent=config.agent,
-                model=self._settings.adapter or config.model,
+                model=self._asks_for,
                 runners=config.runners,
                 timeout_s=config.timeout,
                 lease_s=config.lease,
                 logs=str(self.folder.logs),
+                python=config.python,
                 rollouts_per_process=config.rollouts_per_process,
                 withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
             )
@@ -227,3 +245,16 @@ def failures(rollouts: Sequence[Rollout]) -> dict[str, int]:
             reason = (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200]
             counts[reason] = counts.get(reason, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def outcomes_in_words(outcomes: Outcomes) -> str:
+    """What failed, and what policies made of it, in one line; empty when nothing did."""
+    quiet = (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
+    failed = {name: n for name, n in outcomes.attempts.items() if name not in quiet}
+    parts: list[str] = []
+    if failed:
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(failed.items()))
+        parts.append(f"{sum(failed.values())} attempts failed ({listed})")
+    for policy, count in sorted(outcomes.policy_rewards.items()):
+        parts.append(f"{count} got their reward from {policy}")
+    return "; ".join(parts)

@@ -22,12 +22,20 @@ from agentrl.display import TrainDisplay
 from agentrl.metrics import DIFFERENCE, HELD_OUT, HELD_OUT_REWARD, REWARD
 from agentrl.picture import draw_learning_curve
 from agentrl.run_folder import RunFolder
-from agentrl.session import RunError, Session, failures, plan_evaluation, rollout_seed
+from agentrl.session import (
+    RunError,
+    Session,
+    failures,
+    outcomes_in_words,
+    plan_evaluation,
+    rollout_seed,
+)
 from agentrl_tracer.schemas import (
     Call,
     CallState,
     Json,
     NewRollout,
+    Outcomes,
     Purpose,
     Rollout,
     SkipReason,
@@ -154,8 +162,9 @@ class Training:
             calls, batch = self._collect(rollouts)
             stats = self._learn(batch)
             self.store.settle(trained=dict.fromkeys(batch.trained, step), skipped=batch.skipped)
-        self._tell_failures(rollouts, batch)
-        row = self._row(step, calls, batch, stats, clock)
+        outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
+        self._tell_failures(rollouts, batch, outcomes)
+        row = self._row(step, calls, batch, stats, outcomes, clock)
         self.folder.append_metrics(row)
         self.store.log_metrics(self.run_id, step, _finite_numbers(row))
         with clock("checkpoint"):
@@ -215,8 +224,12 @@ class Training:
                 break
         return first
 
-    def _tell_failures(self, rollouts: Sequence[Rollout], batch: StepBatch) -> None:
+    def _tell_failures(
+        self, rollouts: Sequence[Rollout], batch: StepBatch, outcomes: Outcomes
+    ) -> None:
         problems = failures(rollouts)
+        if note := outcomes_in_words(outcomes):
+            self.display.note(note)
         for reason, count in list(problems.items())[:2]:
             self.display.note(f"{count} of {len(rollouts)} rollouts failed: {reason}")
         if sum(problems.values()) == len(rollouts):
@@ -228,14 +241,26 @@ class Training:
         missing = sum(reward is None for reward in batch.rewards.values()) - sum(problems.values())
         if missing:
             self.display.note(f"{missing} of {len(rollouts)} rollouts emitted no reward")
+        small = batch.metrics()["groups/small_group"]
+        if small:
+            self.display.note(
+                f"{small:.0f} of {len(batch.groups)} groups shrank below min_group: not trained"
+            )
 
     def _row(
-        self, step: int, calls: list[Call], batch: StepBatch, stats: StepStats | None, clock: Clock
+        self,
+        step: int,
+        calls: list[Call],
+        batch: StepBatch,
+        stats: StepStats | None,
+        outcomes: Outcomes,
+        clock: Clock,
     ) -> dict[str, Any]:
         sampled = sum(len(call.response_ids) for call in calls)
         row: dict[str, Any] = {
             "step": step,
             **batch.metrics(),
+            **outcomes.metrics(),
             "calls": len(calls),
             "calls/trained": len(batch.trained),
             "tokens/sampled": sampled,

@@ -17,15 +17,13 @@ from typing import TypeVar
 
 from agentrl_proxy.deps import GatewayStats, GatewayStore
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
+from agentrl_tracer.conventions import ROLLOUT_HEADER as CONTEXT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState
 
 log = logging.getLogger("agentrl.proxy")
 
 T = TypeVar("T")
 _MAX_CACHED = 10_000
-CONTEXT_HEADER = "x-agentrl-rollout"
-"""Carries the attempt's key. In a process that several rollouts share, base URL and API key are
-the process's: only a header, set where the call is made, tells whose it is."""
 
 
 @dataclass(frozen=True, slots=True)

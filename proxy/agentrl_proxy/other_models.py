@@ -29,7 +29,7 @@ from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
 from agentrl_proxy.errors import ApiError, attempt_sealed, invalid, unavailable
 from agentrl_proxy.openai_types import MAX_CHOICES
-from agentrl_proxy.recording import trace_context
+from agentrl_proxy.recording import agent_name, trace_context
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
@@ -142,7 +142,7 @@ class OtherModels:
             rollout_id=None if attempt is None else attempt.rollout_id,
             attempt_id=None if attempt is None else attempt.attempt_id,
             seq=seq,
-            agent=headers.get("x-agentrl-agent"),
+            agent=agent_name(headers),
             model=raw["model"],
             adapter=None,
             adapter_version=None,

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
+from urllib.parse import unquote
 
 from agentrl_proxy.deps import TraceSink
 from agentrl_proxy.sampler import FinishEvent, SamplingParams, TokenEvent
+from agentrl_tracer.conventions import AGENT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
@@ -153,7 +155,7 @@ def open_calls(
         rollout_id=None if attempt is None else attempt.rollout_id,
         attempt_id=None if attempt is None else attempt.attempt_id,
         seq=seq,
-        agent=headers.get("x-agentrl-agent"),
+        agent=agent_name(headers),
         model=model,
         adapter=adapter,
         adapter_version=adapter_version,
@@ -192,6 +194,12 @@ def open_calls(
 
 def _row_id(response_id: str, choice: int) -> str:
     return f"{response_id}#{choice}" if choice else response_id
+
+
+def agent_name(headers: Mapping[str, str]) -> str | None:
+    """Which agent (role) makes the call, as it says itself."""
+    name = headers.get(AGENT_HEADER)
+    return None if name is None else unquote(name).replace("\0", "\ufffd")
 
 
 def trace_context(headers: Mapping[str, str]) -> tuple[str | None, str | None]:

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+import venv
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import opentelemetry
 import pytest
 
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
@@ -29,7 +31,7 @@ from agentrl_tracer.schemas import (
 from agentrl_tracer.store import Store
 
 AGENTS = '''
-import asyncio, json, os, signal, subprocess, sys, time
+import asyncio, json, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 def any_of_these(task): return globals()[task["agent"]](task)
@@ -64,6 +66,18 @@ def family(task):
     print("sleeping", flush=True)
     Path(task["pids"]).write_text(f"{os.getpid()} {child.pid}")
     child.wait()
+def daemonises(task):
+    """A grandchild in a session of its own, whose parent is gone: no group reaches it."""
+    code = "import os, sys, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\n"
+    code += "open(sys.argv[1], 'w').write(str(os.getpid()))\\ntime.sleep(100)"
+    subprocess.run([sys.executable, "-S", "-c", code, task["pids"]], start_new_session=True)
+    if task.get("stuck"): time.sleep(100)
+    return 1.0
+def deadlocks(task):
+    lock = threading.Lock()
+    other = threading.Thread(target=lambda: (lock.acquire(), lock.acquire()))  # not a daemon
+    other.start()
+    other.join()
 def leaves_a_child(task):
     Path(task["pids"]).write_text(str(subprocess.Popen(["sleep", "100"]).pid))
     return 1.0
@@ -287,7 +301,7 @@ def test_errors_are_retried_in_a_fresh_process(house: House) -> None:
     assert len({a.log for a in attempts}) == 3
 
 
-@pytest.mark.parametrize("agent", ["loops", "stubborn"])
+@pytest.mark.parametrize("agent", ["loops", "stubborn", "deadlocks"])
 def test_a_stuck_agent_is_killed(quick: House, agent: str) -> None:
     started = time.monotonic()
     attempt = quick.one(agent)
@@ -310,6 +324,68 @@ def test_children_left_behind_by_a_good_agent_are_killed(quick: House, tmp_path:
     assert attempt.state is AttemptState.SUCCEEDED
     [child] = written(tmp_path / "pids")
     until(lambda: not alive(child))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_daemon_of_the_agent_is_killed(quick: House, tmp_path: Path, stuck: bool) -> None:
+    attempt = quick.one("daemonises", {"pids": str(tmp_path / "pids"), "stuck": stuck})
+    assert attempt.state is (AttemptState.TIMEOUT if stuck else AttemptState.SUCCEEDED)
+    [daemon] = written(tmp_path / "pids")
+    until(lambda: not alive(daemon))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_a_daemon_does_not_outlive_its_killed_worker(house: House, tmp_path: Path) -> None:
+    pool = house.start("daemonises", lease_s=1.0)
+    house.enqueue({"pids": str(tmp_path / "pids"), "stuck": True})
+    [daemon] = written(tmp_path / "pids")
+    [worker] = children(pool.pid)
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: not alive(daemon))
+
+
+@pytest.fixture(scope="module")
+def other_venv(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A virtual environment with OpenTelemetry, one package of its own, and nothing of ours."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=False)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "only_there.py").write_text("answer = 42\n")
+    ours = Path(next(iter(opentelemetry.__path__))).parent
+    wanted = ("opentelemetry", "requests", "urllib3", "charset_normalizer", "idna", "certifi",
+              "google", "googleapis_common_protos", "importlib_metadata", "zipp",
+              "typing_extensions")  # fmt: skip
+    for path in ours.iterdir():
+        if path.name.split("-")[0].split(".")[0].startswith(wanted):
+            (packages / path.name).symlink_to(path)
+    return str(folder / "bin/python")
+
+
+def test_an_agent_runs_in_another_virtual_environment(house: House, other_venv: str) -> None:
+    (house.folder / "agents.py").write_text(
+        "import importlib.util, only_there, sys\nfrom agentrl import emit_reward\n"
+        "def run(task):\n"
+        "    assert importlib.util.find_spec('sqlalchemy') is None\n"
+        "    print(sys.executable)\n"
+        "    if task['n'] == 5: raise ValueError('there')\n"
+        "    emit_reward(only_there.answer + task['n'])\n"
+    )
+    house.start("run", Policies(on_error="drop"), python=other_venv, rollouts_per_process=2)
+    attempts = house.finish([*house.enqueue(count=3), *house.enqueue({"n": 5})], 60)
+    assert [a.state for a in attempts] == [AttemptState.SUCCEEDED] * 3 + [AttemptState.ERROR]
+    assert [house.values(a) for a in attempts] == [[46.0]] * 3 + [[]]
+    assert Path(attempts[0].log or "").read_text() == f"{other_venv}\n"
+    assert "ValueError: there" in (attempts[3].error or "")
+
+
+def test_an_interpreter_that_cannot_run_agents_is_refused(house: House, tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    bare = str(tmp_path / "bare/bin/python")
+    with pytest.raises(ValueError, match=r"lacks opentelemetry.*-m pip install agentrl"):
+        house.start("good", python=bare)
+    with pytest.raises(ValueError, match="is no executable"):
+        house.start("good", python=str(tmp_path / "nowhere"))
 
 
 def test_the_environment_leads_unmodified_clients_to_the_gateway(

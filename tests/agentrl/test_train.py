@@ -240,6 +240,39 @@ def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:
     assert "emitted no reward" in run.output
 
 
+def test_policies_are_counted_and_shown(tmp_path: Path) -> None:
+    settings = {"on_error": -1, "on_missing_reward": "retry", "max_attempts": 2}
+    run = Run(tmp_path, "troubled", steps=1, batch_size=10, runners=3, **settings).finish()
+    [row] = [row for row in run.folder.read_metrics() if "reward/mean" in row]
+    tasks = [n % 5 for n in _tasks_of(run, step=1)]
+    assert row["rewards/on_error"] == row["attempts/error"] == 4 * tasks.count(0)
+    assert row["attempts/no_reward"] == row["reward/missing"] == 4 * tasks.count(1)
+    assert row["rollouts/failed"] == 0
+    assert "got their reward from on_error" in run.output
+    assert run.accounting().adds_up
+    shown = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", "runs", "show", str(run.folder.root)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert "attempts: no_reward" in shown
+    assert "rewards by policy: on_error" in shown
+
+
+def _tasks_of(run: Run, step: int) -> list[int]:
+    """``n`` of each task of a step."""
+    store = run.store()
+    with store.db.read() as c:
+        query = (
+            sa.select(tables.tasks.c.data)
+            .join(tables.rollouts, tables.rollouts.c.task_id == tables.tasks.c.id)
+            .where(tables.rollouts.c.step == step, tables.rollouts.c.purpose == Purpose.TRAIN)
+            .where(tables.rollouts.c.index == 0)
+        )
+        found = [data["n"] for data in c.execute(query).scalars()]
+    store.close()
+    return found
+
+
 def test_a_return_value_is_a_reward(tmp_path: Path) -> None:
     run = Run(tmp_path, "asynchronous", steps=1).finish()
     assert run.curve()[1]["reward/missing"] == 0

@@ -65,7 +65,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setattr(agent, "_active", None)
     yield server
     if agent._active is not None:
-        agent._active[1].provider.shutdown()
+        agent._active.close()
     server.shutdown()
     server.server_close()
 

@@ -1,4 +1,4 @@
-"""``emit_reward``: the one call that an agent adds.
+"""``emit_reward``: the one call that an agent adds. And ``emit``, for notes.
 
 On the wire a reward is a zero-length span ``agentrl.reward`` that carries OpenTelemetry's
 ``gen_ai.evaluation.*`` attributes
@@ -7,27 +7,32 @@ On the wire a reward is a zero-length span ``agentrl.reward`` that carries OpenT
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 from opentelemetry import trace
 
-from agentrl_tracer.agent import logger, rollout_tracing
+from agentrl_tracer.agent import RolloutTracing, logger, rollout_tracing
 from agentrl_tracer.conventions import (
     EVALUATION_EXPLANATION,
     EVALUATION_NAME,
     EVALUATION_VALUE,
+    NOTE_DATA,
+    NOTE_NAME,
+    NOTE_SPAN,
     RESPONSE_ID,
     REWARD_NAME,
     REWARD_SPAN,
 )
+from agentrl_tracer.current import current_rollout
 
 
 def emit_reward(
     value: SupportsFloat | Mapping[str, SupportsFloat],
     *,
-    name: str = REWARD_NAME,
+    name: str | None = None,
     span: trace.Span | None = None,
     response_id: str | None = None,
     explanation: str | None = None,
@@ -41,7 +46,7 @@ def emit_reward(
 
     Args:
         value: a finite number (a bool counts as 1 or 0), or ``{name: number}`` for several at once.
-        name: what is being rewarded, when it is not the whole.
+        name: what is being rewarded, when it is not the whole; "reward" by default.
         span: the span to reward; the current one by default.
         response_id: the model answer to reward (``response.id`` of the OpenAI client).
         explanation: why, for whoever reads the trace.
@@ -53,7 +58,7 @@ def emit_reward(
     active = rollout_tracing()
     if active is None:
         return
-    named = value if isinstance(value, Mapping) else {name: value}
+    named = value if isinstance(value, Mapping) else {name or REWARD_NAME: value}
     numbers = {key: _number(key, item) for key, item in named.items()}
     context = trace.set_span_in_context(span) if span is not None else active.parent()
     for key, number in numbers.items():
@@ -63,9 +68,38 @@ def emit_reward(
         if explanation is not None:
             marks[EVALUATION_EXPLANATION] = explanation
         active.tracer.start_span(REWARD_SPAN, context, attributes=marks).end()
-    if not active.attended and not active.flush():
+    _deliver(active)
+
+
+def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None:
+    """Leaves a note in the rollout's trace; outside training this does nothing.
+
+    Args:
+        name: what it is about.
+        data: anything that JSON can say; what it cannot say is noted as text.
+        span: the span it belongs to; the current one by default.
+
+    Raises:
+        ValueError: inside a rollout, when the name is no text or empty.
+    """
+    active = rollout_tracing()
+    if active is None:
+        return
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"emit: the name must be a non-empty string, got {name!r}")
+    context = trace.set_span_in_context(span) if span is not None else active.parent()
+    marks = {NOTE_NAME: name, NOTE_DATA: json.dumps(data, default=str, ensure_ascii=False)}
+    active.tracer.start_span(NOTE_SPAN, context, attributes=marks).end()
+    _deliver(active)
+
+
+def _deliver(active: RolloutTracing) -> None:
+    """In a subprocess nobody flushes at the end: what was emitted leaves at once."""
+    rollout = current_rollout()
+    assert rollout is not None
+    if not active.attended(rollout) and not active.flush(rollout):
         logger.warning(
-            "agentrl: a reward or span did not reach the gateway; the rollout is retried"
+            "agentrl: a reward, note or span did not reach the gateway; the rollout is retried"
         )
 
 

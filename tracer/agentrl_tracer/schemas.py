@@ -42,6 +42,7 @@ class AttemptState(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # the gateway or sampler failed it: not the agent's fault
     LOST = "lost"  # its runner stopped heartbeating and the lease ran out
     CANCELLED = "cancelled"  # nobody wants it any more
+    NO_REWARD = "no_reward"  # ended well but without a reward, and the policy is to try again
 
 
 class CallState(StrEnum):
@@ -93,10 +94,15 @@ class NewRollout:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What failures mean. ``retry``: a new attempt; ``drop``: no more; a number: the reward."""
+    """What failures mean. ``retry``: a new attempt; ``drop``: no more; a number: the reward.
+
+    ``max_attempts`` bounds the retries of all three together. A rollout whose last attempt failed
+    has failed; one whose last attempt emitted no reward has succeeded, and does not train.
+    """
 
     on_error: str | float = "retry"
     on_timeout: str | float = "drop"
+    on_missing_reward: str | float = "drop"
     max_attempts: int = 3
     max_infrastructure_retries: int = 20
 
@@ -198,6 +204,35 @@ class Reward:
     response_id: str | None = None
     explanation: str | None = None
     created_at: float = 0.0
+
+
+POLICY_REWARD_KEY = "policy"
+"""``Reward.key`` of a reward that a policy gives: it stands instead of what was emitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """How rollouts went, in counts by name. What is zero is left out."""
+
+    rollouts: dict[str, int]  # by RolloutState
+    attempts: dict[str, int]  # by AttemptState
+    policy_rewards: dict[str, int]  # by policy: on_error, on_timeout, on_missing_reward
+
+    def metrics(self) -> dict[str, float]:
+        """Failures in numbers, zeros included: ``rollouts/failed``, ``attempts/timeout``, ..."""
+        failures = [
+            state
+            for state in AttemptState
+            if state not in (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
+        ]
+        return {
+            "rollouts/failed": self.rollouts.get(RolloutState.FAILED, 0),
+            **{f"attempts/{state}": self.attempts.get(state, 0) for state in failures},
+            **{
+                f"rewards/{policy}": self.policy_rewards.get(policy, 0)
+                for policy in ("on_error", "on_timeout", "on_missing_reward")
+            },
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl_tracer.schemas import Reward, Rollout, RolloutState
+from agentrl_tracer.schemas import POLICY_REWARD_KEY, Reward, Rollout, RolloutState
 
 
 def rollout_reward(rollout: Rollout, rewards: Sequence[Reward]) -> float | None:
-    """The sum of what its winning attempt emitted; None without one, or without a winner."""
+    """The sum of what its winning attempt emitted; None without one, or without a winner.
+
+    Where a policy decided (``on_error = -1``), its reward stands instead of whatever the attempt
+    had emitted before it failed.
+    """
     if rollout.state is not RolloutState.SUCCEEDED:
         return None
-    earned = [reward.value for reward in rewards if reward.attempt_id == rollout.winner]
+    mine = [reward for reward in rewards if reward.attempt_id == rollout.winner]
+    decided = [reward for reward in mine if reward.key == POLICY_REWARD_KEY]
+    earned = [reward.value for reward in decided or mine]
     return sum(earned) if earned else None
 
 

@@ -16,6 +16,8 @@ from agentrl_trainer.batches import Datum, to_datum
 from agentrl_trainer.rewards import rollout_rewards
 from agentrl_trainer.trajectories import Trajectory, build_trajectories
 
+_GROUP_REASONS = (SkipReason.SMALL_GROUP, SkipReason.ZERO_ADVANTAGE)
+
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
@@ -44,6 +46,12 @@ class StepBatch:
         self.skipped |= dict.fromkeys(self.trained, reason)
         self.trained = set()
 
+    def _groups_skipped(self, reason: SkipReason) -> int:
+        return sum(
+            reason in group.skipped and all(why is not None for why in group.skipped)
+            for group in self.groups.values()
+        )
+
     def metrics(self) -> dict[str, float]:
         """The step in numbers. Reward statistics are over rollouts that have a reward."""
         scores = [reward for reward in self.rewards.values() if reward is not None]
@@ -62,6 +70,8 @@ class StepBatch:
             "advantage/min": min(advantages, default=0.0),
             "groups/used": len(used),
             "groups/skipped": len(self.groups) - len(used),
+            # Why, as the advantages say: a group is too small, or all its members earned the same.
+            **{f"groups/{reason}": self._groups_skipped(reason) for reason in _GROUP_REASONS},
         }
 
 

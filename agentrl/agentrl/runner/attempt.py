@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -27,14 +28,15 @@ from agentrl.runner.agent import Agent, CommandFailed, load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
 from agentrl.runner.preload import third_party_modules
-from agentrl_tracer.agent import flush, rollout_tracing, tracing
-from agentrl_tracer.conventions import REWARD_SPAN
+from agentrl_tracer.agent import finish, rollout_tracing, tracing
+from agentrl_tracer.conventions import OUTPUT, REWARD_SPAN
+from agentrl_tracer.current import current_rollout
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim, Purpose
 
 _TRACEBACK_LINES = 12
 _LONGEST_ERROR = 4000
-_FLUSH_TIMEOUT_S = 10.0
+_LONGEST_OUTPUT = 4000  # characters of what the agent returned
 
 
 @dataclass(slots=True)
@@ -86,6 +88,26 @@ def run_attempts(
         leash_fd: pipe whose other end only the worker holds: at its end we die, all of us.
         known_modules: what was imported before the fork; only others are reported.
     """
+    _run_attempts(config, job, report_fd, leash_fd, known_modules)
+
+
+def run_foreign(report_fd: int, leash_fd: int) -> NoReturn:
+    """``run_attempts`` in an interpreter of its own: the first job comes on standard input."""
+    config = RunnerConfig.from_json(sys.stdin.readline())
+    job = Job.from_line(sys.stdin.readline().encode())
+    for fd in (report_fd, leash_fd):
+        os.set_inheritable(fd, False)
+    # Nobody preloads for us, so nobody need be told what was imported.
+    _run_attempts(config, job, report_fd, leash_fd, None)
+
+
+def _run_attempts(
+    config: RunnerConfig,
+    job: Job,
+    report_fd: int,
+    leash_fd: int,
+    known_modules: frozenset[str] | None,
+) -> NoReturn:
     code = 1
     try:
         os.setsid()  # a process group of our own: one signal reaches every process of the agent
@@ -96,10 +118,11 @@ def run_attempts(
         while True:
             _redirect_output(job.log)
             report = host.run(job.claim)
-            spec = parse_agent(config.agent)
-            report.third_party_modules = third_party_modules(spec, known_modules)
-            if report.third_party_modules:  # a copy would touch, and so copy, every name's page
-                known_modules |= set(report.third_party_modules)
+            if known_modules is not None:
+                spec = parse_agent(config.agent)
+                report.third_party_modules = third_party_modules(spec, known_modules)
+                if report.third_party_modules:  # a copy would touch, and so copy, all pages
+                    known_modules |= set(report.third_party_modules)
             _flush_output()
             _write_all(report_fd, json.dumps(asdict(report)).encode() + b"\n")
             code = 0 if report.ok else 1
@@ -163,6 +186,10 @@ class _Host:
             os.environ.pop(stale, None)
         sys.argv = [self._config.agent]
         self._watch.emitted = False
+        active, rollout = rollout_tracing(), current_rollout()
+        assert active is not None
+        assert rollout is not None
+        active.attend(rollout)  # ``finish`` comes before the report
         error: str | None = None
         try:
             self._execute(claim, self._agent or self._load())
@@ -175,15 +202,14 @@ class _Host:
             sys.stderr.write(f"{error}\n")
         except BaseException as raised:
             error = _show(raised)
-        delivered = flush(_FLUSH_TIMEOUT_S)
+        delivered = finish()
         return Report(error is None, error, self._watch.emitted, not delivered)
 
     def _load(self) -> Agent:
-        self._agent = load_agent(self._config.agent, self._config.python_path)
-        active = rollout_tracing()
+        active = rollout_tracing()  # before the import: calls and threads are watched from then on
         assert active is not None
         active.provider.add_span_processor(self._watch)
-        active.attended = True  # ``run`` flushes before it reports
+        self._agent = load_agent(self._config.agent, self._config.python_path)
         # After the import: a provider that the user's module sets is kept, and ours joins it.
         active.install_globally()
         return self._agent
@@ -199,8 +225,11 @@ class _Host:
         with tracing(f"invoke_workflow {agent.name}", attributes):
             _export_traceparent()
             result = agent.run(claim.task)
-            earned = isinstance(result, numbers.Real) and not isinstance(result, bool)
-            if earned and not self._watch.emitted:
+            if result is not None:
+                trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST_OUTPUT])
+            if isinstance(result, bool) or self._watch.emitted:
+                return
+            if isinstance(result, numbers.Real):
                 emit_reward(float(result))
 
 

@@ -12,12 +12,14 @@ import contextlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from agentrl.runner.agent import validate_agent
 from agentrl.runner.config import RunnerConfig, check_environment
 from agentrl.runner.environment import look_certificates_up_by_name
+from agentrl.runner.foreign import check_python
 
 _STOP_GRACE_S = 8.0
 
@@ -101,11 +103,13 @@ def start_pool(config: RunnerConfig) -> PoolHandle:
     """Starts runners; they wait by themselves until the gateway answers.
 
     Raises:
-        ValueError: the agent's spec is wrong.
+        ValueError: the agent's spec is wrong, or its interpreter cannot run it.
         RuntimeError: the environment would silence the agents' spans.
     """
     check_environment()
-    validate_agent(config.agent, config.python_path)
+    if config.python is not None:
+        config = replace(config, python=check_python(config.python))
+    validate_agent(config.agent, config.python_path, elsewhere=config.python is not None)
     return PoolHandle(config)
 
 

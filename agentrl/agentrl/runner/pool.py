@@ -30,6 +30,7 @@ import agentrl_tracer.emit  # noqa: F401
 from agentrl.runner.agent import load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig, check_environment
 from agentrl.runner.environment import QUIET, attempt_environment, direct_to_gateway
+from agentrl.runner.orphans import adopt, kill_children
 from agentrl.runner.preload import StartedThreads, installed_roots, preload, third_party_modules
 from agentrl.runner.rehearsal import rehearse
 from agentrl.runner.worker import run_worker
@@ -77,10 +78,11 @@ class Pool:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # All attempts have these: so the scout and the rehearsal go by them too.
         os.environ.update(QUIET | direct_to_gateway(self.config.gateway))
+        adopt()  # of a worker that is killed, the agent's detached processes come to us
         installed_roots()  # looked up once, here, rather than in every attempt; likewise:
         tempfile.gettempdir()
         # Several processes share this object: it keeps no connection, only compiled statements.
-        if self.agent.kind == "command":
+        if self.agent.kind == "command" or self.config.python is not None:
             self._pioneer_until = 0.0  # its modules are in another process
             self._learn([])
         else:
@@ -277,6 +279,7 @@ class Pool:
             )  # fmt: skip
             slot.backoff = min(slot.backoff * 2, _LONGEST_BACKOFF_S)
         slot.pid = None
+        kill_children(keep={other.pid for other in self._slots if other.pid is not None})
 
     def _stop_workers(self) -> None:
         """Closes their sockets, which stops them, and waits; the slow ones are killed."""
@@ -298,6 +301,7 @@ class Pool:
             if slot.control is not None:
                 slot.control.close()
             slot.pid, slot.control = None, None
+        kill_children()
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from agentrl.runner.attempt import Job, Report, run_attempts
 from agentrl.runner.config import RunnerConfig
+from agentrl.runner.foreign import become
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -54,7 +55,13 @@ class AttemptProcess:
             # The worker must stay the only holder of these ends: closing is how they speak.
             for fd in (report_read, leash_write, *foreign_fds):
                 os.close(fd)
-            run_attempts(config, job, report_write, leash_read, known_modules)
+            if config.python is None:
+                run_attempts(config, job, report_write, leash_read, known_modules)
+            try:
+                lines = config.to_json().encode() + b"\n" + job.to_line()
+                become(config.python, lines, report_write, leash_read)
+            finally:
+                os._exit(127)
         os.close(report_write)
         os.close(leash_read)
         os.set_blocking(report_read, False)

@@ -28,6 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from agentrl.runner.attempt import Job
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import storage_folder
+from agentrl.runner.orphans import adopt, kill_children
 from agentrl.runner.probes import GatewayProbe, QueueWatch
 from agentrl.runner.process import AttemptProcess
 from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
@@ -118,6 +119,7 @@ class Worker:
                     process.kill()
             if process.report is not None:
                 modules = process.report.third_party_modules
+        kill_children(keep=() if self._kept is None else (self._kept.pid,))
         storage = storage_folder(claim.attempt_id)
         if storage.exists():
             shutil.rmtree(storage, ignore_errors=True)
@@ -259,6 +261,7 @@ def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoRe
     code = 1
     try:
         gc.freeze()
+        adopt()
         # A store of its own, opened after the fork. Attempts inherit its connection in turn, but
         # never use it, and end without closing it.
         Worker(config, Store(config.store), index, control).run()

@@ -17,11 +17,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from agentrl_tracer.schemas import (
+    POLICY_REWARD_KEY,
     Attempt,
     AttemptRef,
     AttemptState,
     Claim,
     NewRollout,
+    Outcomes,
     Policies,
     Purpose,
     Rollout,
@@ -33,7 +35,7 @@ from agentrl_tracer.store.upsert import upsert
 
 _ROLLOUT_COLUMNS = [t.rollouts.c[name] for name in Rollout.__dataclass_fields__]
 _ATTEMPT_COLUMNS = [t.attempts.c[name] for name in Attempt.__dataclass_fields__]
-POLICY_REWARD_KEY = "policy"
+_UNREWARDED = "it ended without a reward"
 
 # Statements of the hot path are built once: building one costs as much as executing it.
 _NEXT_QUEUED = (
@@ -63,6 +65,9 @@ _WITH_POLICIES = (
     .join(t.runs, t.runs.c.id == t.rollouts.c.run_id)
     .where(t.attempts.c.id == sa.bindparam("attempt"))
 )
+_ANY_REWARD = (
+    sa.select(t.rewards.c.key).where(t.rewards.c.attempt_id == sa.bindparam("attempt")).limit(1)
+)
 _STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
 _BY_KEY = (
     sa.select(
@@ -77,6 +82,13 @@ _BY_KEY = (
     .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
     .where(t.attempts.c.key_hash == sa.bindparam("key_hash"))
 )
+
+
+_POLICY_OF = {
+    AttemptState.ERROR: "on_error",
+    AttemptState.TIMEOUT: "on_timeout",
+    AttemptState.NO_REWARD: "on_missing_reward",
+}
 
 
 def hash_key(key: str) -> str:
@@ -254,6 +266,32 @@ class RolloutStore:
             rows = c.execute(query.order_by(t.attempts.c.started_at)).mappings()
             return [Attempt(**{**row, "state": AttemptState(row["state"])}) for row in rows]
 
+    def outcomes(
+        self, run_id: str, *, step: int | None = None, purpose: Purpose | None = None
+    ) -> Outcomes:
+        """How the run's rollouts went (those of one step, of one purpose), in counts."""
+        mine = [t.rollouts.c.run_id == run_id]
+        if step is not None:
+            mine.append(t.rollouts.c.step == step)
+        if purpose is not None:
+            mine.append(t.rollouts.c.purpose == purpose)
+        ids = sa.select(t.rollouts.c.id).where(*mine)
+
+        def counts(column: sa.Column[str], *conditions: sa.ColumnElement[bool]) -> dict[str, int]:
+            query = sa.select(column, sa.func.count()).where(*conditions).group_by(column)
+            return {row[0]: row[1] for row in c.execute(query)}
+
+        with self.db.write() as c:
+            return Outcomes(
+                rollouts=counts(t.rollouts.c.state, *mine),
+                attempts=counts(t.attempts.c.state, t.attempts.c.rollout_id.in_(ids)),
+                policy_rewards=counts(
+                    t.rewards.c.name,
+                    t.rewards.c.rollout_id.in_(ids),
+                    t.rewards.c.key == POLICY_REWARD_KEY,
+                ),
+            )
+
     def unfinished(self, ids: Collection[str]) -> int:
         """How many of these rollouts are still queued or running."""
         waiting = [RolloutState.QUEUED, RolloutState.RUNNING]
@@ -292,7 +330,19 @@ class RolloutStore:
         row = c.execute(_WITH_POLICIES, {"attempt": attempt_id}).mappings().one()
         infrastructure = state in (AttemptState.INFRASTRUCTURE, AttemptState.LOST)
         retries = row["infrastructure_retries"] + infrastructure
-        new, reward = _verdict(state, Policies(**row["policies"]), row["attempts"], retries)
+        policies = Policies(**row["policies"])
+        # Rewards are in the store before a runner reports success, so this look is final.
+        unrewarded = (
+            state is AttemptState.SUCCEEDED
+            and policies.on_missing_reward != "drop"
+            and c.execute(_ANY_REWARD, {"attempt": attempt_id}).first() is None
+        )
+        if unrewarded:
+            state, error = AttemptState.NO_REWARD, _UNREWARDED
+        new, reward = _verdict(state, policies, row["attempts"], retries)
+        if unrewarded and new is RolloutState.QUEUED:
+            again = {"state": state, "error": error}
+            c.execute(t.attempts.update().where(t.attempts.c.id == attempt_id).values(again))
         values: dict[str, Any] = {"state": new, "infrastructure_retries": retries}
         if new is RolloutState.SUCCEEDED:
             values |= {"winner": attempt_id, "ended_at": now}
@@ -304,7 +354,7 @@ class RolloutStore:
                 "attempt_id": attempt_id,
                 "rollout_id": row["id"],
                 "key": POLICY_REWARD_KEY,
-                "name": f"on_{state}",
+                "name": _POLICY_OF[state],
                 "value": reward,
                 "explanation": error,
                 "created_at": now,
@@ -326,11 +376,12 @@ def _verdict(
             again = infrastructure_retries <= policies.max_infrastructure_retries
             return (RolloutState.QUEUED if again else RolloutState.FAILED), None
         case _:
-            policy = policies.on_error if state is AttemptState.ERROR else policies.on_timeout
+            policy: str | float = getattr(policies, _POLICY_OF[state])
             if policy == "retry" and attempts - infrastructure_retries < policies.max_attempts:
                 return RolloutState.QUEUED, None
             if isinstance(policy, str):
-                return RolloutState.FAILED, None
+                ended_well = state is AttemptState.NO_REWARD
+                return RolloutState.SUCCEEDED if ended_well else RolloutState.FAILED, None
             return RolloutState.SUCCEEDED, float(policy)
 
 

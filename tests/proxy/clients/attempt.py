@@ -1,0 +1,12 @@
+"""Runs one attempt as a runner's child does: ``attempt.py CONFIG CLAIM``, both JSON."""
+
+import json
+import sys
+from dataclasses import asdict
+
+from agentrl.runner.attempt import _Host
+from agentrl.runner.config import RunnerConfig
+from agentrl_tracer.schemas import Claim
+
+host = _Host(RunnerConfig.from_json(sys.argv[1]))
+print("\n" + json.dumps(asdict(host.run(Claim(**json.loads(sys.argv[2]))))))
