@@ -91,10 +91,9 @@ def attempt(start: Callable[..., Running], tmp_path: Path) -> Callable[..., Trac
         )
         assert len({span.trace_id for span in found.spans.values()}) == 1
         assert not [s for s in found.spans.values() if "agentrl.unfinished" in s.attributes]
-        print(found.tree())
         for call in found.calls:  # linked to the span that made it, by both keys
             span = found.spans[call.span_id or ""]
-            assert span.attributes["gen_ai.operation.name"] == "chat"
+            assert span.attributes["gen_ai.operation.name"] == "chat", found.tree()
             assert span.attributes.get("gen_ai.response.id") in (call.response_id, None)
         return found
 

@@ -46,15 +46,17 @@ def install_hooks(tracing: Any) -> None:
     Args:
         tracing: says which agent the current span works for (``RolloutTracing``).
     """
-    _installed[:] = [tracing]
-    if getattr(threading.Thread.start, "_agentrl", False):
+    if _installed:
+        _installed[:] = [tracing]
         return
+    _installed.append(tracing)
     _carry_into_threads()
     _tell_subprocesses()
     on_import("httpx", _hook_httpx)
     on_import("httpx2", _hook_httpx)
     on_import("requests", _hook_requests)
     on_import("aiohttp", _hook_aiohttp)
+    on_import("multiprocessing.util", _flush_in_children)
     from agentrl_tracer.frameworks import watch_frameworks
 
     watch_frameworks()
@@ -230,10 +232,25 @@ def _carry_into_threads() -> None:
     def carrying_callback(self: Any, fn: Any) -> None:
         add_done_callback(self, _carried(fn))
 
-    carrying_start._agentrl = True  # pyright: ignore[reportFunctionMemberAccess]
     threading.Thread.start = carrying_start
     futures.ThreadPoolExecutor.submit = carrying_submit
     futures.Future.add_done_callback = carrying_callback
+
+
+def _flush_in_children(util: ModuleType) -> None:
+    """A forked child of multiprocessing ends without atexit, and its last batch would be lost."""
+
+    def in_child(_: Any) -> None:
+        util.Finalize(None, _flush, exitpriority=0)
+
+    util.register_after_fork(_flush, in_child)
+
+
+def _flush() -> None:
+    from agentrl_tracer.agent import flush
+
+    if not flush():
+        logger.warning("agentrl: spans of a subprocess did not reach the gateway")
 
 
 def _tell_subprocesses() -> None:
@@ -260,7 +277,7 @@ def _tell_subprocesses() -> None:
 
 
 def on_import(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Calls back when the top-level module ``name`` has been imported: now, if it has been."""
+    """Calls back when the module ``name`` has been imported: now, if it has been."""
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         _call(callback, module)

@@ -9,4 +9,5 @@ from agentrl.runner.config import RunnerConfig
 from agentrl_tracer.schemas import Claim
 
 host = _Host(RunnerConfig.from_json(sys.argv[1]))
-print("\n" + json.dumps(asdict(host.run(Claim(**json.loads(sys.argv[2]))))))
+report = host.run(Claim(**json.loads(sys.argv[2])))
+sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")
