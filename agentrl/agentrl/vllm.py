@@ -66,6 +66,12 @@ _METRICS = {
 }
 
 
+_NO_GRAMMARS = (
+    "this server does not enforce grammars in llguidance's form; start it with "
+    """--structured-outputs-config '{"backend": "guidance"}'"""
+)
+
+
 class VllmError(RuntimeError):
     """The server cannot be used as it is; the message says what to change."""
 
@@ -98,11 +104,13 @@ class VllmSampler:
         self._eos_ids = sorted(eos_ids)
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._base = ""  # the server's name of the base model
+        self._enforces_grammars = False
         self._loads: dict[str, _Load] = {}
         self._swaps = 0
         self._in_flight = 0
         self._stats: dict[str, float] = {}
         self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # whose the client is
         self._unloading: set[asyncio.Task[None]] = set()
         self._heard = 0.0  # when the server last answered; 0: it died, or was never there
         self._stopping = threading.Event()
@@ -202,6 +210,8 @@ class VllmSampler:
     ) -> AsyncGenerator[SampleEvent]:
         room = self.context_length - len(prompt_ids)
         if params.grammar is not None:
+            if not self._enforces_grammars:
+                raise GrammarError(_NO_GRAMMARS)
             room -= 1  # for the token that scoring an answer has to sample
         if room < 1:
             raise ContextLengthError(
@@ -292,8 +302,7 @@ class VllmSampler:
     async def _constrained(
         self, body: dict[str, Any], params: SamplingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
-        # Only llguidance reads the first line, so no other backend can take it for its own dialect.
-        body["structured_outputs"] = {"grammar": f"%llguidance {{}}\n{params.grammar}"}
+        body["structured_outputs"] = _structured(params.grammar or "")
         for choice in await self._complete(body, constrained=True):
             _require_prompt(choice, body["prompt"])
             masked = list(_tokens(choice, params, version))
@@ -346,7 +355,9 @@ class VllmSampler:
         )
 
     def _async(self) -> httpx.AsyncClient:
-        if self._client is None:  # made on the loop that uses it
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._loop = loop
             url, path = _address(self._url)
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             self._client = httpx.AsyncClient(
@@ -386,6 +397,13 @@ class VllmSampler:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
             )
 
+        # Asked at once: vLLM has one backend per engine, and by default the first request chooses.
+        probe = {"model": self._base, "prompt": [self._eos_ids[0]], "max_tokens": 2}
+        probe |= {"structured_outputs": _structured('start: "a"')}
+        self._enforces_grammars = server.post("/v1/completions", json=probe).status_code == 200
+        if not self._enforces_grammars:
+            log.warning("vLLM: %s", _NO_GRAMMARS)
+
     def _keep_watch(self) -> None:
         refused = 0
         with self._blocking() as server:
@@ -410,6 +428,11 @@ def _address(url: str) -> tuple[str, str | None]:
     if url.startswith("unix:"):
         return "http://vllm", url.removeprefix("unix:")
     return url.rstrip("/").removesuffix("/v1"), None
+
+
+def _structured(grammar: str) -> dict[str, str]:
+    """Only llguidance reads the first line: no backend takes the rest for its own dialect."""
+    return {"grammar": f"%llguidance {{}}\n{grammar}"}
 
 
 def _fresh_name(name: str, version: int) -> str:
