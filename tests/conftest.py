@@ -35,7 +35,9 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     server = VllmServer(vllm_settings(config, max_rank=8), log)
-    server.start()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        server.start()
     try:
         server.wait()
         yield server.url

@@ -35,6 +35,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # it would phone home
     "DO_NOT_TRACK": "1",
 }
+_CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 _START_TIMEOUT_S = 900.0  # a large model takes minutes to load
 _POLL_S = 0.1
 _END_GRACE_S = 8.0  # less than the supervisor's
@@ -50,6 +51,7 @@ class VllmSettings:
     model: str  # a folder or a Hugging Face name
     dtype: str
     max_lora_rank: int
+    on_cpu: bool
     more: tuple[str, ...] = ()  # further arguments; these win
 
 
@@ -73,7 +75,7 @@ class VllmServer:
                 "agentrl.vllm_server", *server_command(self._settings, str(self._socket))
             ),
             self.log,
-            env=_ENVIRONMENT,
+            env=_ENVIRONMENT | (_cpu_memory() if self._settings.on_cpu else {}),
         )
 
     def wait(self) -> None:
@@ -147,11 +149,14 @@ def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
     rank = next((r for r in _RANKS if r >= max_rank), None)
     if rank is None:
         raise ConfigError(f"rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
+    on_cpu = _on_cpu(config.device)
     return VllmSettings(
         python=python,
         model=resolve_model(config.model),
-        dtype=_dtype(config),
+        # As the trainer loads the model: the two must be one policy.
+        dtype="float32" if on_cpu and config.dtype == "auto" else config.dtype,
         max_lora_rank=rank,
+        on_cpu=on_cpu,
         more=tuple(shlex.split(config.vllm_args)),
     )
 
@@ -170,21 +175,24 @@ def server_command(settings: VllmSettings, path: str) -> list[str]:
         *("--generation-config", "vllm"),  # not the model's own top_k and the like
         *("--logprobs-mode", "raw_logprobs"),
         *("--structured-outputs-config", '{"backend": "guidance"}'),
+        *("--gpu-memory-utilization", "0.5"),  # the trainer may be on the same GPU
         "--enable-lora",
         *("--max-lora-rank", str(settings.max_lora_rank)),
         *("--max-loras", str(_LOAD_GRACE)),
+        *(["--enforce-eager"] if settings.on_cpu else []),  # there, compiling takes minutes
         *settings.more,
     ]
 
 
-def _dtype(config: ModelConfig) -> str:
-    """As the trainer loads the model: the two must be one policy."""
-    if config.dtype != "auto":
-        return config.dtype
+def _on_cpu(device: str) -> bool:
     import torch
 
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    return "float32" if on_cpu else "auto"
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+
+
+def _cpu_memory() -> dict[str, str]:
+    """By default vLLM wants nearly all of the memory, and does not start where it is not free."""
+    return {_CPU_CACHE_GIB: os.environ.get(_CPU_CACHE_GIB, "4")}
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:

@@ -120,7 +120,10 @@ def test_a_run_trains_through_vllm_and_survives_its_death(tmp_path: Path) -> Non
     }
     for name, value in settings.items():
         argv += [f"--{name.replace('_', '-')}", str(value)]
-    run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    run = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
     folder = RunFolder(tmp_path / "run")
     wait_for(lambda: run.poll() is not None or trained(folder), 600)
     log = folder.logs / "vllm.log"
@@ -135,7 +138,8 @@ def test_a_run_trains_through_vllm_and_survives_its_death(tmp_path: Path) -> Non
     store = Store(str(folder.store))
     run_id = folder.run_id.read_text()
     assert store.accounting(run_id).adds_up
-    versions = {call.adapter_version for call in store.calls(run_id=run_id)}
+    rollouts = [rollout.id for rollout in store.rollouts(run_id)]
+    versions = {call.adapter_version for call in store.calls(rollout_ids=rollouts)}
     store.close()
     assert versions == {0, 1, 2}
     assert json.loads(folder.summary.read_text())["calls"]["adds_up"]
