@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -51,6 +52,7 @@ _START_TIMEOUT_S = 900.0  # a large model takes minutes to load
 _POLL_START_S = 0.25
 _POLL_S = 1.0
 _SILENCE_S = 60.0  # a server that has not answered for so long is dead; a busy one is slower
+_NEVER = -math.inf
 _TOKENS_PER_CHUNK = 8
 """A chunk costs both sides about as much as a token does to sample on a GPU. The first and last
 ones come at once; of a cancelled answer up to one chunk's tokens are not recorded."""
@@ -112,7 +114,7 @@ class VllmSampler:
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the client is
         self._unloading: set[asyncio.Task[None]] = set()
-        self._heard = 0.0  # when the server last answered; 0: it died, or was never there
+        self._heard = _NEVER  # when the server last answered, unless it died since
         self._stopping = threading.Event()
         self._watch: threading.Thread | None = None
 
@@ -144,7 +146,7 @@ class VllmSampler:
         self._stopping.set()
         if self._watch is not None:
             self._watch.join()
-        self._heard = 0.0
+        self._heard = _NEVER
         with self._blocking() as server, contextlib.suppress(httpx.HTTPError):
             for load in self._loads.values():
                 server.post("/v1/unload_lora_adapter", json={"lora_name": load.lora}, timeout=2.0)
@@ -414,12 +416,12 @@ class VllmSampler:
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
                     refused += 1  # twice: one may be a kept connection that timed out
                     if refused >= 2:
-                        self._heard = 0.0
+                        self._heard = _NEVER
                 except httpx.TransportError:
                     pass  # slow; how long that may last is ``healthy``'s to say
                 else:
                     refused = 0
-                    self._heard = time.monotonic() if healthy else 0.0
+                    self._heard = time.monotonic() if healthy else _NEVER
                     self._stats = _read_metrics(metrics.text)
 
 
