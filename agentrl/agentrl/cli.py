@@ -123,6 +123,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""
     settings = settings or ServeConfig()  # pyright: ignore[reportCallIssue]
     from agentrl.gateway import GatewaySettings, run_gateway
+    from agentrl.vllm_server import planned_server
     from agentrl_proxy.server import bind, url_of
 
     try:
@@ -142,22 +143,37 @@ def serve(*, settings: ServeConfig | None = None) -> None:
         markup=False,
         highlight=False,
     )
-    run_gateway(
-        GatewaySettings(
-            store=settings.store,
-            model=settings.model,
-            adapter=settings.adapter if settings.adapter_path else None,
-            device=settings.device,
-            dtype=settings.dtype,
-            operator_key=settings.operator_key,
-            run_id=None,
-            max_tokens=settings.max_tokens,
-            models=settings.model_dump(mode="json")["models"],
-            adapter_path=str(settings.adapter_path) if settings.adapter_path else None,
-            max_concurrent=settings.max_concurrent,
-        ),
-        sock,
-    )
+    log = Path("vllm.log") if "://" in settings.store else Path(f"{settings.store}.vllm.log")
+    vllm = planned_server(settings, log, max_rank=None, adapter_path=settings.adapter_path)
+    try:
+        if vllm is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            console.print(f"[dim]starting vLLM; its log is {log}[/]", soft_wrap=True)
+            vllm.start()
+            vllm.wait()
+        run_gateway(
+            GatewaySettings(
+                store=settings.store,
+                model=settings.model,
+                adapter=settings.adapter if settings.adapter_path else None,
+                device=settings.device,
+                dtype=settings.dtype,
+                operator_key=settings.operator_key,
+                run_id=None,
+                max_tokens=settings.max_tokens,
+                models=settings.model_dump(mode="json")["models"],
+                adapter_path=str(settings.adapter_path.absolute())
+                if settings.adapter_path
+                else None,
+                max_concurrent=settings.max_concurrent,
+                vllm_url=vllm.url if vllm else settings.vllm_url,
+                vllm_key_env=settings.vllm_key_env,
+            ),
+            sock,
+        )
+    finally:
+        if vllm is not None:
+            vllm.stop()
 
 
 @runs_app.command(name="list")

@@ -113,6 +113,31 @@ class ModelConfig(_Config):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter(group=_MODEL)] = (
         Field("auto", description="Precision of the base model; the adapter trains in float32.")
     )
+    sampler: Annotated[Literal["embedded", "vllm"], Parameter(group=_MODEL)] = Field(
+        "embedded",
+        description="What samples: the embedded engine, or a vLLM server.",
+    )
+    vllm_python: Annotated[Path | None, Parameter(group=_MODEL)] = Field(
+        None,
+        description="Interpreter that has vLLM, for the server that is started; by default this "
+        "one. An environment of its own is best, because vLLM pins torch.",
+    )
+    vllm_args: Annotated[str, Parameter(group=_MODEL, allow_leading_hyphen=True)] = Field(
+        "",
+        description="More arguments for the server that is started, for instance "
+        "'--gpu-memory-utilization 0.4' to leave the trainer room on a shared GPU.",
+    )
+    vllm_url: Annotated[str | None, Parameter(group=_MODEL)] = Field(
+        None,
+        description="URL of a vLLM server that runs already, with --enable-lora and "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; it must see the run folder under the same path.",
+        pattern=r"^(https?://|unix:/).+",
+    )
+    vllm_key_env: Annotated[str | None, Parameter(group=_MODEL)] = Field(
+        None,
+        description="NAME of the environment variable that holds that server's API key.",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+    )
     adapter: Annotated[str, Parameter(group=_MODEL)] = Field(
         "policy",
         description="Name of the adapter: the model that the agent asks for.",
@@ -130,6 +155,24 @@ class ModelConfig(_Config):
         description="Other models by the name that the agent asks for, recorded and never trained: "
         "[models.NAME] in the file, JSON in a flag.",
     )
+
+    @field_validator("vllm_key_env")
+    @classmethod
+    def _vllm_key_is_there(cls, name: str | None) -> str | None:
+        if name is not None and not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} is not set")
+        return name
+
+    @model_validator(mode="after")
+    def _vllm_is_meant(self) -> Self:
+        given = [n for n in type(self).model_fields if n.startswith("vllm_") and getattr(self, n)]
+        if given and self.sampler != "vllm":
+            raise ValueError(f'{given[0]}: has no effect without sampler = "vllm"')
+        if self.vllm_url and (self.vllm_python or self.vllm_args):
+            raise ValueError("vllm_url: this server runs already; drop vllm_python and vllm_args")
+        if self.vllm_key_env and not self.vllm_url:
+            raise ValueError("vllm_key_env: is for vllm_url; the server we start needs no key")
+        return self
 
     @model_validator(mode="after")
     def _models_fit_together(self) -> Self:

@@ -63,6 +63,14 @@ class EmbeddedSampler:
     def stats(self) -> dict[str, Any]:
         return asdict(self.engine.stats())
 
+    @property
+    def context_length(self) -> int:
+        return self.engine.base.context_length
+
+    def load_now(self, name: str, version: int, path: str) -> None:
+        """``load_adapter`` for where no event loop runs yet."""
+        self.engine.load_adapter(name, version, path).result()
+
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         prepared = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
         await asyncio.wrap_future(prepared)

@@ -1,4 +1,4 @@
-"""The gateway process: the proxy's app over the embedded sampler, wired to the store.
+"""The gateway process: the proxy's app over a sampler, wired to the store.
 
 Runs as ``python -m agentrl.gateway`` under supervision (training), or in the foreground
 (``agentrl serve``). Its listening socket belongs to the supervisor: while the gateway is down,
@@ -30,6 +30,8 @@ from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
+    from agentrl.embedded import EmbeddedSampler
+    from agentrl.vllm import VllmSampler
     from agentrl_proxy.deps import OtherModel
     from agentrl_proxy.sampler import Sampler
 
@@ -58,6 +60,8 @@ class GatewaySettings:
     max_concurrent: int = 1024
     max_calls_per_rollout: int | None = None
     max_tokens_per_rollout: int | None = None
+    vllm_url: str | None = None  # sample there; None: in this process
+    vllm_key_env: str | None = None
 
 
 def import_gateway() -> None:
@@ -72,13 +76,11 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     import_gateway()
     import torch
 
-    from agentrl.embedded import EmbeddedSampler
     from agentrl_proxy.app import create_app
     from agentrl_proxy.deps import GatewayDeps
     from agentrl_proxy.rendering import Renderer
     from agentrl_proxy.server import serve_on
     from agentrl_tracer.writer import TraceWriter
-    from agentrl_trainer.model import load_base
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
     # The sampler's thread and the event loop hand the interpreter to each other thousands of times
@@ -87,12 +89,11 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     store = Store(settings.store)
     boot_id = secrets.token_hex(6)
     store.register_gateway(boot_id, settings.run_id, os.getpid())
-    base = load_base(settings.model, device=settings.device, dtype=settings.dtype)
-    sampler = EmbeddedSampler(base)
+    sampler, tokenizer = _make_sampler(settings)
     writer = TraceWriter(store, boot_id)
     deps = GatewayDeps(
         sampler=sampler,
-        renderer=Renderer(base.tokenizer),
+        renderer=Renderer(tokenizer),
         store=store,
         writer=writer,
         boot_id=boot_id,
@@ -102,7 +103,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         other_models={name: other_model(fields) for name, fields in settings.models.items()},
         operator_key=settings.operator_key,
         run_id=settings.run_id,
-        context_length=base.context_length,
+        context_length=None,  # known once the sampler runs
         defaults={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
         max_concurrent=settings.max_concurrent,
         max_calls_per_rollout=settings.max_calls_per_rollout,
@@ -112,17 +113,39 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     stopping = threading.Event()
     try:
         sampler.start()
+        deps.context_length = sampler.context_length
         threading.Thread(
             target=_end_without, args=(sampler, stopping), name="sampler-watch", daemon=True
         ).start()
         for name, version, path in _adapters_to_load(settings, store):
-            sampler.engine.load_adapter(name, version, path).result()
+            sampler.load_now(name, version, path)
         serve_on(create_app(deps), sock)
     finally:
         stopping.set()
         sampler.stop()
         writer.close()
         store.close()
+
+
+def _make_sampler(settings: GatewaySettings) -> tuple[EmbeddedSampler | VllmSampler, Any]:
+    """The sampler, not started yet, and the tokenizer of its model."""
+    from agentrl_trainer.model import load_base, load_facts
+
+    if settings.vllm_url is not None:
+        from agentrl.vllm import VllmSampler
+
+        facts = load_facts(settings.model)
+        sampler = VllmSampler(
+            settings.vllm_url,
+            eos_ids=facts.eos_ids,
+            context_length=facts.context_length,
+            api_key=os.environ[settings.vllm_key_env] if settings.vllm_key_env else None,
+        )
+        return sampler, facts.tokenizer
+    from agentrl.embedded import EmbeddedSampler
+
+    base = load_base(settings.model, device=settings.device, dtype=settings.dtype)
+    return EmbeddedSampler(base), base.tokenizer
 
 
 def _end_without(sampler: Sampler, stopping: threading.Event) -> None:

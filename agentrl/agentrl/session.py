@@ -13,6 +13,7 @@ from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
+from agentrl.vllm_server import planned_server
 from agentrl_tracer.schemas import (
     AttemptState,
     Json,
@@ -66,6 +67,12 @@ class Session:
         shared = config.store if isinstance(config, TrainConfig) else None
         self.store = Store(shared or str(folder.store))
         self.run_id = self._register(kind)
+        self._vllm = planned_server(
+            config,
+            folder.logs / "vllm.log",
+            max_rank=config.rank if isinstance(config, TrainConfig) else None,
+            adapter_path=adapter_path,
+        )
         self._settings = GatewaySettings(
             store=self.store.url,
             model=config.model,
@@ -81,6 +88,8 @@ class Session:
             max_concurrent=config.max_concurrent,
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
+            vllm_url=self._vllm.url if self._vllm else config.vllm_url,
+            vllm_key_env=config.vllm_key_env,
         )
         self._asks_for = asks_for or self._settings.adapter or config.model
         self._imports_torch = imports_torch
@@ -124,7 +133,14 @@ class Session:
                 logs=str(self.folder.logs),
                 python=config.python,
                 rollouts_per_process=config.rollouts_per_process,
-                withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
+                withheld=tuple(
+                    name
+                    for name in (
+                        config.vllm_key_env,
+                        *(model.api_key_env for model in config.models.values()),
+                    )
+                    if name
+                ),
             )
         )
         try:
@@ -132,6 +148,8 @@ class Session:
                 import_gateway()
             self.store.close()  # SQLite's connections must not cross a fork; it opens others
             self.gateway.start()
+            if self._vllm:  # after the gateway, which may be a fork: supervision has a thread
+                self._vllm.start()
         except BaseException:
             self.pool.stop()
             raise
@@ -145,6 +163,8 @@ class Session:
     ) -> None:
         self.pool.stop()
         self.gateway.stop()  # after the runners: one that asks for its health would wait in vain
+        if self._vllm:
+            self._vllm.stop()
 
     def begin_stop(self) -> None:
         """Asks the runners to end: nothing more will be executed. Does not wait."""
@@ -158,6 +178,10 @@ class Session:
         """
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while self.gateway.health() is None:
+            if self._vllm and self._vllm.restarts >= 2:
+                raise RunError(
+                    f"vLLM does not start; the end of {self._vllm.log}:\n{self._vllm.log_tail()}"
+                )
             if self.gateway.restarts >= 2 or time.monotonic() > deadline:
                 raise RunError(
                     f"the gateway does not start; the end of {self.folder.logs / 'gateway.log'}:\n"
@@ -208,7 +232,8 @@ class Session:
             time.sleep(_POLL_S)
 
     def _restarts(self) -> int:
-        return self.gateway.restarts + self.pool.restarts
+        vllm = self._vllm.restarts if self._vllm else 0
+        return self.gateway.restarts + self.pool.restarts + vllm
 
 
 def rollout_seed(*parts: object) -> int:

@@ -1,4 +1,4 @@
-"""The gateway over the real embedded engine and the tiny model."""
+"""The gateway over each real sampler and the tiny model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.deps import GatewayDeps
@@ -17,13 +16,8 @@ from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
 from agentrl_tracer.writer import TraceWriter
 
-WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 
-
-def test_chat_over_the_engine(tmp_path: Path) -> None:
-    embedded = pytest.importorskip("agentrl.embedded")
-    model = pytest.importorskip("agentrl_trainer.model")
-    base = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
+def test_chat_over_a_sampler(tmp_path: Path, tiny_sampler: Any, renderer: Renderer) -> None:
     store = Store(str(tmp_path / "trace.db"))
     run_id = store.create_run("test", "train", {})
     [task] = store.add_tasks(run_id, "train", [{}])
@@ -32,13 +26,11 @@ def test_chat_over_the_engine(tmp_path: Path) -> None:
     assert claim is not None
     store.register_gateway("boot", run_id, 1)
     writer = TraceWriter(store, "boot")
-    sampler = embedded.EmbeddedSampler(base)
     deps = GatewayDeps(
-        sampler, Renderer(base.tokenizer), store, writer, "boot",
-        operator_key="k", run_id=run_id, context_length=base.context_length,
+        tiny_sampler, renderer, store, writer, "boot",
+        operator_key="k", run_id=run_id, context_length=tiny_sampler.context_length,
         defaults={"max_tokens": 24},
     )  # fmt: skip
-    sampler.start()
     try:
         with (
             serving(create_app(deps)) as url,
@@ -48,7 +40,6 @@ def test_chat_over_the_engine(tmp_path: Path) -> None:
         ):
             _converse(api)
     finally:
-        sampler.stop()
         writer.close()
     calls = store.calls(attempt_ids=[claim.attempt_id])
     assert calls[0].response_ids == calls[1].response_ids  # one seed, streamed or not

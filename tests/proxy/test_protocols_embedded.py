@@ -1,4 +1,4 @@
-"""One conversation in four protocols over the real embedded engine and the tiny model."""
+"""One conversation in four protocols over each real sampler and the tiny model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import anthropic
 import openai
-import pytest
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.deps import GatewayDeps
@@ -18,13 +17,10 @@ from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
 from agentrl_tracer.writer import TraceWriter
 
-WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 
-
-def test_every_protocol_over_the_engine(tmp_path: Path) -> None:
-    embedded = pytest.importorskip("agentrl.embedded")
-    model = pytest.importorskip("agentrl_trainer.model")
-    base = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
+def test_every_protocol_over_a_sampler(
+    tmp_path: Path, tiny_sampler: Any, renderer: Renderer
+) -> None:
     store = Store(str(tmp_path / "trace.db"))
     run_id = store.create_run("test", "train", {})
     [task] = store.add_tasks(run_id, "train", [{}])
@@ -33,13 +29,10 @@ def test_every_protocol_over_the_engine(tmp_path: Path) -> None:
     assert claim is not None
     store.register_gateway("boot", run_id, 1)
     writer = TraceWriter(store, "boot")
-    sampler = embedded.EmbeddedSampler(base)
-    renderer = Renderer(base.tokenizer)
     deps = GatewayDeps(
-        sampler, renderer, store, writer, "boot", operator_key="k", run_id=run_id,
-        context_length=base.context_length, defaults={"max_tokens": 24},
+        tiny_sampler, renderer, store, writer, "boot", operator_key="k", run_id=run_id,
+        context_length=tiny_sampler.context_length, defaults={"max_tokens": 24},
     )  # fmt: skip
-    sampler.start()
     try:
         with serving(create_app(deps)) as url:
             base_url = f"{url}/rollouts/{claim.rollout_id}"
@@ -49,7 +42,6 @@ def test_every_protocol_over_the_engine(tmp_path: Path) -> None:
             ):
                 texts = _converse(api, other, renderer)
     finally:
-        sampler.stop()
         writer.close()
     calls = store.calls(attempt_ids=[claim.attempt_id])
     for call, text in zip(calls, texts, strict=True):

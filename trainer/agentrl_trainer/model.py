@@ -26,6 +26,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -89,6 +90,30 @@ def resolve_model(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What there is to know of a base model without its weights; the fields are BaseModel's."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    eos_ids: frozenset[int]
+
+
+def load_facts(name: str) -> ModelFacts:
+    """Reads what a process needs that lets another one sample: no weights.
+
+    Raises:
+        ModelError: as ``load_base`` does.
+    """
+    source = resolve_model(name)
+    config, tokenizer = _load_config(name, source)
+    try:
+        generation = GenerationConfig.from_pretrained(source)
+    except OSError:  # the model has no such file; transformers derives it from the configuration
+        generation = GenerationConfig.from_model_config(config)
+    return ModelFacts(tokenizer, _context_length(name, config), _eos_ids(generation, tokenizer))
+
+
 def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseModel:
     """Load a decoder-only chat model in evaluation mode, its weights frozen.
 
@@ -96,14 +121,7 @@ def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseMo
     GPU, float32 on a CPU (where half precision is slower and less exact).
     """
     source = resolve_model(name)
-    config = _load(name, lambda: AutoConfig.from_pretrained(source))
-    _require_decoder_only(name, config)
-    tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source))
-    if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
-            "instruct version of the model, or set `tokenizer.chat_template` and save it."
-        )
+    config, tokenizer = _load_config(name, source)
     target = _device(device)
     kind = _dtype(dtype, target)
     disable_progress_bar()  # ours is the display that people look at
@@ -116,7 +134,7 @@ def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseMo
         device=target,
         dtype=model.dtype,
         context_length=_context_length(name, config),
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=_eos_ids(getattr(model, "generation_config", None), tokenizer),
     )
 
 
@@ -235,6 +253,18 @@ def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
+def _load_config(name: str, source: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    config = _load(name, lambda: AutoConfig.from_pretrained(source))
+    _require_decoder_only(name, config)
+    tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source))
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
+            "instruct version of the model, or set `tokenizer.chat_template` and save it."
+        )
+    return config, tokenizer
+
+
 def _load(name: str, load: Any) -> Any:
     try:
         return load()
@@ -277,8 +307,7 @@ def _context_length(name: str, config: Any) -> int:
     return length
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    generation = getattr(model, "generation_config", None)
+def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     found = getattr(generation, "eos_token_id", None)
     ids = [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
     own = tokenizer.eos_token_id

@@ -1,0 +1,233 @@
+"""Starting a vLLM server, and seeing to it that it ends with us.
+
+Knows vLLM's command line. Does not know its HTTP API, nor samplers. vLLM pins torch, so it may live
+in an environment of its own: what runs there is its own entry point, nothing of ours.
+
+Run as a module, this is the process between supervisor and server: it ends the server, and every
+process that the server started, when it is told to or when the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config import ConfigError, ModelConfig
+from agentrl.supervisor import Supervised, python_module
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has room for
+_ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",  # it would phone home
+    "DO_NOT_TRACK": "1",
+}
+_CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
+_START_TIMEOUT_S = 900.0  # a large model takes minutes to load
+_POLL_S = 0.1
+_END_GRACE_S = 8.0  # less than the supervisor's
+_LOAD_GRACE = 4
+"""Adapters in one batch: the current version and older ones whose answers are still under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """How to start a server."""
+
+    python: str
+    model: str  # a folder or a Hugging Face name
+    dtype: str
+    max_lora_rank: int
+    on_cpu: bool
+    more: tuple[str, ...] = ()  # further arguments; these win
+
+
+class VllmServer:
+    """A supervised vLLM server on a socket that only this user can reach."""
+
+    def __init__(self, settings: VllmSettings, log: Path) -> None:
+        self.log = log
+        # In the temporary folder: a socket's path must be short.
+        self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
+        self._socket = self._folder / "socket"
+        self.url = f"unix:{self._socket}"
+        self._settings = settings
+        self._process: Supervised | None = None
+
+    def start(self) -> None:
+        self._folder.mkdir(mode=0o700)
+        self._process = Supervised(
+            "vLLM",
+            python_module(
+                "agentrl.vllm_server", *server_command(self._settings, str(self._socket))
+            ),
+            self.log,
+            env=_ENVIRONMENT | (_cpu_memory() if self._settings.on_cpu else {}),
+        )
+
+    def wait(self) -> None:
+        """Returns when it accepts connections.
+
+        Raises:
+            RuntimeError: it keeps dying, or takes too long; with the end of its log.
+        """
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self._listens():
+            if self.restarts >= 2 or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"vLLM does not start; the end of {self.log}:\n{self.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self._socket)) == 0
+
+    @property
+    def restarts(self) -> int:
+        return self._process.restarts if self._process else 0
+
+    def log_tail(self) -> str:
+        return self._process.log_tail() if self._process else ""
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def planned_server(
+    config: ModelConfig, log: Path, *, max_rank: int | None, adapter_path: str | Path | None
+) -> VllmServer | None:
+    """The server that the configuration wants started, not started yet; None: it wants none.
+
+    Args:
+        max_rank: of the adapters that will be loaded; None: only ``adapter_path``, if anything.
+
+    Raises:
+        ConfigError: as ``vllm_settings``.
+    """
+    if config.sampler != "vllm" or config.vllm_url is not None:
+        return None
+    if max_rank is None:
+        max_rank = adapter_rank(adapter_path) if adapter_path else _RANKS[0]
+    return VllmServer(vllm_settings(config, max_rank), log)
+
+
+def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
+    """How the configuration wants its server.
+
+    Raises:
+        ConfigError: there is no vLLM where it says, or the rank is beyond vLLM's.
+    """
+    from agentrl_trainer.model import resolve_model
+
+    python = str(config.vllm_python or sys.executable)
+    found = subprocess.run(
+        [python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"],
+        check=False,
+        capture_output=True,
+    )
+    if found.returncode:
+        raise ConfigError(
+            f"vllm_python: {python!r} has no vLLM. Install it there, or name the interpreter of an "
+            "environment that has it (its own is best: vLLM pins torch)"
+        )
+    rank = next((r for r in _RANKS if r >= max_rank), None)
+    if rank is None:
+        raise ConfigError(f"rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
+    on_cpu = _on_cpu(config.device)
+    return VllmSettings(
+        python=python,
+        model=resolve_model(config.model),
+        # As the trainer loads the model: the two must be one policy.
+        dtype="float32" if on_cpu and config.dtype == "auto" else config.dtype,
+        max_lora_rank=rank,
+        on_cpu=on_cpu,
+        more=tuple(shlex.split(config.vllm_args)),
+    )
+
+
+def adapter_rank(folder: str | Path) -> int:
+    """The LoRA rank that a PEFT folder says it has."""
+    return int(json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))["r"])
+
+
+def server_command(settings: VllmSettings, path: str) -> list[str]:
+    return [
+        *(settings.python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--uds", path),
+        *("--model", settings.model),
+        *("--dtype", settings.dtype),
+        *("--generation-config", "vllm"),  # not the model's own top_k and the like
+        *("--logprobs-mode", "raw_logprobs"),
+        *("--structured-outputs-config", '{"backend": "guidance"}'),
+        *("--gpu-memory-utilization", "0.5"),  # the trainer may be on the same GPU
+        "--enable-lora",
+        *("--max-lora-rank", str(settings.max_lora_rank)),
+        *("--max-loras", str(_LOAD_GRACE)),
+        *(["--enforce-eager"] if settings.on_cpu else []),  # there, compiling takes minutes
+        *settings.more,
+    ]
+
+
+def _on_cpu(device: str) -> bool:
+    import torch
+
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+
+
+def _cpu_memory() -> dict[str, str]:
+    """By default vLLM wants nearly all of the memory, and does not start where it is not free."""
+    return {_CPU_CACHE_GIB: os.environ.get(_CPU_CACHE_GIB, "4")}
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Runs the server until it ends, or until it shall."""
+    Path(argv[argv.index("--uds") + 1]).unlink(missing_ok=True)  # of a server that was killed
+    env = dict(environment)
+    if argv[0] != sys.executable:
+        env.pop("PYTHONPATH", None)  # it is for our interpreter, and would mix two environments
+    server = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end(*_: object) -> None:
+        threading.Thread(target=_end_group, args=(server,), daemon=True).start()
+
+    def watch_supervisor() -> None:
+        os.read(0, 1)  # nothing is ever written: it returns when the supervisor is gone
+        end()
+
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=watch_supervisor, name="parent-watch", daemon=True).start()
+    code = server.wait()
+    _kill_group(server)  # what it left behind holds memory, often a GPU's
+    return code if code >= 0 else 128 - code
+
+
+def _end_group(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(_END_GRACE_S)
+    _kill_group(server)
+
+
+def _kill_group(server: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(server.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,251 @@
+"""What every real sampler promises the gateway, asked of each of them with the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.sampler import (
+    ContextLengthError,
+    FinishEvent,
+    GrammarError,
+    RefusedError,
+    SamplingParams,
+    TokenEvent,
+)
+from agentrl_trainer.model import attach_adapter, load_base, lora_config, save_adapter
+
+Answer = tuple[list[TokenEvent], FinishEvent]
+
+
+class Policy:
+    """The model with an adapter, as the trainer has it: what the sampler's log-probs must be of."""
+
+    def __init__(self) -> None:
+        base = load_base("agentrl-tiny", device="cpu", dtype="float32")
+        self.model = attach_adapter(base, "policy", lora_config(8, 8), seed=0)
+
+    def become(self, seed: int, folder: Path) -> None:
+        """Draws other weights and saves them."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                if "lora_B" in name:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
+        shutil.rmtree(folder, ignore_errors=True)
+        save_adapter(self.model, "policy", folder)
+
+    def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        return (
+            self._logprobs(prompt, answer).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+        )
+
+    def likeliest(self, prompt: Sequence[int]) -> list[int]:
+        return self._logprobs(prompt, [0])[0].topk(3).indices.tolist()
+
+    @torch.no_grad()
+    def _logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0]
+        return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    torch.set_num_threads(1)
+    return Policy()
+
+
+@pytest.fixture(scope="module")
+def prompt(renderer: Renderer) -> list[int]:
+    """Long enough to fill blocks of any prefix cache."""
+    talk: list[Any] = [{"role": "system", "content": "You count. " * 90}]
+    return renderer.render([*talk, {"role": "user", "content": "Who are you?"}])
+
+
+@pytest.fixture(scope="module")
+def endless(renderer: Renderer) -> tuple[tuple[int, float], ...]:
+    """A bias under which no answer ends by itself."""
+    return tuple((token, -100.0) for token in range(renderer.vocab_size) if renderer.is_stop(token))
+
+
+async def ask(
+    sampler: Any, prompt: Sequence[int], adapter: str | None = None, **params: Any
+) -> list[Answer]:
+    params = {"max_tokens": 24, "seed": 1} | params
+    events: list[list[TokenEvent]] = [[] for _ in range(params.get("n", 1))]
+    finished: dict[int, FinishEvent] = {}
+    async for event in sampler.sample(prompt, SamplingParams(**params), adapter):
+        if isinstance(event, FinishEvent):
+            finished[event.choice] = event
+        else:
+            assert event.choice not in finished
+            events[event.choice].append(event)
+    return [(tokens, finished[i]) for i, tokens in enumerate(events)]
+
+
+def ids(answer: Answer) -> list[int]:
+    return [event.token_id for event in answer[0]]
+
+
+def close(answer: Answer, expected: Sequence[float]) -> bool:
+    got = [event.logprob for event in answer[0]]
+    return len(got) == len(expected) and max(map(abs, map(float.__sub__, got, expected))) < 2e-4
+
+
+async def test_log_probs_are_the_policys(
+    tiny_sampler: Any, policy: Policy, prompt: list[int], tmp_path: Path
+) -> None:
+    """Of temperature 1 and the whole vocabulary, however it was sampled."""
+    policy.become(1, tmp_path / "v1")
+    await tiny_sampler.load_adapter("policy", 1, str(tmp_path / "v1"))
+    bias = tuple((token, 3.0) for token in policy.likeliest(prompt))
+    for params in (
+        {},
+        {"temperature": 0.0},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.8, "logit_bias": bias, "top_logprobs": 4},
+    ):
+        [answer] = await ask(tiny_sampler, prompt, "policy", **params)
+        assert close(answer, policy.logprobs(prompt, ids(answer)))
+        for event in answer[0]:
+            assert event.adapter_version == 1
+            if params.get("top_logprobs"):
+                assert event.top is not None
+                values = [value for _, value in event.top]
+                assert values == sorted(values, reverse=True)
+                assert len(values) == 4
+                assert dict(event.top).get(event.token_id, event.logprob) == event.logprob
+    [greedy] = await ask(tiny_sampler, prompt, "policy", temperature=0.0)
+    assert ids(greedy)[0] == policy.likeliest(prompt)[0]
+
+
+async def test_a_swap_is_never_stale(
+    tiny_sampler: Any, policy: Policy, prompt: list[int], tmp_path: Path
+) -> None:
+    """Neither by its weights nor by cached keys and values, even from the very same path."""
+    seen: list[list[float]] = []
+    for version in (1, 2, 3):
+        path = tmp_path / ("same" if version > 1 else "first")
+        policy.become(version, path)
+        await tiny_sampler.load_adapter("policy", version, str(path))
+        assert tiny_sampler.adapters["policy"] == version
+        for _ in range(2):  # the second one from the cache
+            [answer] = await ask(tiny_sampler, prompt, "policy")
+            assert close(answer, policy.logprobs(prompt, ids(answer)))
+            assert {event.adapter_version for event in answer[0]} == {version}
+        seen.append(policy.logprobs(prompt, ids(answer)[:1]))
+    assert len({one[0] for one in seen}) == 3
+    [base] = await ask(tiny_sampler, prompt)
+    with policy.model.disable_adapter():
+        assert close(base, policy.logprobs(prompt, ids(base)))
+    assert base[0][0].adapter_version is None
+
+
+async def test_an_answer_keeps_the_version_it_began_with(
+    tiny_sampler: Any, policy: Policy, prompt: list[int], endless: Any, tmp_path: Path
+) -> None:
+    policy.become(1, tmp_path / "v1")
+    await tiny_sampler.load_adapter("policy", 1, str(tmp_path / "v1"))
+    params = SamplingParams(max_tokens=200, seed=4, logit_bias=endless)
+    events = tiny_sampler.sample(prompt, params, "policy")
+    begun = [await anext(events)]
+    other = Policy()
+    other.become(2, tmp_path / "v2")
+    await tiny_sampler.load_adapter("policy", 2, str(tmp_path / "v2"))
+    [later] = await ask(tiny_sampler, prompt, "policy")
+    begun += [event async for event in events]
+    tokens = [event for event in begun if isinstance(event, TokenEvent)]
+    assert len(tokens) == 200
+    versions = [event.adapter_version for event in tokens]
+    assert versions == sorted(versions)
+    old = [event for event in tokens if event.adapter_version == 1]
+    answer = (old, begun[-1])
+    assert close(answer, policy.logprobs(prompt, ids(answer)))
+    assert {event.adapter_version for event in later[0]} == {2}
+    assert close(later, other.logprobs(prompt, ids(later)))
+
+
+async def test_seeds_and_choices(tiny_sampler: Any, prompt: list[int]) -> None:
+    first = await ask(tiny_sampler, prompt, n=3, seed=7, temperature=1.5)
+    again = await ask(tiny_sampler, prompt, n=3, seed=7, temperature=1.5)
+    other = await ask(tiny_sampler, prompt, n=3, seed=8, temperature=1.5)
+    assert list(map(ids, first)) == list(map(ids, again))
+    assert len({tuple(ids(answer)) for answer in first + other}) == 6
+    greedy = await ask(tiny_sampler, prompt, n=2, temperature=0.0)
+    assert ids(greedy[0]) == ids(greedy[1])
+    assert {finish.choice for _, finish in first} == {0, 1, 2}
+
+
+async def test_how_answers_end(
+    tiny_sampler: Any, renderer: Renderer, prompt: list[int], endless: Any
+) -> None:
+    [answer] = await ask(tiny_sampler, prompt, temperature=0.0, max_tokens=64)
+    assert answer[1].reason == "stop"
+    assert answer[1].stop_string is None
+    assert renderer.is_stop(ids(answer)[-1])
+    stop = renderer.decode(ids(answer))[3:5]
+    [cut] = await ask(tiny_sampler, prompt, temperature=0.0, stop=("nowhere", stop))
+    assert cut[1] == FinishEvent(0, "stop", stop_string=stop)
+    assert ids(cut) == ids(answer)[: len(ids(cut))]
+    assert stop in renderer.decode(ids(cut))
+    assert stop not in renderer.decode(ids(cut)[:-1])
+    [short] = await ask(tiny_sampler, prompt, max_tokens=3, logit_bias=endless)
+    assert (len(short[0]), short[1].reason) == (3, "length")
+
+
+async def test_the_context_has_an_end(tiny_sampler: Any, prompt: list[int], endless: Any) -> None:
+    length = tiny_sampler.context_length
+    full = (prompt * 20)[:length]
+    with pytest.raises(ContextLengthError, match=str(length)):
+        await ask(tiny_sampler, full)
+    [answer] = await ask(tiny_sampler, full[:-5], max_tokens=50, logit_bias=endless)
+    assert (len(answer[0]), answer[1].reason) == (5, "length")
+    with pytest.raises(RefusedError) as refused:
+        await ask(tiny_sampler, prompt, "nobody")
+    assert refused.value.code == "unknown_adapter"
+
+
+async def test_closing_cancels(tiny_sampler: Any, prompt: list[int], endless: Any) -> None:
+    await eventually(lambda: tiny_sampler.stats()["running"] == 0)
+    before = tiny_sampler.stats()["generated_tokens"]
+    params = SamplingParams(max_tokens=1200, n=2, seed=1, logit_bias=endless)
+    events = tiny_sampler.sample(prompt, params, None)
+    assert isinstance(await anext(events), TokenEvent)
+    await asyncio.wait_for(events.aclose(), 10.0)
+    await eventually(lambda: tiny_sampler.stats()["running"] == 0)
+    assert 0 < tiny_sampler.stats()["generated_tokens"] - before < 1200
+
+
+async def eventually(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    await asyncio.sleep(2.5)  # statistics may be a second old
+    while not what():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+async def test_a_grammar_decides_and_log_probs_stay_the_policys(
+    tiny_sampler: Any, renderer: Renderer, policy: Policy, prompt: list[int], tmp_path: Path
+) -> None:
+    policy.become(1, tmp_path / "v1")
+    await tiny_sampler.load_adapter("policy", 1, str(tmp_path / "v1"))
+    grammar = 'start: "yes" | "no"'
+    answers = await ask(
+        tiny_sampler, prompt, "policy", n=3, grammar=grammar, top_logprobs=2, temperature=1.4
+    )
+    for answer in answers:
+        assert renderer.decode(ids(answer)) in ("yes", "no")
+        assert close(answer, policy.logprobs(prompt, ids(answer)))
+        assert answer[1].log_mass is not None
+        # What the mask left is no less likely than what was drawn from it.
+        assert sum(event.logprob for event in answer[0]) <= answer[1].log_mass < -1.0
+        assert all(len(event.top or ()) == 2 for event in answer[0])
+    with pytest.raises(GrammarError):
+        await ask(tiny_sampler, prompt, grammar="start: nowhere")
