@@ -81,7 +81,7 @@ FULL = Rules(
 )
 # In the words that agentrl-tiny was raised on, and none besides: CrewAI's own are cut away.
 SIMPLE = Rules(
-    max_turns=5,
+    max_turns=3,
     names_category=True,
     player={
         "role": "Player",
@@ -124,6 +124,7 @@ def search(query: str) -> str:
 class TwentyQuestions(Flow[Game]):
     """One game. Start it with ``kickoff(inputs={"noun": ..., "target": ...})``."""
 
+    _skip_auto_memory: bool = True  # it would load a vector database: 2 s in each process, unused
     rules: Rules
     player: Agent
     answerer: Agent

@@ -36,9 +36,9 @@ class Result:
     turns: int
 
 
-def nouns(split: str, per_category: int | None) -> list[dict[str, str]]:
-    """The rows of a split, or the first few of every category."""
-    rows = [json.loads(line) for line in (HERE / f"{split}.jsonl").read_text().splitlines()]
+def nouns(file: Path, per_category: int | None) -> list[dict[str, str]]:
+    """The rows of a file, or the first few of every category."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     seen: dict[str, int] = defaultdict(int)
     chosen: list[dict[str, str]] = []
     for row in rows:
@@ -60,7 +60,12 @@ async def evaluate(
         print(f"{row['noun']}: {'won' if game.won else 'lost'} in {len(game.turns)}", flush=True)
         return Result(split, row["category"], row["noun"], game.won, len(game.turns))
 
-    games = [(split, row) for split in splits for row in nouns(split, per_category) * repeat]
+    prefix = "simple_" if rules is SIMPLE else ""
+    games = [
+        (split, row)
+        for split in splits
+        for row in nouns(HERE / f"{prefix}{split}.jsonl", per_category) * repeat
+    ]
     return await asyncio.gather(*(one(split, row) for split, row in games))
 
 
