@@ -106,7 +106,7 @@ def test_a_thread_left_behind_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             rehearsal.rehearse()
     finally:
         ended.set()
-    assert refused.value.package == rehearsal.__name__
+    assert refused.value.module == rehearsal.__name__
 
 
 @pytest.mark.parametrize("skip", ["", rehearsal.__name__])

@@ -45,7 +45,7 @@ _STOP_GRACE_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 5.0
 _HEALTHY_AFTER_S = 10.0
-_SKIP = "AGENTRL_RUNNER_SKIP"  # packages not to preload, across our own re-execution
+_SKIP = "AGENTRL_RUNNER_SKIP"  # modules and packages not to preload, across our own re-execution
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Pool:
             if rehearse.__module__ not in self._skip:
                 rehearse()
         except StartedThreads as offence:
-            self._begin_again_without(offence.package)
+            self._begin_again_without(offence.module)
         logger.info("preloaded %d modules in %.1f s", count, time.monotonic() - started)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page after the fork
@@ -169,14 +169,14 @@ class Pool:
                 with contextlib.suppress(OSError):
                     slot.control.send(b"r")
 
-    def _begin_again_without(self, package: str) -> NoReturn:
+    def _begin_again_without(self, module: str) -> NoReturn:
         """Threads do not survive a fork, and what started them cannot be undone: start over.
 
         Our pid and standard input stay, so the trainer notices nothing.
         """
-        logger.info("%s starts threads in the pool; it is left to the attempts", package)
+        logger.info("%s starts threads in the pool; it is left to the attempts", module)
         self._stop_workers()
-        os.environ[_SKIP] = ",".join(sorted({*self._skip, package}))
+        os.environ[_SKIP] = ",".join(sorted({*self._skip, module}))
         read, write = os.pipe()  # the configuration was read from stdin, which must stay open
         os.write(write, self.config.to_json().encode() + b"\n")
         os.close(write)

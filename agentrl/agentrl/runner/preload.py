@@ -21,16 +21,16 @@ from agentrl.runner.agent import AgentSpec
 
 logger = logging.getLogger("agentrl.runner")
 
-# lancedb starts threads of its own and breaks in a forked child.
-_NEVER = frozenset({"lancedb"})
+# lancedb starts threads of its own and breaks in a forked child; CrewAI's every flow imports it.
+_NEVER = frozenset({"lancedb", "crewai.memory.storage.lancedb_storage"})
 
 
 class StartedThreads(Exception):
-    """Importing this package started a thread, which no forked child would have."""
+    """Importing this module started a thread, which no forked child would have."""
 
-    def __init__(self, package: str) -> None:
-        super().__init__(package)
-        self.package = package
+    def __init__(self, module: str) -> None:
+        super().__init__(module)
+        self.module = module
 
 
 def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
@@ -49,7 +49,7 @@ def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
         if name in known or module is None:
             continue
         top = name.partition(".")[0]
-        if top in _NEVER or top == own or top == "__main__" or top.startswith("_agentrl_"):
+        if _within(name, _NEVER) or top == own or top == "__main__" or top.startswith("_agentrl_"):
             continue
         file = getattr(module, "__file__", None)
         spec = getattr(module, "__spec__", None)
@@ -64,20 +64,19 @@ def preload(names: Iterable[str], skip: Collection[str] = ()) -> int:
     """Imports modules that attempts will need; one that fails is left to them. Says how many.
 
     Raises:
-        StartedThreads: a package started a thread; whoever asked should begin again without it.
+        StartedThreads: a module started a thread; whoever asked should begin again without it.
     """
     threads = threading.active_count()
     before = len(sys.modules)
     for name in names:
-        package = name.partition(".")[0]
-        if name in sys.modules or package in skip:
+        if name in sys.modules or _within(name, skip):
             continue
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             logger.debug("preloading %s failed: %s: %s", name, type(error).__name__, error)
         if threading.active_count() > threads:
-            raise StartedThreads(package)
+            raise StartedThreads(name)
     return len(sys.modules) - before
 
 
@@ -89,6 +88,16 @@ def installed_roots() -> tuple[str, ...]:
         roots.add(site.getusersitepackages())
     both = {*roots, *(os.path.realpath(root) for root in roots)}
     return tuple(sorted(root.rstrip(os.sep) + os.sep for root in both))
+
+
+def _within(name: str, modules: Collection[str]) -> bool:
+    """The module, or a package that it is in, is one of ``modules``.
+
+    Not every module of its distribution: one of CrewAI's hundreds starts a thread, and leaving all
+    of them to the attempts would cost each one seconds.
+    """
+    parts = name.split(".")
+    return any(".".join(parts[: i + 1]) in modules for i in range(len(parts)))
 
 
 def _beside(agent: AgentSpec, file: str, roots: tuple[str, ...]) -> bool:
