@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from agentrl.config import EvalConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings, import_gateway
@@ -65,7 +65,7 @@ class Session:
             run_id=self.run_id,
             max_tokens=config.max_tokens,
             temperature=config.temperature,
-            models=config.model_dump(mode="json")["models"],
+            models=_other_models(config),
             adapter_path=adapter_path,
             max_concurrent=config.max_concurrent,
             max_calls_per_rollout=config.max_calls_per_rollout,
@@ -93,6 +93,7 @@ class Session:
 
     def __enter__(self) -> Self:
         config = self.config
+        answered_by = config.answered_by if isinstance(config, EvalConfig) else None
         self.gateway = Gateway(self._settings, self.folder.logs)
         self.pool = start_pool(
             RunnerConfig(
@@ -100,7 +101,7 @@ class Session:
                 gateway=self.gateway.url,
                 run_id=self.run_id,
                 agent=config.agent,
-                model=self._settings.adapter or config.model,
+                model=config.adapter if answered_by else self._settings.adapter or config.model,
                 runners=config.runners,
                 timeout_s=config.timeout,
                 lease_s=config.lease,
@@ -191,6 +192,14 @@ class Session:
 
     def _restarts(self) -> int:
         return self.gateway.restarts + self.pool.restarts
+
+
+def _other_models(config: TrainConfig | EvalConfig) -> dict[str, dict[str, Any]]:
+    """The table of other models; the one that is evaluated also under the policy's name."""
+    models = config.model_dump(mode="json")["models"]
+    if isinstance(config, EvalConfig) and config.answered_by is not None:
+        models[config.adapter] = models[config.answered_by]
+    return models
 
 
 def rollout_seed(*parts: object) -> int:
