@@ -123,6 +123,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""
     settings = settings or ServeConfig()  # pyright: ignore[reportCallIssue]
     from agentrl.gateway import GatewaySettings, run_gateway
+    from agentrl.run_folder import find_adapter
     from agentrl.vllm_server import planned_server
     from agentrl_proxy.server import bind, url_of
 
@@ -131,7 +132,10 @@ def serve(*, settings: ServeConfig | None = None) -> None:
     except (ValueError, OSError) as error:
         raise ConfigError(f"host/port: {error}") from error
     url = url_of(sock)
-    name = settings.adapter if settings.adapter_path else settings.model
+    adapter_path = settings.adapter_path and find_adapter(
+        settings.adapter_path, settings.adapter, field="adapter_path"
+    )
+    name = settings.adapter if adapter_path else settings.model
     console.print(f"[b]{name}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. Try:\n")
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}]})
     authorization = " -H 'authorization: Bearer '$KEY" if settings.operator_key else ""
@@ -144,7 +148,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
         highlight=False,
     )
     log = Path("vllm.log") if "://" in settings.store else Path(f"{settings.store}.vllm.log")
-    vllm = planned_server(settings, log, max_rank=None, adapter_path=settings.adapter_path)
+    vllm = planned_server(settings, log, max_rank=None, adapter_path=adapter_path)
     try:
         if vllm is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -155,16 +159,14 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             GatewaySettings(
                 store=settings.store,
                 model=settings.model,
-                adapter=settings.adapter if settings.adapter_path else None,
+                adapter=settings.adapter if adapter_path else None,
                 device=settings.device,
                 dtype=settings.dtype,
                 operator_key=settings.operator_key,
                 run_id=None,
                 max_tokens=settings.max_tokens,
                 models=settings.model_dump(mode="json")["models"],
-                adapter_path=str(settings.adapter_path.absolute())
-                if settings.adapter_path
-                else None,
+                adapter_path=str(adapter_path.absolute()) if adapter_path else None,
                 max_concurrent=settings.max_concurrent,
                 vllm_url=vllm.url if vllm else settings.vllm_url,
                 vllm_key_env=settings.vllm_key_env,
@@ -174,6 +176,26 @@ def serve(*, settings: ServeConfig | None = None) -> None:
     finally:
         if vllm is not None:
             vllm.stop()
+
+
+@app.command
+def export(
+    source: Annotated[str, Parameter(help="A run folder, RUN@STEP, or a PEFT folder.")],
+    out: Annotated[Path, Parameter(help="Folder to write; it must not exist.")],
+    *,
+    merged: Annotated[bool, Parameter(help="Merge the adapter into the base model.")] = False,
+    model: Annotated[str | None, Parameter(help="Base model; by default the run's.")] = None,
+    adapter: Annotated[str, Parameter(help="Which adapter of the run.")] = "policy",
+) -> None:
+    """Write a trained adapter as PEFT folder or merged model, for vLLM and other servers."""
+    from agentrl.export import export as write
+
+    with console.status("merging" if merged else "copying"):
+        exported = write(source, out, merged=merged, model=model, adapter=adapter)
+    kind = "model" if exported.merged else "adapter"
+    console.print(f"{kind} written to [b]{exported.folder}[/]; serve it with one of:")
+    for command in exported.commands:
+        console.print(f"  [cyan]{command}[/]", soft_wrap=True, highlight=False)
 
 
 @runs_app.command(name="list")

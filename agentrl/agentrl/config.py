@@ -318,6 +318,12 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig):
     store: Annotated[str | None, Parameter(group=_RUN)] = Field(
         None, description="Store: a path or PostgreSQL URL; by default a file in the run folder."
     )
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], Parameter(group=_RUN)] = (
+        Field(
+            default_factory=list[Literal["tensorboard", "wandb", "trackio"]],
+            description="Experiment trackers that get the metrics as well; packages apart.",
+        )
+    )
     keep_checkpoints: Annotated[int, Parameter(group=_RUN)] = Field(
         3, ge=1, description="Newest checkpoints to keep."
     )
@@ -346,10 +352,14 @@ class EvalSettings(ModelConfig, RolloutConfig):
         description="Tasks to evaluate on: a JSON-lines file, one object a line."
     )
     adapter_path: Annotated[Path | None, Parameter(group=_MODEL)] = Field(
-        None, description="PEFT folder of a trained adapter; without it the base model answers."
+        None,
+        description="A run folder, RUN@STEP, or a PEFT folder; without it the base model answers.",
+    )
+    answered_by: Annotated[str | None, Parameter(group=_MODEL)] = Field(
+        None, description="Evaluate this model of the [models] table, in place of the base model."
     )
     samples: Annotated[int, Parameter(group=_AGENT)] = Field(
-        1, ge=1, description="Rollouts per task (more than one: set a temperature)."
+        1, ge=1, description="Rollouts per task, for pass@k (more than one: set a temperature)."
     )
     temperature: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
         0.0, ge=0, le=2, description="Sampling temperature, whatever the agent asks for."
@@ -358,6 +368,19 @@ class EvalSettings(ModelConfig, RolloutConfig):
     runs: Annotated[Path, Parameter(group=_RUN)] = Field(
         Path("runs"), description="Folder that holds the run folders."
     )
+
+    @model_validator(mode="after")
+    def _one_model_answers(self) -> Self:
+        if self.answered_by is None:
+            return self
+        if self.adapter_path is not None:
+            raise ValueError("answered_by and adapter_path: give one of them")
+        if self.answered_by not in self.models:
+            known = ", ".join(self.models) or "none"
+            raise ValueError(
+                f"answered_by: there is no [models.{self.answered_by}] in the file (there: {known})"
+            )
+        return self
 
 
 class EvalConfig(EvalSettings):
@@ -412,7 +435,7 @@ class ServeConfig(ModelConfig):
     """Everything ``agentrl serve`` takes."""
 
     adapter_path: Annotated[Path | None, Parameter(group=_MODEL)] = Field(
-        None, description="PEFT folder of a trained adapter, for instance runs/NAME/adapter."
+        None, description="A trained adapter: a run folder, RUN@STEP, or a PEFT folder."
     )
     host: Annotated[str, Parameter(group=_RUN)] = Field(
         "127.0.0.1", description="Address to listen on; others than loopback need --operator-key."

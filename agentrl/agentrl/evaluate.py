@@ -1,37 +1,58 @@
-"""``agentrl eval``: run the agent on tasks with a base model or a trained adapter, and count."""
+"""``agentrl eval``: run the agent on tasks with a model or a trained adapter, and count."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.progress import Progress
 
-from agentrl.config import ConfigError, EvalConfig
+from agentrl.config import EvalConfig
+from agentrl.intervals import mean_interval, pass_at_k, wilson
 from agentrl.report import evaluation_report
-from agentrl.run_folder import RunFolder
+from agentrl.run_folder import RunFolder, find_adapter
 from agentrl.session import Session, failures, plan_evaluation
 from agentrl.tasks import load_tasks
-from agentrl_tracer.schemas import SkipReason
+from agentrl_tracer.schemas import Reward, Rollout, SkipReason
 from agentrl_trainer.rewards import rollout_rewards
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What an evaluation found. A rollout that failed or emitted no reward is no success."""
+
+    tasks: int
+    rollouts: int
+    successes: int
+    accuracy: float
+    interval: tuple[float, float]
+    """95 %, of the accuracy: over rollouts where each has its own task, else over tasks."""
+    pass_at: dict[int, float]
+    """By k: 1, 2, 4, ... and the samples of a task; empty with one sample."""
+    reward: float | None
+    """Mean over the rollouts that have one."""
+
+
 def evaluate(config: EvalConfig, console: Console) -> None:
-    """Runs the evaluation and prints its report."""
+    """Runs the evaluation and prints its report.
+
+    Raises:
+        ConfigError: the tasks or the adapter are not there.
+        RunError: nothing can be executed.
+    """
     tasks = load_tasks(config.tasks, "tasks")
-    if (
-        config.adapter_path is not None
-        and not (config.adapter_path / "adapter_config.json").exists()
-    ):
-        raise ConfigError(
-            f"adapter_path: {str(config.adapter_path)!r} is no PEFT folder: it has no "
-            "adapter_config.json"
-        )
+    adapter = config.adapter_path and find_adapter(
+        config.adapter_path, config.adapter, field="adapter_path"
+    )
     folder = RunFolder.create(config.runs, None, "eval")
     session = Session(
         folder,
         config,
         "eval",
-        base_only=config.adapter_path is None,
-        adapter_path=str(config.adapter_path.absolute()) if config.adapter_path else None,
+        base_only=adapter is None,
+        adapter_path=str(adapter.absolute()) if adapter else None,
+        asks_for=config.adapter if config.answered_by else None,
     )
     store, run_id = session.store, session.run_id
     task_ids = store.add_tasks(run_id, "eval", tasks)
@@ -45,11 +66,36 @@ def evaluate(config: EvalConfig, console: Console) -> None:
     ids = [rollout.id for rollout in rollouts]
     calls = store.calls(rollout_ids=ids)
     store.settle(trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION))
-    scores = rollout_rewards(rollouts, store.rewards(ids)).values()
-    earned = [score for score in scores if score is not None]
-    successes = sum(score >= config.success_reward for score in earned)
-    mean = sum(earned) / len(earned) if earned else None
+    scores = score(rollouts, store.rewards(ids), config.success_reward)
     store.end_run(run_id, "finished")
     store.close()
-    console.print(evaluation_report(rollouts, successes, mean, failures(rollouts)))
+    problems = failures(rollouts)
+    folder.write_json(folder.summary, asdict(scores) | {"failures": problems})
+    console.print(evaluation_report(scores, problems))
     console.print(f"[dim]recorded in {folder.root}[/]")
+
+
+def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float) -> Scores:
+    """Counts the rollouts whose reward is at least ``success``."""
+    earned = rollout_rewards(rollouts, rewards)
+    by_task: dict[str, list[bool]] = {}
+    for rollout in rollouts:
+        reward = earned[rollout.id]
+        by_task.setdefault(rollout.task_id, []).append(reward is not None and reward >= success)
+    successes, samples = sum(map(sum, by_task.values())), min(map(len, by_task.values()))
+    rates = [sum(outcomes) / len(outcomes) for outcomes in by_task.values()]
+    low, high = wilson(successes, len(rollouts)) if samples == 1 else mean_interval(rates)
+    ks = sorted({2**i for i in range(samples.bit_length())} | {samples}) if samples > 1 else []
+    given = [reward for reward in earned.values() if reward is not None]
+    return Scores(
+        tasks=len(by_task),
+        rollouts=len(rollouts),
+        successes=successes,
+        accuracy=successes / len(rollouts),
+        interval=(max(0.0, low), min(1.0, high)),
+        pass_at={
+            k: sum(pass_at_k(sum(o), len(o), k) for o in by_task.values()) / len(by_task)
+            for k in ks
+        },
+        reward=sum(given) / len(given) if given else None,
+    )

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from agentrl.display import sparkline
 from agentrl.metrics import HELD_OUT, REWARD
-from agentrl_tracer.schemas import Accounting, Json, Outcomes, Rollout
+from agentrl_tracer.schemas import Accounting, Json, Outcomes
 
 if TYPE_CHECKING:
+    from agentrl.evaluate import Scores
     from agentrl.train import Summary
 
 
@@ -59,15 +60,20 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def evaluation_report(
-    rollouts: Sequence[Rollout], successes: int, mean: float | None, problems: dict[str, int]
-) -> Table:
+def evaluation_report(scores: Scores, problems: dict[str, int]) -> Table:
+    low, high = scores.interval
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    table.add_row("rollouts", str(len(rollouts)))
-    table.add_row("accuracy", f"[b]{successes / len(rollouts):.1%}[/] ({successes} successes)")
-    table.add_row("mean reward", "–" if mean is None else f"{mean:+.3f}")
+    table.add_row("rollouts", f"{scores.rollouts} of {scores.tasks} tasks")
+    table.add_row(
+        "accuracy",
+        f"[b]{scores.accuracy:.1%}[/] ({scores.successes} successes; "
+        f"95 % interval {low:.1%} to {high:.1%})",
+    )
+    for k, chance in scores.pass_at.items():
+        table.add_row(f"pass@{k}", f"{chance:.1%}")
+    table.add_row("mean reward", "–" if scores.reward is None else f"{scores.reward:+.3f}")
     for reason, count in problems.items():
         table.add_row("failed", Text(f"{count}×: {reason}"))
     return table

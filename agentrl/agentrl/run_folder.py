@@ -84,3 +84,42 @@ class RunFolder:
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.metrics)
+
+
+def run_and_step(source: str | Path) -> tuple[RunFolder, str]:
+    """``runs/NAME@STEP`` in its parts; the step is empty where none is given."""
+    root, _, step = str(source).partition("@")
+    return RunFolder(Path(root)), step
+
+
+def find_adapter(source: str | Path, adapter: str, *, field: str) -> Path:
+    """The PEFT folder that ``source`` means: itself, a run's last adapter, or ``RUN@STEP``'s.
+
+    Args:
+        adapter: which adapter of the run.
+        field: the setting's name, for the error.
+
+    Raises:
+        ConfigError: there is no such adapter; with the steps that there are.
+    """
+    path = Path(source)
+    if (path / "adapter_config.json").is_file():
+        return path
+    folder, step = run_and_step(source)
+    if not folder.config.is_file():
+        raise ConfigError(
+            f"{field}: {str(source)!r} is neither a PEFT folder (it has no adapter_config.json) "
+            "nor a run folder"
+        )
+    if not step and (folder.adapter / "adapter_config.json").is_file():
+        return folder.adapter
+    versions = {int(p.name[1:]): p for p in sorted((folder.adapters / adapter).glob("v*"))}
+    if not step and versions:
+        return versions[max(versions)]
+    if step.isdecimal() and int(step) in versions:
+        return versions[int(step)]
+    there = ", ".join(map(str, versions)) or "none"
+    raise ConfigError(
+        f"{field}: {folder.root} has no adapter {adapter!r} of step {step or 'any'}; "
+        f"kept are those of: {there}"
+    )

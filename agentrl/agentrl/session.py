@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings, import_gateway
@@ -83,7 +83,7 @@ class Session:
             run_id=self.run_id,
             max_tokens=config.max_tokens,
             temperature=config.temperature,
-            models=config.model_dump(mode="json")["models"],
+            models=_other_models(config),
             adapter_path=adapter_path,
             max_concurrent=config.max_concurrent,
             max_calls_per_rollout=config.max_calls_per_rollout,
@@ -234,6 +234,14 @@ class Session:
     def _restarts(self) -> int:
         vllm = self._vllm.restarts if self._vllm else 0
         return self.gateway.restarts + self.pool.restarts + vllm
+
+
+def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dict[str, Any]]:
+    """The table of other models; the one that is evaluated also under the policy's name."""
+    models = config.model_dump(mode="json")["models"]
+    if isinstance(config, EvalConfig) and config.answered_by is not None:
+        models[config.adapter] = models[config.answered_by]
+    return models
 
 
 def rollout_seed(*parts: object) -> int:

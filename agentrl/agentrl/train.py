@@ -11,7 +11,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from agentrl.session import (
     plan_evaluation,
     rollout_seed,
 )
+from agentrl.trackers import Trackers
 from agentrl_tracer.schemas import (
     Call,
     CallState,
@@ -123,6 +124,9 @@ class Training:
         self.steps = config.steps or steps_of_one_epoch(len(tasks), config.batch_size)
         self.task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self.eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
+        self.trackers = Trackers(
+            config.trackers, self.folder, config.model_dump(mode="json"), display.note
+        )
         self.base: BaseModel
         self.learner: Learner
 
@@ -147,6 +151,7 @@ class Training:
         with self.clock("picture"):
             summary = self._finish(step)
         self.store.end_run(self.run_id, "finished")
+        self.trackers.close()
         return summary
 
     # ---- one step
@@ -165,8 +170,7 @@ class Training:
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
         self._tell_failures(rollouts, batch, outcomes)
         row = self._row(step, calls, batch, stats, outcomes, clock)
-        self.folder.append_metrics(row)
-        self.store.log_metrics(self.run_id, step, _finite_numbers(row))
+        self._log(step, row)
         with clock("checkpoint"):
             self._checkpoint(step)
         with clock("publish"):
@@ -284,6 +288,11 @@ class Training:
             }
         return row
 
+    def _log(self, step: int, row: Mapping[str, Any]) -> None:
+        self.folder.append_metrics(row)
+        self.store.log_metrics(self.run_id, step, _finite_numbers(row))
+        self.trackers.log(step, row)
+
     # ---- evaluation
 
     def _evaluate_if_due(self, step: int) -> None:
@@ -297,8 +306,7 @@ class Training:
             )
             accuracy, mean = self._score(rollouts)
         row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean}
-        self.folder.append_metrics(row)
-        self.store.log_metrics(self.run_id, step, _finite_numbers(row))
+        self._log(step, row)
         self.display.evaluated(step, accuracy)
         for reason, count in list(failures(rollouts).items())[:2]:
             self.display.note(f"{count} of {len(rollouts)} evaluations failed: {reason}")
@@ -463,7 +471,7 @@ def _answer(call: Call) -> str:
     return str(choices[0].get("message", {}).get("content", ""))
 
 
-def _finite_numbers(row: dict[str, Any]) -> dict[str, float]:
+def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """What a database column takes: numbers, and no NaN."""
     return {
         name: float(value)

@@ -1,0 +1,78 @@
+"""``agentrl export``: a trained adapter as others serve it, by itself or merged into its base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config import ConfigError
+from agentrl.run_folder import find_adapter, run_and_step
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written, and how to serve it."""
+
+    folder: Path
+    merged: bool
+    commands: Sequence[str]
+
+
+def export(source: str, out: Path, *, merged: bool, model: str | None, adapter: str) -> Exported:
+    """Writes a PEFT folder, or a whole model with the adapter merged into its weights.
+
+    Args:
+        source: a run folder, ``RUN@STEP``, or a PEFT folder.
+        out: the folder to write; it must not exist.
+        model: the base model; by default the run's.
+        adapter: which adapter of the run.
+
+    Raises:
+        ConfigError: there is nothing to export, or ``out`` exists, or the base is not known.
+    """
+    peft = find_adapter(source, adapter, field="source")
+    if out.exists():
+        raise ConfigError(f"out: {str(out)!r} exists already; give a folder that does not")
+    base = model or _base_of(source, peft)
+    if base is None:
+        raise ConfigError(
+            "model: neither the run nor adapter_config.json tells the base model; give --model"
+        )
+    if not merged:
+        from agentrl_trainer.model import resolve_model
+
+        shutil.copytree(peft, out)
+        ours = f"agentrl serve --adapter-path {out} --model {base}"
+        theirs = f"vllm serve {resolve_model(base)} --enable-lora --lora-modules {adapter}={out}"
+        return Exported(out, False, [ours, theirs])
+    _merge(peft, base, out)
+    return Exported(out, True, [f"vllm serve {out}", f"agentrl serve --model {out}"])
+
+
+def _base_of(source: str, peft: Path) -> str | None:
+    """The base model as the run was told, else as PEFT's folder tells."""
+    run, _ = run_and_step(source)
+    if run.config.is_file():
+        return json.loads(run.config.read_text(encoding="utf-8"))["model"]
+    return json.loads((peft / "adapter_config.json").read_text(encoding="utf-8")).get(
+        "base_model_name_or_path"
+    )
+
+
+def _merge(peft: Path, model: str, out: Path) -> None:
+    """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it."""
+    from peft import PeftModel
+
+    from agentrl_trainer.model import load_base
+
+    base = load_base(model, device="cpu", dtype="auto")
+    adapted = PeftModel.from_pretrained(base.model, str(peft))
+    whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
+    staging = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    whole.save_pretrained(staging)
+    base.tokenizer.save_pretrained(staging)
+    staging.rename(out)
