@@ -140,7 +140,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             max_tokens=settings.max_tokens,
             models=settings.model_dump(mode="json")["models"],
             adapter_path=str(settings.adapter_path) if settings.adapter_path else None,
-            max_concurrent=settings.max_concurrent,
+            **settings.gateway_limits(),
         ),
         sock,
     )

@@ -120,6 +120,23 @@ class ModelConfig(_Config):
     max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
         1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
     )
+    max_queued: Annotated[int, Parameter(group=_RUN)] = Field(
+        1024, ge=1, description="Answers that wait to be sampled; while more do, others get 429."
+    )
+    receive_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
+        60, gt=0, description="Seconds a client has to send a whole request to the gateway."
+    )
+    stall_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
+        60, gt=0, description="Seconds a client may leave an answer unread before it is dropped."
+    )
+    grace: Annotated[int, Parameter(group=_RUN)] = Field(
+        5, ge=0, description="Seconds for answers under way when the gateway is told to stop."
+    )
+    accept_any_model: Annotated[bool, Parameter(group=_MODEL)] = Field(
+        True,
+        description="Whether the adapter answers model names that nobody has defined, as agents "
+        "write theirs down (gpt-4o-mini); without it they get 404.",
+    )
     models: Annotated[
         dict[str, OtherModelConfig],
         Parameter(group=_MODEL, accepts_keys=False, n_tokens=1),
@@ -129,6 +146,14 @@ class ModelConfig(_Config):
         description="Other models by the name that the agent asks for, recorded and never trained: "
         "[models.NAME] in the file, JSON in a flag.",
     )
+
+    def gateway_limits(self) -> dict[str, Any]:
+        """These settings as GatewaySettings calls them."""
+        names = (
+            "max_concurrent", "max_queued", "receive_timeout", "stall_timeout", "grace",
+            "accept_any_model",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _models_fit_together(self) -> Self:

@@ -67,7 +67,7 @@ class Session:
             temperature=config.temperature,
             models=config.model_dump(mode="json")["models"],
             adapter_path=adapter_path,
-            max_concurrent=config.max_concurrent,
+            **config.gateway_limits(),
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
         )

@@ -96,10 +96,12 @@ class CallStore:
             states = self._attempt_states(c, [i for i in concerned if i is not None])
             if marks:
                 insert = self._insert(t.calls, _ROW)
-                c.executemany(insert.sql, [insert.parameters((*_values(m), boot_id)) for m in marks])
+                c.executemany(
+                    insert.sql, [insert.parameters((*_values(m), boot_id)) for m in marks]
+                )
             if finished:
                 insert = self._insert(t.calls, _ROW, update=_CALL_UPDATES, keep=_KEPT_VERDICT)
-                rows: list[Any] = []
+                rows = []
                 for call in finished:
                     row = [*_values(call), boot_id]
                     attempt_id = call.attempt_id
