@@ -167,7 +167,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
                 max_tokens=settings.max_tokens,
                 models=settings.model_dump(mode="json")["models"],
                 adapter_path=str(adapter_path.absolute()) if adapter_path else None,
-                max_concurrent=settings.max_concurrent,
+                **settings.gateway_limits(),
                 vllm_url=vllm.url if vllm else settings.vllm_url,
                 vllm_key_env=settings.vllm_key_env,
             ),

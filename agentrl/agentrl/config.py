@@ -146,6 +146,23 @@ class ModelConfig(_Config):
     max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
         1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
     )
+    max_queued: Annotated[int, Parameter(group=_RUN)] = Field(
+        1024, ge=1, description="Answers that wait to be sampled; while more do, others get 429."
+    )
+    receive_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
+        60, gt=0, description="Seconds a client has to send a whole request to the gateway."
+    )
+    stall_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
+        60, gt=0, description="Seconds a client may leave an answer unread before it is dropped."
+    )
+    grace: Annotated[int, Parameter(group=_RUN)] = Field(
+        5, ge=0, description="Seconds for answers under way when the gateway is told to stop."
+    )
+    accept_any_model: Annotated[bool, Parameter(group=_MODEL)] = Field(
+        True,
+        description="Whether the adapter answers model names that nobody has defined, as agents "
+        "write theirs down (gpt-4o-mini); without it they get 404.",
+    )
     models: Annotated[
         dict[str, OtherModelConfig],
         Parameter(group=_MODEL, accepts_keys=False, n_tokens=1),
@@ -173,6 +190,14 @@ class ModelConfig(_Config):
         if self.vllm_key_env and not self.vllm_url:
             raise ValueError("vllm_key_env: is for vllm_url; the server we start needs no key")
         return self
+
+    def gateway_limits(self) -> dict[str, Any]:
+        """These settings as GatewaySettings calls them."""
+        names = (
+            "max_concurrent", "max_queued", "receive_timeout", "stall_timeout", "grace",
+            "accept_any_model",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _models_fit_together(self) -> Self:

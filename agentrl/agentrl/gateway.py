@@ -58,6 +58,11 @@ class GatewaySettings:
     """Other models: OtherModelConfig's fields by name. Keys stay in the environment."""
     adapter_path: str | None = None  # a fixed adapter, version 0, when there is no run
     max_concurrent: int = 1024
+    max_queued: int = 1024
+    receive_timeout: float = 60.0
+    stall_timeout: float = 60.0
+    grace: int = 5
+    accept_any_model: bool = True
     max_calls_per_rollout: int | None = None
     max_tokens_per_rollout: int | None = None
     vllm_url: str | None = None  # sample there; None: in this process
@@ -77,6 +82,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     import torch
 
     from agentrl_proxy.app import create_app
+    from agentrl_proxy.connection import Limits
     from agentrl_proxy.deps import GatewayDeps
     from agentrl_proxy.rendering import Renderer
     from agentrl_proxy.server import serve_on
@@ -105,7 +111,14 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         run_id=settings.run_id,
         context_length=None,  # known once the sampler runs
         defaults={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
+        accept_any_model=settings.accept_any_model,
         max_concurrent=settings.max_concurrent,
+        max_queued=settings.max_queued,
+        limits=Limits(
+            receive_s=settings.receive_timeout,
+            stall_s=settings.stall_timeout,
+            grace_s=settings.grace,
+        ),
         max_calls_per_rollout=settings.max_calls_per_rollout,
         max_tokens_per_rollout=settings.max_tokens_per_rollout,
     )

@@ -85,7 +85,7 @@ class Session:
             temperature=config.temperature,
             models=_other_models(config),
             adapter_path=adapter_path,
-            max_concurrent=config.max_concurrent,
+            **config.gateway_limits(),
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
             vllm_url=self._vllm.url if self._vllm else config.vllm_url,

@@ -19,6 +19,8 @@ from agentrl_proxy.errors import ApiError, body_too_large, invalid
 
 Write = Callable[[bytes], Awaitable[None]]
 
+_MOST_HELD = 64 * 1024  # bytes of events; then a stream waits for its client
+
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body, unzipped, or 413 as soon as it is known to be too large."""
@@ -94,36 +96,42 @@ class WorkResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = _SseSender(send)
-        task = asyncio.create_task(self._work.run(sender.write if self._stream else None))
-        gone = asyncio.create_task(_client_gone(receive))
+        here = asyncio.current_task()
+        assert here is not None
+        gone = False
+
+        async def cancel_when_gone() -> None:
+            nonlocal gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            if not self._work.keep_alone:
+                gone = True
+                here.cancel()
+
+        watcher = asyncio.create_task(cancel_when_gone())
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and self._work.keep_alone:
-                await asyncio.wait((task,))
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
-        finally:
-            gone.cancel()
-            if not task.done():  # this request itself was cancelled: the server is closing
-                task.cancel()
-                await asyncio.wait((task,))
-        if task.cancelled():
+            result = await self._work.run(sender.write if self._stream else None)
+        except asyncio.CancelledError:
+            if not gone:  # this request itself was cancelled: the server is closing
+                raise
+            here.uncancel()
             return
-        error = task.exception()
-        if error is None:
+        except Exception as error:
+            if not sender.started:
+                raise
+            refusal = error if isinstance(error, ApiError) else internal_error()
+            await sender.finish(self._work.failed(refusal))
+            if refusal is not error:
+                raise
+        else:
+            watcher.cancel()
             if self._stream:
                 await sender.finish()
             else:
-                await json_response(task.result())(scope, receive, send)
-        elif not sender.started:
-            raise error
-        else:
-            refusal = error if isinstance(error, ApiError) else internal_error()
-            await sender.write(self._work.failed(refusal))
-            await sender.finish()
-            if refusal is not error:
-                raise error
+                await json_response(result)(scope, receive, send)
+        finally:
+            watcher.cancel()
+            sender.close()
 
 
 def internal_error() -> ApiError:
@@ -132,11 +140,62 @@ def internal_error() -> ApiError:
 
 
 class _SseSender:
+    """Server-sent events, as few writes as need be.
+
+    The first event of a turn of the event loop leaves at once; what else the turn makes leaves
+    together at its end. Where the client reads slowly, ``write`` waits.
+    """
+
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self._in_turn = False  # something has left in this turn already
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._flushing: asyncio.Task[None] | None = None
 
     async def write(self, data: bytes) -> None:
+        if not self._in_turn and self._flushing is None:
+            self._in_turn = True
+            asyncio.get_running_loop().call_soon(self._end_turn)
+            await self._send_body(data)
+            return
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > _MOST_HELD:
+            await self._flushed()
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Sends what is held, ``data``, and the end."""
+        if self._flushing is not None:
+            await self._flushing
+        held, self._held = self._held, []
+        await self._send_body(b"".join([*held, data]), more=False)
+
+    def close(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+
+    def _end_turn(self) -> None:
+        self._in_turn = False
+        if self._held and self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+
+    async def _flushed(self) -> None:
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+        await asyncio.shield(self._flushing)
+
+    async def _flush(self) -> None:
+        try:
+            while self._held:
+                data = b"".join(self._held)
+                self._held, self._held_bytes = [], 0
+                await self._send_body(data)
+        finally:
+            self._flushing = None
+
+    async def _send_body(self, data: bytes, *, more: bool = True) -> None:
         if not self.started:
             self.started = True
             await self._send(
@@ -150,12 +209,4 @@ class _SseSender:
                     ],
                 }
             )
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})

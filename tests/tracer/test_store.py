@@ -295,7 +295,9 @@ async def test_what_the_database_refuses_fails_alone(store: Store) -> None:
     write_calls = store.write_calls
     busy = threading.Event()
 
-    def watched(boot_id: str, opened: Any, finished: Any, *rest: Any) -> Any:
+    def watched(boot_id: str, opened: Any, finished: Any, *rest: Any, wait: bool = True) -> Any:
+        if not wait:
+            raise sa.exc.OperationalError("BEGIN", {}, Exception("somebody else is writing"))
         commits.append(len(finished))
         busy.wait(10)  # so that what comes meanwhile is one batch
         return write_calls(boot_id, opened, finished, *rest)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,6 +22,7 @@ from agentrl_tracer.schemas import (
 )
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.engine import Database
+from agentrl_tracer.store.hot import Hot
 from agentrl_tracer.store.upsert import upsert
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
@@ -29,10 +32,11 @@ _REWARD_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
 _KEPT_VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_KEPT_VERDICT))
 
+_ROW = (*(c.name for c in _CALL_COLUMNS), "gateway")
+_values = attrgetter(*Call.__dataclass_fields__)
+_SKIP_REASON = _ROW.index("skip_reason")
+
 # Statements of the hot path are built once: building one costs as much as executing it.
-_ATTEMPT_STATES = sa.select(t.attempts.c.id, t.attempts.c.state).where(
-    t.attempts.c.id.in_(sa.bindparam("ids", expanding=True))
-)
 _SET_PROXIED = (
     t.gateways.update()
     .where(t.gateways.c.boot_id == sa.bindparam("boot"))
@@ -73,30 +77,43 @@ class CallStore:
         finished: Sequence[Call],
         proxied: int,
         deliveries: Sequence[Delivery] = (),
+        *,
+        wait: bool = True,
     ) -> dict[str, AttemptState | None]:
         """One group commit: open and finished calls, the gateway's own count, spans and rewards.
 
         A call that finishes after its attempt was sealed is kept, as ``late_call``; spans and
         rewards that come after it are not. Returns the state of every attempt among finished
         calls and deliveries as of this transaction, by attempt id.
+
+        Args:
+            wait: see ``Database.write_hot``.
         """
         done = {call.id for call in finished}
+        marks = [call for call in opened if call.id not in done] if opened else ()
         concerned = {item.attempt_id for item in (*finished, *deliveries)} - {None}
-        with self.db.write() as c:
-            states = self._attempt_states(c, concerned)
-            rows = [_row(call, boot_id) for call in opened if call.id not in done]
-            if rows:
-                c.execute(upsert(self.db, t.calls, update=()), rows)
-            rows = [_row(call, boot_id) for call in finished]
-            for row in rows:
-                state = states.get(row["attempt_id"])
-                if row["attempt_id"] is not None and state is not AttemptState.RUNNING:
-                    row["skip_reason"] = SkipReason.LATE_CALL
-            if rows:
-                statement = upsert(self.db, t.calls, update=_CALL_UPDATES, keep=_KEPT_VERDICT)
-                c.execute(statement, rows)
+        with self.db.write_hot(wait=wait) as c:
+            states = self._attempt_states(c, [i for i in concerned if i is not None])
+            if marks:
+                insert = self._insert(t.calls, _ROW)
+                c.executemany(
+                    insert.sql, [insert.parameters((*_values(m), boot_id)) for m in marks]
+                )
+            if finished:
+                insert = self._insert(t.calls, _ROW, update=_CALL_UPDATES, keep=_KEPT_VERDICT)
+                rows = []
+                for call in finished:
+                    row = [*_values(call), boot_id]
+                    attempt_id = call.attempt_id
+                    if attempt_id is not None and (
+                        states.get(attempt_id) is not AttemptState.RUNNING
+                    ):
+                        row[_SKIP_REASON] = SkipReason.LATE_CALL
+                    rows.append(insert.parameters(row))
+                c.executemany(insert.sql, rows)
             if opened or finished:
-                c.execute(_SET_PROXIED, {"boot": boot_id, "count": proxied})
+                count = self.db.hot("proxied", lambda: _SET_PROXIED, ("boot", "count"))
+                c.execute(count.sql, count.parameters((boot_id, proxied)))
             for delivery in deliveries:
                 attempt_id = delivery.attempt_id
                 if attempt_id is None or states.get(attempt_id) is AttemptState.RUNNING:
@@ -105,7 +122,7 @@ class CallStore:
 
     def record_spans(self, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:
         """Keeps spans, and the rewards among them; what is delivered twice is kept once."""
-        with self.db.write() as c:
+        with self.db.write_hot() as c:
             self._keep(c, spans, rewards)
 
     def next_seq(self, attempt_id: str) -> int:
@@ -118,13 +135,24 @@ class CallStore:
             calls, size = c.execute(_SPENT, {"attempt_id": attempt_id}).one()
         return calls, int(size) // 4
 
-    def _keep(self, c: sa.Connection, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
-        if spans:
-            rows = [_fields(span) for span in spans]
-            c.execute(upsert(self.db, t.spans, update=()), rows)
-        if rewards:
-            rows = [_fields(r) | {"created_at": r.created_at or time.time()} for r in rewards]
-            c.execute(upsert(self.db, t.rewards, update=()), rows)
+    def _keep(self, c: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
+        dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]
+        for table, records in ((t.spans, spans), (t.rewards, dated)):
+            if records:
+                names = tuple(records[0].__dataclass_fields__)
+                insert = self._insert(table, names)
+                values = attrgetter(*names)
+                c.executemany(insert.sql, [insert.parameters(values(one)) for one in records])
+
+    def _insert(
+        self,
+        table: sa.Table,
+        names: tuple[str, ...],
+        update: tuple[str, ...] = (),
+        keep: tuple[str, ...] = (),
+    ) -> Hot:
+        make = partial(upsert, self.db, table, update, keep)
+        return self.db.hot((table.name, update), make, names)
 
     def calls(
         self,
@@ -221,21 +249,20 @@ class CallStore:
                 skipped[reason] = skipped.get(reason, 0) + n
         return Accounting(proxied, sum(row[2] for row in rows), trained, skipped, pending)
 
-    @staticmethod
-    def _attempt_states(c: sa.Connection, ids: Collection[Any]) -> dict[str, AttemptState | None]:
+    def _attempt_states(self, c: Any, ids: Sequence[str]) -> dict[str, AttemptState | None]:
+        """The states of attempts; those that do not exist are not in it."""
         if not ids:
             return {}
-        rows = c.execute(_ATTEMPT_STATES, {"ids": list(ids)})
-        return {row.id: AttemptState(row.state) for row in rows}
+        size = 1 << (len(ids) - 1).bit_length()  # a statement each for 1, 2, 4, 8, ...
+        names = [f"id{i}" for i in range(size)]
+        select = self.db.hot(("states", size), partial(_select_states, names), names)
+        c.execute(select.sql, select.parameters((*ids, *[ids[0]] * (size - len(ids)))))
+        return {attempt_id: AttemptState(state) for attempt_id, state in c.fetchall()}
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    """A slotted dataclass as a row, without ``asdict``'s deep copies."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
-def _row(call: Call, boot_id: str) -> dict[str, Any]:
-    return _fields(call) | {"gateway": boot_id}
+def _select_states(names: Sequence[str]) -> sa.Select[Any]:
+    wanted = [sa.bindparam(name, type_=sa.Text) for name in names]
+    return sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(wanted))
 
 
 def _call(row: Any) -> Call:

@@ -1,0 +1,128 @@
+"""The life of an accepted request, whoever answers it: under way, recorded, answered or given up.
+
+Knows what an accepted request holds (its place, its row's writing, who waits for its answer) and
+what becomes of it when its client leaves, its store fails or its attempt was sealed. Does not know
+who makes the answer, or how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_proxy import wire
+from agentrl_proxy.admission import Slot
+from agentrl_proxy.attempts import Answer, Attempt, Attempts
+from agentrl_proxy.auth import Caller
+from agentrl_proxy.deps import GatewayStats
+from agentrl_proxy.errors import attempt_sealed, unavailable
+from agentrl_tracer.schemas import AttemptState, CallState
+
+log = logging.getLogger("agentrl.proxy")
+
+Recording = Coroutine[Any, Any, AttemptState | None]
+"""Makes the rows of a request durable; gives the state of its attempt as of that commit."""
+
+
+@dataclass(slots=True)
+class Accepted:
+    """An accepted request: its rows are open."""
+
+    caller: Caller
+    memory: Attempt | None
+    answer: Answer | None  # what retries of this request wait for
+    heading: wire.Heading
+    slot: Slot | None  # its place among those that our sampler answers
+
+    @property
+    def wanted_by_retry(self) -> bool:
+        return self.answer is not None and self.answer.waiting > 0
+
+
+class CallLife:
+    """Counts, records and ends accepted requests."""
+
+    def __init__(self, attempts: Attempts, stats: GatewayStats) -> None:
+        self._attempts = attempts
+        self._stats = stats
+
+    async def run(
+        self, job: Accepted, answering: Coroutine[Any, Any, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Awaits the answer. However that ends, nothing of the request stays under way."""
+        self._stats.in_flight += 1
+        if job.memory is not None:
+            job.memory.in_flight += 1
+        try:
+            response = await answering
+            self._leave(job, answered=True)
+        except BaseException:
+            self._abandon(job)
+            raise
+        finally:
+            self._leave(job)
+            self._stats.in_flight -= 1
+            if job.memory is not None:
+                job.memory.in_flight -= 1
+        self._stats.completed += 1
+        return response
+
+    async def commit(self, job: Accepted, recording: Recording) -> None:
+        """Records a whole answer: after this it is durable, and may leave.
+
+        Raises:
+            ApiError: it is not (503), or came after its attempt was sealed (409).
+            asyncio.CancelledError: the client left in the last moment; the rows are complete.
+        """
+        try:
+            state = await asyncio.shield(recording)
+        except asyncio.CancelledError:
+            self._stats.cancelled += 1
+            raise
+        except Exception as error:
+            self._stats.failed += 1
+            log.exception("the store did not take %s", job.heading.id)
+            raise unavailable("the answer could not be recorded", "store_error") from error
+        attempt = job.caller.attempt
+        if attempt is not None and state is not AttemptState.RUNNING:
+            self._stats.late += 1
+            self._attempts.forget(attempt.attempt_id)
+            raise attempt_sealed(state)
+
+    async def close(self, job: Accepted, state: CallState, recording: Recording) -> None:
+        """Records what there is of an answer that will not be whole."""
+        if state is CallState.CANCELLED:
+            self._stats.cancelled += 1
+        else:
+            self._stats.failed += 1
+        await self._record_end(job, state, recording)
+
+    async def give_up(self, job: Accepted, recording: Recording) -> None:
+        """Ends a request that will not be run at all."""
+        self._leave(job)
+        self._abandon(job)
+        await self._record_end(job, CallState.ERROR, recording)
+
+    def answered(self, job: Accepted, response: dict[str, Any]) -> None:
+        """From now on marked retries get this answer."""
+        if job.memory is not None and job.answer is not None and not job.answer.done.done():
+            job.memory.answered(job.answer, response)
+
+    async def _record_end(self, job: Accepted, state: CallState, recording: Recording) -> None:
+        try:
+            await asyncio.shield(recording)
+        except Exception:  # the client hears of the first failure, the log of both
+            log.exception("the store did not take %s (%s)", job.heading.id, state)
+
+    @staticmethod
+    def _leave(job: Accepted, *, answered: bool = False) -> None:
+        if job.slot is not None:
+            job.slot.leave(answered=answered)
+
+    @staticmethod
+    def _abandon(job: Accepted) -> None:
+        if job.answer is not None and job.memory is not None:
+            job.memory.abandon(job.answer)
