@@ -109,15 +109,18 @@ def serve(*, settings: ServeConfig | None = None) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""
     settings = settings or ServeConfig()  # pyright: ignore[reportCallIssue]
     from agentrl.gateway import GatewaySettings, run_gateway
+    from agentrl.run_folder import adapter_folders
     from agentrl_proxy.server import bind, url_of
 
+    adapters = adapter_folders(settings.adapter_path, settings) if settings.adapter_path else {}
     try:
         sock = bind(settings.host, settings.port, operator_key=settings.operator_key)
     except (ValueError, OSError) as error:
         raise ConfigError(f"host/port: {error}") from error
     url = url_of(sock)
-    name = settings.adapter if settings.adapter_path else settings.model
-    console.print(f"[b]{name}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. Try:\n")
+    name = next(iter(adapters), settings.model)
+    names = " and ".join(adapters) or settings.model
+    console.print(f"[b]{names}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. Try:\n")
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}]})
     authorization = " -H 'authorization: Bearer '$KEY" if settings.operator_key else ""
     # No panel: a command that people copy must not be wrapped into a frame.
@@ -132,14 +135,18 @@ def serve(*, settings: ServeConfig | None = None) -> None:
         GatewaySettings(
             store=settings.store,
             model=settings.model,
-            adapter=settings.adapter if settings.adapter_path else None,
+            adapter=name if len(adapters) == 1 else None,
+            adapters=tuple(adapters),
+            agents={
+                agent: name for name, one in settings.adapters.items() for agent in one.agents or []
+            },
             device=settings.device,
             dtype=settings.dtype,
             operator_key=settings.operator_key,
             run_id=None,
             max_tokens=settings.max_tokens,
             models=settings.model_dump(mode="json")["models"],
-            adapter_path=str(settings.adapter_path) if settings.adapter_path else None,
+            adapter_paths={name: str(path) for name, path in adapters.items()},
             max_concurrent=settings.max_concurrent,
         ),
         sock,

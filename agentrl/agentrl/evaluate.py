@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import Progress
 
-from agentrl.config import ConfigError, EvalConfig
+from agentrl.config import AdapterConfig, EvalConfig
 from agentrl.report import evaluation_report
-from agentrl.run_folder import RunFolder
+from agentrl.run_folder import RunFolder, adapter_folders
 from agentrl.session import Session, failures, plan_evaluation
 from agentrl.tasks import load_tasks
 from agentrl_tracer.schemas import SkipReason
@@ -17,21 +17,16 @@ from agentrl_trainer.rewards import rollout_rewards
 def evaluate(config: EvalConfig, console: Console) -> None:
     """Runs the evaluation and prints its report."""
     tasks = load_tasks(config.tasks, "tasks")
-    if (
-        config.adapter_path is not None
-        and not (config.adapter_path / "adapter_config.json").exists()
-    ):
-        raise ConfigError(
-            f"adapter_path: {str(config.adapter_path)!r} is no PEFT folder: it has no "
-            "adapter_config.json"
-        )
+    adapters = adapter_folders(config.adapter_path, config) if config.adapter_path else {}
+    if not config.adapters:  # those that the folder has
+        config.adapters = {name: AdapterConfig() for name in adapters}  # pyright: ignore[reportCallIssue]
     folder = RunFolder.create(config.runs, None, "eval")
     session = Session(
         folder,
         config,
         "eval",
-        base_only=config.adapter_path is None,
-        adapter_path=str(config.adapter_path.absolute()) if config.adapter_path else None,
+        base_only=not adapters,
+        adapter_paths=adapters,
     )
     store, run_id = session.store, session.run_id
     task_ids = store.add_tasks(run_id, "eval", tasks)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import ConfigError
+from agentrl.config import ConfigError, ModelConfig
 
 
 class RunFolder:
@@ -84,3 +84,31 @@ class RunFolder:
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.metrics)
+
+
+def adapter_folders(path: Path, config: ModelConfig) -> dict[str, Path]:
+    """The PEFT folders at ``path`` by adapter name: itself, or those in it, one per adapter.
+
+    Raises:
+        ConfigError: there is none, or one that ``config`` names is missing.
+    """
+    if (path / "adapter_config.json").exists():
+        if config.sole_adapter is None:
+            raise ConfigError(
+                f"adapter_path: {str(path)!r} is one adapter, but adapters names "
+                f"{', '.join(config.adapters)}; give the folder that holds theirs"
+            )
+        return {config.sole_adapter: path.absolute()}
+    found = {file.parent.name: file.parent for file in path.glob("*/adapter_config.json")}
+    if not found:
+        raise ConfigError(
+            f"adapter_path: {str(path)!r} is no PEFT folder: it has no adapter_config.json, nor "
+            "has a folder in it"
+        )
+    missing = [name for name in config.adapters if name not in found]
+    if missing:
+        raise ConfigError(
+            f"adapter_path: {str(path)!r} has no folder {', '.join(missing)}; it has "
+            f"{', '.join(sorted(found))}"
+        )
+    return {name: found[name].absolute() for name in config.adapters or sorted(found)}

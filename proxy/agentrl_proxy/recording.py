@@ -18,6 +18,8 @@ from agentrl_proxy.deps import TraceSink
 from agentrl_proxy.sampler import FinishEvent, SamplingParams, TokenEvent
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
 
+AGENT_HEADER = "x-agentrl-agent"
+"""Names the agent (role) that asks."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
 
@@ -153,7 +155,7 @@ def open_calls(
         rollout_id=None if attempt is None else attempt.rollout_id,
         attempt_id=None if attempt is None else attempt.attempt_id,
         seq=seq,
-        agent=headers.get("x-agentrl-agent"),
+        agent=headers.get(AGENT_HEADER),
         model=model,
         adapter=adapter,
         adapter_version=adapter_version,
