@@ -123,20 +123,19 @@ def serve(*, settings: ServeConfig | None = None) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""
     settings = settings or ServeConfig()  # pyright: ignore[reportCallIssue]
     from agentrl.gateway import GatewaySettings, run_gateway
-    from agentrl.run_folder import find_adapter
+    from agentrl.run_folder import adapter_folders
     from agentrl.vllm_server import planned_server
     from agentrl_proxy.server import bind, url_of
 
+    adapters = adapter_folders(settings.adapter_path, settings) if settings.adapter_path else {}
     try:
         sock = bind(settings.host, settings.port, operator_key=settings.operator_key)
     except (ValueError, OSError) as error:
         raise ConfigError(f"host/port: {error}") from error
     url = url_of(sock)
-    adapter_path = settings.adapter_path and find_adapter(
-        settings.adapter_path, settings.adapter, field="adapter_path"
-    )
-    name = settings.adapter if adapter_path else settings.model
-    console.print(f"[b]{name}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. Try:\n")
+    name = next(iter(adapters), settings.model)
+    names = " and ".join(adapters) or settings.model
+    console.print(f"[b]{names}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. Try:\n")
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}]})
     authorization = " -H 'authorization: Bearer '$KEY" if settings.operator_key else ""
     # No panel: a command that people copy must not be wrapped into a frame.
@@ -148,7 +147,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
         highlight=False,
     )
     log = Path("vllm.log") if "://" in settings.store else Path(f"{settings.store}.vllm.log")
-    vllm = planned_server(settings, log, max_rank=None, adapter_path=adapter_path)
+    vllm = planned_server(settings, log, max_rank=None, adapters=adapters.values())
     try:
         if vllm is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -159,14 +158,20 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             GatewaySettings(
                 store=settings.store,
                 model=settings.model,
-                adapter=settings.adapter if adapter_path else None,
+                adapter=name if len(adapters) == 1 else None,
+                adapters=tuple(adapters),
+                agents={
+                    agent: name
+                    for name, one in settings.adapters.items()
+                    for agent in one.agents or []
+                },
                 device=settings.device,
                 dtype=settings.dtype,
                 operator_key=settings.operator_key,
                 run_id=None,
                 max_tokens=settings.max_tokens,
                 models=settings.model_dump(mode="json")["models"],
-                adapter_path=str(adapter_path.absolute()) if adapter_path else None,
+                adapter_paths={name: str(path) for name, path in adapters.items()},
                 **settings.gateway_limits(),
                 vllm_url=vllm.url if vllm else settings.vllm_url,
                 vllm_key_env=settings.vllm_key_env,
@@ -185,7 +190,7 @@ def export(
     *,
     merged: Annotated[bool, Parameter(help="Merge the adapter into the base model.")] = False,
     model: Annotated[str | None, Parameter(help="Base model; by default the run's.")] = None,
-    adapter: Annotated[str, Parameter(help="Which adapter of the run.")] = "policy",
+    adapter: Annotated[str | None, Parameter(help="Which one, where a run has several.")] = None,
 ) -> None:
     """Write a trained adapter as PEFT folder or merged model, for vLLM and other servers."""
     from agentrl.export import export as write

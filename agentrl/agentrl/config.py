@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from cyclopts import Group, Parameter
 from pydantic import (
@@ -80,6 +81,38 @@ class OtherModelConfig(_Config):
         return params
 
 
+class AdapterConfig(_Config):
+    """One of several adapters that train together."""
+
+    agents: list[str] | None = Field(
+        None,
+        description="Agents (roles) that train it: their calls are answered by it where they ask "
+        "for no other name, and nobody else's train it. By default every call that it answers.",
+        min_length=1,
+    )
+    rewards: list[str] | None = Field(
+        None,
+        description="Names of the rewards that count for it, summed; by default all of them.",
+        min_length=1,
+    )
+
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _names_as_table(value: Any) -> Any:
+    """``["asker", "answerer"]`` and ``asker,answerer`` say the same as two empty tables."""
+    if isinstance(value, str) and value.strip()[:1] not in ("[", "{"):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    value = _from_json(value)
+    if isinstance(value, list):
+        names = [str(name) for name in cast("list[object]", value)]
+        if len(set(names)) < len(names):
+            raise ValueError("a name is there twice")
+        return {name: {} for name in names}
+    return cast(Any, value)
+
+
 def _from_json(value: Any) -> Any:
     """Cyclopts would take nested tables apart by dots and lose their lists: they come as JSON."""
     if not isinstance(value, str):
@@ -93,7 +126,7 @@ def _from_json(value: Any) -> Any:
 def tables_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A file's settings as Cyclopts takes them."""
     return {
-        name: json.dumps(value) if name in ("models", "task") else value
+        name: json.dumps(value) if name in ("models", "adapters", "task") else value
         for name, value in settings.items()
     }
 
@@ -142,6 +175,15 @@ class ModelConfig(_Config):
         "policy",
         description="Name of the adapter: the model that the agent asks for.",
         pattern=r"^[A-Za-z0-9_-]+$",
+    )
+    adapters: Annotated[
+        dict[str, AdapterConfig],
+        Parameter(group=_MODEL, accepts_keys=False, n_tokens=1),
+        BeforeValidator(_names_as_table),
+    ] = Field(
+        default_factory=dict[str, AdapterConfig],
+        description="Several adapters in place of one, trained together: NAME,NAME or, for who "
+        "trains which on what, [adapters.NAME] in the file. An agent asks for one by its name.",
     )
     max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
         1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
@@ -202,7 +244,7 @@ class ModelConfig(_Config):
     @model_validator(mode="after")
     def _models_fit_together(self) -> Self:
         for name, one in self.models.items():
-            if name in (self.model, self.adapter):
+            if name in (self.model, *self.trained):
                 raise ValueError(f"models.{name}: this name is the trained model's; choose another")
             for other in one.fallbacks:
                 if other not in self.models or other == name:
@@ -210,6 +252,33 @@ class ModelConfig(_Config):
                         f"models.{name}.fallbacks: {other!r} is no other model of the table"
                     )
         return self
+
+    @model_validator(mode="after")
+    def _adapters_are_apart(self) -> Self:
+        owner: dict[str, str] = {}
+        for name, one in self.adapters.items():
+            if not _ADAPTER_NAME.fullmatch(name):
+                raise ValueError(f"adapters.{name}: a name has letters, digits, - and _ only")
+            if name == self.model:
+                raise ValueError(f"adapters.{name}: this is the base model's name; choose another")
+            for agent in one.agents or []:
+                if agent in owner:
+                    raise ValueError(
+                        f"adapters.{name}.agents: {agent!r} trains {owner[agent]} already; one "
+                        "agent trains one adapter"
+                    )
+                owner[agent] = name
+        return self
+
+    @property
+    def trained(self) -> dict[str, AdapterConfig]:
+        """The adapters, by the names that agents ask for."""
+        return self.adapters or {self.adapter: AdapterConfig()}  # pyright: ignore[reportCallIssue]
+
+    @property
+    def sole_adapter(self) -> str | None:
+        """The one that answers whatever name an agent asks for; None when there are several."""
+        return next(iter(self.trained)) if len(self.trained) == 1 else None
 
 
 @Parameter(name="*")
@@ -477,6 +546,9 @@ class ServeConfig(ModelConfig):
     )
 
 
+_TABLES: dict[str, type[BaseModel]] = {"models": OtherModelConfig, "adapters": AdapterConfig}
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names each field, its value and the fix."""
 
@@ -490,9 +562,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             lines.append(problem["msg"].removeprefix("Value error, "))
             continue
         field = model.model_fields.get(name)
-        if name == "models" and len(problem["loc"]) > 2:
+        if name in _TABLES and len(problem["loc"]) > 2:
+            field = _TABLES[name].model_fields.get(str(problem["loc"][2]))
             name = ".".join(map(str, problem["loc"][:3]))  # models.<name>.<field>
-            field = OtherModelConfig.model_fields.get(str(problem["loc"][2]))
         if problem["type"] == "extra_forbidden" or field is None:
             lines.append(f"{name}: there is no such setting; see --help for those there are")
             continue

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from agentrl.config import EvalConfig
+from agentrl.config import AdapterConfig, EvalConfig
 from agentrl.intervals import mean_interval, pass_at_k, wilson
 from agentrl.report import evaluation_report
-from agentrl.run_folder import RunFolder, find_adapter
+from agentrl.run_folder import RunFolder, adapter_folders
 from agentrl.session import Session, failures, plan_evaluation
 from agentrl.tasks import load_tasks
 from agentrl_tracer.schemas import Reward, Rollout, SkipReason
@@ -42,16 +42,16 @@ def evaluate(config: EvalConfig, console: Console) -> None:
         RunError: nothing can be executed.
     """
     tasks = load_tasks(config.tasks, "tasks")
-    adapter = config.adapter_path and find_adapter(
-        config.adapter_path, config.adapter, field="adapter_path"
-    )
+    adapters = adapter_folders(config.adapter_path, config) if config.adapter_path else {}
+    if not config.adapters:  # those that the folder has
+        config.adapters = {name: AdapterConfig() for name in adapters}  # pyright: ignore[reportCallIssue]
     folder = RunFolder.create(config.runs, None, "eval")
     session = Session(
         folder,
         config,
         "eval",
-        base_only=adapter is None,
-        adapter_path=str(adapter.absolute()) if adapter else None,
+        base_only=not adapters,
+        adapter_paths=adapters,
         asks_for=config.adapter if config.answered_by else None,
     )
     store, run_id = session.store, session.run_id

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import ConfigError
-from agentrl.run_folder import find_adapter, run_and_step
+from agentrl.run_folder import find_adapters, run_and_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +21,21 @@ class Exported:
     commands: Sequence[str]
 
 
-def export(source: str, out: Path, *, merged: bool, model: str | None, adapter: str) -> Exported:
+def export(
+    source: str, out: Path, *, merged: bool, model: str | None, adapter: str | None
+) -> Exported:
     """Writes a PEFT folder, or a whole model with the adapter merged into its weights.
 
     Args:
         source: a run folder, ``RUN@STEP``, or a PEFT folder.
         out: the folder to write; it must not exist.
         model: the base model; by default the run's.
-        adapter: which adapter of the run.
+        adapter: which adapter of the run, where there are several.
 
     Raises:
         ConfigError: there is nothing to export, or ``out`` exists, or the base is not known.
     """
-    peft = find_adapter(source, adapter, field="source")
+    name, peft = _the_adapter(source, adapter)
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists already; give a folder that does not")
     base = model or _base_of(source, peft)
@@ -46,10 +48,20 @@ def export(source: str, out: Path, *, merged: bool, model: str | None, adapter: 
 
         shutil.copytree(peft, out)
         ours = f"agentrl serve --adapter-path {out} --model {base}"
-        theirs = f"vllm serve {resolve_model(base)} --enable-lora --lora-modules {adapter}={out}"
+        theirs = f"vllm serve {resolve_model(base)} --enable-lora --lora-modules {name}={out}"
         return Exported(out, False, [ours, theirs])
     _merge(peft, base, out)
     return Exported(out, True, [f"vllm serve {out}", f"agentrl serve --model {out}"])
+
+
+def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
+    found = find_adapters(source, "source")
+    if name is None and len(found) > 1:
+        raise ConfigError(f"adapter: choose one of {', '.join(sorted(found))}")
+    name = name or next(iter(found))
+    if name not in found:
+        raise ConfigError(f"adapter: {name!r} is not there; there is {', '.join(sorted(found))}")
+    return name, found[name]
 
 
 def _base_of(source: str, peft: Path) -> str | None:

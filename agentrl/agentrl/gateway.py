@@ -47,7 +47,7 @@ class GatewaySettings:
 
     store: str
     model: str
-    adapter: str | None  # answers every model name but the base model's; None: the base does
+    adapter: str | None  # answers every model name but those known; None: the base model does
     device: str
     dtype: str
     operator_key: str | None
@@ -56,7 +56,10 @@ class GatewaySettings:
     temperature: float = 1.0
     models: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Other models: OtherModelConfig's fields by name. Keys stay in the environment."""
-    adapter_path: str | None = None  # a fixed adapter, version 0, when there is no run
+    adapters: Sequence[str] = ()  # all there are, by the names that agents ask for
+    agents: dict[str, str] = field(default_factory=dict[str, str])  # role → adapter
+    adapter_paths: dict[str, str] = field(default_factory=dict[str, str])
+    """PEFT folders of fixed adapters, version 0, where no run makes versions."""
     max_concurrent: int = 1024
     max_queued: int = 1024
     receive_timeout: float = 60.0
@@ -103,8 +106,8 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         store=store,
         writer=writer,
         boot_id=boot_id,
-        models={settings.model: None}
-        | ({settings.adapter: settings.adapter} if settings.adapter else {}),
+        models={settings.model: None} | {name: name for name in settings.adapters},
+        agents=settings.agents,
         default_adapter=settings.adapter,
         other_models={name: other_model(fields) for name, fields in settings.models.items()},
         operator_key=settings.operator_key,
@@ -187,9 +190,9 @@ def other_model(fields: dict[str, Any]) -> OtherModel:
 
 def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str, int, str]]:
     """(name, version, path): what this gateway must answer with before its first request."""
-    if settings.adapter and settings.adapter_path:
-        return [(settings.adapter, 0, settings.adapter_path)]
-    if settings.adapter and settings.run_id:
+    if settings.adapter_paths:
+        return [(name, 0, path) for name, path in settings.adapter_paths.items()]
+    if settings.adapters and settings.run_id:
         return [(a.name, a.version, a.path) for a in store.latest_adapters(settings.run_id)]
     return []
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import ConfigError
+from agentrl.config import ConfigError, ModelConfig
 
 
 class RunFolder:
@@ -92,34 +92,69 @@ def run_and_step(source: str | Path) -> tuple[RunFolder, str]:
     return RunFolder(Path(root)), step
 
 
-def find_adapter(source: str | Path, adapter: str, *, field: str) -> Path:
-    """The PEFT folder that ``source`` means: itself, a run's last adapter, or ``RUN@STEP``'s.
+def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
+    """The PEFT folders that ``source`` means, by the names that they have there.
 
     Args:
-        adapter: which adapter of the run.
-        field: the setting's name, for the error.
+        source: a run folder (its newest adapters), ``RUN@STEP``, a PEFT folder, or a folder of
+            such folders, one for each adapter.
+        field: the setting's name, for errors.
 
     Raises:
-        ConfigError: there is no such adapter; with the steps that there are.
+        ConfigError: there is none.
     """
     path = Path(source)
+    run, step = run_and_step(source)
     if (path / "adapter_config.json").is_file():
-        return path
-    folder, step = run_and_step(source)
-    if not folder.config.is_file():
+        found = {path.name: path}
+    elif run.config.is_file():
+        found = _adapters_of(run, step, field)
+    else:
+        found = {file.parent.name: file.parent for file in path.glob("*/adapter_config.json")}
+    if not found:
         raise ConfigError(
-            f"{field}: {str(source)!r} is neither a PEFT folder (it has no adapter_config.json) "
-            "nor a run folder"
+            f"{field}: {str(source)!r} is no run folder, and no PEFT folder: it has no "
+            "adapter_config.json, nor has a folder in it"
         )
-    if not step and (folder.adapter / "adapter_config.json").is_file():
-        return folder.adapter
-    versions = {int(p.name[1:]): p for p in sorted((folder.adapters / adapter).glob("v*"))}
-    if not step and versions:
-        return versions[max(versions)]
-    if step.isdecimal() and int(step) in versions:
-        return versions[int(step)]
-    there = ", ".join(map(str, versions)) or "none"
-    raise ConfigError(
-        f"{field}: {folder.root} has no adapter {adapter!r} of step {step or 'any'}; "
-        f"kept are those of: {there}"
-    )
+    return found
+
+
+def adapter_folders(
+    source: str | Path, config: ModelConfig, *, field: str = "adapter_path"
+) -> dict[str, Path]:
+    """The same, by the names that the configuration gives them.
+
+    Raises:
+        ConfigError: there is none, or one that ``config`` names is missing.
+    """
+    found = find_adapters(source, field)
+    if len(found) == 1:
+        if config.sole_adapter is None:
+            raise ConfigError(
+                f"{field}: {str(source)!r} is one adapter, but adapters names "
+                f"{', '.join(config.adapters)}; give the folder that holds theirs"
+            )
+        return {config.sole_adapter: next(iter(found.values())).absolute()}
+    missing = [name for name in config.adapters if name not in found]
+    if missing:
+        raise ConfigError(
+            f"{field}: {str(source)!r} has no folder {', '.join(missing)}; it has "
+            f"{', '.join(sorted(found))}"
+        )
+    return {name: found[name].absolute() for name in config.adapters or sorted(found)}
+
+
+def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
+    """Each adapter of a run, as of a step or (empty) the newest one kept."""
+    found: dict[str, Path] = {}
+    for folder in sorted(path for path in run.adapters.glob("*") if path.is_dir()):
+        versions = {int(path.name[1:]): path for path in folder.glob("v*")}
+        version = max(versions, default=-1) if not step else int(step) if step.isdecimal() else -1
+        if version not in versions:
+            kept = ", ".join(map(str, sorted(versions))) or "none"
+            raise ConfigError(
+                f"{field}: {run.root} has no adapter {folder.name!r} of step {step or 'any'}; "
+                f"kept are those of: {kept}"
+            )
+        found[folder.name] = versions[version]
+    return found

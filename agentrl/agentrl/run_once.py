@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from agentrl.config import OtherModelConfig, RunConfig
-from agentrl.run_folder import RunFolder
+from agentrl.run_folder import RunFolder, adapter_folders
 from agentrl.session import Session, rollout_seed
 from agentrl.trace_tree import rollout_tree
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState, SkipReason
@@ -19,13 +19,14 @@ def run_once(config: RunConfig, console: Console) -> bool:
     """Runs the agent on the task and prints its trace; True if the rollout succeeded."""
     asks_for = config.model if config.base_url else None
     config = _asking_elsewhere(config, config.base_url) if config.base_url else config
+    adapters = adapter_folders(config.adapter_path, config) if config.adapter_path else {}
     folder = RunFolder.create(config.runs, None, "run")
     session = Session(
         folder,
         config,
         "run",
-        base_only=config.adapter_path is None,
-        adapter_path=str(config.adapter_path.absolute()) if config.adapter_path else None,
+        base_only=not adapters,
+        adapter_paths=adapters,
         asks_for=asks_for,
     )
     store, run_id = session.store, session.run_id

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -45,7 +46,7 @@ class Session:
     Args:
         kind: ``train``, ``eval`` or ``run``, for the list of runs.
         base_only: answer with the base model, whatever the agent asks for.
-        adapter_path: a fixed adapter to answer with, in place of the run's own versions.
+        adapter_paths: fixed adapters to answer with, in place of the run's own versions.
         asks_for: the model that the agent is told to ask for; by default the one run here.
         imports_torch: this process needs torch too. It imports it first, once for both: a gateway
             that is forked then is there 2 s sooner, and shares that memory.
@@ -58,7 +59,7 @@ class Session:
         kind: str,
         *,
         base_only: bool = False,
-        adapter_path: str | None = None,
+        adapter_paths: Mapping[str, Path] | None = None,
         asks_for: str | None = None,
         imports_torch: bool = False,
     ) -> None:
@@ -71,12 +72,18 @@ class Session:
             config,
             folder.logs / "vllm.log",
             max_rank=config.rank if isinstance(config, TrainConfig) else None,
-            adapter_path=adapter_path,
+            adapters=(adapter_paths or {}).values(),
         )
         self._settings = GatewaySettings(
             store=self.store.url,
             model=config.model,
-            adapter=None if base_only else config.adapter,
+            adapter=None if base_only else config.sole_adapter,
+            adapters=() if base_only else tuple(config.trained),
+            agents={}
+            if base_only
+            else {
+                agent: name for name, one in config.trained.items() for agent in one.agents or []
+            },
             device=config.device,
             dtype=config.dtype,
             operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
@@ -84,14 +91,14 @@ class Session:
             max_tokens=config.max_tokens,
             temperature=config.temperature,
             models=_other_models(config),
-            adapter_path=adapter_path,
+            adapter_paths={name: str(path) for name, path in (adapter_paths or {}).items()},
             **config.gateway_limits(),
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
             vllm_url=self._vllm.url if self._vllm else config.vllm_url,
             vllm_key_env=config.vllm_key_env,
         )
-        self._asks_for = asks_for or self._settings.adapter or config.model
+        self._asks_for = asks_for
         self._imports_torch = imports_torch
         self.started = time.perf_counter()
         self.gateway: Gateway
@@ -126,7 +133,7 @@ class Session:
                 gateway=self.gateway.url,
                 run_id=self.run_id,
                 agent=config.agent,
-                model=self._asks_for,
+                model=self._asks_for or self._model_name(),
                 runners=config.runners,
                 timeout_s=config.timeout,
                 lease_s=config.lease,
@@ -165,6 +172,15 @@ class Session:
         self.gateway.stop()  # after the runners: one that asks for its health would wait in vain
         if self._vllm:
             self._vllm.stop()
+
+    def _model_name(self) -> str:
+        """What agents are told to ask for.
+
+        Of several adapters none is *the* model: then it is a name that each agent's role decides.
+        """
+        if not self._settings.adapters:
+            return self.config.model
+        return self.config.sole_adapter or self.config.adapter
 
     def begin_stop(self) -> None:
         """Asks the runners to end: nothing more will be executed. Does not wait."""

@@ -41,6 +41,7 @@ from agentrl_tracer.schemas import (
     Rollout,
     SkipReason,
 )
+from agentrl_trainer.adapters import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
@@ -50,7 +51,7 @@ from agentrl_trainer.checkpoint import (
 from agentrl_trainer.learner import AdamParams, Learner, StepStats
 from agentrl_trainer.model import BaseModel, load_base
 from agentrl_trainer.rewards import rollout_rewards
-from agentrl_trainer.step import StepBatch, StepSettings, assemble
+from agentrl_trainer.step import StepBatch, StepSettings
 
 
 @dataclass(slots=True)
@@ -120,6 +121,13 @@ class Training:
         self.store = session.store
         self.run_id = session.run_id
         self.clock = Clock()
+        self.adapters = {
+            name: AdapterRule(
+                frozenset(one.agents) if one.agents else None,
+                frozenset(one.rewards) if one.rewards else None,
+            )
+            for name, one in config.trained.items()
+        }
         self.tasks = tasks
         self.steps = config.steps or steps_of_one_epoch(len(tasks), config.batch_size)
         self.task_ids = self.store.add_tasks(self.run_id, "train", tasks)
@@ -164,12 +172,13 @@ class Training:
             )
         self.display.phase("learning")
         with clock("update"):
-            calls, batch = self._collect(rollouts)
-            stats = self._learn(batch)
+            calls, batches = self._collect(rollouts)
+            stats = {name: self._learn(batch) for name, batch in batches.by_adapter.items()}
+            batch = batches.whole()
             self.store.settle(trained=dict.fromkeys(batch.trained, step), skipped=batch.skipped)
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
         self._tell_failures(rollouts, batch, outcomes)
-        row = self._row(step, calls, batch, stats, outcomes, clock)
+        row = self._row(step, calls, batches, stats, outcomes, clock)
         self._log(step, row)
         with clock("checkpoint"):
             self._checkpoint(step)
@@ -196,20 +205,21 @@ class Training:
             for index in range(self.config.group_size)
         ]
 
-    def _collect(self, rollouts: Sequence[Rollout]) -> tuple[list[Call], StepBatch]:
+    def _collect(self, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         ids = [rollout.id for rollout in rollouts]
         calls = self.store.calls(rollout_ids=ids)
         settings = StepSettings(
-            adapters=frozenset([self.config.adapter]),
+            adapters=frozenset(self.adapters),
             max_length=self.config.max_length or self.base.context_length,
             estimator=self.config.estimator,
             normalize_std=self.config.normalize_std,
             min_group=self.config.min_group,
         )
-        return calls, assemble(rollouts, calls, self.store.rewards(ids), settings)
+        rewards = self.store.rewards(ids)
+        return calls, assemble_adapters(rollouts, calls, rewards, settings, self.adapters)
 
     def _learn(self, batch: StepBatch) -> StepStats | None:
-        """Updates the adapter; the statistics are of the first epoch, before any update."""
+        """Updates one adapter; the statistics are of the first epoch, before any update."""
         if not batch.datums:
             return None
         adam = AdamParams(
@@ -255,11 +265,13 @@ class Training:
         self,
         step: int,
         calls: list[Call],
-        batch: StepBatch,
-        stats: StepStats | None,
+        batches: AdapterBatches,
+        stats: Mapping[str, StepStats | None],
         outcomes: Outcomes,
         clock: Clock,
     ) -> dict[str, Any]:
+        """The step in numbers; of several adapters, each one's under its name as well."""
+        batch = batches.whole()
         sampled = sum(len(call.response_ids) for call in calls)
         row: dict[str, Any] = {
             "step": step,
@@ -269,23 +281,17 @@ class Training:
             "calls/trained": len(batch.trained),
             "tokens/sampled": sampled,
             "tokens_per_second": sampled / clock.spent["rollouts"],
-            DIFFERENCE: stats.max_logprob_difference if stats else 0.0,
+            DIFFERENCE: max((s.max_logprob_difference for s in stats.values() if s), default=0.0),
             "seconds/rollouts": clock.spent["rollouts"],
             "seconds/update": clock.spent["update"],
         }
-        if stats:
-            row |= {
-                "tokens/trained": stats.tokens,
-                "loss": stats.loss,
-                "entropy": stats.entropy,
-                "ratio/mean": stats.ratio_mean,
-                "ratio/max": stats.ratio_max,
-                "clip_fraction": stats.clip_fraction,
-                "sampler_trainer/kl": stats.sampler_trainer_kl,
-                "sampler_trainer/mean_logprob_difference": stats.mean_logprob_difference,
-                "grad_norm": stats.grad_norm,
-                "step_refused": float(stats.skipped_non_finite),
-            }
+        for name, one in stats.items():
+            prefix = "" if len(stats) == 1 else f"{name}/"
+            if prefix:
+                part = batches.by_adapter[name]
+                row |= {prefix + key: value for key, value in part.metrics().items()}
+                row[prefix + "calls/trained"] = len(part.trained)
+            row |= {prefix + key: value for key, value in _update_metrics(one).items()}
         return row
 
     def _log(self, step: int, row: Mapping[str, Any]) -> None:
@@ -340,7 +346,7 @@ class Training:
         self.base = load_base(self.config.model, device=self.config.device, dtype=self.config.dtype)
         self.learner = Learner(
             self.base,
-            adapters=(self.config.adapter,),
+            adapters=tuple(self.adapters),
             rank=self.config.rank,
             alpha=self.config.alpha,
             seed=self.config.seed,
@@ -378,19 +384,21 @@ class Training:
         )
 
     def _publish(self, step: int) -> None:
-        """Saves the adapter as version ``step`` and swaps it into the sampler."""
-        path = self.folder.adapter_version(self.config.adapter, step)
-        self.learner.save_adapter(self.config.adapter, path)
-        self.session.publish(self.config.adapter, step, str(path), step)
+        """Saves each adapter as version ``step`` and swaps it into the sampler."""
+        for name in self.adapters:
+            path = self.folder.adapter_version(name, step)
+            self.learner.save_adapter(name, path)
+            self.session.publish(name, step, str(path), step)
 
     # ---- the end
 
     def _finish(self, step: int) -> Summary:
         rows = self.folder.read_metrics()
-        newest = self.folder.adapter_version(self.config.adapter, step)
         if self.folder.adapter.exists():
             shutil.rmtree(self.folder.adapter)
-        shutil.copytree(newest, self.folder.adapter)
+        for name in self.adapters:
+            final = self.folder.adapter if len(self.adapters) == 1 else self.folder.adapter / name
+            shutil.copytree(self.folder.adapter_version(name, step), final)
         draw_learning_curve(rows, f"{self.folder.name}: {self.config.model}", self.folder.picture)
         rewards = [row[REWARD] for row in rows if REWARD in row]
         accounting = self.store.accounting(self.run_id)
@@ -459,6 +467,24 @@ def tasks_of_step(step: int, tasks: int, batch_size: int, seed: int) -> list[int
             orders[epoch] = random.Random(f"{seed}/{epoch}").sample(range(tasks), tasks)
         chosen.append(orders[epoch][place])
     return chosen
+
+
+def _update_metrics(stats: StepStats | None) -> dict[str, Any]:
+    """An adapter's update in numbers; nothing where there was none."""
+    if stats is None:
+        return {}
+    return {
+        "tokens/trained": stats.tokens,
+        "loss": stats.loss,
+        "entropy": stats.entropy,
+        "ratio/mean": stats.ratio_mean,
+        "ratio/max": stats.ratio_max,
+        "clip_fraction": stats.clip_fraction,
+        "sampler_trainer/kl": stats.sampler_trainer_kl,
+        "sampler_trainer/mean_logprob_difference": stats.mean_logprob_difference,
+        "grad_norm": stats.grad_norm,
+        "step_refused": float(stats.skipped_non_finite),
+    }
 
 
 def _prompt(call: Call) -> str:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,12 +110,12 @@ class VllmServer:
 
 
 def planned_server(
-    config: ModelConfig, log: Path, *, max_rank: int | None, adapter_path: str | Path | None
+    config: ModelConfig, log: Path, *, max_rank: int | None, adapters: Iterable[Path] = ()
 ) -> VllmServer | None:
     """The server that the configuration wants started, not started yet; None: it wants none.
 
     Args:
-        max_rank: of the adapters that will be loaded; None: only ``adapter_path``, if anything.
+        max_rank: of the adapters that will be loaded; None: only ``adapters``, PEFT folders.
 
     Raises:
         ConfigError: as ``vllm_settings``.
@@ -123,7 +123,7 @@ def planned_server(
     if config.sampler != "vllm" or config.vllm_url is not None:
         return None
     if max_rank is None:
-        max_rank = adapter_rank(adapter_path) if adapter_path else _RANKS[0]
+        max_rank = max(map(adapter_rank, adapters), default=_RANKS[0])
     return VllmServer(vllm_settings(config, max_rank), log)
 
 

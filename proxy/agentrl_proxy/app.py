@@ -110,7 +110,7 @@ class Gateway:
         caller = await self._caller(request)
         body = await read_body(request, self.deps.max_body_bytes)
         await translation.load()
-        prompt = self.chat.render(parse_count_request(body), caller)
+        prompt = self.chat.render(parse_count_request(body), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def completions(self, request: Request) -> Response:

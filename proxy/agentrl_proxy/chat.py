@@ -32,7 +32,13 @@ from agentrl_proxy.errors import (
     unavailable,
 )
 from agentrl_proxy.openai_types import ChatRequest, sampling_value
-from agentrl_proxy.recording import CallRecord, Sampled, derived_seed, open_calls
+from agentrl_proxy.recording import (
+    CallRecord,
+    Sampled,
+    agent_name,
+    derived_seed,
+    open_calls,
+)
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.replies import Parser, PlainText, Reply, ToolCall, joined
 from agentrl_proxy.sampler import (
@@ -100,11 +106,13 @@ class ChatService:
 
     # --- accepting
 
-    def resolve_model(self, model: str) -> str | None:
-        """The adapter that a requested model name means; None is the base model."""
+    def resolve_model(self, model: str, headers: Mapping[str, str]) -> str | None:
+        """The adapter that a requested model name means, or its agent; None is the base model."""
         deps = self.deps
         if model in deps.models:
             return deps.models[model]
+        if (adapter := deps.agents.get(agent_name(headers) or "")) is not None:
+            return adapter
         if deps.accept_any_model:
             return deps.default_adapter
         raise model_not_found(model)
@@ -143,7 +151,7 @@ class ChatService:
         bare: BarePrompt | None,
     ) -> Job:
         deps = self.deps
-        adapter = self.resolve_model(request.model)
+        adapter = self.resolve_model(request.model, headers)
         if not deps.sampler.healthy:
             raise unavailable("the sampler is not available", "sampler_unavailable")
         if adapter is not None and adapter not in deps.sampler.adapters:
@@ -151,7 +159,7 @@ class ChatService:
         attempt = caller.attempt
         constraint = await self._constraints.of(request)
         if bare is None:
-            prompt = self.render(request, caller)
+            prompt = self.render(request, caller, headers)
             heading = wire.Heading(wire.new_id(request.dialect.id_prefix), request.model)
             heading.prompt_tokens = len(prompt.ids)
         else:
@@ -204,7 +212,7 @@ class ChatService:
             slot, first_choice,
         )  # fmt: skip
 
-    def render(self, request: ChatRequest, caller: Caller) -> Prompt:
+    def render(self, request: ChatRequest, caller: Caller, headers: Mapping[str, str]) -> Prompt:
         """The prompt of a request, continuing what its caller's attempt has had so far."""
         attempt = caller.attempt
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
@@ -213,7 +221,7 @@ class ChatService:
             None if memory is None else memory.conversations,
             request.messages,
             request.tools,
-            self.resolve_model(request.model),
+            self.resolve_model(request.model, headers),
         )
 
     async def earlier_answer(

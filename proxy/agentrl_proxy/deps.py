@@ -61,8 +61,10 @@ class GatewayDeps:
     boot_id: str
     models: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     """Requested model name → adapter name; None: the base model."""
+    agents: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Agent (role) → adapter name: who answers an agent that asks for no name in ``models``."""
     default_adapter: str | None = None
-    """Answers unknown model names when ``accept_any_model``."""
+    """Answers unknown model names when ``accept_any_model``; None: the base model does."""
     accept_any_model: bool = True
     """Agents hard-code names like gpt-4o-mini; False answers 404 to those not in ``models``."""
     other_models: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 
 from agentrl.config import ConfigError
-from agentrl.run_folder import RunFolder, find_adapter
+from agentrl.run_folder import RunFolder, find_adapters
 from agentrl.trackers import Trackers
 from agentrl_trainer.model import attach_adapter, load_base, lora_config, save_adapter
 
@@ -48,14 +48,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 def test_an_adapter_is_found_by_run_step_or_folder(run: RunFolder) -> None:
     newest = run.adapter_version("policy", 7)
-    assert find_adapter(run.root, "policy", field="x") == newest
-    assert find_adapter(newest, "policy", field="x") == newest
-    older = find_adapter(f"{run.root}@3", "policy", field="x")
-    assert older == run.adapter_version("policy", 3)
+    assert find_adapters(run.root, "x") == {"policy": newest}
+    assert list(find_adapters(newest, "x").values()) == [newest]
+    assert find_adapters(f"{run.root}@3", "x") == {"policy": run.adapter_version("policy", 3)}
     with pytest.raises(ConfigError, match=r"x: .* no adapter 'policy' of step 5; .*: 3, 7"):
-        find_adapter(f"{run.root}@5", "policy", field="x")
-    with pytest.raises(ConfigError, match="neither a PEFT folder"):
-        find_adapter(run.root / "logs", "policy", field="x")
+        find_adapters(f"{run.root}@5", "x")
+    with pytest.raises(ConfigError, match="no PEFT folder"):
+        find_adapters(run.root / "logs", "x")
 
 
 def test_an_export_is_the_model_that_was_trained(run: RunFolder, tmp_path: Path) -> None:
