@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from agentrl_trainer.batches import Datum, MicroBatch, pack
+from agentrl_trainer.batches import Datum, MicroBatch, TokenCounts, count_tokens, pack
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES, LossConfig, Sums, add_sums
 from agentrl_trainer.model import BaseModel, attach_adapter, lora_config, save_adapter
@@ -53,7 +53,9 @@ class StepStats:
     sampler_trainer_kl: float  # k3 estimate of KL(sampler || trainer), per token
     mean_logprob_difference: float  # absolute
     max_logprob_difference: float  # absolute
-    padding_fraction: float  # of the tokens that went through the model
+    tokens_total: int  # of all rows, context included, each row by itself
+    tokens_unique: int  # prefixes that rows share counted once
+    tokens_saved: int  # of the total, those that did not go through the model, thanks to sharing
     seconds: float
     skipped_non_finite: bool = False
     grad_norm: float | None = None  # known once the optimizer has stepped
@@ -142,10 +144,9 @@ class Learner:
 
         sums: Sums = {}
         loss_sum = 0.0
-        fed = useful = 0
-        for batch in pack(datums, token_budget=self.token_budget):
-            fed += batch.input_ids.numel()
-            useful += sum(batch.lengths)
+        batches = self._pack(datums)
+        counts = count_tokens(datums, batches)
+        for batch in batches:
             batch = batch.to(self.base.device)
             logprobs = self._forward(batch)
             value, part = function(
@@ -161,8 +162,7 @@ class Learner:
                 self._poisoned = True
                 break
             (value * scale).backward()
-        padding = 1.0 - useful / fed if fed else 0.0
-        return _stats(loss_sum * scale, sums, padding, started, poisoned=self._poisoned)
+        return _stats(loss_sum * scale, sums, counts, started, poisoned=self._poisoned)
 
     def optim_step(self, adam: AdamParams | None = None) -> OptimStats:
         """Apply the accumulated gradients, then forget them.
@@ -220,19 +220,23 @@ class Learner:
     def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         """The policy's log-prob of each trained token, aligned with ``tokens``; 0 elsewhere."""
         result = [[0.0] * len(datum.tokens) for datum in datums]
-        for batch in pack(datums, token_budget=self.token_budget):
+        for batch in self._pack(datums):
             values = self._forward(batch.to(self.base.device)).tolist()
             where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
             for row, column, value in where:
                 result[batch.indices[row]][column + 1] = value
         return result
 
+    def _pack(self, datums: Sequence[Datum]) -> list[MicroBatch]:
+        share = self._logprobs.why_padded is None
+        return pack(datums, token_budget=self.token_budget, share=share)
+
     def _forward(self, batch: MicroBatch) -> Tensor:
         """[N] float32 log-probs of the targets."""
         if self.model.active_adapter != batch.adapter:
             # PEFT freezes the others meanwhile; the gradients they have gathered stay.
             self.model.set_adapter(batch.adapter)
-        return self._logprobs(batch.input_ids, batch.rows, batch.columns, batch.targets)
+        return self._logprobs(batch)
 
     # ---- saving
 
@@ -325,7 +329,9 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
-def _stats(loss: float, sums: Sums, padding: float, started: float, *, poisoned: bool) -> StepStats:
+def _stats(
+    loss: float, sums: Sums, counts: TokenCounts, started: float, *, poisoned: bool
+) -> StepStats:
     values = {name: float(value) for name, value in sums.items()}
 
     def mean(name: str) -> float:
@@ -341,7 +347,9 @@ def _stats(loss: float, sums: Sums, padding: float, started: float, *, poisoned:
         sampler_trainer_kl=mean("kl_k3"),
         mean_logprob_difference=mean("difference"),
         max_logprob_difference=values.get("difference_max", 0.0),
-        padding_fraction=padding,
+        tokens_total=counts.total,
+        tokens_unique=counts.unique,
+        tokens_saved=counts.saved,
         seconds=time.perf_counter() - started,
         skipped_non_finite=poisoned,
     )
