@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -287,11 +288,18 @@ def test_parts_of_a_step_accumulate() -> None:
     assert_same(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
-    plain, saving = learner(), learner(gradient_checkpointing=True)
+@pytest.mark.parametrize("build", [qwen3, gpt2])
+def test_gradient_checkpointing_changes_nothing(build: Any) -> None:
+    """GPT-2 has dropout in its layers, which must stay off."""
+    plain, saving = learner(build=build), learner(build=build, gradient_checkpointing=True)
+    runs: list[int] = []
+    layer = "model.layers.0.mlp" if build is qwen3 else "transformer.h.0.mlp"
+    mlp = saving.base.model.get_submodule(layer)
+    mlp.register_forward_hook(lambda *_: runs.append(1))
     for trainer in (plain, saving):
         move_off_start(trainer)
         trainer.forward_backward(data())
+    assert len(runs) == 2, "the layers did not run again in the backward"
     assert_same(gradients(saving), gradients(plain), rtol=1e-4, atol=1e-6)
 
 
@@ -411,6 +419,60 @@ def test_mistakes_are_named() -> None:
         trainer.forward_backward(data(adapters=("stranger",)))
     with pytest.raises(ValueError, match="distinct"):
         Learner(base_model(), adapters=["a", "a"])
+
+
+def test_lora_on_the_output_embedding_learns() -> None:
+    """It is not frozen then, so its chunks are computed again in the backward."""
+    trainer = learner(targets=["lm_head", "q_proj"])
+    trainer._logprobs.max_logits = 3 * VOCAB
+    move_off_start(trainer)
+    datums = nearly_on_policy(trainer, data())
+    trainer.forward_backward(datums)
+    found = gradients(trainer)
+    assert any("lm_head" in key for key in found)
+    trainer.discard_gradients()
+    for datum in datums:
+        own = plain_logprobs(trainer, datum)
+        ratio = (own - torch.tensor(datum.logprobs[1:])).exp() * torch.tensor(datum.advantages[1:])
+        tokens = sum(d.trained for d in datums)
+        (-ratio[torch.tensor(datum.mask[1:])].sum() / tokens).backward()
+    assert_same(found, gradients(trainer), rtol=1e-3, atol=1e-5)
+
+
+def test_no_tensor_is_as_large_as_all_logits() -> None:
+    """A vocabulary much wider than the model: the largest tensors are the chunks' logits."""
+    trainer = learner(build=lambda: Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "vocab_size": 5003})))
+    trainer._logprobs.max_logits = 4 * 5003
+    datums = data(rows=20)
+    trained = sum(datum.trained for datum in datums)
+    assert trained > 80
+    largest = Largest()
+    with largest:
+        trainer.forward_backward(datums)
+    # The embedding itself has 16 * 5003.
+    assert largest.elements <= 16 * 5003 < trained * 5003
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, Tensor):
+                self.elements = max(self.elements, part.numel())
+        return result
+
+
+def test_tokens_are_counted() -> None:
+    prompt = [3, 4, 5, 6, 7]
+    group = [
+        Datum([*prompt, 8 + i, 9], [False] * 5 + [True] * 2, [0.0] * 7, [1.0] * 7) for i in range(4)
+    ]
+    stats = learner().forward_backward(group)
+    assert (stats.tokens_total, stats.tokens_unique, stats.tokens_saved) == (24, 9, 15)
 
 
 # ---- several adapters

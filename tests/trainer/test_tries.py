@@ -56,7 +56,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
@@ -207,8 +207,10 @@ def test_a_model_that_cannot_says_why_and_gets_padded_rows(family: str) -> None:
 
 
 def test_long_rope_is_declined() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.0],
-            "long_factor": [4.0, 4.0], "original_max_position_embeddings": 8, "factor": 8.0}  # fmt: skip
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0], "factor": 8.0,
+    }  # fmt: skip
     model = model_of(lambda: Phi3ForCausalLM(Phi3Config(**SMALL, rope_parameters=rope)))
     assert "longrope" in str(TokenLogprobs(model).why_padded)
 

@@ -78,9 +78,7 @@ class MicroBatch:
     input_ids: Tensor  # [1, U] int64, or [B, T]
     position_ids: Tensor  # of the same shape
     trie: Trie | None  # None: padded rows
-    places: (
-        Tensor  # [N] in ``input_ids.flatten()``: the token whose output predicts the trained one
-    )
+    places: Tensor  # [N] in ``input_ids.flatten()``: what predicts the trained token
     rows: Tensor  # [N] the row of the trained token, with ``columns``: its position there, less one
     columns: Tensor  # [N]
     targets: Tensor  # [N] the trained tokens

@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl_trainer.batches import Datum, MicroBatch, TokenCounts, count_tokens, pack
 from agentrl_trainer.logprobs import TokenLogprobs
@@ -97,7 +99,7 @@ class Learner:
         self.adapters = tuple(adapters)
         self.adam = adam or AdamParams()
         # A CPU is quickest with activations that stay in its caches; a GPU wants to be filled.
-        self.token_budget = token_budget or (2048 if base.device.type == "cpu" else 16384)
+        self.token_budget = token_budget or (4096 if base.device.type == "cpu" else 16384)
         attached: BaseModel | PeftModel = base
         for index, name in enumerate(self.adapters):
             attached = attach_adapter(
@@ -105,12 +107,10 @@ class Learner:
             )
         self.model = cast(PeftModel, attached)
         # Evaluation mode: dropout anywhere would make the trainer's policy differ from the
-        # sampler's. Gradient checkpointing, though, only works in training mode.
-        self.model.train(gradient_checkpointing)
+        # sampler's.
+        self.model.eval()
         if gradient_checkpointing:
-            # transformers renamed it in 5.20.
-            enable = getattr(base.model, "activation_checkpointing_enable", None)
-            (enable or base.model.gradient_checkpointing_enable)({"use_reentrant": False})
+            _checkpoint_layers(base.model)
         self._logprobs = TokenLogprobs(base.model)
         self._parameters = {name: _adapter_parameters(self.model, name) for name in self.adapters}
         self._optimizers = {
@@ -291,6 +291,19 @@ class Learner:
                         moment: value.to(parameter.device, torch.float32, copy=True)
                         for moment, value in moments.items()
                     }
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Layers keep their inputs only, and run again in the backward.
+
+    They do so in training mode; what is inside of them (dropout) stays in evaluation mode.
+    """
+    # transformers renamed it in 5.20.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
 
 
 def _adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:

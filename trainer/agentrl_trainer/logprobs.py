@@ -55,14 +55,12 @@ class TokenLogprobs:
 
     def of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """[N] the targets' log-probs, never holding more than ``max_logits`` logits."""
-        head = _head(self.model)
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        step = max(1, self.max_logits // vocabulary)
+        head, embedding = _head(self.model), _output_embedding(self.model)
+        step = max(1, self.max_logits // embedding.weight.shape[0])
         if not torch.is_grad_enabled():
-            return torch.cat(
-                [_pick(head(h), t) for h, t in zip(hidden.split(step), targets.split(step))]
-            )
-        if any(p.requires_grad for p in self.model.get_output_embeddings().parameters()):
+            parts = zip(hidden.split(step), targets.split(step), strict=True)
+            return torch.cat([_pick(head(h), t) for h, t in parts])
+        if any(p.requires_grad for p in embedding.parameters()):
             return _recomputed(head, hidden, targets, step)
         return cast(Tensor, _FrozenHead.apply(head, hidden, targets, step))
 
@@ -104,7 +102,7 @@ def _recomputed(head: Head, hidden: Tensor, targets: Tensor, step: int) -> Tenso
     return torch.cat(
         [
             cast(Tensor, checkpoint(logprobs, *part, use_reentrant=False))
-            for part in zip(hidden.split(step), targets.split(step))
+            for part in zip(hidden.split(step), targets.split(step), strict=True)
         ]
     )
 
@@ -113,9 +111,13 @@ def _pick(logits: Tensor, targets: Tensor) -> Tensor:
     return -F.cross_entropy(logits.float(), targets, reduction="none")
 
 
+def _output_embedding(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()
+
+
 def _head(model: PreTrainedModel) -> Head:
     """The output embedding, and what some families do to logits after it."""
-    embedding = model.get_output_embeddings()
+    embedding = _output_embedding(model)
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -191,7 +193,7 @@ def why_no_tries(model: PreTrainedModel) -> str | None:
     before = model.config._attn_implementation
     why = _compare_trie(model, config)
     if why is not None:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(cast(str, before))
     return why
 
 

@@ -3,7 +3,7 @@
 Knows token lists, tensors and transformers' attention interface; not datums, adapters or losses.
 
 Sort rows of tokens, and each shares some prefix with the one before it. What follows that prefix is
-the row's *branch*; all branches, one after the other, are the trie, each distinct prefix in it once.
+the row's *branch*; all branches, one after the other, are the trie: each distinct prefix once.
 In a transformer only attention looks beyond a token, so every other layer simply runs over the
 trie as if it were one row. In attention, the queries of a branch meet the keys of their whole row,
 which are gathered from wherever in the trie they were computed; gradients of a shared prefix add up
@@ -85,9 +85,7 @@ class Trie:
     """What attention has to know about one packed trie."""
 
     blocks: list[Block]
-    order: (
-        Tensor  # [U] where each token of the trie is among all blocks' queries, one after another
-    )
+    order: Tensor  # [U] where each token is among the queries of all blocks
 
     def to(self, device: torch.device) -> Trie:
         return Trie([block.to(device) for block in self.blocks], self.order.to(device))
