@@ -295,7 +295,7 @@ def test_gradient_checkpointing_changes_nothing(build: Any) -> None:
     runs: list[int] = []
     layer = "model.layers.0.mlp" if build is qwen3 else "transformer.h.0.mlp"
     mlp = saving.base.model.get_submodule(layer)
-    mlp.register_forward_hook(lambda *_: runs.append(1))
+    mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     for trainer in (plain, saving):
         move_off_start(trainer)
         trainer.forward_backward(data())
