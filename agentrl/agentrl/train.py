@@ -41,6 +41,7 @@ from agentrl_trainer.checkpoint import (
 from agentrl_trainer.learner import AdamParams, Learner, StepStats
 from agentrl_trainer.model import BaseModel, load_base
 from agentrl_trainer.rewards import rollout_rewards
+from agentrl_trainer.schedules import schedule_factor
 from agentrl_trainer.step import StepBatch, StepSettings, assemble
 
 
@@ -152,7 +153,7 @@ class Training:
         self.display.phase("learning")
         with clock("update"):
             calls, batch = self._collect(rollouts)
-            stats = self._learn(batch)
+            stats = self._learn(step, batch)
             self.store.settle(trained=dict.fromkeys(batch.trained, step), skipped=batch.skipped)
         self._tell_failures(rollouts, batch)
         row = self._row(step, calls, batch, stats, clock)
@@ -195,13 +196,12 @@ class Training:
         )
         return calls, assemble(rollouts, calls, self.store.rewards(ids), settings)
 
-    def _learn(self, batch: StepBatch) -> StepStats | None:
+    def _learn(self, step: int, batch: StepBatch) -> StepStats | None:
         """Updates the adapter; the statistics are of the first epoch, before any update."""
         if not batch.datums:
             return None
         adam = AdamParams(
-            lr=self.config.learning_rate
-            or default_learning_rate(self.base.model.num_parameters(only_trainable=False)),
+            lr=self._learning_rate(step),
             grad_clip_norm=self.config.max_grad_norm,
         )
         first: StepStats | None = None
@@ -214,6 +214,14 @@ class Training:
                     batch.refuse(SkipReason.NON_FINITE_STEP)
                 break
         return first
+
+    def _learning_rate(self, step: int) -> float:
+        peak = self.config.learning_rate or default_learning_rate(
+            self.base.model.num_parameters(only_trainable=False)
+        )
+        return peak * schedule_factor(
+            self.config.schedule, step, self.steps, self.config.warmup_steps
+        )
 
     def _tell_failures(self, rollouts: Sequence[Rollout], batch: StepBatch) -> None:
         problems = failures(rollouts)
@@ -247,6 +255,10 @@ class Training:
         if stats:
             row |= {
                 "tokens/trained": stats.tokens,
+                "tokens/total": stats.tokens_total,
+                "tokens/unique": stats.tokens_unique,
+                "tokens/saved_by_sharing": stats.tokens_saved,
+                "learning_rate": self._learning_rate(step),
                 "loss": stats.loss,
                 "entropy": stats.entropy,
                 "ratio/mean": stats.ratio_mean,
@@ -312,7 +324,12 @@ class Training:
             alpha=self.config.alpha,
             seed=self.config.seed,
             token_budget=self.config.micro_batch_tokens,
+            gradient_checkpointing=self.config.gradient_checkpointing,
         )
+        if self.learner.why_not_shared is not None:
+            self.display.note(
+                f"shared prefixes are computed for each row anew: {self.learner.why_not_shared}"
+            )
 
     def _restore(self) -> int:
         """Goes back to the newest whole checkpoint, if there is one; returns its step."""

@@ -1,4 +1,4 @@
-"""TRL's side of ``run.py``: GRPOTrainer's own loss and its gradient, one case, one micro-batch size.
+"""TRL's side of ``run.py``: GRPOTrainer's own loss and its gradient, one case.
 
 The inputs are those its ``_generate_and_score_completions`` makes when nothing is off-policy (no
 old log-probs, no reference model); environment tokens are left out by ``tool_mask``, as it does.

@@ -120,6 +120,11 @@ class Learner:
         self.model.set_adapter(self.adapters[0])
         self._poisoned = False
 
+    @property
+    def why_not_shared(self) -> str | None:
+        """What about the model forbids computing shared prefixes once; None: they are."""
+        return self._logprobs.why_padded
+
     # ---- learning
 
     def forward_backward(
@@ -228,7 +233,7 @@ class Learner:
         return result
 
     def _pack(self, datums: Sequence[Datum]) -> list[MicroBatch]:
-        share = self._logprobs.why_padded is None
+        share = self.why_not_shared is None
         return pack(datums, token_budget=self.token_budget, share=share)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
