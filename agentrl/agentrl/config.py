@@ -355,6 +355,12 @@ class LearningConfig(_Config):
     learning_rate: Annotated[float | None, Parameter(group=_LEARNING)] = Field(
         None, gt=0, description="Adam's learning rate; by default chosen by the model's size."
     )
+    schedule: Annotated[Literal["constant", "linear", "cosine"], Parameter(group=_LEARNING)] = (
+        Field("constant", description="How the learning rate falls over the steps of the run.")
+    )
+    warmup_steps: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        0, ge=0, description="Steps over which the learning rate rises first."
+    )
     max_grad_norm: Annotated[float, Parameter(group=_LEARNING)] = Field(
         0.0, ge=0, description="Gradients are clipped to this norm; 0 is off."
     )
@@ -374,6 +380,9 @@ class LearningConfig(_Config):
     )
     micro_batch_tokens: Annotated[int, Parameter(group=_LEARNING)] = Field(
         16384, ge=64, description="Tokens per forward and backward pass: lower it to save memory."
+    )
+    gradient_checkpointing: Annotated[bool, Parameter(group=_LEARNING)] = Field(
+        False, description="Compute layers twice rather than keep what the backward needs."
     )
 
 

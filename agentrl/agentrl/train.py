@@ -51,6 +51,7 @@ from agentrl_trainer.checkpoint import (
 from agentrl_trainer.learner import AdamParams, Learner, StepStats
 from agentrl_trainer.model import BaseModel, load_base
 from agentrl_trainer.rewards import rollout_rewards
+from agentrl_trainer.schedules import schedule_factor
 from agentrl_trainer.step import StepBatch, StepSettings
 
 
@@ -173,7 +174,7 @@ class Training:
         self.display.phase("learning")
         with clock("update"):
             calls, batches = self._collect(rollouts)
-            stats = {name: self._learn(batch) for name, batch in batches.by_adapter.items()}
+            stats = {name: self._learn(step, batch) for name, batch in batches.by_adapter.items()}
             batch = batches.whole()
             self.store.settle(trained=dict.fromkeys(batch.trained, step), skipped=batch.skipped)
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
@@ -218,13 +219,12 @@ class Training:
         rewards = self.store.rewards(ids)
         return calls, assemble_adapters(rollouts, calls, rewards, settings, self.adapters)
 
-    def _learn(self, batch: StepBatch) -> StepStats | None:
+    def _learn(self, step: int, batch: StepBatch) -> StepStats | None:
         """Updates one adapter; the statistics are of the first epoch, before any update."""
         if not batch.datums:
             return None
         adam = AdamParams(
-            lr=self.config.learning_rate
-            or default_learning_rate(self.base.model.num_parameters(only_trainable=False)),
+            lr=self._learning_rate(step),
             grad_clip_norm=self.config.max_grad_norm,
         )
         first: StepStats | None = None
@@ -237,6 +237,14 @@ class Training:
                     batch.refuse(SkipReason.NON_FINITE_STEP)
                 break
         return first
+
+    def _learning_rate(self, step: int) -> float:
+        peak = self.config.learning_rate or default_learning_rate(
+            self.base.model.num_parameters(only_trainable=False)
+        )
+        return peak * schedule_factor(
+            self.config.schedule, step, self.steps, self.config.warmup_steps
+        )
 
     def _tell_failures(
         self, rollouts: Sequence[Rollout], batch: StepBatch, outcomes: Outcomes
@@ -284,6 +292,7 @@ class Training:
             DIFFERENCE: max((s.max_logprob_difference for s in stats.values() if s), default=0.0),
             "seconds/rollouts": clock.spent["rollouts"],
             "seconds/update": clock.spent["update"],
+            "learning_rate": self._learning_rate(step),
         }
         for name, one in stats.items():
             prefix = "" if len(stats) == 1 else f"{name}/"
@@ -351,7 +360,12 @@ class Training:
             alpha=self.config.alpha,
             seed=self.config.seed,
             token_budget=self.config.micro_batch_tokens,
+            gradient_checkpointing=self.config.gradient_checkpointing,
         )
+        if self.learner.why_not_shared is not None:
+            self.display.note(
+                f"shared prefixes are computed for each row anew: {self.learner.why_not_shared}"
+            )
 
     def _restore(self) -> int:
         """Goes back to the newest whole checkpoint, if there is one; returns its step."""
@@ -475,6 +489,9 @@ def _update_metrics(stats: StepStats | None) -> dict[str, Any]:
         return {}
     return {
         "tokens/trained": stats.tokens,
+        "tokens/total": stats.tokens_total,
+        "tokens/unique": stats.tokens_unique,
+        "tokens/saved_by_sharing": stats.tokens_saved,
         "loss": stats.loss,
         "entropy": stats.entropy,
         "ratio/mean": stats.ratio_mean,

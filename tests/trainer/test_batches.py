@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_trainer.batches import Datum, MicroBatch, pack, to_datum
+from agentrl_trainer.batches import Datum, MicroBatch, count_tokens, pack, to_datum
 from agentrl_trainer.trajectories import Trajectory, Turn
 
 
@@ -23,16 +23,53 @@ def datum(length: int, trained: list[int], adapter: str = "default", base: int =
 
 
 def test_alignment() -> None:
-    (batch,) = pack([datum(5, [2, 4], base=10), datum(3, [1], base=20)], token_budget=100, pad_id=9)
+    """Padded rows, as they are fed to models that cannot do tries."""
+    datums = [datum(5, [2, 4], base=10), datum(3, [1], base=20)]
+    (batch,) = pack(datums, token_budget=100, share=False, pad_id=9)
+    assert batch.trie is None
     assert batch.indices == [0, 1]
     # The last token is never fed; nor is anything after the last trained one.
     assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 9, 9, 9]]
     assert batch.lengths == [4, 1]
+    assert batch.places.tolist() == [1, 3, 4]
     assert batch.rows.tolist() == [0, 0, 1]
     assert batch.columns.tolist() == [1, 3, 0]
     assert batch.targets.tolist() == [12, 14, 21]
     assert batch.logprobs.tolist() == [-12, -14, -21]
     assert batch.advantages.tolist() == [6, 7, 10.5]
+
+
+def test_a_trie_holds_a_shared_prefix_once() -> None:
+    """Two samples of a prompt, one of them with two turns, and another row."""
+    prompt = [10, 11, 12]
+    first = made([*prompt, 20, 21, 30, 22], [3, 4, 6])
+    second = made([*prompt, 20, 25, 26], [3, 4, 5])
+    other = made([40, 41], [1])
+    (batch,) = pack([second, other, first], token_budget=100)
+    assert batch.trie is not None
+    assert batch.indices == [2, 0, 1]  # sorted by tokens
+    assert batch.input_ids.tolist() == [[10, 11, 12, 20, 21, 30, 25, 40]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 4, 0]]
+    # Token 20 is trained in both rows, from the same place.
+    assert batch.targets.tolist() == [20, 21, 22, 20, 25, 26, 41]
+    assert batch.places.tolist() == [2, 3, 5, 2, 3, 6, 7]
+    assert batch.rows.tolist() == [0, 0, 0, 1, 1, 1, 2]
+    counts = count_tokens([second, other, first], [batch])
+    assert (counts.total, counts.unique, counts.fed, counts.saved) == (6 + 5 + 1, 8, 8, 4)
+
+
+def test_a_group_over_the_budget_is_cut_evenly() -> None:
+    prompt = list(range(100, 120))
+    group = [made([*prompt, *[i] * 11], [20, 30]) for i in range(8)]
+    batches = pack(group, token_budget=75)  # the prompt and five answers of ten
+    assert [batch.input_ids.numel() for batch in batches] == [60, 60]
+    counts = count_tokens(group, batches)
+    assert (counts.total, counts.unique, counts.fed) == (240, 100, 120)
+
+
+def made(tokens: list[int], trained: list[int]) -> Datum:
+    mask = [at in trained for at in range(len(tokens))]
+    return Datum(tokens, mask, [0.0] * len(tokens), [1.0] * len(tokens))
 
 
 def test_rows_that_train_nothing_are_left_out() -> None:
@@ -84,32 +121,37 @@ def data(draw: st.DrawFn) -> list[Datum]:
     for at, (length, seed, adapter) in enumerate(shapes):
         rng = random.Random(seed)
         trained = [i for i in range(1, length) if rng.random() < 0.4]
-        result.append(datum(length, trained, adapter, base=100 * at))
+        # Rows of one base are prefixes of each other.
+        result.append(datum(length, trained, adapter, base=100 * rng.randrange(at + 1)))
     return result
 
 
 @settings(deadline=None)
-@given(data(), st.integers(1, 80))
-def test_every_trained_token_is_in_one_place(datums: list[Datum], budget: int) -> None:
-    batches = pack(datums, token_budget=budget)
+@given(data(), st.integers(1, 80), st.booleans())
+def test_every_trained_token_is_in_one_place(datums: list[Datum], budget: int, share: bool) -> None:
+    batches = pack(datums, token_budget=budget, share=share)
     found: list[tuple[int, int]] = []
     for batch in batches:
         assert len(batch.indices) == 1 or batch.input_ids.numel() <= budget
         assert {datums[i].adapter for i in batch.indices} == {batch.adapter}
+        fed, depths = batch.input_ids.flatten(), batch.position_ids.flatten()
         for n, (row, column) in enumerate(
             zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
         ):
             index = batch.indices[row]
             own = datums[index]
             found.append((index, column + 1))
-            fed = batch.input_ids[row, : column + 1].tolist()
-            assert fed == own.tokens[: column + 1]
+            assert fed[batch.places[n]] == own.tokens[column]
+            assert depths[batch.places[n]] == column
             assert batch.targets[n] == own.tokens[column + 1]
             assert batch.logprobs[n] == own.logprobs[column + 1]
             assert batch.advantages[n] == own.advantages[column + 1]
     expected = [(i, at) for i, d in enumerate(datums) for at, on in enumerate(d.mask) if on]
     assert sorted(found) == expected
-    assert same(pack(datums, token_budget=budget), batches)
+    assert same(pack(datums, token_budget=budget, share=share), batches)
+    counts = count_tokens(datums, batches)
+    assert counts.unique <= counts.total
+    assert counts.fed >= counts.unique
 
 
 def same(left: list[MicroBatch], right: list[MicroBatch]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -26,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl_trainer.batches import Datum
+from agentrl_trainer.batches import Datum, pack
 from agentrl_trainer.learner import AdamParams, Learner
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES
@@ -184,13 +185,10 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], **tolerance: 
 
 # ---- log-probs
 
-FAMILIES = [(qwen3, True), (llama, True), (gpt2, True), (gemma2, False), (cohere, False)]
 
-
-@pytest.mark.parametrize(("build", "short"), FAMILIES)
-def test_forward_is_the_plain_way(build: Any, short: bool) -> None:
+@pytest.mark.parametrize("build", [qwen3, llama, gpt2, gemma2, cohere])
+def test_forward_is_the_plain_way(build: Any) -> None:
     trainer = learner(build=build, token_budget=50)
-    assert trainer._logprobs.short is short, "took the way that is not meant for this family"
     move_off_start(trainer)
     datums = data()
     with torch.no_grad():
@@ -203,14 +201,12 @@ def test_forward_is_the_plain_way(build: Any, short: bool) -> None:
 def test_chunks_change_nothing() -> None:
     model = qwen3().requires_grad_(False)
     model.get_input_embeddings().requires_grad_(True)
-    ids = torch.randint(3, VOCAB, (4, 12))
-    rows, columns = torch.arange(4).repeat_interleave(5), torch.arange(5).repeat(4)
-    targets = torch.randint(3, VOCAB, (20,))
+    (batch,) = pack(data(), token_budget=10**6)
     results = []
     for limit in (10**9, 3 * VOCAB, 1):
         model.zero_grad()
-        lp = TokenLogprobs(model, max_logits=limit)(ids, rows, columns, targets)
-        (lp * torch.arange(20)).sum().backward()
+        lp = TokenLogprobs(model, max_logits=limit)(batch)
+        (lp * torch.arange(len(lp))).sum().backward()
         results.append((lp.detach(), model.get_input_embeddings().weight.grad.clone()))
     for lp, grad in results[1:]:
         torch.testing.assert_close(lp, results[0][0])
@@ -236,10 +232,8 @@ def test_half_precision_models_give_float32_logprobs() -> None:
     stats = trainer.step(data())
     assert not stats.skipped_non_finite
     assert math.isfinite(stats.loss)
-    batch_lp = trainer._logprobs(
-        torch.tensor([[3, 4]]), torch.tensor([0]), torch.tensor([1]), torch.tensor([5])
-    )
-    assert batch_lp.dtype == torch.float32
+    (batch,) = pack(data(), token_budget=10**6)
+    assert trainer._logprobs(batch).dtype == torch.float32
 
 
 # ---- gradients
@@ -294,11 +288,18 @@ def test_parts_of_a_step_accumulate() -> None:
     assert_same(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
-    plain, saving = learner(), learner(gradient_checkpointing=True)
+@pytest.mark.parametrize("build", [qwen3, gpt2])
+def test_gradient_checkpointing_changes_nothing(build: Any) -> None:
+    """GPT-2 has dropout in its layers, which must stay off."""
+    plain, saving = learner(build=build), learner(build=build, gradient_checkpointing=True)
+    runs: list[int] = []
+    layer = "model.layers.0.mlp" if build is qwen3 else "transformer.h.0.mlp"
+    mlp = saving.base.model.get_submodule(layer)
+    mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     for trainer in (plain, saving):
         move_off_start(trainer)
         trainer.forward_backward(data())
+    assert len(runs) == 2, "the layers did not run again in the backward"
     assert_same(gradients(saving), gradients(plain), rtol=1e-4, atol=1e-6)
 
 
@@ -418,6 +419,60 @@ def test_mistakes_are_named() -> None:
         trainer.forward_backward(data(adapters=("stranger",)))
     with pytest.raises(ValueError, match="distinct"):
         Learner(base_model(), adapters=["a", "a"])
+
+
+def test_lora_on_the_output_embedding_learns() -> None:
+    """It is not frozen then, so its chunks are computed again in the backward."""
+    trainer = learner(targets=["lm_head", "q_proj"])
+    trainer._logprobs.max_logits = 3 * VOCAB
+    move_off_start(trainer)
+    datums = nearly_on_policy(trainer, data())
+    trainer.forward_backward(datums)
+    found = gradients(trainer)
+    assert any("lm_head" in key for key in found)
+    trainer.discard_gradients()
+    for datum in datums:
+        own = plain_logprobs(trainer, datum)
+        ratio = (own - torch.tensor(datum.logprobs[1:])).exp() * torch.tensor(datum.advantages[1:])
+        tokens = sum(d.trained for d in datums)
+        (-ratio[torch.tensor(datum.mask[1:])].sum() / tokens).backward()
+    assert_same(found, gradients(trainer), rtol=1e-3, atol=1e-5)
+
+
+def test_no_tensor_is_as_large_as_all_logits() -> None:
+    """A vocabulary much wider than the model: the largest tensors are the chunks' logits."""
+    trainer = learner(build=lambda: Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "vocab_size": 5003})))
+    trainer._logprobs.max_logits = 4 * 5003
+    datums = data(rows=20)
+    trained = sum(datum.trained for datum in datums)
+    assert trained > 80
+    largest = Largest()
+    with largest:
+        trainer.forward_backward(datums)
+    # The embedding itself has 16 * 5003.
+    assert largest.elements <= 16 * 5003 < trained * 5003
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, Tensor):
+                self.elements = max(self.elements, part.numel())
+        return result
+
+
+def test_tokens_are_counted() -> None:
+    prompt = [3, 4, 5, 6, 7]
+    group = [
+        Datum([*prompt, 8 + i, 9], [False] * 5 + [True] * 2, [0.0] * 7, [1.0] * 7) for i in range(4)
+    ]
+    stats = learner().forward_backward(group)
+    assert (stats.tokens_total, stats.tokens_unique, stats.tokens_saved) == (24, 9, 15)
 
 
 # ---- several adapters

@@ -191,3 +191,24 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
         save_adapter(peft_model, "policy", tmp_path / "v1")
     assert [p.name for p in tmp_path.iterdir()] == ["v1"]
     assert (tmp_path / "v1" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ModelError, match="bitsandbytes"):
+        load_base(TINY_MODEL, device="cpu", four_bit=True)
+
+
+def test_a_base_in_four_bits_learns() -> None:
+    pytest.importorskip("bitsandbytes")
+    from agentrl_trainer.batches import Datum
+    from agentrl_trainer.learner import AdamParams, Learner
+
+    base = load_base(TINY_MODEL, device="cpu", four_bit=True)
+    kinds = {type(m).__name__ for m in base.model.modules()}
+    assert "Linear4bit" in kinds
+    learner = Learner(base, rank=4, adam=AdamParams(lr=1e-2))
+    assert learner.why_not_shared is None
+    datum = Datum([5, 6, 7, 8], [False, False, True, True], [0.0] * 4, [1.0] * 4)
+    losses = [learner.step([datum, datum], "cross_entropy").loss for _ in range(5)]
+    assert losses[-1] < losses[0] - 0.1

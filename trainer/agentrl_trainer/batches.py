@@ -1,21 +1,25 @@
-"""From trajectories to padded micro-batches under a token budget.
+"""From trajectories to micro-batches under a token budget.
 
-Knows token lists and tensors, not models. Rows of like length go together, so little is padding.
-Padding is on the right: under causal attention no token ever sees it, hence no attention mask (and
-attention kernels are at their fastest without one).
+Knows token lists and tensors, not models. A micro-batch is a token trie: what its rows share at
+their beginnings (a group's prompt, a conversation's turns) goes through the model once. For models
+which cannot do that it is padded rows, on the right: under causal attention no token ever sees the
+padding, hence no attention mask.
 
-Shapes: B rows, T columns, N trained tokens of the micro-batch (flat, row by row).
+Shapes: B rows (datums) and N trained tokens of the micro-batch (flat, row by row); U unique tokens,
+or T columns of padded rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from agentrl_trainer.trajectories import Trajectory
+from agentrl_trainer.tries import Trie, pack_trie, shared_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +74,84 @@ class MicroBatch:
 
     adapter: str
     indices: list[int]  # [B] positions in the list that was packed
-    lengths: list[int]  # [B] tokens fed per row, padding aside
-    input_ids: Tensor  # [B, T] int64
-    rows: Tensor  # [N] with ``columns``: the input position whose output predicts the token
+    lengths: list[int]  # [B] tokens of each row
+    input_ids: Tensor  # [1, U] int64, or [B, T]
+    position_ids: Tensor  # of the same shape
+    trie: Trie | None  # None: padded rows
+    places: Tensor  # [N] in ``input_ids.flatten()``: what predicts the trained token
+    rows: Tensor  # [N] the row of the trained token, with ``columns``: its position there, less one
     columns: Tensor  # [N]
     targets: Tensor  # [N] the trained tokens
     logprobs: Tensor  # [N] float32, q
     advantages: Tensor  # [N] float32
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = (
-            part.to(device, non_blocking=True)
-            for part in (
-                self.input_ids,
-                self.rows,
-                self.columns,
-                self.targets,
-                self.logprobs,
-                self.advantages,
-            )
-        )
-        return MicroBatch(self.adapter, self.indices, self.lengths, *moved)
+        names = ("input_ids", "position_ids", "places", "rows", "columns", "targets", "logprobs")
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in (*names, "advantages")
+        }
+        return replace(self, trie=self.trie and self.trie.to(device), **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """How much of the datums the model has to compute; the part that trains something, that is."""
+
+    total: int  # of all rows, each by itself
+    unique: int  # of one trie of all rows of an adapter
+    fed: int  # what goes through the model: prefixes anew in each micro-batch, padding included
+
+    @property
+    def saved(self) -> int:
+        return self.total - self.fed
+
+
+def count_tokens(datums: Sequence[Datum], batches: Sequence[MicroBatch]) -> TokenCounts:
+    """``batches`` are what ``pack`` made of ``datums``."""
+    rows = _rows(datums)
+    return TokenCounts(
+        total=sum(sum(batch.lengths) for batch in batches),
+        unique=sum(_branch_lengths(rows)),
+        fed=sum(batch.input_ids.numel() for batch in batches),
+    )
+
+
+def pack(
+    datums: Sequence[Datum], *, token_budget: int, share: bool = True, pad_id: int = 0
+) -> list[MicroBatch]:
+    """Micro-batches of at most ``token_budget`` tokens through the model, or of a single row.
+
+    ``share``: as tries, of about equal size and as few as the budget allows; else as padded rows
+    of like length. Deterministic. Rows that train nothing are left out. Longest first, so that
+    running out of memory happens at once or not at all.
+    """
+    rows = _rows(datums)
+    if not share:
+        return [_pad(datums, chunk, pad_id) for chunk in _padded_chunks(rows, token_budget)]
+    chunks = _balanced_chunks(rows, token_budget)
+    return [
+        _share(datums, chunk) for chunk in sorted(chunks, key=lambda c: -sum(_branch_lengths(c)))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The part of a datum that is fed."""
+
+    adapter: str
+    tokens: list[int]
+    index: int  # of the datum
+
+
+def _rows(datums: Sequence[Datum]) -> list[_Row]:
+    """Those that train something, sorted such that neighbours share the longest prefixes."""
+    rows = [
+        _Row(datum.adapter, datum.tokens[:length], index)
+        for index, datum in enumerate(datums)
+        if (length := _input_length(datum))
+    ]
+    return sorted(rows, key=lambda row: (row.adapter, row.tokens, row.index))
 
 
 def _input_length(datum: Datum) -> int:
@@ -98,62 +159,109 @@ def _input_length(datum: Datum) -> int:
     return next((at for at in range(len(datum.mask) - 1, 0, -1) if datum.mask[at]), 0)
 
 
-def pack(datums: Sequence[Datum], *, token_budget: int, pad_id: int = 0) -> list[MicroBatch]:
-    """Micro-batches of at most ``token_budget`` tokens, padding included, or of a single row.
+def _branch_lengths(rows: Sequence[_Row]) -> list[int]:
+    """Tokens that each of the sorted rows adds to a trie of those before it."""
+    return [len(rows[0].tokens), *(_added(a, b) for a, b in pairwise(rows))] if rows else []
 
-    Deterministic. Rows that train nothing are left out. Longest first, so that running out of
-    memory happens at once or not at all.
-    """
-    lengths = [_input_length(datum) for datum in datums]
-    order = sorted(
-        (i for i, length in enumerate(lengths) if length),
-        key=lambda i: (datums[i].adapter, -lengths[i], i),
-    )
-    batches: list[MicroBatch] = []
-    chunk: list[int] = []
-    for i in order:
-        starts_anew = chunk and (
-            datums[i].adapter != datums[chunk[0]].adapter
-            # The first row of a chunk is its longest, so it sets the width.
-            or lengths[chunk[0]] * (len(chunk) + 1) > token_budget
+
+def _added(before: _Row, row: _Row) -> int:
+    if before.adapter != row.adapter:
+        return len(row.tokens)
+    return len(row.tokens) - shared_prefix(before.tokens, row.tokens)
+
+
+def _balanced_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
+    """Neighbours together. First as few chunks as the budget allows, then the smallest budget
+    that makes no more of them: chunks of about equal size."""
+    added = _branch_lengths(rows)
+
+    def cut(limit: int) -> list[list[_Row]]:
+        chunks: list[list[_Row]] = []
+        size = 0
+        for row, more in zip(rows, added, strict=True):
+            fits = chunks and chunks[-1][-1].adapter == row.adapter and size + more <= limit
+            if fits:
+                chunks[-1].append(row)
+                size += more
+            else:
+                # A new micro-batch has to compute the shared prefix again.
+                chunks.append([row])
+                size = len(row.tokens)
+        return chunks
+
+    best = cut(budget)
+    low, high = 0, budget  # ``low`` makes more chunks than ``best``, ``high`` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(chunks := cut(middle)) <= len(best):
+            best, high = chunks, middle
+        else:
+            low = middle
+    return best
+
+
+def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
+    chunks: list[list[_Row]] = []
+    for row in sorted(rows, key=lambda row: (row.adapter, -len(row.tokens), row.index)):
+        chunk = chunks[-1] if chunks else []
+        # The first row of a chunk is its longest, so it sets the width.
+        fits = (
+            chunk
+            and chunk[0].adapter == row.adapter
+            and len(chunk[0].tokens) * (len(chunk) + 1) <= budget
         )
-        if starts_anew:
-            batches.append(_collate(datums, chunk, lengths, pad_id))
-            chunk = []
-        chunk.append(i)
-    if chunk:
-        batches.append(_collate(datums, chunk, lengths, pad_id))
-    return batches
+        if fits:
+            chunk.append(row)
+        else:
+            chunks.append([row])
+    return chunks
 
 
-def _collate(
-    datums: Sequence[Datum], chunk: list[int], lengths: Sequence[int], pad_id: int
+def _share(datums: Sequence[Datum], chunk: Sequence[_Row]) -> MicroBatch:
+    packed = pack_trie([row.tokens for row in chunk])
+    return _micro_batch(datums, chunk, [packed.tokens], [packed.depths], packed.paths, packed.trie)
+
+
+def _pad(datums: Sequence[Datum], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
+    width = max(len(row.tokens) for row in chunk)
+    padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in chunk]
+    places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
+    return _micro_batch(datums, chunk, padded, [list(range(width))] * len(chunk), places, None)
+
+
+def _micro_batch(
+    datums: Sequence[Datum],
+    chunk: Sequence[_Row],
+    input_ids: list[list[int]],
+    position_ids: list[list[int]],
+    places: Sequence[Sequence[int]],
+    trie: Trie | None,
 ) -> MicroBatch:
-    width = max(lengths[i] for i in chunk)
-    padded: list[list[int]] = []
-    rows: list[int] = []
-    columns: list[int] = []
-    targets: list[int] = []
-    logprobs: list[float] = []
-    advantages: list[float] = []
-    for row, i in enumerate(chunk):
-        datum = datums[i]
-        padded.append(datum.tokens[: lengths[i]] + [pad_id] * (width - lengths[i]))
-        for at, trained in enumerate(datum.mask):
-            if trained:
-                rows.append(row)
-                columns.append(at - 1)
-                targets.append(datum.tokens[at])
-                logprobs.append(datum.logprobs[at])
-                advantages.append(datum.advantages[at])
+    """``places[b][t]``: where in the flat ``input_ids`` token t of row b is."""
+    trained = [
+        (row, at)
+        for row, own in enumerate(chunk)
+        for at, on in enumerate(datums[own.index].mask)
+        if on
+    ]
+    own = [datums[row.index] for row in chunk]
+
+    def integers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
     return MicroBatch(
-        adapter=datums[chunk[0]].adapter,
-        indices=list(chunk),
-        lengths=[lengths[i] for i in chunk],
-        input_ids=torch.tensor(padded, dtype=torch.int64),
-        rows=torch.tensor(rows, dtype=torch.int64),
-        columns=torch.tensor(columns, dtype=torch.int64),
-        targets=torch.tensor(targets, dtype=torch.int64),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        advantages=torch.tensor(advantages, dtype=torch.float32),
+        adapter=chunk[0].adapter,
+        indices=[row.index for row in chunk],
+        lengths=[len(row.tokens) for row in chunk],
+        input_ids=torch.tensor(input_ids, dtype=torch.int64),
+        position_ids=torch.tensor(position_ids, dtype=torch.int64),
+        trie=trie,
+        places=integers([places[row][at - 1] for row, at in trained]),
+        rows=integers([row for row, _ in trained]),
+        columns=integers([at - 1 for _, at in trained]),
+        targets=integers([own[row].tokens[at] for row, at in trained]),
+        logprobs=torch.tensor([own[row].logprobs[at] for row, at in trained], dtype=torch.float32),
+        advantages=torch.tensor(
+            [own[row].advantages[at] for row, at in trained], dtype=torch.float32
+        ),
     )

@@ -16,8 +16,10 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl_trainer.batches import Datum, MicroBatch, pack
+from agentrl_trainer.batches import Datum, MicroBatch, TokenCounts, count_tokens, pack
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES, LossConfig, Sums, add_sums
 from agentrl_trainer.model import BaseModel, attach_adapter, lora_config, save_adapter
@@ -53,7 +55,9 @@ class StepStats:
     sampler_trainer_kl: float  # k3 estimate of KL(sampler || trainer), per token
     mean_logprob_difference: float  # absolute
     max_logprob_difference: float  # absolute
-    padding_fraction: float  # of the tokens that went through the model
+    tokens_total: int  # of all rows, context included, each row by itself
+    tokens_unique: int  # prefixes that rows share counted once
+    tokens_saved: int  # of the total, those that did not go through the model, thanks to sharing
     seconds: float
     skipped_non_finite: bool = False
     grad_norm: float | None = None  # known once the optimizer has stepped
@@ -95,7 +99,7 @@ class Learner:
         self.adapters = tuple(adapters)
         self.adam = adam or AdamParams()
         # A CPU is quickest with activations that stay in its caches; a GPU wants to be filled.
-        self.token_budget = token_budget or (2048 if base.device.type == "cpu" else 16384)
+        self.token_budget = token_budget or (4096 if base.device.type == "cpu" else 16384)
         attached: BaseModel | PeftModel = base
         for index, name in enumerate(self.adapters):
             attached = attach_adapter(
@@ -103,12 +107,10 @@ class Learner:
             )
         self.model = cast(PeftModel, attached)
         # Evaluation mode: dropout anywhere would make the trainer's policy differ from the
-        # sampler's. Gradient checkpointing, though, only works in training mode.
-        self.model.train(gradient_checkpointing)
+        # sampler's.
+        self.model.eval()
         if gradient_checkpointing:
-            # transformers renamed it in 5.20.
-            enable = getattr(base.model, "activation_checkpointing_enable", None)
-            (enable or base.model.gradient_checkpointing_enable)({"use_reentrant": False})
+            _checkpoint_layers(base.model)
         self._logprobs = TokenLogprobs(base.model)
         self._parameters = {name: _adapter_parameters(self.model, name) for name in self.adapters}
         self._optimizers = {
@@ -117,6 +119,11 @@ class Learner:
         }
         self.model.set_adapter(self.adapters[0])
         self._poisoned = False
+
+    @property
+    def why_not_shared(self) -> str | None:
+        """What about the model forbids computing shared prefixes once; None: they are."""
+        return self._logprobs.why_padded
 
     # ---- learning
 
@@ -142,10 +149,9 @@ class Learner:
 
         sums: Sums = {}
         loss_sum = 0.0
-        fed = useful = 0
-        for batch in pack(datums, token_budget=self.token_budget):
-            fed += batch.input_ids.numel()
-            useful += sum(batch.lengths)
+        batches = self._pack(datums)
+        counts = count_tokens(datums, batches)
+        for batch in batches:
             batch = batch.to(self.base.device)
             logprobs = self._forward(batch)
             value, part = function(
@@ -161,8 +167,7 @@ class Learner:
                 self._poisoned = True
                 break
             (value * scale).backward()
-        padding = 1.0 - useful / fed if fed else 0.0
-        return _stats(loss_sum * scale, sums, padding, started, poisoned=self._poisoned)
+        return _stats(loss_sum * scale, sums, counts, started, poisoned=self._poisoned)
 
     def optim_step(self, adam: AdamParams | None = None) -> OptimStats:
         """Apply the accumulated gradients, then forget them.
@@ -220,19 +225,23 @@ class Learner:
     def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         """The policy's log-prob of each trained token, aligned with ``tokens``; 0 elsewhere."""
         result = [[0.0] * len(datum.tokens) for datum in datums]
-        for batch in pack(datums, token_budget=self.token_budget):
+        for batch in self._pack(datums):
             values = self._forward(batch.to(self.base.device)).tolist()
             where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
             for row, column, value in where:
                 result[batch.indices[row]][column + 1] = value
         return result
 
+    def _pack(self, datums: Sequence[Datum]) -> list[MicroBatch]:
+        share = self.why_not_shared is None
+        return pack(datums, token_budget=self.token_budget, share=share)
+
     def _forward(self, batch: MicroBatch) -> Tensor:
         """[N] float32 log-probs of the targets."""
         if self.model.active_adapter != batch.adapter:
             # PEFT freezes the others meanwhile; the gradients they have gathered stay.
             self.model.set_adapter(batch.adapter)
-        return self._logprobs(batch.input_ids, batch.rows, batch.columns, batch.targets)
+        return self._logprobs(batch)
 
     # ---- saving
 
@@ -289,6 +298,19 @@ class Learner:
                     }
 
 
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Layers keep their inputs only, and run again in the backward.
+
+    They do so in training mode; what is inside of them (dropout) stays in evaluation mode.
+    """
+    # transformers renamed it in 5.20.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+
+
 def _adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """The adapter's trainable tensors, by a name that does not depend on the adapter's."""
     found: dict[str, nn.Parameter] = {}
@@ -325,7 +347,9 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
-def _stats(loss: float, sums: Sums, padding: float, started: float, *, poisoned: bool) -> StepStats:
+def _stats(
+    loss: float, sums: Sums, counts: TokenCounts, started: float, *, poisoned: bool
+) -> StepStats:
     values = {name: float(value) for name, value in sums.items()}
 
     def mean(name: str) -> float:
@@ -341,7 +365,9 @@ def _stats(loss: float, sums: Sums, padding: float, started: float, *, poisoned:
         sampler_trainer_kl=mean("kl_k3"),
         mean_logprob_difference=mean("difference"),
         max_logprob_difference=values.get("difference_max", 0.0),
-        padding_fraction=padding,
+        tokens_total=counts.total,
+        tokens_unique=counts.unique,
+        tokens_saved=counts.saved,
         seconds=time.perf_counter() - started,
         skipped_non_finite=poisoned,
     )

@@ -1,102 +1,240 @@
 """Log-probs of chosen tokens under a causal language model, in float32.
 
-Knows transformers models, nothing of adapters or losses. A vocabulary is the widest thing in a
-model, and most positions (prompts, padding) train nothing: so hidden states are picked first, and
-only those go through the output embedding, in chunks whose logits are recomputed in the backward.
+Knows transformers models and micro-batches, nothing of adapters or losses. Two things make it
+quick, and neither changes the result: the decoder runs over token tries (``tries.py``), and the
+vocabulary, the widest thing in a model, is met only by the positions that train something, a chunk
+at a time. Not every model allows both; which do is found out by looking (``why_padded``,
+``why_all_logits``) rather than by knowing the families.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-MAX_LOGITS = 2**26
-"""Most elements of logits held at once by the short way: 256 MB in float32."""
+from agentrl_trainer.batches import MicroBatch
+from agentrl_trainer.tries import ATTENTION, Trie, pack_trie
+
+MAX_LOGITS = 2**24
+"""Most elements of logits held at once: 64 MB in float32."""
+
+Head = Callable[[Tensor], Tensor]
+"""Hidden states [n, hidden] to logits [n, vocabulary]."""
 
 
 class TokenLogprobs:
-    """``(input_ids [B, T], rows [N], columns [N], targets [N]) -> [N]`` float32.
+    """``MicroBatch -> [N]`` float32: the log-prob of each trained token given those before it.
 
-    The n-th result is log p(targets[n] | input_ids[rows[n], : columns[n] + 1]). Right padding is
-    fine, without attention mask, as attention is causal.
+    ``why_padded`` and ``why_all_logits`` say what about this model forbids tries and chunks of
+    logits; None where they are used. Construction runs the model over a few tokens.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_logits: int = MAX_LOGITS) -> None:
         self.model = model
         self.max_logits = max_logits
-        self.short = head_is_plain(model)
-        """Whether logits are the output embedding of the decoder's output and nothing else."""
+        self.why_all_logits = why_not_by_parts(model)
+        self.why_padded = self.why_all_logits or why_no_tries(model)
 
-    def __call__(self, input_ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> Tensor:
-        if not self.short:
-            logits = self.model(input_ids=input_ids, use_cache=False).logits
-            return _gather(logits[rows, columns], targets)
-        decoder, head = _parts(self.model)
-        hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns]
-        step = max(1, self.max_logits // head.weight.shape[0])
-        if len(targets) <= step:
-            return _head_logprobs(head, hidden, targets)
-        chunks = zip(hidden.split(step), targets.split(step), strict=True)
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        if self.why_all_logits is not None:
+            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
+            return _pick(logits.flatten(0, 1)[batch.places], batch.targets)
+        return self.of_hidden(self.hidden(batch), batch.targets)
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """[N, hidden] the decoder's output where a trained token is predicted."""
+        return decoder_states(self.model, batch.input_ids, batch.position_ids, batch.trie)[
+            batch.places
+        ]
+
+    def of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """[N] the targets' log-probs, never holding more than ``max_logits`` logits."""
+        head, embedding = _head(self.model), _output_embedding(self.model)
+        step = max(1, self.max_logits // embedding.weight.shape[0])
         if not torch.is_grad_enabled():
-            return torch.cat([_head_logprobs(head, *chunk) for chunk in chunks])
-        return torch.cat(
-            [
-                cast(Tensor, checkpoint(_head_logprobs, head, *chunk, use_reentrant=False))
-                for chunk in chunks
-            ]
-        )
+            parts = zip(hidden.split(step), targets.split(step), strict=True)
+            return torch.cat([_pick(head(h), t) for h, t in parts])
+        if any(p.requires_grad for p in embedding.parameters()):
+            return _recomputed(head, hidden, targets, step)
+        return cast(Tensor, _FrozenHead.apply(head, hidden, targets, step))
 
 
-def _head_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    return _gather(head(hidden), targets)
+class _FrozenHead(torch.autograd.Function):
+    """Log-probs through a head without trainable parameters.
+
+    The log-prob of a row depends on no other row. So its gradient with respect to the row's hidden
+    state is computed in the forward, while the logits are there, and the backward only scales it:
+    logits are neither kept nor computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, hidden: Tensor, targets: Tensor, step: int) -> Tensor:
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        slopes = torch.empty_like(hidden)
+        for start in range(0, len(targets), step):
+            part = slice(start, start + step)
+            with torch.enable_grad():
+                own = hidden[part].detach().requires_grad_()
+                picked = _pick(head(own), targets[part])
+                (slopes[part],) = torch.autograd.grad(picked.sum(), own)
+            logprobs[part] = picked.detach()
+        ctx.save_for_backward(slopes)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return None, (slopes * grads[0][:, None]).to(slopes.dtype), None, None
 
 
-def _gather(logits: Tensor, targets: Tensor) -> Tensor:
+def _recomputed(head: Head, hidden: Tensor, targets: Tensor, step: int) -> Tensor:
+    """Through a head that learns itself (LoRA on it): chunks are computed anew in the backward."""
+
+    def logprobs(states: Tensor, tokens: Tensor) -> Tensor:
+        return _pick(head(states), tokens)
+
+    return torch.cat(
+        [
+            cast(Tensor, checkpoint(logprobs, *part, use_reentrant=False))
+            for part in zip(hidden.split(step), targets.split(step), strict=True)
+        ]
+    )
+
+
+def _pick(logits: Tensor, targets: Tensor) -> Tensor:
     return -F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def _parts(model: PreTrainedModel) -> tuple[nn.Module, Any]:
-    return model.get_decoder(), model.get_output_embeddings()
+def _output_embedding(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()
+
+
+def _head(model: PreTrainedModel) -> Head:
+    """The output embedding, and what some families do to logits after it."""
+    embedding = _output_embedding(model)
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+
+    def logits(hidden: Tensor) -> Tensor:
+        found = embedding(hidden)
+        if factor != 1.0:
+            found = found * factor
+        if cap is not None:
+            found = torch.tanh(found / cap) * cap
+        return found
+
+    return logits
+
+
+def decoder_states(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, trie: Trie | None
+) -> Tensor:
+    """[tokens, hidden] the decoder's output for ``input_ids.flatten()``."""
+    if trie is None:
+        output = model.get_decoder()(input_ids=input_ids, use_cache=False)
+    else:
+        # Others may have set theirs on the same model since (the embedded sampler does).
+        if model.config._attn_implementation != ATTENTION:
+            model.set_attn_implementation(ATTENTION)
+        output = model.get_decoder()(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            # Never looked at; a 4-dimensional mask keeps transformers from making one.
+            attention_mask=torch.zeros(1, 1, 1, 1, device=input_ids.device),
+            use_cache=False,
+            trie=trie,
+        )
+    return output.last_hidden_state.flatten(0, 1)
+
+
+# ---- what a model allows
 
 
 @torch.no_grad()
-def head_is_plain(model: PreTrainedModel) -> bool:
-    """Look, rather than know the families: does anything happen around the output embedding?
+def why_not_by_parts(model: PreTrainedModel) -> str | None:
+    """None if logits are ``_head`` of the decoder's output, else why not.
 
-    Some models scale logits or cap them (Gemma, Cohere, Granite, ...), or do something to the
-    hidden states. One short pass shows what went into the head, and whether it came out unchanged.
+    Some models do something of their own before or after the output embedding: one short pass
+    tells.
     """
+    probe = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
     try:
-        decoder, head = _parts(model)
-    except (AttributeError, NotImplementedError):
-        return False
-    if not isinstance(head, nn.Module) or decoder is model or decoder is None:
-        return False
-    seen: dict[str, Any] = {}
+        if model.get_decoder() in (model, None) or model.get_output_embeddings() is None:
+            return "its decoder and output embedding are not to be had one by one"
+        expected = model(input_ids=probe, use_cache=False).logits.flatten(0, 1)
+        found = _head(model)(decoder_states(model, probe, probe, None))
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        return f"its decoder cannot be run by itself: {error}"
+    if not torch.allclose(found.float(), expected.float(), rtol=1e-3, atol=1e-4):
+        return "it does something unknown to its logits"
+    return None
 
-    def watch_decoder(_m: nn.Module, _args: Any, output: Any) -> None:
-        seen["hidden"] = getattr(output, "last_hidden_state", None)
 
-    def watch_head(_m: nn.Module, args: Any, output: Any) -> None:
-        seen["head_in"], seen["head_out"] = args[0], output
+@torch.no_grad()
+def why_no_tries(model: PreTrainedModel) -> str | None:
+    """None if the decoder computes a trie as it computes rows, else why not."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    if kind := _length_dependent_rope(config):
+        return f"its {kind} rotary embedding depends on the length of the batch"
+    before = model.config._attn_implementation
+    why = _compare_trie(model, config)
+    if why is not None:
+        model.set_attn_implementation(cast(str, before))
+    return why
 
-    hooks = [decoder.register_forward_hook(watch_decoder), head.register_forward_hook(watch_head)]
+
+def _compare_trie(model: PreTrainedModel, config: Any) -> str | None:
+    step = max(config.vocab_size // 16, 1)
+    long = [(at * step + 1) % config.vocab_size for at in range(12)]
+    rows = sorted([long, [*long[:7], *long[2:4]], [*long[:7], *long[5:11]], long[3:6]])
+    packed = pack_trie(rows)
+    ids = torch.tensor([packed.tokens], device=model.device)
+    depths = torch.tensor([packed.depths], device=model.device)
+    trie = packed.trie.to(model.device)
     try:
-        probe = torch.arange(8, device=model.device)[None]
-        logits = model(input_ids=probe, use_cache=False).logits
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
-        return False
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return (
-        isinstance(seen.get("hidden"), Tensor)
-        and isinstance(seen.get("head_in"), Tensor)
-        and torch.equal(seen["hidden"], seen["head_in"])
-        and torch.equal(seen["head_out"].float(), logits.float())
-    )
+        alone = [torch.tensor([row], device=model.device) for row in rows]
+        expected = [decoder_states(model, row, row, None) for row in alone]
+        found = decoder_states(model, ids, depths, trie)
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        return f"its attention rejects a trie: {error}"
+    if _slides(config) and not any(
+        block.knows_window(config.sliding_window) for block in trie.blocks
+    ):
+        return "its attention does not tell its sliding window"
+    scale = max(float(states.abs().max()) for states in expected)
+    limit = 1e-4 if model.dtype == torch.float32 else 0.1
+    for path, states in zip(packed.paths, expected, strict=True):
+        worst = float((found[path] - states).abs().max())
+        if not worst <= limit * max(scale, 1.0):
+            return f"a trie's hidden states differ by {worst:.2g} from those of rows"
+    return None
+
+
+def _slides(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return window is not None and getattr(config, "use_sliding_window", True)
+
+
+def _length_dependent_rope(config: Any) -> str | None:
+    """The kind of a rotary embedding whose frequencies follow the longest row of a batch."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    kinds = {p.get("rope_type") for p in [parameters, *nested]}
+    return next((kind for kind in ("dynamic", "longrope") if kind in kinds), None)

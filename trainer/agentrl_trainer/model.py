@@ -9,6 +9,7 @@ An adapter on disk is always a standard PEFT folder (``adapter_config.json`` and
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -114,19 +116,29 @@ def load_facts(name: str) -> ModelFacts:
     return ModelFacts(tokenizer, _context_length(name, config), _eos_ids(generation, tokenizer))
 
 
-def load_base(name: str, *, device: str = "auto", dtype: str = "auto") -> BaseModel:
+def load_base(
+    name: str, *, device: str = "auto", dtype: str = "auto", four_bit: bool = False
+) -> BaseModel:
     """Load a decoder-only chat model in evaluation mode, its weights frozen.
 
     ``device`` "auto": the first GPU, else the CPU. ``dtype`` "auto": the checkpoint's own type on a
-    GPU, float32 on a CPU (where half precision is slower and less exact).
+    GPU, float32 on a CPU (where half precision is slower and less exact). ``four_bit``: linear
+    layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in ``dtype``.
     """
     source = resolve_model(name)
     config, tokenizer = _load_config(name, source)
     target = _device(device)
     kind = _dtype(dtype, target)
     disable_progress_bar()  # ours is the display that people look at
-    model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
-    model = cast(PreTrainedModel, model.to(target).eval().requires_grad_(False))
+    if four_bit:
+        options = {"quantization_config": _four_bit(kind), "device_map": {"": target}}
+        model = _load(
+            name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
+        )
+    else:
+        model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
+        model = model.to(target)
+    model = cast(PreTrainedModel, model.eval().requires_grad_(False))
     return BaseModel(
         model=model,
         tokenizer=tokenizer,
@@ -332,6 +344,17 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if not isinstance(found, torch.dtype):
         raise ModelError(f"dtype: {dtype!r} is unknown; use auto, float32, bfloat16 or float16.")
     return found
+
+
+def _four_bit(dtype: torch.dtype | str) -> BitsAndBytesConfig:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError("model: 4 bits need bitsandbytes; `pip install bitsandbytes`.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
+    )
 
 
 def _cuda_devices() -> list[int]:
