@@ -10,12 +10,18 @@ Shapes: B rows, T columns, N trained tokens of the micro-batch (flat, row by row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from agentrl_trainer.trajectories import Trajectory
+
+LOSS_EXTRA = frozenset({"weights", "proximal", "reference"})
+"""Optional arguments of a loss, see ``losses.Loss``."""
+EXTRA = LOSS_EXTRA | {"rewards", "values", "returns"}
+"""The last three are what a value function learns from: the reward that a token earned at once, the
+value predicted before the update, and the return that the prediction should have been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +38,14 @@ class Datum:
     logprobs: list[float]
     advantages: list[float]
     adapter: str = "default"
+    extra: Mapping[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """More about each token, parallel to the others, read where the mask is on: see ``EXTRA``."""
 
     def __post_init__(self) -> None:
+        if unknown := self.extra.keys() - EXTRA:
+            raise ValueError(f"extra holds {sorted(unknown)}, but known are {sorted(EXTRA)}")
         lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.advantages)}
+        lengths |= {len(values) for values in self.extra.values()}
         if len(lengths) > 1:
             raise ValueError(f"a datum's lists must have one length, not {sorted(lengths)}")
         if self.mask and self.mask[0]:

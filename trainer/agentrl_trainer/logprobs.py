@@ -36,8 +36,16 @@ class TokenLogprobs:
         if not self.short:
             logits = self.model(input_ids=input_ids, use_cache=False).logits
             return _gather(logits[rows, columns], targets)
-        decoder, head = _parts(self.model)
-        hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns]
+        return self.of_hidden(self.hidden(input_ids, rows, columns), targets)
+
+    def hidden(self, input_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """[N, hidden] the decoder's output where the targets are predicted."""
+        decoder, _ = _parts(self.model)
+        return decoder(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns]
+
+    def of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """[N] the targets' log-probs."""
+        _, head = _parts(self.model)
         step = max(1, self.max_logits // head.weight.shape[0])
         if len(targets) <= step:
             return _head_logprobs(head, hidden, targets)
