@@ -66,10 +66,13 @@ class SkipReason(StrEnum):
     GATEWAY_LOST = "gateway_lost"  # the gateway died between accepting and answering it
     LATE_CALL = "late_call"  # finished after its attempt was sealed
     NOT_TRAINABLE_MODEL = "not_trainable_model"  # no adapter being trained answered it
+    OTHER_AGENT = "other_agent"  # an adapter answered it that is trained on other agents' calls
     CLIENT_RETRY = "client_retry"  # a marked retry replayed another call's answer
     MALFORMED_RECORD = "malformed_record"  # lengths of tokens and log-probs disagree
     EMPTY_RESPONSE = "empty_response"
     TOO_LONG = "too_long"
+    TRUNCATED = "truncated"  # cut off at its token limit, where such answers shall not train
+    OFF_POLICY = "off_policy"  # sampled at another temperature, filtered, biased or constrained
     SMALL_GROUP = "small_group"  # its group shrank below the minimum size
     ZERO_ADVANTAGE = "zero_advantage"  # every rollout of the group earned the same
     NON_FINITE_STEP = "non_finite_step"  # the whole optimizer step was refused
