@@ -20,6 +20,7 @@ from test_learner import (
 
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import Learner, with_extra
+from agentrl_trainer.update import UpdateSettings, prepare, update
 from agentrl_trainer.values import ValueHead, ValueParams, value_loss, with_gae
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")]
@@ -271,3 +272,37 @@ def test_ppo_with_a_value_function_end_to_end() -> None:
         trainer.step(datums, "ppo")
     assert trainer.forward(rows())[1][2] > first + 0.5
     assert trainer.values(rows())[0][2] == pytest.approx(0.5, abs=0.2)
+
+
+# ---- a whole step
+
+
+def test_an_update_prepares_what_the_settings_need(moved: Learner) -> None:
+    datums = nearly_on_policy(moved, data())
+    plain = prepare(moved, datums, UpdateSettings())
+    assert [d.extra for d in plain] == [{}] * len(datums)
+    settings = UpdateSettings(
+        loss="ppo",
+        loss_config={"kl_coef": 0.1, "correction": "truncate"},
+        epochs=2,
+    )
+    done = prepare(moved, datums, settings)
+    assert {*done[0].extra} == {"reference", "proximal"}
+    assert done[0].extra["proximal"] == moved.forward(datums)[0]
+    passes = update(moved, done, settings, moved.adam)
+    assert len(passes) == 2
+    assert {"kl_reference", "correction", "dropped"} <= passes[0].metrics.keys()
+    # In the first pass the policy is the proximal one: all ratios are 1, and nothing is clipped.
+    assert passes[0].clip_fraction == 0.0
+
+
+def test_a_single_pass_needs_no_proximal_logprobs(moved: Learner) -> None:
+    datums = nearly_on_policy(moved, data())
+    config = {"correction": "truncate"}
+    moved.forward_backward(moved.with_proximal(datums), "ppo", config)
+    with_proximal = gradients(moved)
+    moved.discard_gradients()
+    (first,) = [prepare(moved, datums, UpdateSettings("ppo", config))]
+    assert {*first[0].extra} == set()
+    moved.forward_backward(first, "ppo", config)
+    assert_same(gradients(moved), with_proximal, rtol=1e-4, atol=1e-7)

@@ -478,7 +478,11 @@ def test_length_normalisation_is_the_mean_it_says(how: Any) -> None:
         for d, row in zip(done, terms, strict=True)
         for term, weight in zip(
             row,
-            [w for w, on in zip(d.extra.get("weights", [1.0] * 9), d.mask, strict=True) if on],
+            [
+                w
+                for w, on in zip(d.extra.get("weights", [1.0] * len(d.mask)), d.mask, strict=True)
+                if on
+            ],
             strict=True,
         )
     )
