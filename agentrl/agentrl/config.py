@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from agentrl.algorithm import AlgorithmConfig
+
 _AGENT = Group("Agent and tasks", sort_key=1)
 _ROLLOUTS = Group("Rollouts", sort_key=2)
 _LEARNING = Group("Learning", sort_key=3)
@@ -340,15 +342,6 @@ class RolloutConfig(_Config):
 class LearningConfig(_Config):
     """How traces become weight updates."""
 
-    loss: Annotated[Literal["importance_sampling", "ppo", "cispo"], Parameter(group=_LEARNING)] = (
-        Field("importance_sampling", description="Loss, with Tinker's semantics.")
-    )
-    estimator: Annotated[Literal["grpo", "rloo", "reinforce"], Parameter(group=_LEARNING)] = Field(
-        "grpo", description="How a group's rewards become advantages."
-    )
-    normalize_std: Annotated[bool, Parameter(group=_LEARNING)] = Field(
-        False, description="Divide advantages by the group's standard deviation."
-    )
     min_group: Annotated[int, Parameter(group=_LEARNING)] = Field(
         2, ge=1, description="Groups that shrank below this many scored rollouts are skipped."
     )
@@ -373,7 +366,7 @@ class LearningConfig(_Config):
     epochs: Annotated[int, Parameter(group=_LEARNING)] = Field(
         1,
         ge=1,
-        description="Optimizer passes over the rollouts of a step (more: use ppo or cispo).",
+        description="Optimizer passes over the rollouts of a step (more: use a loss that clips).",
     )
     max_length: Annotated[int | None, Parameter(group=_LEARNING)] = Field(
         None, ge=2, description="Longest trajectory in tokens; by default the model's context."
@@ -387,7 +380,7 @@ class LearningConfig(_Config):
 
 
 @Parameter(name="*")
-class TrainSettings(ModelConfig, RolloutConfig, LearningConfig):
+class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig):
     """Everything ``agentrl train`` takes besides the agent."""
 
     tasks: Annotated[Path, Parameter(group=_AGENT)] = Field(
@@ -433,7 +426,7 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig):
 
     @model_validator(mode="after")
     def _groups_can_compare(self) -> Self:
-        if self.estimator != "reinforce" and self.group_size < max(2, self.min_group):
+        if self.compares and self.group_size < max(2, self.min_group):
             raise ValueError(
                 f"group_size {self.group_size} is too small for estimator {self.estimator!r}: it "
                 f"compares the rollouts of a group; give at least {max(2, self.min_group)}"

@@ -4,3 +4,11 @@ REWARD = "reward/mean"
 HELD_OUT = "eval/accuracy"
 HELD_OUT_REWARD = "eval/reward"
 DIFFERENCE = "sampler_trainer/max_logprob_difference"
+OPTIONAL = {
+    "kl_reference": "kl/reference",
+    "correction": "correction/weight",
+    "dropped": "correction/cut",
+    "value_loss": "value/loss",
+    "value_error": "value/error",
+}
+"""The learner's name of what not every step has, and the metric's."""

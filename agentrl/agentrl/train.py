@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.algorithm import REFERENCE, step_settings, update_settings, value_params
 from agentrl.config import TrainConfig
 from agentrl.display import TrainDisplay
-from agentrl.metrics import DIFFERENCE, HELD_OUT, HELD_OUT_REWARD, REWARD
+from agentrl.metrics import DIFFERENCE, HELD_OUT, HELD_OUT_REWARD, OPTIONAL, REWARD
 from agentrl.picture import draw_learning_curve
 from agentrl.run_folder import RunFolder
 from agentrl.session import (
@@ -52,7 +53,8 @@ from agentrl_trainer.learner import AdamParams, Learner, StepStats
 from agentrl_trainer.model import BaseModel, load_base
 from agentrl_trainer.rewards import rollout_rewards
 from agentrl_trainer.schedules import schedule_factor
-from agentrl_trainer.step import StepBatch, StepSettings
+from agentrl_trainer.step import StepBatch
+from agentrl_trainer.update import prepare, update
 
 
 @dataclass(slots=True)
@@ -209,12 +211,12 @@ class Training:
     def _collect(self, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         ids = [rollout.id for rollout in rollouts]
         calls = self.store.calls(rollout_ids=ids)
-        settings = StepSettings(
+        settings = step_settings(
+            self.config,
             adapters=frozenset(self.adapters),
             max_length=self.config.max_length or self.base.context_length,
-            estimator=self.config.estimator,
-            normalize_std=self.config.normalize_std,
             min_group=self.config.min_group,
+            max_tokens=self.config.max_tokens,
         )
         rewards = self.store.rewards(ids)
         return calls, assemble_adapters(rollouts, calls, rewards, settings, self.adapters)
@@ -227,16 +229,14 @@ class Training:
             lr=self._learning_rate(step),
             grad_clip_norm=self.config.max_grad_norm,
         )
-        first: StepStats | None = None
-        for _ in range(self.config.epochs):
-            stats = self.learner.step(batch.datums, self.config.loss, adam=adam)
-            first = first or stats
-            if stats.skipped_non_finite:
-                self.display.note("the loss or gradient was not finite: the step was not applied")
-                if stats is first:
-                    batch.refuse(SkipReason.NON_FINITE_STEP)
-                break
-        return first
+        settings = update_settings(self.config, epochs=self.config.epochs)
+        batch.datums = prepare(self.learner, batch.datums, settings)
+        passes = update(self.learner, batch.datums, settings, adam)
+        if passes[-1].skipped_non_finite:
+            self.display.note("the loss or gradient was not finite: the step was not applied")
+            if len(passes) == 1:
+                batch.refuse(SkipReason.NON_FINITE_STEP)
+        return passes[0]
 
     def _learning_rate(self, step: int) -> float:
         peak = self.config.learning_rate or default_learning_rate(
@@ -361,11 +361,14 @@ class Training:
             seed=self.config.seed,
             token_budget=self.config.micro_batch_tokens,
             gradient_checkpointing=self.config.gradient_checkpointing,
+            value=value_params(self.config),
         )
         if self.learner.why_not_shared is not None:
             self.display.note(
                 f"shared prefixes are computed for each row anew: {self.learner.why_not_shared}"
             )
+        if self.config.kl_reference is not None:
+            self.learner.add_reference(REFERENCE, self.config.kl_reference)
 
     def _restore(self) -> int:
         """Goes back to the newest whole checkpoint, if there is one; returns its step."""
@@ -501,6 +504,7 @@ def _update_metrics(stats: StepStats | None) -> dict[str, Any]:
         "sampler_trainer/mean_logprob_difference": stats.mean_logprob_difference,
         "grad_norm": stats.grad_norm,
         "step_refused": float(stats.skipped_non_finite),
+        **{OPTIONAL[name]: value for name, value in stats.metrics.items()},
     }
 
 

@@ -257,6 +257,7 @@ def test_gradients_are_those_of_the_plain_way(loss: str) -> None:
             torch.tensor(datum.advantages[1:], dtype=torch.float64),
             torch.tensor(datum.mask[1:]),
             {},
+            sequences=torch.zeros(len(datum.tokens) - 1, dtype=torch.int64),
         )
         total = total + value / tokens
     total.backward()

@@ -72,6 +72,8 @@ class SkipReason(StrEnum):
     MALFORMED_RECORD = "malformed_record"  # lengths of tokens and log-probs disagree
     EMPTY_RESPONSE = "empty_response"
     TOO_LONG = "too_long"
+    TRUNCATED = "truncated"  # cut off at its token limit, where such answers shall not train
+    OFF_POLICY = "off_policy"  # sampled at another temperature, filtered, biased or constrained
     SMALL_GROUP = "small_group"  # its group shrank below the minimum size
     ZERO_ADVANTAGE = "zero_advantage"  # every rollout of the group earned the same
     NON_FINITE_STEP = "non_finite_step"  # the whole optimizer step was refused

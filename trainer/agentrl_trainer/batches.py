@@ -12,7 +12,7 @@ or T columns of padded rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -20,6 +20,12 @@ from torch import Tensor
 
 from agentrl_trainer.trajectories import Trajectory
 from agentrl_trainer.tries import Trie, pack_trie, shared_prefix
+
+LOSS_EXTRA = frozenset({"weights", "proximal", "reference"})
+"""Optional arguments of a loss, see ``losses.Loss``."""
+EXTRA = LOSS_EXTRA | {"rewards", "values", "returns"}
+"""The last three are what a value function learns from: the reward that a token earned at once, the
+value predicted before the update, and the return that the prediction should have been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,14 @@ class Datum:
     logprobs: list[float]
     advantages: list[float]
     adapter: str = "default"
+    extra: Mapping[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """More about each token, parallel to the others, read where the mask is on: see ``EXTRA``."""
 
     def __post_init__(self) -> None:
+        if unknown := self.extra.keys() - EXTRA:
+            raise ValueError(f"extra holds {sorted(unknown)}, but known are {sorted(EXTRA)}")
         lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.advantages)}
+        lengths |= {len(values) for values in self.extra.values()}
         if len(lengths) > 1:
             raise ValueError(f"a datum's lists must have one length, not {sorted(lengths)}")
         if self.mask and self.mask[0]:

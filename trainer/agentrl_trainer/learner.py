@@ -8,21 +8,40 @@ caller decides what a step is. Several adapters may live on the base, each with 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl_trainer.batches import Datum, MicroBatch, TokenCounts, count_tokens, pack
+from agentrl_trainer.batches import (
+    LOSS_EXTRA,
+    Datum,
+    MicroBatch,
+    TokenCounts,
+    count_tokens,
+    pack,
+)
 from agentrl_trainer.logprobs import TokenLogprobs
-from agentrl_trainer.losses import LOSSES, LossConfig, Sums, add_sums
-from agentrl_trainer.model import BaseModel, attach_adapter, lora_config, save_adapter
+from agentrl_trainer.losses import LOSSES, Loss, LossConfig, Sums, add_sums
+from agentrl_trainer.model import (
+    BaseModel,
+    attach_adapter,
+    load_adapter_weights,
+    lora_config,
+    save_adapter,
+)
+from agentrl_trainer.values import ValueHead, ValueParams, value_loss
+
+CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+"""``(datums, logprobs) -> (loss, metrics)``: log-probs [tokens of the datum] of each datum, 0 where
+nothing trains. The loss may be any differentiable function of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +80,9 @@ class StepStats:
     seconds: float
     skipped_non_finite: bool = False
     grad_norm: float | None = None  # known once the optimizer has stepped
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Per token, of what not every step has: ``kl_reference``, ``correction`` (mean weight),
+    ``dropped`` (fraction that the correction cut), ``value_loss``, ``value_error`` (absolute)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +100,8 @@ class Learner:
 
     ``adapters`` are drawn from ``seed`` and their position, with B at zero: they start as the base
     model. The base model is put under PEFT in place; nobody else should use it afterwards.
+
+    ``value``: each adapter gets a value function, which learns from datums with ``returns``.
     """
 
     def __init__(
@@ -92,6 +116,7 @@ class Learner:
         seed: int = 0,
         token_budget: int | None = None,
         gradient_checkpointing: bool = False,
+        value: ValueParams | None = None,
     ) -> None:
         if not adapters or len(set(adapters)) < len(adapters):
             raise ValueError(f"adapters must be distinct names, at least one: {list(adapters)}")
@@ -113,6 +138,16 @@ class Learner:
             _checkpoint_layers(base.model)
         self._logprobs = TokenLogprobs(base.model)
         self._parameters = {name: _adapter_parameters(self.model, name) for name in self.adapters}
+        self.value = value
+        self._value_heads: dict[str, ValueHead] = {}
+        if value is not None:
+            if why := self._logprobs.why_all_logits:
+                raise ValueError(f"a value function needs the model's hidden states, but {why}")
+            for index, name in enumerate(self.adapters):
+                head = ValueHead(base.model.config.get_text_config().hidden_size, seed=seed + index)
+                self._value_heads[name] = head.to(base.device)
+                # It steps, clips and is saved as if it were an adapter of its own.
+                self._parameters[_VALUE + name] = dict(head.named_parameters())
         self._optimizers = {
             name: _adamw(list(parameters.values()), self.adam)
             for name, parameters in self._parameters.items()
@@ -142,6 +177,9 @@ class Learner:
         """
         started = time.perf_counter()
         function = _loss(loss)
+        options = loss_config or {}
+        if function.options(options)["kl_coef"] and any("reference" not in d.extra for d in datums):
+            raise ValueError("kl_coef needs reference log-probs: see Learner.with_reference")
         if unknown := {datum.adapter for datum in datums} - set(self.adapters):
             raise ValueError(f"datums for {sorted(unknown)}, but this trains {self.adapters}")
         tokens = sum(datum.trained for datum in datums)
@@ -153,14 +191,22 @@ class Learner:
         counts = count_tokens(datums, batches)
         for batch in batches:
             batch = batch.to(self.base.device)
-            logprobs = self._forward(batch)
+            logprobs, hidden = self._forward(batch)
             value, part = function(
                 logprobs,
                 batch.logprobs,
                 batch.advantages,
                 torch.ones_like(batch.targets, dtype=torch.bool),
-                loss_config or {},
+                options,
+                sequences=batch.rows,
+                **_extra(datums, batch, LOSS_EXTRA),
             )
+            if hidden is not None and self.value is not None:
+                head = self._value_heads[batch.adapter]
+                learn = _extra(datums, batch, ("returns", "values", "weights"))
+                if "returns" in learn:
+                    more, more_sums = value_loss(head(hidden), params=self.value, **learn)
+                    value, part = value + more, part | more_sums
             sums = add_sums(sums, part)
             loss_sum += value.item()
             if not bool(torch.isfinite(value)):
@@ -186,17 +232,21 @@ class Learner:
             for name, grads in gradients.items()
             if grads
         }
-        total = sum(norm**2 for norm in norms.values()) ** 0.5
-        refused = self._poisoned or not _finite(total)
+        total = sum(norm**2 for name, norm in norms.items() if name in self.adapters) ** 0.5
+        refused = self._poisoned or not all(map(_finite, norms.values()))
         if not refused:
             for name, norm in norms.items():
                 if adam.grad_clip_norm and norm > adam.grad_clip_norm:
                     for gradient in gradients[name]:
                         gradient.mul_(adam.grad_clip_norm / norm)
-                _configure(self._optimizers[name], adam)
+                _configure(self._optimizers[name], self._adam_of(name, adam))
                 self._optimizers[name].step()
         self.discard_gradients()
         return OptimStats(total, norms, refused, time.perf_counter() - started)
+
+    def _adam_of(self, name: str, adam: AdamParams) -> AdamParams:
+        own = self.value is not None and name.startswith(_VALUE)
+        return replace(adam, lr=self.value.lr) if own and self.value is not None else adam
 
     def step(
         self,
@@ -226,22 +276,90 @@ class Learner:
         """The policy's log-prob of each trained token, aligned with ``tokens``; 0 elsewhere."""
         result = [[0.0] * len(datum.tokens) for datum in datums]
         for batch in self._pack(datums):
-            values = self._forward(batch.to(self.base.device)).tolist()
-            where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
-            for row, column, value in where:
-                result[batch.indices[row]][column + 1] = value
+            logprobs, _ = self._forward(batch.to(self.base.device))
+            _scatter(batch, logprobs, result)
         return result
+
+    def reference(self, datums: Sequence[Datum], adapter: str | None = None) -> list[list[float]]:
+        """``forward`` of another policy: the base model, or an adapter (``add_reference``)."""
+        if adapter is None:
+            with self.model.disable_adapter():
+                return self.forward(datums)
+        if adapter not in self.model.peft_config:
+            raise ValueError(
+                f"there is no adapter {adapter!r}; there are {[*self.model.peft_config]}"
+            )
+        return self.forward([replace(datum, adapter=adapter) for datum in datums])
+
+    def with_reference(self, datums: Sequence[Datum], adapter: str | None = None) -> list[Datum]:
+        """The datums with the reference policy's log-probs, which ``kl_coef`` needs."""
+        return with_extra(datums, reference=self.reference(datums, adapter))
+
+    def with_proximal(self, datums: Sequence[Datum]) -> list[Datum]:
+        """The datums with the log-probs of the policy as it is now; ratios are against it then."""
+        return with_extra(datums, proximal=self.forward(datums))
+
+    def add_reference(self, name: str, folder: str | Path) -> None:
+        """Attach a saved adapter, which does not train; its rank may be another."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
+            config = PeftConfig.from_pretrained(str(folder))
+            self.model.add_adapter(name, config)
+        load_adapter_weights(self.model, name, folder)
+        active = self.model.active_adapter
+        self.model.set_adapter(active if isinstance(active, str) else self.adapters[0])
+
+    @torch.no_grad()
+    def values(self, datums: Sequence[Datum]) -> list[list[float]]:
+        """The value function's prediction before each trained token, aligned as in ``forward``."""
+        if self.value is None:
+            raise ValueError("this learner has no value function: give it ValueParams")
+        result = [[0.0] * len(datum.tokens) for datum in datums]
+        for batch in self._pack(datums):
+            _, hidden = self._forward(batch.to(self.base.device))
+            assert hidden is not None, "a learner with a value function keeps hidden states"
+            _scatter(batch, self._value_heads[batch.adapter](hidden), result)
+        return result
+
+    def forward_backward_custom(
+        self, datums: Sequence[Datum], function: CustomLoss
+    ) -> tuple[StepStats, dict[str, float]]:
+        """Add the gradient of any function of the log-probs; returns its own metrics too.
+
+        As in Tinker: a forward pass, the function's gradient with respect to the log-probs, then a
+        forward and backward of the cross-entropy which has that gradient. The loss counts as it
+        is: divide it yourself.
+        """
+        logprobs = [torch.tensor(row, requires_grad=True) for row in self.forward(datums)]
+        loss, metrics = function(datums, logprobs)
+        if loss.dim() != 0 or not loss.requires_grad:
+            raise ValueError("a custom loss must return a scalar that depends on the log-probs")
+        grads = torch.autograd.grad(loss, logprobs, allow_unused=True)
+        weighted = [
+            replace(
+                datum,
+                advantages=[0.0] * len(datum.tokens) if grad is None else (-grad).tolist(),
+                extra={},
+            )
+            for datum, grad in zip(datums, grads, strict=True)
+        ]
+        stats = self.forward_backward(weighted, "cross_entropy", normalize_by=1.0)
+        return replace(stats, loss=loss.item()), dict(metrics)
 
     def _pack(self, datums: Sequence[Datum]) -> list[MicroBatch]:
         share = self.why_not_shared is None
         return pack(datums, token_budget=self.token_budget, share=share)
 
-    def _forward(self, batch: MicroBatch) -> Tensor:
-        """[N] float32 log-probs of the targets."""
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """[N] float32 log-probs of the targets; with a value function, [N, hidden] states too,
+        through which no gradient flows: the value function does not shape the policy."""
         if self.model.active_adapter != batch.adapter:
             # PEFT freezes the others meanwhile; the gradients they have gathered stay.
             self.model.set_adapter(batch.adapter)
-        return self._logprobs(batch)
+        if self.value is None:
+            return self._logprobs(batch), None
+        hidden = self._logprobs.hidden(batch)
+        return self._logprobs.of_hidden(hidden, batch.targets), hidden.detach().float()
 
     # ---- saving
 
@@ -337,7 +455,43 @@ def _configure(optimizer: torch.optim.AdamW, adam: AdamParams) -> None:
         group["weight_decay"] = adam.weight_decay
 
 
-def _loss(name: str) -> Any:
+_OPTIONAL = ("kl_reference", "correction", "dropped", "value_loss", "value_error")
+_VALUE = "value."  # no adapter's name has a dot
+
+
+def with_extra(datums: Sequence[Datum], **columns: Sequence[list[float]]) -> list[Datum]:
+    """The datums with more about each token: for each name, a list parallel to ``datums``."""
+    return [
+        replace(datum, extra={**datum.extra, **{name: rows[i] for name, rows in columns.items()}})
+        for i, datum in enumerate(datums)
+    ]
+
+
+def _extra(datums: Sequence[Datum], batch: MicroBatch, names: Iterable[str]) -> dict[str, Tensor]:
+    """{name: [N]}, of those names that the batch's datums have."""
+    rows, columns = batch.rows.tolist(), batch.columns.tolist()
+    own = [datums[index] for index in batch.indices]
+    found: dict[str, Tensor] = {}
+    for name in names:
+        having = [name in datum.extra for datum in own]
+        if not any(having):
+            continue
+        if not all(having):
+            raise ValueError(f"some datums have {name!r} and some have not: give it to all or none")
+        values = [
+            own[row].extra[name][column + 1] for row, column in zip(rows, columns, strict=True)
+        ]
+        found[name] = torch.tensor(values, dtype=torch.float32, device=batch.targets.device)
+    return found
+
+
+def _scatter(batch: MicroBatch, values: Tensor, result: list[list[float]]) -> None:
+    where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
+    for row, column, value in where:
+        result[batch.indices[row]][column + 1] = value
+
+
+def _loss(name: str) -> Loss:
     if name not in LOSSES:
         raise ValueError(f"unknown loss {name!r}: choose one of {sorted(LOSSES)}")
     return LOSSES[name]
@@ -370,4 +524,5 @@ def _stats(
         tokens_saved=counts.saved,
         seconds=time.perf_counter() - started,
         skipped_non_finite=poisoned,
+        metrics={name: mean(name) for name in _OPTIONAL if name in values},
     )

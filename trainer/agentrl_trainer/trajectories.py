@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
 
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
@@ -59,6 +61,57 @@ class TrajectorySet:
     skipped: dict[str, SkipReason]
 
 
+OffPolicy = Literal["train", "weight", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What becomes of calls that could train, and perhaps should not.
+
+    ``off_policy`` is about calls that were not sampled from the policy as the trainer computes it
+    (``sampled_otherwise``). ``train``: they train as if they had been, which is biased; ``skip``:
+    they do not; ``weight``: those whose importance weight is known (constrained ones) train with it
+    (``importance``), the others do not.
+    """
+
+    skip_agents: tuple[str, ...] = ()  # patterns (title, summar*) of the calling agent's name
+    truncated: Literal["train", "skip"] = "train"  # answers cut off at their token limit
+    off_policy: OffPolicy = "train"
+
+
+def sampled_otherwise(call: Call) -> str | None:
+    """How the call's sampling differed from the policy at temperature 1; None if it did not.
+
+    One of ``temperature``, ``filtered`` (top-p, top-k), ``biased`` (logit_bias), ``constrained`` (a
+    grammar). Log-probs are recorded of the policy at temperature 1 in any case, so ratios measure
+    how far the policy moved, never this difference.
+    """
+    params = call.params
+    temperature, top_p, top_k = (params.get(name) for name in ("temperature", "top_p", "top_k"))
+    if temperature is not None and temperature != 1:
+        return "temperature"
+    if (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0):
+        return "filtered"
+    if params.get("logit_bias"):
+        return "biased"
+    # Where the grammar forbade nothing that the policy wanted, nothing differed.
+    mass = params.get("constrained_log_mass")
+    if params.get("constrained") and (mass is None or mass < -1e-6):
+        return "constrained"
+    return None
+
+
+def importance(call: Call) -> float | None:
+    """policy / sampling distribution of the whole answer, at most 1; None where it is not known.
+
+    Of a constrained answer it is the mass that the grammar left, see agentrl_proxy.constraints.
+    """
+    kind, mass = sampled_otherwise(call), call.params.get("constrained_log_mass")
+    if kind is None:
+        return 1.0
+    return math.exp(min(mass, 0.0)) if kind == "constrained" and mass is not None else None
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a call is screened against. ``adapters`` None: whichever adapter answered trains."""
@@ -66,6 +119,7 @@ class Limits:
     max_length: int  # tokens, prompt and response together
     adapters: Collection[str] | None = None
     oldest_version: Mapping[str, int] | None = None  # by adapter
+    rules: Rules = field(default_factory=Rules)
 
 
 def _malformed(call: Call) -> bool:
@@ -90,10 +144,26 @@ def _stale(call: Call, limits: Limits) -> bool:
     return oldest is not None and call.adapter_version is not None and call.adapter_version < oldest
 
 
+def _other_agent(call: Call, limits: Limits) -> bool:
+    return any(fnmatchcase(call.agent or "", one) for one in limits.rules.skip_agents)
+
+
+def _truncated(call: Call, limits: Limits) -> bool:
+    return limits.rules.truncated == "skip" and call.finish_reason == "length"
+
+
+def _off_policy(call: Call, limits: Limits) -> bool:
+    how = limits.rules.off_policy
+    return (how == "skip" and sampled_otherwise(call) is not None) or (
+        how == "weight" and importance(call) is None
+    )
+
+
 # The first row that applies is the call's one reason. Read it from "not ours to train" through
 # "never finished" and "unusable" to "usable, but out of bounds".
 _SCREEN: tuple[tuple[SkipReason, Callable[[Call, Limits], bool]], ...] = (
     (SkipReason.NOT_TRAINABLE_MODEL, _foreign),
+    (SkipReason.OTHER_AGENT, _other_agent),
     # Calls are judged once their attempt is sealed, so one still open was not done by then.
     (SkipReason.LATE_CALL, lambda call, _: call.state is CallState.OPEN),
     (SkipReason.CLIENT_DISCONNECTED, lambda call, _: call.state is CallState.CANCELLED),
@@ -105,6 +175,8 @@ _SCREEN: tuple[tuple[SkipReason, Callable[[Call, Limits], bool]], ...] = (
         lambda call, limits: len(call.prompt_ids) + len(call.response_ids) > limits.max_length,
     ),
     (SkipReason.STALE, _stale),
+    (SkipReason.TRUNCATED, _truncated),
+    (SkipReason.OFF_POLICY, _off_policy),
 )
 
 
@@ -114,6 +186,7 @@ def judge(
     max_length: int,
     adapters: Collection[str] | None = None,
     oldest_version: Mapping[str, int] | None = None,
+    rules: Rules | None = None,
 ) -> SkipReason | None:
     """Why this call of a winning attempt cannot train, by itself; None if it can.
 
@@ -121,7 +194,7 @@ def judge(
     """
     if call.skip_reason is not None:
         return call.skip_reason
-    limits = Limits(max_length, adapters, oldest_version)
+    limits = Limits(max_length, adapters, oldest_version, rules or Rules())
     return next((reason for reason, applies in _SCREEN if applies(call, limits)), None)
 
 
@@ -131,6 +204,7 @@ def build_trajectories(
     max_length: int,
     adapters: Collection[str] | None = None,
     oldest_version: Mapping[str, int] | None = None,
+    rules: Rules | None = None,
 ) -> TrajectorySet:
     """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect."""
     if len({call.attempt_id for call in calls}) > 1:
@@ -143,7 +217,11 @@ def build_trajectories(
     kept: dict[str, list[Call]] = {}
     for call in ordered:
         reason = judge(
-            call, max_length=max_length, adapters=adapters, oldest_version=oldest_version
+            call,
+            max_length=max_length,
+            adapters=adapters,
+            oldest_version=oldest_version,
+            rules=rules,
         )
         if reason is not None:
             skipped[call.id] = reason

@@ -1,0 +1,67 @@
+"""One step's optimizer passes over its datums: what must be computed first, then the passes.
+
+Knows the learner and datums; not rollouts, configuration files or the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agentrl_trainer.batches import Datum
+from agentrl_trainer.learner import AdamParams, Learner, StepStats
+from agentrl_trainer.losses import LOSSES
+from agentrl_trainer.values import with_gae
+
+
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """See ``values.with_gae``."""
+
+    discount: float = 1.0
+    trace: float = 0.95
+    whiten: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """How datums become updates."""
+
+    loss: str = "importance_sampling"
+    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+    epochs: int = 1  # optimizer passes over the datums
+    reference: str | None = None  # the adapter of the KL; None: the base model
+    gae: Gae | None = None  # advantages come from the learner's value function
+
+
+def prepare(learner: Learner, datums: Sequence[Datum], settings: UpdateSettings) -> list[Datum]:
+    """The datums with all that depends on the policy before the update."""
+    options = LOSSES[settings.loss].options(settings.loss_config)
+    done = list(datums)
+    if settings.gae is not None:
+        how = settings.gae
+        done = with_gae(
+            done,
+            learner.values(done),
+            discount=how.discount,
+            trace=how.trace,
+            whiten=how.whiten,
+        )
+    if options["kl_coef"]:
+        done = learner.with_reference(done, settings.reference)
+    # In a single pass the policy at hand is the proximal one: the loss sees to that by itself.
+    if options["correction"] != "none" and settings.epochs > 1:
+        done = learner.with_proximal(done)
+    return done
+
+
+def update(
+    learner: Learner, datums: Sequence[Datum], settings: UpdateSettings, adam: AdamParams
+) -> list[StepStats]:
+    """The passes over prepared datums; stops after one that the learner refused."""
+    passes: list[StepStats] = []
+    for _ in range(settings.epochs):
+        passes.append(learner.step(datums, settings.loss, settings.loss_config, adam))
+        if passes[-1].skipped_non_finite:
+            break
+    return passes
