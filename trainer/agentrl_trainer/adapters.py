@@ -7,11 +7,11 @@ for each adapter, with that adapter's calls and rewards and nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
-from agentrl_tracer.store.rollouts import POLICY_REWARD_KEY
+from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout, SkipReason
 from agentrl_trainer.rewards import rollout_rewards
 from agentrl_trainer.step import StepBatch, StepSettings, assemble
 
@@ -54,6 +54,7 @@ class AdapterBatches:
                 for name, part in self.by_adapter.items()
                 for group, advantages in part.groups.items()
             },
+            off_policy=sum((part.off_policy for part in parts), Counter()),
         )
 
 
