@@ -141,6 +141,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             models=settings.model_dump(mode="json")["models"],
             adapter_path=str(settings.adapter_path) if settings.adapter_path else None,
             max_concurrent=settings.max_concurrent,
+            forward_otlp=settings.forward_otlp,
         ),
         sock,
     )

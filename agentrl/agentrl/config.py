@@ -120,6 +120,12 @@ class ModelConfig(_Config):
     max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
         1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
     )
+    forward_otlp: Annotated[str | None, Parameter(group=_RUN)] = Field(
+        None,
+        description="Base URL of an OTLP backend (Jaeger, Phoenix, Langfuse) that gets every span, "
+        "call and reward too. Headers: AGENTRL_FORWARD_OTLP_HEADERS=name=value,...",
+        pattern=r"^https?://\S+$",
+    )
     models: Annotated[
         dict[str, OtherModelConfig],
         Parameter(group=_MODEL, accepts_keys=False, n_tokens=1),

@@ -31,11 +31,13 @@ from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
     from agentrl_proxy.deps import OtherModel
+    from agentrl_proxy.forward import OtlpForward
     from agentrl_proxy.sampler import Sampler
 
 log = logging.getLogger("agentrl")
 
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
+FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
 _LOOK_AFTER_SAMPLER_S = 0.25
 
 
@@ -58,6 +60,8 @@ class GatewaySettings:
     max_concurrent: int = 1024
     max_calls_per_rollout: int | None = None
     max_tokens_per_rollout: int | None = None
+    forward_otlp: str | None = None
+    """Base URL of an OTLP backend; its headers are in AGENTRL_FORWARD_OTLP_HEADERS."""
 
 
 def import_gateway() -> None:
@@ -107,6 +111,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         max_concurrent=settings.max_concurrent,
         max_calls_per_rollout=settings.max_calls_per_rollout,
         max_tokens_per_rollout=settings.max_tokens_per_rollout,
+        forward=_forward(settings),
     )
 
     stopping = threading.Event()
@@ -123,6 +128,17 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         sampler.stop()
         writer.close()
         store.close()
+
+
+def _forward(settings: GatewaySettings) -> OtlpForward | None:
+    if settings.forward_otlp is None:
+        return None
+    from opentelemetry.util.re import parse_env_headers
+
+    from agentrl_proxy.forward import OtlpForward
+
+    headers = parse_env_headers(os.environ.get(FORWARD_HEADERS, ""), liberal=True)
+    return OtlpForward(settings.forward_otlp, headers)
 
 
 def _end_without(sampler: Sampler, stopping: threading.Event) -> None:

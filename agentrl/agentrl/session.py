@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from agentrl.config import EvalConfig, TrainConfig
-from agentrl.gateway import Gateway, GatewaySettings, import_gateway
+from agentrl.gateway import FORWARD_HEADERS, Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl_tracer.schemas import Json, NewRollout, Policies, Purpose, Rollout, RolloutState
@@ -68,6 +68,7 @@ class Session:
             models=config.model_dump(mode="json")["models"],
             adapter_path=adapter_path,
             max_concurrent=config.max_concurrent,
+            forward_otlp=config.forward_otlp,
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
         )
@@ -106,7 +107,10 @@ class Session:
                 lease_s=config.lease,
                 logs=str(self.folder.logs),
                 rollouts_per_process=config.rollouts_per_process,
-                withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
+                withheld=(
+                    FORWARD_HEADERS,
+                    *(m.api_key_env for m in config.models.values() if m.api_key_env),
+                ),
             )
         )
         try:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import orjson
@@ -34,6 +34,7 @@ from agentrl_proxy.chat import ChatService, Job, is_retry
 from agentrl_proxy.completions import CompletionWork, parse_completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.errors import ApiError, invalid, unavailable
+from agentrl_proxy.forward import ForwardingSink
 from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 from agentrl_proxy.other_models import OtherJob, OtherModels, wants_usage
@@ -49,6 +50,9 @@ class Gateway:
     """The handlers, and what they share."""
 
     def __init__(self, deps: GatewayDeps) -> None:
+        self.forward = deps.forward
+        if self.forward is not None:
+            deps = replace(deps, writer=ForwardingSink(deps.writer, self.forward))
         self.deps = deps
         self.stats = GatewayStats()
         self.attempts = Attempts()
@@ -68,6 +72,7 @@ class Gateway:
                 "in_flight": self.stats.in_flight,
                 "gateway": self.stats.as_dict(),
                 "sampler": sampler.stats(),
+                **({} if self.forward is None else {"forward_otlp": self.forward.stats()}),
             },
             200 if healthy else 503,
         )
@@ -273,6 +278,8 @@ def create_app(deps: GatewayDeps) -> FastAPI:
         gateway.others.begin()
         yield
         sweeper.cancel()
+        if gateway.forward is not None:
+            await asyncio.to_thread(gateway.forward.close)
 
     app = FastAPI(
         title="agentrl gateway",
