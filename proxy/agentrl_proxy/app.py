@@ -38,6 +38,7 @@ from agentrl_proxy.forward import ForwardingSink
 from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 from agentrl_proxy.other_models import OtherJob, OtherModels, wants_usage
+from agentrl_proxy.recording import trace_context
 from agentrl_proxy.responses import parse_responses_request
 from agentrl_tracer.schemas import AttemptState
 
@@ -154,7 +155,8 @@ class Gateway:
         caller = await self._caller(request, may_be_sealed=True)
         body = await read_body(request, self.deps.max_body_bytes)
         key = request.headers.get("idempotency-key")
-        return await ingest.reward(self.deps.writer, caller, body, key)
+        _, span_id = trace_context(request.headers)
+        return await ingest.reward(self.deps.writer, caller, body, key, span_id)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)

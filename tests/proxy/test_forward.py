@@ -78,7 +78,9 @@ def ask(gateway: Running) -> None:
     claim = gateway.claims[0]
     body = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}
     traceparent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "x-agentrl-agent": "player"}
-    answer = post(f"{gateway.base_url(claim)}/chat/completions", claim.key, body, headers=traceparent)
+    answer = post(
+        f"{gateway.base_url(claim)}/chat/completions", claim.key, body, headers=traceparent
+    )
     assert answer.status_code == 200
 
 
@@ -117,9 +119,7 @@ def test_a_dead_backend_costs_nothing_but_a_count(start: Callable[..., Running])
     wait_for(lambda: forwarding.lost == 1)
 
 
-def test_what_does_not_fit_is_counted(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch, gateway: Running
-) -> None:
+def test_what_does_not_fit_is_counted(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "_MAX_QUEUED", 10)
     backend.statuses = [400] * 100  # not passing: not tried again
     forwarding = OtlpForward(backend.url)
