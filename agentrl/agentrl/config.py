@@ -207,6 +207,12 @@ class ModelConfig(_Config):
         description="Whether the adapter answers model names that nobody has defined, as agents "
         "write theirs down (gpt-4o-mini); without it they get 404.",
     )
+    forward_otlp: Annotated[str | None, Parameter(group=_RUN)] = Field(
+        None,
+        description="Base URL of an OTLP backend (Jaeger, Phoenix, Langfuse) that gets every span, "
+        "call and reward too. Headers: AGENTRL_FORWARD_OTLP_HEADERS=name=value,...",
+        pattern=r"^https?://\S+$",
+    )
     models: Annotated[
         dict[str, OtherModelConfig],
         Parameter(group=_MODEL, accepts_keys=False, n_tokens=1),
@@ -239,7 +245,7 @@ class ModelConfig(_Config):
         """These settings as GatewaySettings calls them."""
         names = (
             "max_concurrent", "max_queued", "receive_timeout", "stall_timeout", "grace",
-            "accept_any_model",
+            "accept_any_model", "forward_otlp",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from agentrl.embedded import EmbeddedSampler
     from agentrl.vllm import VllmSampler
     from agentrl_proxy.deps import OtherModel
+    from agentrl_proxy.forward import OtlpForward
     from agentrl_proxy.sampler import Sampler
 
 log = logging.getLogger("agentrl")
 
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
+FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
 _LOOK_AFTER_SAMPLER_S = 0.25
 
 
@@ -70,6 +72,8 @@ class GatewaySettings:
     max_tokens_per_rollout: int | None = None
     vllm_url: str | None = None  # sample there; None: in this process
     vllm_key_env: str | None = None
+    forward_otlp: str | None = None
+    """Base URL of an OTLP backend; its headers are in AGENTRL_FORWARD_OTLP_HEADERS."""
 
 
 def import_gateway() -> None:
@@ -124,6 +128,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         ),
         max_calls_per_rollout=settings.max_calls_per_rollout,
         max_tokens_per_rollout=settings.max_tokens_per_rollout,
+        forward=_forward(settings),
     )
 
     stopping = threading.Event()
@@ -162,6 +167,17 @@ def _make_sampler(settings: GatewaySettings) -> tuple[EmbeddedSampler | VllmSamp
 
     base = load_base(settings.model, device=settings.device, dtype=settings.dtype)
     return EmbeddedSampler(base), base.tokenizer
+
+
+def _forward(settings: GatewaySettings) -> OtlpForward | None:
+    if settings.forward_otlp is None:
+        return None
+    from opentelemetry.util.re import parse_env_headers
+
+    from agentrl_proxy.forward import OtlpForward
+
+    headers = parse_env_headers(os.environ.get(FORWARD_HEADERS, ""), liberal=True)
+    return OtlpForward(settings.forward_otlp, headers)
 
 
 def _end_without(sampler: Sampler, stopping: threading.Event) -> None:

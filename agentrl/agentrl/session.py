@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentrl.config import EvalConfig, RunConfig, TrainConfig
-from agentrl.gateway import Gateway, GatewaySettings, import_gateway
+from agentrl.gateway import FORWARD_HEADERS, Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl.vllm_server import planned_server
@@ -143,6 +143,7 @@ class Session:
                 withheld=tuple(
                     name
                     for name in (
+                        FORWARD_HEADERS,
                         config.vllm_key_env,
                         *(model.api_key_env for model in config.models.values()),
                     )

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import orjson
@@ -35,9 +35,11 @@ from agentrl_proxy.chat import ChatService, Job, is_retry
 from agentrl_proxy.completions import CompletionWork, parse_completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.errors import ApiError, invalid, unavailable
+from agentrl_proxy.forward import ForwardingSink
 from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 from agentrl_proxy.other_models import OtherJob, OtherModels, wants_usage
+from agentrl_proxy.recording import trace_context
 from agentrl_proxy.responses import parse_responses_request
 from agentrl_tracer.schemas import AttemptState
 
@@ -52,6 +54,9 @@ class Gateway:
     """The handlers, and what they share."""
 
     def __init__(self, deps: GatewayDeps) -> None:
+        self.forward = deps.forward
+        if self.forward is not None:
+            deps = replace(deps, writer=ForwardingSink(deps.writer, self.forward))
         self.deps = deps
         self.stats = GatewayStats()
         self.attempts = Attempts()
@@ -71,6 +76,7 @@ class Gateway:
                 "in_flight": self.stats.in_flight,
                 "gateway": self.stats.as_dict(),
                 "sampler": sampler.stats(),
+                **({} if self.forward is None else {"forward_otlp": self.forward.stats()}),
             },
             200 if healthy else 503,
         )
@@ -152,7 +158,8 @@ class Gateway:
         caller = await self._caller(request, may_be_sealed=True)
         body = await read_body(request, self.deps.max_body_bytes)
         key = request.headers.get("idempotency-key")
-        return await ingest.reward(self.deps.writer, caller, body, key)
+        _, span_id = trace_context(request.headers)
+        return await ingest.reward(self.deps.writer, caller, body, key, span_id)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
@@ -329,6 +336,8 @@ def create_app(deps: GatewayDeps) -> FastAPI:
         gateway.others.begin()
         yield
         sweeper.cancel()
+        if gateway.forward is not None:
+            await asyncio.to_thread(gateway.forward.close)
 
     app = GatewayApp(
         title="agentrl gateway",

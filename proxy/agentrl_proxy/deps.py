@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl_proxy.connection import Limits
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.sampler import Sampler
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Reward, Span
+
+if TYPE_CHECKING:
+    from agentrl_proxy.forward import OtlpForward
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
@@ -88,6 +91,8 @@ class GatewayDeps:
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
     limits: Limits = field(default_factory=Limits)
     """Of a connection."""
+    forward: OtlpForward | None = None
+    """Gets what is recorded, too. The app closes it."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from agentrl_proxy.auth import Caller
 from agentrl_proxy.deps import TraceSink
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
 from agentrl_proxy.openai_types import read_object
+from agentrl_tracer.conventions import REWARD_NAME
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
 
 log = logging.getLogger("agentrl.proxy")
@@ -47,16 +48,21 @@ async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: s
 
 
 async def reward(
-    writer: TraceSink, caller: Caller, body: bytes, idempotency_key: str | None
+    writer: TraceSink,
+    caller: Caller,
+    body: bytes,
+    idempotency_key: str | None,
+    span_id: str | None = None,
 ) -> Response:
-    """A reward by plain JSON, for agents without OpenTelemetry."""
+    """A reward, or ``{name: number}`` for several, by plain JSON: for agents without OpenTelemetry.
+
+    Args:
+        span_id: the span it is for, from the request's ``traceparent``.
+    """
     attempt = caller.attempt
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
     fields = read_object(body)
-    value = fields.get("value")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise invalid("value", f"value must be a finite number; got {value!r:.80}")
     texts: dict[str, str | None] = {}
     for name in ("name", "response_id", "explanation"):
         texts[name] = fields.get(name)
@@ -64,18 +70,36 @@ async def reward(
             raise invalid(name, f"{name} must be a string; got {fields[name]!r:.80}")
         if "\0" in (texts[name] or ""):  # PostgreSQL takes none
             raise invalid(name, f"{name} must not contain NUL characters")
-    record = Reward(
-        attempt_id=attempt.attempt_id,
-        rollout_id=attempt.rollout_id,
-        name=texts["name"] or "reward",
-        value=float(value),
-        key=idempotency_key or secrets.token_hex(16),
-        response_id=texts["response_id"],
-        explanation=texts["explanation"],
-        created_at=time.time(),
+    value, key = fields.get("value"), idempotency_key or secrets.token_hex(16)
+    named = (
+        {f"{key}/{name}": (name, one) for name, one in value.items()}
+        if isinstance(value, dict)
+        else {key: (texts["name"] or REWARD_NAME, value)}
     )
-    await _deliver(writer, attempt, [], [record])
-    return json_response({"name": record.name, "value": record.value, "key": record.key})
+    records = [
+        Reward(
+            attempt_id=attempt.attempt_id,
+            rollout_id=attempt.rollout_id,
+            name=name,
+            value=_number(one),
+            key=record_key,
+            span_id=span_id,
+            response_id=texts["response_id"],
+            explanation=texts["explanation"],
+            created_at=time.time(),
+        )
+        for record_key, (name, one) in named.items()
+    ]
+    if not records or any("\0" in record.name for record in records):
+        raise invalid("value", "value must be a number, or an object of numbers by name")
+    await _deliver(writer, attempt, [], records)
+    return json_response({"name": records[0].name, "value": value, "key": key})
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise invalid("value", f"value must be a finite number; got {value!r:.80}")
+    return float(value)
 
 
 async def _deliver(

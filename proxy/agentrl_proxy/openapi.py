@@ -27,6 +27,12 @@ def _ref(name: str) -> Schema:
 
 _TEXT: Schema = {"type": "string"}
 _NAME: Schema = {"type": "string", "minLength": 1}
+_REWARDS: Schema = {
+    "anyOf": [
+        {"type": "number"},
+        {"type": "object", "additionalProperties": {"type": "number"}},  # several, by name
+    ]
+}
 _COUNT: Schema = {"type": "integer", "minimum": 1}
 
 _FUNCTION_CALL = _object(
@@ -115,12 +121,12 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "RewardRequest": _object(
         ["value"],
-        value={"type": "number"},
+        value=_REWARDS,
         name=_or_null(_TEXT),
         response_id=_or_null(_TEXT),
         explanation=_or_null(_TEXT),
     ),
-    "Reward": _object(["name", "value", "key"], name=_TEXT, value={"type": "number"}, key=_TEXT),
+    "Reward": _object(["name", "value", "key"], name=_TEXT, value=_REWARDS, key=_TEXT),
     "AdapterRequest": _object(
         ["name", "version", "path"],
         name=_NAME,

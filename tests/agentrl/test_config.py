@@ -14,9 +14,11 @@ from agentrl.config import ConfigError, TrainConfig, explain, tables_as_json
 from agentrl.gateway import other_model
 from agentrl.run_folder import RunFolder
 from agentrl.runner.config import RunnerConfig
+from agentrl.runner.environment import attempt_environment
 from agentrl.runner.handle import runner_environment
 from agentrl.tasks import load_tasks
 from agentrl.train import default_learning_rate, steps_of_one_epoch, tasks_of_step
+from agentrl_tracer.schemas import Claim, Purpose
 
 
 def agentrl(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -216,3 +218,14 @@ def test_agents_do_not_get_other_models_keys(tmp_path: Path, monkeypatch: Any) -
     assert RunnerConfig.from_json(config.to_json()) == config
     assert "ANSWERER_KEY" not in runner_environment(config)
     assert "PATH" in runner_environment(config)
+
+
+def test_an_application_keeps_its_otlp_backend(tmp_path: Path) -> None:
+    config = RunnerConfig(
+        store="", gateway="http://g:1", run_id=None, agent="a:b", model="m", logs=str(tmp_path)
+    )
+    claim = Claim("r", "a", 1, "run", Purpose.TRAIN, 0, "t", {}, "key", 0.0)
+    name = "OTEL_EXPORTER_OTLP_ENDPOINT"
+    assert name not in attempt_environment(config, claim, {name: "http://jaeger:4318"})
+    for before in ({}, {name: "http://g:1/rollouts/earlier"}):
+        assert attempt_environment(config, claim, before)[name] == "http://g:1/rollouts/r"

@@ -1,4 +1,4 @@
-"""OTLP/HTTP in: a trace export request, protobuf or JSON, becomes ``Span`` and ``Reward`` records.
+"""OTLP/HTTP in and out: export requests, protobuf or JSON, from and to ``Span`` records.
 
 Knows the OTLP wire format (https://opentelemetry.io/docs/specs/otlp/); does not know HTTP.
 """
@@ -47,6 +47,64 @@ def parse_traces(
         for scope_spans in resource_spans.scope_spans:
             spans += [_span(span, resource, rollout_id, attempt_id) for span in scope_spans.spans]
     return spans
+
+
+def export_request(spans: Iterable[Span]) -> bytes:
+    """The protobuf body that sends spans on. They are told apart by ``agentrl.rollout.id``."""
+    request = ExportTraceServiceRequest()
+    resources: dict[str, Any] = {}
+    for span in spans:
+        identity = json.dumps(span.resource, sort_keys=True, default=str)
+        if identity not in resources:
+            of_resource = request.resource_spans.add()
+            _set_attributes(of_resource.resource.attributes, span.resource)
+            resources[identity] = of_resource.scope_spans.add()
+        _encode(span, resources[identity].spans.add())
+    return request.SerializeToString()
+
+
+def _encode(span: Span, out: Any) -> None:
+    out.trace_id = bytes.fromhex(span.trace_id)
+    out.span_id = bytes.fromhex(span.span_id)
+    out.parent_span_id = bytes.fromhex(span.parent_span_id or "")
+    out.name = span.name
+    out.kind = _KINDS.index(span.kind) if span.kind in _KINDS else 0
+    out.start_time_unix_nano, out.end_time_unix_nano = span.start_ns, span.end_ns
+    out.status.code = _STATUSES.index(span.status) if span.status in _STATUSES else 0
+    owner = {"agentrl.rollout.id": span.rollout_id, "agentrl.attempt.id": span.attempt_id}
+    _set_attributes(out.attributes, {k: v for k, v in owner.items() if v} | span.attributes)
+    for event in span.events:
+        added = out.events.add()
+        added.name, added.time_unix_nano = event["name"], event["time_ns"]
+        _set_attributes(added.attributes, event["attributes"])
+
+
+def _set_attributes(pairs: Any, attributes: Json) -> None:
+    for key, value in attributes.items():
+        pair = pairs.add()
+        pair.key = key
+        _set_value(pair.value, value)
+
+
+def _set_value(out: Any, value: Any) -> None:
+    match value:
+        case None:
+            pass
+        case bool():
+            out.bool_value = value
+        case int() if -(2**63) <= value < 2**63:
+            out.int_value = value
+        case float():
+            out.double_value = value
+        case list():
+            out.array_value.SetInParent()
+            for item in value:
+                _set_value(out.array_value.values.add(), item)
+        case dict():
+            out.kvlist_value.SetInParent()
+            _set_attributes(out.kvlist_value.values, value)
+        case _:
+            out.string_value = str(value)
 
 
 def export_response(content_type: str) -> bytes:

@@ -81,11 +81,17 @@ def attempt_environment(
         "AGENTRL_ATTEMPT_ID": claim.attempt_id,
         "AGENTRL_KEY": claim.key,
         "AGENTRL_MODEL": config.model,
+        **QUIET,
+    }
+    # An exporter that the application has configured keeps its backend: we are another's guest.
+    ours = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": base,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{claim.key}",
-        **QUIET,
     }
+    theirs = inherited.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if theirs is None or theirs.startswith(f"{gateway}/rollouts/"):  # of the attempt before
+        env |= ours
     task = json.dumps(claim.task)
     if len(task) <= _LONGEST_TASK:
         env["AGENTRL_TASK"] = task
