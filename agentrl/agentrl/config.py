@@ -151,6 +151,12 @@ class RolloutConfig(_Config):
     runners: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         8, ge=1, le=1024, description="Worker processes that run the agent."
     )
+    concurrency: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        1,
+        ge=1,
+        description="Rollouts of an async agent that a runner executes at a time, as tasks of one "
+        "process. They share its modules, and one that blocks blocks the others.",
+    )
     python: Annotated[str | None, Parameter(group=_ROLLOUTS)] = Field(
         None,
         description="Interpreter that runs the agent: PATH/bin/python of another virtual "
@@ -275,6 +281,14 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig):
     store: Annotated[str | None, Parameter(group=_RUN)] = Field(
         None, description="Store: a path or PostgreSQL URL; by default a file in the run folder."
     )
+    gateway_host: Annotated[str, Parameter(group=_RUN)] = Field(
+        "127.0.0.1",
+        description="Address that the gateway listens on; 0.0.0.0 lets `agentrl runner` join from "
+        "other machines. Every request needs a rollout's key.",
+    )
+    gateway_port: Annotated[int, Parameter(group=_RUN)] = Field(
+        0, ge=0, le=65535, description="Port of the gateway; 0: any that is free."
+    )
     keep_checkpoints: Annotated[int, Parameter(group=_RUN)] = Field(
         3, ge=1, description="Newest checkpoints to keep."
     )
@@ -362,6 +376,38 @@ class RunConfig(RunSettings):
     """A whole run of one task."""
 
     agent: str = Field(description=AGENT_HELP, min_length=1)
+
+
+@Parameter(name="*")
+class JoinSettings(_Config):
+    """Everything ``agentrl runner`` takes besides the agent."""
+
+    store: Annotated[str, Parameter(group=_RUN)] = Field(
+        description="The run's store: a PostgreSQL URL, or on the same machine its file.",
+        min_length=1,
+    )
+    gateway: Annotated[str, Parameter(group=_RUN)] = Field(
+        description="URL of the run's gateway, as this machine reaches it (see --gateway-host).",
+        pattern=r"^https?://",
+    )
+    run: Annotated[str | None, Parameter(group=_RUN)] = Field(
+        None, description="Id or name of the run; by default the newest that is under way."
+    )
+    runners: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        8, ge=1, le=1024, description="Worker processes that run the agent."
+    )
+    timeout: Annotated[float | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, gt=0, description="Seconds after which an attempt is killed; by default the run's."
+    )
+    concurrency: Annotated[int | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, ge=1, description="Rollouts of an async agent in one process; by default the run's."
+    )
+    python: Annotated[str | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, description="Interpreter that runs the agent: of another virtual environment."
+    )
+    logs: Annotated[Path, Parameter(group=_RUN)] = Field(
+        Path("runner-logs"), description="Folder for the logs of this machine's runners."
+    )
 
 
 @Parameter(name="*")

@@ -110,7 +110,15 @@ class Session:
 
     def __enter__(self) -> Self:
         config = self.config
-        self.gateway = Gateway(self._settings, self.folder.logs)
+        where = (
+            {"host": config.gateway_host, "port": config.gateway_port}
+            if isinstance(config, TrainConfig)
+            else {}
+        )
+        try:
+            self.gateway = Gateway(self._settings, self.folder.logs, **where)
+        except OSError as error:
+            raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
         self.pool = start_pool(
             RunnerConfig(
                 store=self.store.url,
@@ -122,6 +130,7 @@ class Session:
                 timeout_s=config.timeout,
                 lease_s=config.lease,
                 logs=str(self.folder.logs),
+                concurrency=config.concurrency,
                 python=config.python,
                 rollouts_per_process=config.rollouts_per_process,
                 withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
