@@ -148,8 +148,23 @@ class ModelConfig(_Config):
 class RolloutConfig(_Config):
     """How the agent is executed."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _runners_may_say_where(cls, given: Any) -> Any:
+        """``runners = "ray:16"`` is short for 16 runners on Ray, and ``"ray"`` for the usual 8."""
+        if isinstance(given, dict) and str(given.get("runners", "")).partition(":")[0] == "ray":
+            count = str(given["runners"]).partition(":")[2]
+            rest = {name: value for name, value in given.items() if name != "runners"}
+            return {**rest, "runners_on": "ray"} | ({"runners": count} if count else {})
+        return given
+
     runners: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         8, ge=1, le=1024, description="Worker processes that run the agent."
+    )
+    runners_on: Annotated[Literal["here", "ray"], Parameter(group=_ROLLOUTS)] = Field(
+        "here",
+        description="Where they run: on this machine, or as actors of a Ray cluster (short: "
+        "--runners ray:16).",
     )
     concurrency: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         1,

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import Gateway, GatewaySettings, import_gateway
@@ -24,6 +24,9 @@ from agentrl_tracer.schemas import (
     RolloutState,
 )
 from agentrl_tracer.store import Store
+
+if TYPE_CHECKING:
+    from agentrl.runner.on_ray import RayPool
 
 _POLL_S = 0.03
 _SWEEP_S = 0.5  # between looks for expired leases
@@ -86,7 +89,7 @@ class Session:
         self._imports_torch = imports_torch
         self.started = time.perf_counter()
         self.gateway: Gateway
-        self.pool: PoolHandle
+        self.pool: PoolHandle | RayPool
 
     def _register(self, kind: str) -> str:
         """The run's id: made now, or the one the folder already has."""
@@ -119,7 +122,8 @@ class Session:
             self.gateway = Gateway(self._settings, self.folder.logs, **where)
         except OSError as error:
             raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
-        self.pool = start_pool(
+        self.pool = _start_runners(
+            config.runners_on,
             RunnerConfig(
                 store=self.store.url,
                 gateway=self.gateway.url,
@@ -134,7 +138,7 @@ class Session:
                 python=config.python,
                 rollouts_per_process=config.rollouts_per_process,
                 withheld=tuple(m.api_key_env for m in config.models.values() if m.api_key_env),
-            )
+            ),
         )
         try:
             if self._imports_torch:  # the runners load meanwhile
@@ -218,6 +222,14 @@ class Session:
 
     def _restarts(self) -> int:
         return self.gateway.restarts + self.pool.restarts
+
+
+def _start_runners(where: str, config: RunnerConfig) -> PoolHandle | RayPool:
+    if where != "ray":
+        return start_pool(config)
+    from agentrl.runner.on_ray import RayPool
+
+    return RayPool(config)
 
 
 def rollout_seed(*parts: object) -> int:
