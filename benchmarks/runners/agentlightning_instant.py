@@ -14,7 +14,7 @@ import agentlightning as agl
 
 
 @agl.rollout
-def instant(task: dict) -> float:
+def instant(task: dict, llm: agl.LLM) -> float:
     return float(task["n"])
 
 
@@ -39,5 +39,6 @@ class Count(agl.Algorithm):
 
 if __name__ == "__main__":
     runners, rollouts = int(sys.argv[1]), int(sys.argv[2])
-    trainer = agl.Trainer(n_runners=runners, algorithm=Count())
+    nowhere = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="none")  # nobody asks it
+    trainer = agl.Trainer(n_runners=runners, algorithm=Count(), initial_resources={"llm": nowhere})
     trainer.fit(instant, train_dataset=[{"n": i} for i in range(rollouts)])

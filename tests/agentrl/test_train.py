@@ -229,12 +229,21 @@ def test_runners_are_killed_at_random_and_no_half_attempt_trains(tmp_path: Path)
     rng = random.Random(4)
     run = Run(tmp_path, "slow", runners=4, steps=1, lease=3, on_error="retry", max_attempts=9)
     process = run.start()
-    pool = wait_for(lambda: _below(process.pid, "agentrl.runner"), process)[0]
+
+    def busy() -> list[int]:
+        """Runners that execute a training rollout right now."""
+        store = run.store()
+        rollouts = store.rollouts(run.run_id, step=1, purpose=Purpose.TRAIN)
+        attempts = store.attempts([r.id for r in rollouts])
+        store.close()
+        running = [a.runner for a in attempts if a.state is AttemptState.RUNNING]
+        return [int(runner.rsplit("-", 2)[1]) for runner in running]  # see Worker.name
+
+    wait_for(busy, process)
     killed = 0
     while process.poll() is None and killed < 6:
-        time.sleep(rng.uniform(0.2, 0.8))
-        workers = _children(pool)
-        victims = [*workers, *(child for worker in workers for child in _children(worker))]
+        time.sleep(rng.uniform(0.1, 0.5))
+        victims = [pid for worker in busy() for pid in (worker, *_children(worker))]
         if victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(victims), signal.SIGKILL)
@@ -268,15 +277,6 @@ def _children(pid: int) -> list[int]:
     )
     rows = [tuple(map(int, line.split())) for line in table.stdout.splitlines()]
     return [child for child, parent in rows if parent == pid]
-
-
-def _below(pid: int, command: str) -> list[int]:
-    """Children of a process whose command line holds ``command``."""
-    table = subprocess.run(
-        ["ps", "-A", "-o", "pid=,args="], capture_output=True, text=True, check=True
-    )
-    args = dict(line.strip().partition(" ")[::2] for line in table.stdout.splitlines())
-    return [child for child in _children(pid) if command in args.get(str(child), "")]
 
 
 def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:
