@@ -23,6 +23,7 @@ class Count(agl.Algorithm):
 
     async def run(self, train_dataset=None, val_dataset=None) -> None:  # type: ignore[no-untyped-def]
         store = self.get_store()
+        await store.add_resources(self.get_initial_resources())
         tasks = list(train_dataset or [])
         warm = await store.enqueue_rollout(input=tasks[0], mode="train")
         await self._finish(store, [warm.rollout_id])
