@@ -25,6 +25,7 @@ from agentrl.config import (
     ConfigError,
     EvalConfig,
     EvalSettings,
+    JoinSettings,
     RunConfig,
     RunSettings,
     ServeConfig,
@@ -116,6 +117,14 @@ def run(agent: Agent = None, *, settings: RunSettings) -> None:
     validate_agent(config.agent, elsewhere=config.python is not None)
     if not run_once(config, console):
         sys.exit(1)
+
+
+@app.command
+def runner(agent: Agent = None, *, settings: JoinSettings) -> None:
+    """Join a run that is under way with more runners, from this or another machine."""
+    from agentrl.join import join
+
+    join(agent, settings, console)
 
 
 @app.command
@@ -332,7 +341,10 @@ def _cyclopts_message(error: CycloptsError) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ValidationError):
-            kinds = {k.__name__: k for k in (TrainSettings, EvalSettings, RunSettings, ServeConfig)}
+            kinds = {
+                k.__name__: k
+                for k in (TrainSettings, EvalSettings, RunSettings, JoinSettings, ServeConfig)
+            }
             return explain(cause, kinds.get(cause.title, TrainSettings))
         cause = cause.__cause__ or cause.__context__
     return str(error)

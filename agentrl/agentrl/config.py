@@ -293,8 +293,29 @@ class ModelConfig(_Config):
 class RolloutConfig(_Config):
     """How the agent is executed."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _runners_may_say_where(cls, given: Any) -> Any:
+        """``runners = "ray:16"`` is short for 16 runners on Ray, and ``"ray"`` for the usual 8."""
+        if isinstance(given, dict) and str(given.get("runners", "")).partition(":")[0] == "ray":
+            count = str(given["runners"]).partition(":")[2]
+            rest = {name: value for name, value in given.items() if name != "runners"}
+            return {**rest, "runners_on": "ray"} | ({"runners": count} if count else {})
+        return given
+
     runners: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
         8, ge=1, le=1024, description="Worker processes that run the agent."
+    )
+    runners_on: Annotated[Literal["here", "ray"], Parameter(group=_ROLLOUTS)] = Field(
+        "here",
+        description="Where they run: on this machine, or as actors of a Ray cluster (short: "
+        "--runners ray:16).",
+    )
+    concurrency: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        1,
+        ge=1,
+        description="Rollouts of an async agent that a runner executes at a time, as tasks of one "
+        "process. They share its modules, and one that blocks blocks the others.",
     )
     python: Annotated[str | None, Parameter(group=_ROLLOUTS)] = Field(
         None,
@@ -426,6 +447,14 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
             description="Experiment trackers that get the metrics as well; packages apart.",
         )
     )
+    gateway_host: Annotated[str, Parameter(group=_RUN)] = Field(
+        "127.0.0.1",
+        description="Address that the gateway listens on; 0.0.0.0 lets `agentrl runner` join from "
+        "other machines. Every request needs a rollout's key.",
+    )
+    gateway_port: Annotated[int, Parameter(group=_RUN)] = Field(
+        0, ge=0, le=65535, description="Port of the gateway; 0: any that is free."
+    )
     keep_checkpoints: Annotated[int, Parameter(group=_RUN)] = Field(
         3, ge=1, description="Newest checkpoints to keep."
     )
@@ -530,6 +559,38 @@ class RunConfig(RunSettings):
     """A whole run of one task."""
 
     agent: str = Field(description=AGENT_HELP, min_length=1)
+
+
+@Parameter(name="*")
+class JoinSettings(_Config):
+    """Everything ``agentrl runner`` takes besides the agent."""
+
+    store: Annotated[str, Parameter(group=_RUN)] = Field(
+        description="The run's store: a PostgreSQL URL, or on the same machine its file.",
+        min_length=1,
+    )
+    gateway: Annotated[str, Parameter(group=_RUN)] = Field(
+        description="URL of the run's gateway, as this machine reaches it (see --gateway-host).",
+        pattern=r"^https?://",
+    )
+    run: Annotated[str | None, Parameter(group=_RUN)] = Field(
+        None, description="Id or name of the run; by default the newest that is under way."
+    )
+    runners: Annotated[int, Parameter(group=_ROLLOUTS)] = Field(
+        8, ge=1, le=1024, description="Worker processes that run the agent."
+    )
+    timeout: Annotated[float | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, gt=0, description="Seconds after which an attempt is killed; by default the run's."
+    )
+    concurrency: Annotated[int | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, ge=1, description="Rollouts of an async agent in one process; by default the run's."
+    )
+    python: Annotated[str | None, Parameter(group=_ROLLOUTS)] = Field(
+        None, description="Interpreter that runs the agent: of another virtual environment."
+    )
+    logs: Annotated[Path, Parameter(group=_RUN)] = Field(
+        Path("runner-logs"), description="Folder for the logs of this machine's runners."
+    )
 
 
 @Parameter(name="*")

@@ -219,11 +219,14 @@ class Gateway:
     It has its URL from the beginning: whoever connects before it is up, waits.
     """
 
-    def __init__(self, settings: GatewaySettings, logs: Path) -> None:
+    def __init__(
+        self, settings: GatewaySettings, logs: Path, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self._settings = settings
         self._logs = logs
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._socket = socket.create_server((host, port), backlog=1024)
+        here = "127.0.0.1" if host == "0.0.0.0" else host
+        self.url = f"http://{here}:{self._socket.getsockname()[1]}"
         self._process: Supervised
         self._client = httpx.Client(
             base_url=self.url,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import FORWARD_HEADERS, Gateway, GatewaySettings, import_gateway
@@ -26,6 +26,9 @@ from agentrl_tracer.schemas import (
     RolloutState,
 )
 from agentrl_tracer.store import Store
+
+if TYPE_CHECKING:
+    from agentrl.runner.on_ray import RayPool
 
 _POLL_S = 0.03
 _SWEEP_S = 0.5  # between looks for expired leases
@@ -102,7 +105,7 @@ class Session:
         self._imports_torch = imports_torch
         self.started = time.perf_counter()
         self.gateway: Gateway
-        self.pool: PoolHandle
+        self.pool: PoolHandle | RayPool
 
     def _register(self, kind: str) -> str:
         """The run's id: made now, or the one the folder already has."""
@@ -126,8 +129,17 @@ class Session:
 
     def __enter__(self) -> Self:
         config = self.config
-        self.gateway = Gateway(self._settings, self.folder.logs)
-        self.pool = start_pool(
+        where = (
+            {"host": config.gateway_host, "port": config.gateway_port}
+            if isinstance(config, TrainConfig)
+            else {}
+        )
+        try:
+            self.gateway = Gateway(self._settings, self.folder.logs, **where)
+        except OSError as error:
+            raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
+        self.pool = _start_runners(
+            config.runners_on,
             RunnerConfig(
                 store=self.store.url,
                 gateway=self.gateway.url,
@@ -138,6 +150,7 @@ class Session:
                 timeout_s=config.timeout,
                 lease_s=config.lease,
                 logs=str(self.folder.logs),
+                concurrency=config.concurrency,
                 python=config.python,
                 rollouts_per_process=config.rollouts_per_process,
                 withheld=tuple(
@@ -149,7 +162,7 @@ class Session:
                     )
                     if name
                 ),
-            )
+            ),
         )
         try:
             if self._imports_torch:  # the runners load meanwhile
@@ -259,6 +272,14 @@ def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dic
     if isinstance(config, EvalConfig) and config.answered_by is not None:
         models[config.adapter] = models[config.answered_by]
     return models
+
+
+def _start_runners(where: str, config: RunnerConfig) -> PoolHandle | RayPool:
+    if where != "ray":
+        return start_pool(config)
+    from agentrl.runner.on_ray import RayPool
+
+    return RayPool(config)
 
 
 def rollout_seed(*parts: object) -> int:

@@ -379,6 +379,114 @@ def test_an_agent_runs_in_another_virtual_environment(house: House, other_venv: 
     assert "ValueError: there" in (attempts[3].error or "")
 
 
+ASYNC_AGENTS = """
+import asyncio, os, time
+from agentrl import emit_reward
+together = 0
+
+async def run(task):
+    global together
+    together += 1
+    most = together
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        most = max(most, together)
+    print("I am", task["n"])
+    if task["n"] == 3: raise ValueError("three")
+    if task["n"] == 4: await asyncio.sleep(100)
+    if task["n"] == 5: time.sleep(100)
+    emit_reward({"n": task["n"], "most": most, "pid": os.getpid()})
+    together -= 1
+
+class Flow:
+    def __init__(self): self.state = 0
+    async def kickoff_async(self, inputs):
+        self.state += 1
+        await asyncio.sleep(0.1)
+        return self.state + inputs["n"]
+
+def blocking(task): return 1.0
+"""
+
+
+def test_async_rollouts_share_a_process(house: House) -> None:
+    (house.folder / "agents.py").write_text(ASYNC_AGENTS)
+    house.start("run", Policies(on_error="drop"), concurrency=6, timeout_s=4.0)
+    ids = {n: house.enqueue({"n": n})[0] for n in (0, 1, 2, 3, 4, 10)}
+    attempts = {a.rollout_id: a for a in house.finish(list(ids.values()), 60)}
+    pids, most = set(), 0.0
+    for n in (0, 1, 2, 10):
+        attempt = attempts[ids[n]]
+        earned = {r.name: r.value for r in house.store.rewards([ids[n]])}
+        assert (attempt.state, earned["n"]) == (AttemptState.SUCCEEDED, n)
+        assert Path(attempt.log or "").read_text() == f"I am {n}\n"
+        [root] = [s for s in house.store.spans(ids[n]) if s.name.startswith("invoke_workflow")]
+        assert root.attributes["agentrl.rollout.id"] == ids[n]
+        pids.add(earned["pid"])
+        most = max(most, earned["most"])
+    assert len(pids) == 1
+    assert most > 3
+    failed, slow = attempts[ids[3]], attempts[ids[4]]
+    assert failed.state is AttemptState.ERROR
+    assert "ValueError: three" in (failed.error or "")
+    assert slow.state is AttemptState.TIMEOUT
+
+
+def test_a_task_that_blocks_its_process_is_killed_and_its_neighbours_run_again(
+    house: House,
+) -> None:
+    (house.folder / "agents.py").write_text(ASYNC_AGENTS)
+    house.start("run", Policies(on_error="drop"), concurrency=2, timeout_s=2.0)
+    blocking, good = house.enqueue({"n": 5}), house.enqueue({"n": 1})
+    house.finish([*blocking, *good], 60)
+    assert house.store.attempts(blocking)[-1].state is AttemptState.TIMEOUT
+    [rollout] = house.store.rollouts(house.run_id, ids=good)
+    assert rollout.state is RolloutState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("agent", "state"), [("Flow", AttemptState.SUCCEEDED), ("blocking", AttemptState.ERROR)]
+)
+def test_objects_are_fresh_and_blocking_agents_refused(
+    house: House, agent: str, state: AttemptState
+) -> None:
+    (house.folder / "agents.py").write_text(ASYNC_AGENTS)
+    house.start(agent, Policies(on_error="drop"), concurrency=4)
+    attempts = house.finish(house.enqueue(count=3), 60)
+    assert {a.state for a in attempts} == {state}
+    if state is AttemptState.SUCCEEDED:
+        assert {v for a in attempts for v in house.values(a)} == {5.0}
+    else:
+        assert "is not async" in (attempts[0].error or "")
+
+
+def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
+    (tmp_path / "agents.py").write_text(AGENTS)
+    store = Store(postgres)
+    gateway = FakeGateway(store)
+    spec = f"{tmp_path / 'agents.py'}:good"
+    config = {"agent": spec, "adapter": "policy", "timeout": 20.0, "lease": 2.0}
+    run_id = store.create_run("joined", "train", config)
+    [task] = store.add_tasks(run_id, "train", [{"n": 3}])
+    ids = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, i, i) for i in range(6)])
+    command = [
+        sys.executable, "-m", "agentrl.cli", "runner", "--store", postgres, "--gateway",
+        gateway.url, "--runners", "2", "--logs", str(tmp_path / "logs"),
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as joined:
+        until(lambda: store.unfinished(ids) == 0 or joined.poll() is not None, 60)
+        store.end_run(run_id, "finished")
+        output = joined.communicate(timeout=30)[0]
+    assert joined.returncode == 0, output
+    assert f"2 runners for joined ({run_id})" in output
+    assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
+    assert [r.value for r in store.rewards(ids)] == [3.0] * 6
+    gateway.close()
+    store.close()
+
+
 def test_an_interpreter_that_cannot_run_agents_is_refused(house: House, tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     bare = str(tmp_path / "bare/bin/python")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -220,6 +222,61 @@ def test_gateway_and_runner_are_killed_and_nothing_is_lost(tmp_path: Path) -> No
         both = [c for c in store.calls(attempt_ids=[attempt]) if c.skip_reason is None]
         assert len(both) == 2
     store.close()
+
+
+def test_runners_are_killed_at_random_and_no_half_attempt_trains(tmp_path: Path) -> None:
+    """Several ``kill -9``, of runners and of the agents themselves, whenever they come."""
+    rng = random.Random(4)
+    run = Run(tmp_path, "slow", runners=4, steps=1, lease=3, on_error="retry", max_attempts=9)
+    process = run.start()
+
+    def busy() -> list[int]:
+        """Runners that execute a training rollout right now."""
+        store = run.store()
+        rollouts = store.rollouts(run.run_id, step=1, purpose=Purpose.TRAIN)
+        attempts = store.attempts([r.id for r in rollouts])
+        store.close()
+        running = [a.runner for a in attempts if a.state is AttemptState.RUNNING]
+        return [int(runner.rsplit("-", 2)[1]) for runner in running]  # see Worker.name
+
+    wait_for(busy, process)
+    killed = 0
+    while process.poll() is None and killed < 6:
+        time.sleep(rng.uniform(0.1, 0.5))
+        victims = [pid for worker in busy() for pid in (worker, *_children(worker))]
+        if victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                killed += 1
+    run.finish(process)
+    assert killed > 2
+
+    accounting = run.accounting()
+    assert accounting.adds_up
+    assert accounting.pending == 0
+    store = run.store()
+    rollouts = store.rollouts(run.run_id)
+    assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
+    attempts = store.attempts([r.id for r in rollouts])
+    assert AttemptState.RUNNING not in {a.state for a in attempts}
+    winners = {r.winner for r in rollouts}
+    calls = store.calls(rollout_ids=[r.id for r in rollouts])
+    trained = {c.attempt_id for c in calls if c.trained_step is not None}
+    assert trained
+    assert trained <= winners
+    for attempt in winners:  # both calls of a winner are judged alike
+        verdicts = {c.skip_reason for c in calls if c.attempt_id == attempt}
+        assert len([c for c in calls if c.attempt_id == attempt]) == 2
+        assert len(verdicts) == 1
+    store.close()
+
+
+def _children(pid: int) -> list[int]:
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    rows = [tuple(map(int, line.split())) for line in table.stdout.splitlines()]
+    return [child for child, parent in rows if parent == pid]
 
 
 def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +55,8 @@ class Agent:
 
     name: str
     run: Callable[[Json], Any]
+    run_async: Callable[[Json], Awaitable[Any]] | None = None
+    """The same for a running event loop; None if the agent would block it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,28 +140,47 @@ def load_agent(spec: str, python_path: Sequence[str] = ()) -> Agent:
             target = getattr(target, part)
         except AttributeError:
             raise AgentSpecError(spec, f"{target!r} has no attribute {part!r}") from None
-    return Agent(parsed.attribute, _as_function(spec, target))
+    return _as_agent(spec, parsed.attribute, target)
 
 
-def _as_function(spec: str, target: Any) -> Callable[[Json], Any]:
-    if inspect.isclass(target):  # a Flow or Crew class: fresh in every attempt anyway
-        target = target()
-    call: Callable[[Json], Any]
-    if not inspect.isroutine(target) and callable(getattr(target, "kickoff", None)):
-        call = lambda task: target.kickoff(inputs=task)  # noqa: E731
-    elif not inspect.isroutine(target) and callable(getattr(target, "run", None)):
-        call = target.run
-    elif callable(target):
-        call = target if _takes_task(target) else lambda _task: target()
-    else:
-        kind = type(target).__name__
-        raise AgentSpecError(spec, f"it names a {kind}, which has no kickoff, run or call")
+def _as_agent(spec: str, name: str, target: Any) -> Agent:
+    call, is_async = _as_call(spec, target)
 
     def run(task: Json) -> Any:
         result = call(task)
         return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
 
-    return run
+    if _has(target, "kickoff_async"):
+        return Agent(name, run, lambda task: _made(target).kickoff_async(inputs=task))
+    return Agent(name, run, call if is_async else None)
+
+
+def _as_call(spec: str, target: Any) -> tuple[Callable[[Json], Any], bool]:
+    """A function of the task, and whether it returns a coroutine at once."""
+    if _has(target, "kickoff"):
+        return lambda task: _made(target).kickoff(inputs=task), False
+    if _has(target, "kickoff_async"):
+        return lambda task: _made(target).kickoff_async(inputs=task), True
+    if _has(target, "run"):
+        return lambda task: _made(target).run(task), inspect.iscoroutinefunction(target.run)
+    if inspect.isclass(target):
+        target = target()
+    if not callable(target):
+        kind = type(target).__name__
+        raise AgentSpecError(spec, f"it names a {kind}, which has no kickoff, run or call")
+    is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(
+        getattr(target, "__call__", None)  # noqa: B004
+    )
+    return (target if _takes_task(target) else lambda _task: target()), is_async
+
+
+def _has(target: Any, method: str) -> bool:
+    return not inspect.isroutine(target) and callable(getattr(target, method, None))
+
+
+def _made(target: Any) -> Any:
+    """A Flow or Crew class gives every rollout an object of its own; an object is what it is."""
+    return target() if inspect.isclass(target) else target
 
 
 def _takes_task(function: Callable[..., Any]) -> bool:

@@ -36,7 +36,7 @@ from agentrl_tracer.schemas import Claim, Purpose
 
 _TRACEBACK_LINES = 12
 _LONGEST_ERROR = 4000
-_LONGEST_OUTPUT = 4000  # characters of what the agent returned
+LONGEST_OUTPUT = 4000  # characters of what the agent returned
 
 
 @dataclass(slots=True)
@@ -94,6 +94,10 @@ def run_attempts(
 def run_foreign(report_fd: int, leash_fd: int) -> NoReturn:
     """``run_attempts`` in an interpreter of its own: the first job comes on standard input."""
     config = RunnerConfig.from_json(sys.stdin.readline())
+    if config.concurrency > 1:
+        from agentrl.runner.shared import run_shared
+
+        run_shared(config, report_fd, leash_fd)
     job = Job.from_line(sys.stdin.readline().encode())
     for fd in (report_fd, leash_fd):
         os.set_inheritable(fd, False)
@@ -111,7 +115,7 @@ def _run_attempts(
     code = 1
     try:
         os.setsid()  # a process group of our own: one signal reaches every process of the agent
-        _settle_in()
+        settle_in()
         jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         threading.Thread(target=_hold_leash, args=(leash_fd, jobs), daemon=True).start()
         host = _Host(config)
@@ -124,7 +128,7 @@ def _run_attempts(
                 if report.third_party_modules:  # a copy would touch, and so copy, all pages
                     known_modules |= set(report.third_party_modules)
             _flush_output()
-            _write_all(report_fd, json.dumps(asdict(report)).encode() + b"\n")
+            write_all(report_fd, json.dumps(asdict(report)).encode() + b"\n")
             code = 0 if report.ok else 1
             job = jobs.get()  # the worker ends us if there is no more
     except BaseException:
@@ -134,7 +138,7 @@ def _run_attempts(
         os._exit(code)
 
 
-def _settle_in() -> None:
+def settle_in() -> None:
     gc.freeze()  # what the worker left behind is not ours to collect
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
@@ -195,13 +199,13 @@ class _Host:
             self._execute(claim, self._agent or self._load())
         except SystemExit as end:
             if end.code not in (None, 0):
-                _show(end)
+                show_error(end)
                 error = f"SystemExit: {end.code}"
         except CommandFailed as failed:
             error = str(failed)  # our own traceback would explain nothing
             sys.stderr.write(f"{error}\n")
         except BaseException as raised:
-            error = _show(raised)
+            error = show_error(raised)
         delivered = finish()
         return Report(error is None, error, self._watch.emitted, not delivered)
 
@@ -215,22 +219,26 @@ class _Host:
         return self._agent
 
     def _execute(self, claim: Claim, agent: Agent) -> None:
-        attributes = {
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": agent.name,
-            "agentrl.rollout.id": claim.rollout_id,
-            "agentrl.attempt.id": claim.attempt_id,
-            "agentrl.task.id": claim.task_id,
-        }
-        with tracing(f"invoke_workflow {agent.name}", attributes):
+        with tracing(*workflow_attributes(agent.name, claim)):
             _export_traceparent()
             result = agent.run(claim.task)
             if result is not None:
-                trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST_OUTPUT])
+                trace.get_current_span().set_attribute(OUTPUT, repr(result)[:LONGEST_OUTPUT])
             if isinstance(result, bool) or self._watch.emitted:
                 return
             if isinstance(result, numbers.Real):
                 emit_reward(float(result))
+
+
+def workflow_attributes(agent: str, claim: Claim) -> tuple[str, dict[str, Any]]:
+    """Name and attributes of an attempt's root span."""
+    return f"invoke_workflow {agent}", {
+        "gen_ai.operation.name": "invoke_workflow",
+        "gen_ai.workflow.name": agent,
+        "agentrl.rollout.id": claim.rollout_id,
+        "agentrl.attempt.id": claim.attempt_id,
+        "agentrl.task.id": claim.task_id,
+    }
 
 
 def _export_traceparent() -> None:
@@ -241,7 +249,7 @@ def _export_traceparent() -> None:
         os.environ["TRACEPARENT"] = carrier["traceparent"]
 
 
-def _show(raised: BaseException) -> str:
+def show_error(raised: BaseException) -> str:
     """Prints the traceback, without our own frames, to the log; returns its last lines."""
     frames: TracebackType | None = raised.__traceback__
     ours = os.path.dirname(__file__) + os.sep
@@ -260,7 +268,7 @@ def _flush_output() -> None:
             continue
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
     view: Any = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

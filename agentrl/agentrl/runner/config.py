@@ -25,6 +25,7 @@ class RunnerConfig:
         lease_s: a runner silent for this long counts as lost.
         logs: folder of ``runners.log`` and one log per attempt.
         rollouts_per_process: how many attempts a process may run in turn; 1: a fresh one for each.
+        concurrency: how many attempts of an async agent a process runs at a time.
         python: another interpreter (of another virtual environment) that runs the agent.
         python_path: folders put first on the agent's ``sys.path`` and ``PYTHONPATH``.
     """
@@ -39,6 +40,7 @@ class RunnerConfig:
     timeout_s: float = 600.0
     lease_s: float = 15.0
     rollouts_per_process: int = 1
+    concurrency: int = 1
     python: str | None = None
     python_path: tuple[str, ...] = ()
     withheld: tuple[str, ...] = ()  # variables that agents do not get: other models' keys

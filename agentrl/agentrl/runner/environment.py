@@ -64,6 +64,30 @@ def direct_to_gateway(gateway: str, inherited: Mapping[str, str] = os.environ) -
     return env
 
 
+def shared_environment(
+    config: RunnerConfig, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables of a process that several attempts share: the gateway's, and nobody's key.
+
+    Whose a call is, a header says; one that escapes it is refused, not misattributed.
+    """
+    gateway = config.gateway.rstrip("/")
+    env = {
+        "OPENAI_BASE_URL": f"{gateway}/v1",
+        "OPENAI_API_BASE": f"{gateway}/v1",
+        "OPENAI_API_KEY": "sk-shared-process",
+        "ANTHROPIC_BASE_URL": gateway,
+        "ANTHROPIC_API_KEY": "sk-shared-process",
+        "AGENTRL_GATEWAY": gateway,
+        "AGENTRL_MODEL": config.model,
+        **QUIET,
+        **direct_to_gateway(gateway, inherited),
+    }
+    if "OTEL_SERVICE_NAME" not in inherited:
+        env["OTEL_SERVICE_NAME"] = "agentrl-agent"
+    return env
+
+
 def attempt_environment(
     config: RunnerConfig, claim: Claim, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from agentrl.runner.agent import validate_agent
+from agentrl.runner.agent import parse_agent, validate_agent
 from agentrl.runner.config import RunnerConfig, check_environment
 from agentrl.runner.environment import look_certificates_up_by_name
 from agentrl.runner.foreign import check_python
@@ -109,6 +109,11 @@ def start_pool(config: RunnerConfig) -> PoolHandle:
     check_environment()
     if config.python is not None:
         config = replace(config, python=check_python(config.python))
+    if config.concurrency > 1 and parse_agent(config.agent).kind == "command":
+        raise ValueError(
+            f"concurrency: got {config.concurrency}, but a command runs in a process of its own; "
+            "raise runners instead"
+        )
     validate_agent(config.agent, config.python_path, elsewhere=config.python is not None)
     return PoolHandle(config)
 

@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from agentrl.runner.attempt import Job, Report, run_attempts
 from agentrl.runner.config import RunnerConfig
@@ -21,6 +22,48 @@ from agentrl.runner.foreign import become
 logger = logging.getLogger("agentrl.runner")
 
 _CHUNK = 65536
+
+
+def fork_attempts(
+    config: RunnerConfig,
+    lines: bytes,
+    run: Callable[[int, int], NoReturn],
+    foreign_fds: Iterable[int],
+) -> tuple[int, int, int]:
+    """Forks a process that runs attempts; returns its pid, and our ends of its pipes.
+
+    Args:
+        lines: what another interpreter, if one is configured, gets on its standard input.
+        run: what the child does otherwise, given its ends: for reports, and of the leash.
+        foreign_fds: our own descriptors, which the child must not keep open.
+
+    Raises:
+        OSError: out of processes or descriptors.
+    """
+    report_read, report_write = os.pipe()
+    leash_read, leash_write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        pid = os.fork()
+    except OSError:
+        for fd in (report_read, report_write, leash_read, leash_write):
+            os.close(fd)
+        raise
+    if pid == 0:
+        # The worker must stay the only holder of these ends: closing is how they speak.
+        for fd in (report_read, leash_write, *foreign_fds):
+            os.close(fd)
+        if config.python is None:
+            run(report_write, leash_read)
+        try:
+            become(config.python, lines, report_write, leash_read)
+        finally:
+            os._exit(127)
+    os.close(report_write)
+    os.close(leash_read)
+    os.set_blocking(report_read, False)
+    return pid, report_read, leash_write
 
 
 class AttemptProcess:
@@ -41,32 +84,12 @@ class AttemptProcess:
         known_modules: frozenset[str],
         foreign_fds: Iterable[int] = (),
     ) -> None:
-        report_read, report_write = os.pipe()
-        leash_read, leash_write = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            self.pid = os.fork()
-        except OSError:
-            for fd in (report_read, report_write, leash_read, leash_write):
-                os.close(fd)
-            raise
-        if self.pid == 0:
-            # The worker must stay the only holder of these ends: closing is how they speak.
-            for fd in (report_read, leash_write, *foreign_fds):
-                os.close(fd)
-            if config.python is None:
-                run_attempts(config, job, report_write, leash_read, known_modules)
-            try:
-                lines = config.to_json().encode() + b"\n" + job.to_line()
-                become(config.python, lines, report_write, leash_read)
-            finally:
-                os._exit(127)
-        os.close(report_write)
-        os.close(leash_read)
-        os.set_blocking(report_read, False)
-        self.report_fd = report_read
-        self._leash_fd = leash_write
+        self.pid, self.report_fd, self._leash_fd = fork_attempts(
+            config,
+            config.to_json().encode() + b"\n" + job.to_line(),
+            lambda report, leash: run_attempts(config, job, report, leash, known_modules),
+            foreign_fds,
+        )
         self._received = bytearray()
         self.report: Report | None = None
         self.reusable = False

@@ -37,9 +37,9 @@ from agentrl_tracer.store import Store
 logger = logging.getLogger("agentrl.runner")
 
 KILL_GRACE_S = 2.0  # between SIGTERM and SIGKILL
-_TICK_S = 0.25  # how late a stop or a death without a closed pipe may be noticed
+TICK_S = 0.25  # how late a stop or a death without a closed pipe may be noticed
 _HEALTH_AGE_S = 1.0
-_STOPPED = "its runner was stopped"
+STOPPED = "its runner was stopped"
 
 T = TypeVar("T")
 
@@ -71,8 +71,7 @@ class Worker:
 
     def run(self) -> None:
         """Works until it is told to retire or to stop."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.handle_signals()
         while not (self._stopping or self._retiring):
             claim = self._claim() if self._queue.due() else None
             if claim is None:
@@ -85,6 +84,15 @@ class Worker:
                 self._listen([], 0.0)
         if self._kept is not None:
             self._kept.kill()
+
+    def handle_signals(self) -> None:
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    @property
+    def control_fd(self) -> int:
+        """Of the socket to the pool, which attempts must not keep open."""
+        return self._control.fileno()
 
     def _on_sigterm(self, *_: object) -> None:
         self._stopping = True  # seen within a tick; raising here could tear a transaction
@@ -120,16 +128,20 @@ class Worker:
             if process.report is not None:
                 modules = process.report.third_party_modules
         kill_children(keep=() if self._kept is None else (self._kept.pid,))
-        storage = storage_folder(claim.attempt_id)
-        if storage.exists():
-            shutil.rmtree(storage, ignore_errors=True)
+        self.clear_storage(claim)
         if ending is None:
             logger.info("attempt %s lost its lease or was cancelled", claim.attempt_id)
         else:
             if ending.error is not None:
                 ending = self._blame(ending, claim, boot_id)
-            self._end(claim, ending, _keep(log))
+            self._end(claim, ending, keep_log(log))
         return modules
+
+    @staticmethod
+    def clear_storage(claim: Claim) -> None:
+        storage = storage_folder(claim.attempt_id)
+        if storage.exists():
+            shutil.rmtree(storage, ignore_errors=True)
 
     def _end(self, claim: Claim, ending: Ending, log: str | None) -> None:
         deadline = time.monotonic() + self.config.lease_s
@@ -139,7 +151,7 @@ class Worker:
                 return
             except (SQLAlchemyError, OSError) as error:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, error)
-                time.sleep(_TICK_S)
+                time.sleep(TICK_S)
 
     def _process_for(self, job: Job) -> AttemptProcess:
         """The process kept from the attempt before, if there is one, else a fresh one."""
@@ -166,7 +178,7 @@ class Worker:
             elif cause is None and (now >= deadline or self._stopping):
                 timeout = f"timeout: it was still running after {self.config.timeout_s:g} s"
                 cause = (
-                    Ending(AttemptState.INFRASTRUCTURE, _STOPPED)
+                    Ending(AttemptState.INFRASTRUCTURE, STOPPED)
                     if self._stopping
                     else Ending(AttemptState.TIMEOUT, timeout)
                 )
@@ -178,7 +190,7 @@ class Worker:
                     return None
                 beaten = now if alive else beaten
             soon = min(deadline, kill_at, beaten + lease_s / 3) - time.monotonic()
-            self._listen([process.report_fd], min(max(soon, 0.001), _TICK_S))
+            self._listen([process.report_fd], min(max(soon, 0.001), TICK_S))
         return cause or _ending(process)
 
     def _blame(self, ending: Ending, claim: Claim, boot_id: str | None) -> Ending:
@@ -245,7 +257,7 @@ def _ending(process: AttemptProcess) -> Ending:
     return Ending(state, error, report.incomplete)
 
 
-def _keep(log: Path) -> str | None:
+def keep_log(log: Path) -> str | None:
     """The path of a log with something in it; an empty one is removed."""
     try:
         if log.stat().st_size:
@@ -264,7 +276,12 @@ def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoRe
         adopt()
         # A store of its own, opened after the fork. Attempts inherit its connection in turn, but
         # never use it, and end without closing it.
-        Worker(config, Store(config.store), index, control).run()
+        kind = Worker
+        if config.concurrency > 1:
+            from agentrl.runner.shared_worker import SharedWorker
+
+            kind = SharedWorker
+        kind(config, Store(config.store), index, control).run()
         code = 0
     except BaseException:
         logger.exception("runner %d failed", index)
