@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
-_START_TIMEOUT_S = 900.0  # a large model takes minutes to load
+_START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_S = 0.1
 _END_GRACE_S = 8.0  # less than the supervisor's
 _LOAD_GRACE = 4
