@@ -84,6 +84,31 @@ def test_the_server_ends_with_us_whatever_it_wants(how: str, tmp_path: Path) -> 
         leash.stdin.close()
 
 
+# Answers like a server whose engine dies after two questions, and then waits for ever.
+_BEREFT = """
+import http.server, signal, socketserver, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+answers = iter([200, 200])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(next(answers, 503))
+        self.end_headers()
+    def address_string(self):
+        return "test"
+socketserver.UnixStreamServer(sys.argv[2], Handler).serve_forever()
+"""
+
+
+def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _BEREFT, "--uds", str(tmp_path / "socket")]
+    leash = subprocess.Popen(
+        [sys.executable, "-m", "agentrl.vllm_server", *argv], stdin=subprocess.PIPE
+    )
+    assert leash.wait(60) == 128 + signal.SIGKILL
+    assert leash.stdin is not None
+    leash.stdin.close()
+
+
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
