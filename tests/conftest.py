@@ -45,7 +45,15 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.stop()
 
 
-_VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])
+_VLLM = pytest.param(
+    "vllm",
+    marks=[
+        pytest.mark.vllm,
+        pytest.mark.timeout(900),
+        # Each test has an event loop of its own, whose kept connections nobody closes.
+        pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    ],
+)
 
 
 @pytest.fixture(scope="session", params=["embedded", _VLLM])

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.03
 _SWEEP_S = 0.5  # between looks for expired leases
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
+_VLLM_READY_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
 
 
@@ -206,7 +207,8 @@ class Session:
         Raises:
             RunError: it keeps dying, or takes too long; with the end of its log.
         """
-        deadline = time.monotonic() + _READY_TIMEOUT_S
+        vllm = self._settings.vllm_url is not None
+        deadline = time.monotonic() + (_VLLM_READY_TIMEOUT_S if vllm else _READY_TIMEOUT_S)
         while self.gateway.health() is None:
             if self._vllm and self._vllm.restarts >= 2:
                 raise RunError(

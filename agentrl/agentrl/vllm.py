@@ -48,7 +48,7 @@ from agentrl_proxy.sampler import (
 
 log = logging.getLogger("agentrl")
 
-_START_TIMEOUT_S = 900.0  # a large model takes minutes to load
+_START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_START_S = 0.25
 _POLL_S = 1.0
 _SILENCE_S = 60.0  # a server that has not answered for so long is dead; a busy one is slower

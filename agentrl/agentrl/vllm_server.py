@@ -10,6 +10,7 @@ process that the server started, when it is told to or when the supervisor is go
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +37,10 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
-_START_TIMEOUT_S = 900.0  # a large model takes minutes to load
+_START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_S = 0.1
+_WATCH_S = 1.0  # between looks at its health
+_FAILURES = 3  # in a row, after which a server is ended
 _END_GRACE_S = 8.0  # less than the supervisor's
 _LOAD_GRACE = 4
 """Adapters in one batch: the current version and older ones whose answers are still under way."""
@@ -197,7 +200,8 @@ def _cpu_memory() -> dict[str, str]:
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
     """Runs the server until it ends, or until it shall."""
-    Path(argv[argv.index("--uds") + 1]).unlink(missing_ok=True)  # of a server that was killed
+    path = argv[argv.index("--uds") + 1]
+    Path(path).unlink(missing_ok=True)  # of a server that was killed
     env = dict(environment)
     if argv[0] != sys.executable:
         env.pop("PYTHONPATH", None)  # it is for our interpreter, and would mix two environments
@@ -210,11 +214,47 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         os.read(0, 1)  # nothing is ever written: it returns when the supervisor is gone
         end()
 
+    def watch_engine() -> None:
+        if _lost_its_engine(path, lambda: server.poll() is not None):
+            end()
+
     signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=watch_engine, name="engine-watch", daemon=True).start()
     threading.Thread(target=watch_supervisor, name="parent-watch", daemon=True).start()
     code = server.wait()
     _kill_group(server)  # what it left behind holds memory, often a GPU's
     return code if code >= 0 else 128 - code
+
+
+def _lost_its_engine(path: str, ended: Callable[[], bool]) -> bool:
+    """Waits until a server that was healthy is no more; False: it ended before that.
+
+    When its engine dies, vLLM closes its socket but may wait for ever for the requests under way.
+    """
+    was_healthy, failures = False, 0
+    while not ended():
+        time.sleep(_WATCH_S)
+        try:
+            healthy = _health(path) == 200
+        except TimeoutError:
+            continue  # busy
+        except (OSError, http.client.HTTPException):
+            healthy = False
+        was_healthy |= healthy
+        failures = 0 if healthy or not was_healthy else failures + 1
+        if failures >= _FAILURES:
+            return True
+    return False
+
+
+def _health(path: str) -> int:
+    with socket.socket(socket.AF_UNIX) as connected:
+        connected.settimeout(10.0)
+        connected.connect(path)
+        client = http.client.HTTPConnection("vllm")
+        client.sock = connected
+        client.request("GET", "/health", headers={"connection": "close"})
+        return client.getresponse().status
 
 
 def _end_group(server: subprocess.Popen[bytes]) -> None:

@@ -84,6 +84,31 @@ def test_the_server_ends_with_us_whatever_it_wants(how: str, tmp_path: Path) -> 
         leash.stdin.close()
 
 
+# Answers like a server whose engine dies after two questions, and then waits for ever.
+_BEREFT = """
+import http.server, signal, socketserver, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+answers = iter([200, 200])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(next(answers, 503))
+        self.end_headers()
+    def address_string(self):
+        return "test"
+socketserver.UnixStreamServer(sys.argv[2], Handler).serve_forever()
+"""
+
+
+def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _BEREFT, "--uds", str(tmp_path / "socket")]
+    leash = subprocess.Popen(
+        [sys.executable, "-m", "agentrl.vllm_server", *argv], stdin=subprocess.PIPE
+    )
+    assert leash.wait(60) == 128 + signal.SIGKILL
+    assert leash.stdin is not None
+    leash.stdin.close()
+
+
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -99,7 +124,7 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2000)
 @pytest.mark.skipif(not VLLM_PYTHON, reason="AGENTRL_TEST_VLLM_PYTHON names no interpreter")
 def test_a_run_trains_through_vllm_and_survives_its_death(tmp_path: Path) -> None:
     """Three versions published; the server is killed in between; every call is accounted for."""
@@ -125,11 +150,14 @@ def test_a_run_trains_through_vllm_and_survives_its_death(tmp_path: Path) -> Non
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     )
     folder = RunFolder(tmp_path / "run")
-    wait_for(lambda: run.poll() is not None or trained(folder), 600)
     log = folder.logs / "vllm.log"
-    if run.poll() is None:
-        os.kill(engine(log), signal.SIGKILL)
-    output = run.communicate(timeout=800)[0]
+    try:
+        wait_for(lambda: run.poll() is not None or trained(folder), 900)
+        if run.poll() is None:
+            os.kill(engine(log), signal.SIGKILL)
+        output = run.communicate(timeout=900)[0]
+    finally:
+        run.kill()  # where it went well, it is over
     assert run.returncode == 0, output
     assert log.read_text().count("Started server process") == 2
     rows = [row for row in folder.read_metrics() if "reward/mean" in row]
