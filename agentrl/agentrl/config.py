@@ -419,6 +419,12 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
     eval_every: Annotated[int, Parameter(group=_AGENT)] = Field(
         5, ge=1, description="Steps between evaluations; first and last are always evaluated."
     )
+    eval_samples: Annotated[int, Parameter(group=_AGENT)] = Field(
+        1, ge=1, description="Rollouts per held-out task (more than one: set eval_temperature)."
+    )
+    eval_temperature: Annotated[float, Parameter(group=_AGENT)] = Field(
+        0.0, ge=0, le=2, description="Sampling temperature of evaluations; 0 is greedy."
+    )
     steps: Annotated[int | None, Parameter(group=_RUN)] = Field(
         None, ge=1, description="Optimizer steps; by default one pass over the tasks."
     )

@@ -316,7 +316,13 @@ class Training:
             return
         with self.clock("evaluation"):
             rollouts = self.session.execute(
-                plan_evaluation(self.eval_ids, step, 1, self.config.seed, temperature=0.0),
+                plan_evaluation(
+                    self.eval_ids,
+                    step,
+                    self.config.eval_samples,
+                    self.config.seed,
+                    self.config.eval_temperature,
+                ),
                 lambda done, total: self.display.phase("evaluation", done, total),
             )
             accuracy, mean = self._score(rollouts)

@@ -152,8 +152,13 @@ class TwentyQuestions(Flow[Game]):
         history = "\n".join(f"{turn.question} {turn.answer}" for turn in self.state.turns)
         left = self.rules.max_turns - len(self.state.turns)
         prompt = self.rules.prompt.format(history=history or "none", left=left)
-        reply = await self.player.kickoff_async(prompt)
-        self.state.question = " ".join(reply.raw.split())
+        try:
+            reply = (await self.player.kickoff_async(prompt)).raw
+        except ValueError as error:
+            if "None or empty" not in str(error):
+                raise
+            reply = ""  # a question wasted; CrewAI raises
+        self.state.question = " ".join(reply.split())
 
     @listen(ask)
     async def answer(self) -> None:

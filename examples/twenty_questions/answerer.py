@@ -138,7 +138,7 @@ def search(query: str) -> str:
 
 
 SECRET = re.compile(r'secret word is "(?P<noun>[^"]+)".*?\bnaming "(?P<target>[^"]+)"', re.DOTALL)
-QUESTION = re.compile(r"Question: (?P<question>.*?)(?:\n|$)")
+QUESTION = re.compile(r"Question: ?(?P<question>.*?)(?:\n|$)")
 
 
 class BadRequest(ValueError):
