@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -194,9 +195,9 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
 
 
 def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ModelError, match="bitsandbytes"):
-        load_base(TINY_MODEL, device="cpu", four_bit=True)
+        load_base("agentrl-tiny", device="cpu", four_bit=True)
 
 
 def test_a_base_in_four_bits_learns() -> None:
@@ -204,7 +205,7 @@ def test_a_base_in_four_bits_learns() -> None:
     from agentrl_trainer.batches import Datum
     from agentrl_trainer.learner import AdamParams, Learner
 
-    base = load_base(TINY_MODEL, device="cpu", four_bit=True)
+    base = load_base("agentrl-tiny", device="cpu", four_bit=True)
     kinds = {type(m).__name__ for m in base.model.modules()}
     assert "Linear4bit" in kinds
     learner = Learner(base, rank=4, adam=AdamParams(lr=1e-2))
