@@ -190,7 +190,7 @@ def main() -> None:
             took, _ = sample(engine, [prompt(4) for _ in range(batch)], [200] * batch)
             steps = engine.stats().decode_steps - before.decode_steps
             print(
-                f"decode step, batch {batch:2}: {1e3 * took.seconds / steps:5.2f} ms (context 4 to 204)"
+                f"decode step, batch {batch:2}: {1e3 * took.seconds / steps:5.2f} ms"
             )
         engine.stop()
 

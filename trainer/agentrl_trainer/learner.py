@@ -22,7 +22,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentrl_trainer.batches import Datum, MicroBatch, TokenCounts, count_tokens, pack
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES, LossConfig, Sums, add_sums
-from agentrl_trainer.model import BaseModel, attach_adapter, lora_config, save_adapter
+from agentrl_trainer.model import (
+    BaseModel,
+    attach_adapter,
+    evaluation_mode,
+    lora_config,
+    save_adapter,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class Learner:
         self.model = cast(PeftModel, attached)
         # Evaluation mode: dropout anywhere would make the trainer's policy differ from the
         # sampler's.
-        self.model.eval()
+        evaluation_mode(self.model)
         if gradient_checkpointing:
             _checkpoint_layers(base.model)
         self._logprobs = TokenLogprobs(base.model)
