@@ -189,9 +189,7 @@ def main() -> None:
             before = engine.stats()
             took, _ = sample(engine, [prompt(4) for _ in range(batch)], [200] * batch)
             steps = engine.stats().decode_steps - before.decode_steps
-            print(
-                f"decode step, batch {batch:2}: {1e3 * took.seconds / steps:5.2f} ms"
-            )
+            print(f"decode step, batch {batch:2}: {1e3 * took.seconds / steps:5.2f} ms")
         engine.stop()
 
     wanted = sum(lengths)
