@@ -1,4 +1,4 @@
-"""The embedded sampler against ``transformers.generate``, on 64 requests of mixed lengths.
+"""The embedded sampler against transformers: ``generate`` and its continuous batching.
 
     python benchmarks/sampler/run.py [--model agentrl-tiny] [--requests 64] [--rank 16]
 
@@ -23,10 +23,17 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from agentrl_trainer.model import BaseModel, attach_adapter, load_base, lora_config, save_adapter
 from agentrl_trainer.sampler import (
@@ -37,6 +44,19 @@ from agentrl_trainer.sampler import (
     SampleRequest,
     Token,
 )
+
+
+class Took(NamedTuple):
+    seconds: float
+    cpu_seconds: float  # of the whole process: all sides work in it
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def took(self) -> Took:
+        return Took(time.perf_counter() - self.wall, time.process_time() - self.cpu)
 
 
 def random_base() -> BaseModel:
@@ -71,8 +91,8 @@ def with_adapter(base: BaseModel, rank: int, folder: Path) -> PeftModel:
 
 def sample(
     engine: SamplerEngine, prompts: list[list[int]], lengths: list[int]
-) -> tuple[float, list[list[Token]]]:
-    """Seconds until all are answered, and their tokens."""
+) -> tuple[Took, list[list[Token]]]:
+    """Time until all are answered, and their tokens."""
     answers: list[list[Token]] = [[] for _ in prompts]
     done = threading.Semaphore(0)
 
@@ -83,7 +103,7 @@ def sample(
         else:
             into.append(event)
 
-    start = time.perf_counter()
+    clock = Clock()
     for prompt, length, into in zip(prompts, lengths, answers, strict=True):
         params = SampleParams(max_tokens=length)
         engine.submit(
@@ -91,20 +111,42 @@ def sample(
         )
     for _ in prompts:
         done.acquire()
-    return time.perf_counter() - start, answers
+    return clock.took(), answers
 
 
 @torch.inference_mode()
-def generate(model: torch.nn.Module, prompts: list[list[int]], lengths: list[int]) -> float:
+def generate(model: torch.nn.Module, prompts: list[list[int]], lengths: list[int]) -> Took:
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    start = time.perf_counter()
+    clock = Clock()
     model.generate(  # type: ignore[operator]
         input_ids=ids, attention_mask=mask, max_new_tokens=max(lengths), do_sample=True, top_k=0,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    return time.perf_counter() - start
+    return clock.took()
+
+
+def continuous(model: torch.nn.Module, prompts: list[list[int]], lengths: list[int]) -> Took:
+    """transformers' own continuous batching, its cache no larger than these requests need."""
+    config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+    needed = sum(map(len, prompts)) + sum(lengths)
+    batching = ContinuousBatchingConfig(
+        block_size=32, num_blocks=needed // 32 + 2 * len(prompts), max_batch_tokens=2048
+    )
+    with model.continuous_batching_context_manager(  # type: ignore[operator]
+        generation_config=config, continuous_batching_config=batching
+    ) as manager:
+        clock = Clock()
+        for prompt, length in zip(prompts, lengths, strict=True):
+            manager.add_request(prompt, max_new_tokens=length)
+        waiting = len(prompts)
+        while waiting:
+            result = manager.get_result(timeout=60)
+            if result is None:
+                raise RuntimeError("continuous batching stopped answering")
+            waiting -= result.is_finished()
+        return clock.took()
 
 
 @torch.inference_mode()
@@ -142,23 +184,30 @@ def main() -> None:
         engine.start()
         engine.load_adapter("policy", 1, Path(folder) / "v1").result()
         sample(engine, [prompt(8)], [8])  # warm-up
-        seconds, answers = sample(engine, prompts, lengths)
+        ours, answers = sample(engine, prompts, lengths)
         for batch in (1, 16, 64):
             before = engine.stats()
             took, _ = sample(engine, [prompt(4) for _ in range(batch)], [200] * batch)
             steps = engine.stats().decode_steps - before.decode_steps
-            print(f"decode step, batch {batch:2}: {1e3 * took / steps:5.2f} ms (context 4 to 204)")
+            print(f"decode step, batch {batch:2}: {1e3 * took.seconds / steps:5.2f} ms")
         engine.stop()
 
     wanted = sum(lengths)
     worst = worst_difference(reference, prompts, answers)
     generate(reference, [prompt(8)], [8])
     unmerged = generate(reference, prompts, lengths)
-    merged = generate(reference.merge_and_unload(), prompts, lengths)
+    plain = reference.merge_and_unload()
+    others = {"generate (PEFT)": unmerged, "generate (merged)": generate(plain, prompts, lengths)}
+    continuous(plain, [prompt(8)], [8])
+    others["continuous (merged)"] = continuous(plain, prompts, lengths)
     print(f"largest log-probability difference to a plain forward: {worst:.1e}")
-    print(f"sampler:            {wanted / seconds:7.0f} tokens/s")
-    for name, took in (("generate (PEFT)", unmerged), ("generate (merged)", merged)):
-        print(f"{name + ':':19} {wanted / took:7.0f} tokens/s   ratio {took / seconds:.1f}")
+    print(f"sampler:             {wanted / ours.seconds:7.0f} tokens/s")
+    for name, took in others.items():
+        print(
+            f"{name + ':':20} {wanted / took.seconds:7.0f} tokens/s   "
+            f"ratio {took.seconds / ours.seconds:.1f}, "
+            f"in CPU seconds {took.cpu_seconds / ours.cpu_seconds:.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -194,7 +195,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
 
 
 def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ModelError, match="bitsandbytes"):
         load_base("agentrl-tiny", device="cpu", four_bit=True)
 

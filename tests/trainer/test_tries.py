@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     FalconMambaConfig,
     FalconMambaForCausalLM,
@@ -159,7 +159,7 @@ def weighted(model: PreTrainedModel, datums: list[Datum]) -> tuple[dict[Any, flo
         (values * batch.advantages).sum().backward()
         where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
         found |= {(batch.indices[row], column + 1): value for row, column, value in where}
-    gradient = model.get_input_embeddings().weight.grad
+    gradient = cast(nn.Embedding, model.get_input_embeddings()).weight.grad
     assert gradient is not None
     return found, gradient.clone()
 
@@ -173,7 +173,7 @@ def one_by_one(model: PreTrainedModel, datums: list[Datum]) -> tuple[dict[Any, f
         mask = torch.tensor(datum.mask[1:])
         (values * torch.tensor(datum.advantages[1:]))[mask].sum().backward()
         expected |= {(index, at + 1): values[at].item() for at in mask.nonzero()[:, 0].tolist()}
-    gradient = model.get_input_embeddings().weight.grad
+    gradient = cast(nn.Embedding, model.get_input_embeddings()).weight.grad
     assert gradient is not None
     return expected, gradient.clone()
 
@@ -219,7 +219,7 @@ def test_each_prefix_goes_through_the_model_once() -> None:
     model = model_of(FAMILIES["llama"])
     seen: list[int] = []
     logprobs = TokenLogprobs(model)
-    model.model.layers[0].mlp.register_forward_hook(
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(
         lambda _m, args, _out: seen.append(args[0].shape[1])
     )
     (batch,) = pack(group(), token_budget=10**6)

@@ -33,6 +33,7 @@ from agentrl_trainer.losses import LOSSES, Loss, LossConfig, Sums, add_sums
 from agentrl_trainer.model import (
     BaseModel,
     attach_adapter,
+    evaluation_mode,
     load_adapter_weights,
     lora_config,
     save_adapter,
@@ -133,7 +134,7 @@ class Learner:
         self.model = cast(PeftModel, attached)
         # Evaluation mode: dropout anywhere would make the trainer's policy differ from the
         # sampler's.
-        self.model.eval()
+        evaluation_mode(self.model)
         if gradient_checkpointing:
             _checkpoint_layers(base.model)
         self._logprobs = TokenLogprobs(base.model)

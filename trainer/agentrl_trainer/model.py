@@ -138,7 +138,7 @@ def load_base(
     else:
         model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
         model = model.to(target)
-    model = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    model = cast(PreTrainedModel, evaluation_mode(model).requires_grad_(False))
     return BaseModel(
         model=model,
         tokenizer=tokenizer,
@@ -148,6 +148,19 @@ def load_base(
         context_length=_context_length(name, config),
         eos_ids=_eos_ids(getattr(model, "generation_config", None), tokenizer),
     )
+
+
+def evaluation_mode(model: Any) -> Any:
+    """``model.eval()``, but such that gradients may still pass through 4-bit layers.
+
+    In evaluation mode on a CPU, bitsandbytes 0.50 packs their weights for a kernel that has no
+    backward; torch then only warns that the gradient may be wrong. They hold no dropout.
+    """
+    model.eval()
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.training = True
+    return model
 
 
 def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
