@@ -195,7 +195,10 @@ class Training:
             min_group=self.config.min_group,
             max_tokens=self.config.max_tokens,
         )
-        return calls, assemble(rollouts, calls, self.store.rewards(ids), settings)
+        try:
+            return calls, assemble(rollouts, calls, self.store.rewards(ids), settings)
+        except ValueError as error:  # rewards that the estimator cannot take
+            raise RunError(f"the step's records cannot be learned from: {error}") from error
 
     def _learn(self, batch: StepBatch) -> StepStats | None:
         """Updates the adapter; the statistics are of the first epoch, before any update."""
