@@ -219,7 +219,10 @@ class Training:
             max_tokens=self.config.max_tokens,
         )
         rewards = self.store.rewards(ids)
-        return calls, assemble_adapters(rollouts, calls, rewards, settings, self.adapters)
+        try:
+            return calls, assemble_adapters(rollouts, calls, rewards, settings, self.adapters)
+        except ValueError as error:  # rewards that the estimator cannot take
+            raise RunError(f"the step's records cannot be learned from: {error}") from error
 
     def _learn(self, step: int, batch: StepBatch) -> StepStats | None:
         """Updates one adapter; the statistics are of the first epoch, before any update."""

@@ -470,8 +470,10 @@ def with_extra(datums: Sequence[Datum], **columns: Sequence[list[float]]) -> lis
 
 def _extra(datums: Sequence[Datum], batch: MicroBatch, names: Iterable[str]) -> dict[str, Tensor]:
     """{name: [N]}, of those names that the batch's datums have."""
-    rows, columns = batch.rows.tolist(), batch.columns.tolist()
     own = [datums[index] for index in batch.indices]
+    if not any(datum.extra for datum in own):
+        return {}
+    rows, columns = batch.rows.tolist(), batch.columns.tolist()
     found: dict[str, Tensor] = {}
     for name in names:
         having = [name in datum.extra for datum in own]

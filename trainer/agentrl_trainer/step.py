@@ -94,7 +94,7 @@ class StepBatch:
             "reward/missing": len(self.rewards) - len(scores),
             "advantage/max": max(advantages, default=0.0),
             "advantage/min": min(advantages, default=0.0),
-            "advantage/std": pstdev(advantages) if advantages else 0.0,
+            "advantage/std": Scaling(0, 0.0).divisor(advantages) if advantages else 0.0,
             "groups/used": len(used),
             "groups/skipped": len(self.groups) - len(used),
             # Why, as the advantages say: a group is too small, or all its members earned the same.
