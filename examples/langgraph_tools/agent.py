@@ -1,7 +1,8 @@
 """A ReAct agent with two tools, written as LangChain's documentation does.
 
-``create_agent`` makes a LangGraph graph: the model calls tools until it answers. It has a calculator
-and a small SQLite database of cities, and is rewarded when its answer holds the right number.
+``create_agent`` makes a LangGraph graph: the model calls tools until it answers. It has a
+calculator and a small SQLite database of cities, and is rewarded when its answer holds the right
+number.
 
 It knows LangChain and ``emit_reward``, nothing else: run it against any OpenAI endpoint with
 

@@ -11,34 +11,10 @@ import sqlite3
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CITIES = [
-    "Paris",
-    "London",
-    "Berlin",
-    "Rome",
-    "Madrid",
-    "Tokyo",
-    "Cairo",
-    "Lima",
-    "Oslo",
-    "Vienna",
-    "Dublin",
-    "Athens",
-    "Delhi",
-    "Boston",
-    "Chicago",
-    "Prague",
-    "Warsaw",
-    "Lisbon",
-    "Zurich",
-    "Seoul",
-    "Sydney",
-    "Toronto",
-    "Nairobi",
-    "Hamburg",
-    "Munich",
-    "Geneva",
-]
+CITIES = str.split(
+    "Paris London Berlin Rome Madrid Tokyo Cairo Lima Oslo Vienna Dublin Athens Delhi Boston "
+    "Chicago Prague Warsaw Lisbon Zurich Seoul Sydney Toronto Nairobi Hamburg Munich Geneva"
+)
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 

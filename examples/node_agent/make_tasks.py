@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = (
+NAMES = str.split(
     "Alice Bob Carol David Emma Frank Grace Henry Iris Jack Kate Leo Maria Nina Oscar Paul Quinn "
     "Rosa Sam Tina Uma Victor Wendy Xavier Yara Zoe Anna Ben Clara Daniel Elena Felix Hugo Julia"
-).split()
+)
 
 
 def main() -> None:

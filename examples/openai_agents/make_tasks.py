@@ -1,18 +1,18 @@
-"""Makes the tasks anew. No number, name or word of the held-out tasks is among the training ones."""
+"""Makes the tasks anew. No number, name or word of the held-out ones is in the training ones."""
 
 import json
 import random
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = (
+NAMES = str.split(
     "Alice Bob Carol David Emma Frank Grace Henry Iris Jack Kate Leo Maria Nina Oscar Paul Quinn "
     "Rosa Sam Tina"
-).split()
-WORDS = (
+)
+WORDS = str.split(
     "apple river stone cloud paper window garden music ocean winter summer letter bridge forest "
     "candle mirror pocket rocket silver ticket"
-).split()
+)
 
 
 def main() -> None:

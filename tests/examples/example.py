@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Example:
-    """``agentrl train --config examples/NAME/train.toml``, with ``settings`` in place of its own."""
+    """``agentrl train --config examples/NAME/train.toml``, some of it replaced by ``settings``."""
 
     name: str
     runs: Path
@@ -53,7 +53,7 @@ class Example:
         return finish(self.start())
 
     def kill_after(self, step: int) -> None:
-        """Starts it and kills it, together with all that it started, once a step is checkpointed."""
+        """Starts it, and kills it with all that it started once a step is checkpointed."""
         process = self.start()
         checkpoint = self.folder.checkpoints / f"step-{step:08d}"
         deadline = time.monotonic() + 150
