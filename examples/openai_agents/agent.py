@@ -57,4 +57,4 @@ async def agent(task: dict) -> None:
 if __name__ == "__main__":
     import asyncio
 
-    asyncio.run(agent({"request": "Wake me in 20 minutes.", "wanted": ["set_timer", 20]}))
+    asyncio.run(agent({"request": "Start a timer for 20 minutes.", "wanted": ["set_timer", 20]}))

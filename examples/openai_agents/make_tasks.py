@@ -18,21 +18,21 @@ WORDS = str.split(
 def main() -> None:
     rng = random.Random(0)
     write("train.jsonl", tasks(rng, range(0, 90, 2), NAMES[:14], WORDS[:14], count=200))
-    write("held_out.jsonl", tasks(rng, range(11, 90, 2), NAMES[14:], WORDS[14:], count=32))
+    write("held_out.jsonl", tasks(rng, range(11, 90, 2), NAMES[14:], WORDS[14:], count=16))
 
 
 def tasks(
     rng: random.Random, minutes: range, names: list[str], words: list[str], count: int
 ) -> list[dict]:
-    """Three requests for a timer for every one to send a message."""
+    """Timers and messages in turn, so that the assistant has to tell them apart."""
     made = []
     for i in range(count):
-        if i % 4:
+        if i % 2:
             n = rng.choice(minutes[5:])
-            made.append({"request": f"Wake me in {n} minutes.", "wanted": ["set_timer", n]})
+            made.append({"request": f"Start a timer for {n} minutes.", "wanted": ["set_timer", n]})
         else:
             to, text = rng.choice(names), rng.choice(words)
-            request = f"Send {to} the message {text}."
+            request = f"Send {to}: {text}."
             made.append({"request": request, "wanted": ["send_message", to, text]})
     rng.shuffle(made)
     return made
