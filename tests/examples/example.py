@@ -90,6 +90,6 @@ class Example:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output = process.communicate(timeout=170)[0]
+    output = process.communicate(timeout=175)[0]
     assert process.returncode == 0, output
     return output
