@@ -81,9 +81,8 @@ def test_node_agent(tmp_path: Path) -> None:
     check(example, example.train())
     calls = example.calls()
     assert len(calls) == 8
-    tasks = [json.loads(line) for line in (ROOT / "examples/node_agent/train.jsonl").open()]
-    names = {task["name"] for task in tasks}
+    lines = (ROOT / "examples/node_agent/train.jsonl").read_text().splitlines()
+    names = {json.loads(line)["name"] for line in lines}
     for call in calls:
         [message] = (call.request or {})["messages"]
         assert message["content"].split()[1].rstrip(".") in names
-
