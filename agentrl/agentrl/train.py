@@ -524,7 +524,10 @@ def _prompt(call: Call) -> str:
 
 def _answer(call: Call) -> str:
     choices = (call.response or {}).get("choices") or [{}]
-    return str(choices[0].get("message", {}).get("content", ""))
+    message = choices[0].get("message", {})
+    tools = [tool.get("function", {}) for tool in message.get("tool_calls") or []]
+    said = [f"{tool.get('name')}({tool.get('arguments')})" for tool in tools]
+    return " ".join(filter(None, [message.get("content"), *said]))
 
 
 def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:

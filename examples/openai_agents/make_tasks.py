@@ -1,0 +1,46 @@
+"""Makes the tasks anew. No number, name or word of the held-out ones is in the training ones."""
+
+import json
+import random
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NAMES = str.split(
+    "Alice Bob Carol David Emma Frank Grace Henry Iris Jack Kate Leo Maria Nina Oscar Paul Quinn "
+    "Rosa Sam Tina"
+)
+WORDS = str.split(
+    "apple river stone cloud paper window garden music ocean winter summer letter bridge forest "
+    "candle mirror pocket rocket silver ticket"
+)
+
+
+def main() -> None:
+    rng = random.Random(0)
+    write("train.jsonl", tasks(rng, range(0, 90, 2), NAMES[:14], WORDS[:14], count=200))
+    write("held_out.jsonl", tasks(rng, range(11, 90, 2), NAMES[14:], WORDS[14:], count=16))
+
+
+def tasks(
+    rng: random.Random, minutes: range, names: list[str], words: list[str], count: int
+) -> list[dict]:
+    """Timers and messages in turn, so that the assistant has to tell them apart."""
+    made = []
+    for i in range(count):
+        if i % 2:
+            n = rng.choice(minutes[5:])
+            made.append({"request": f"Start a timer for {n} minutes.", "wanted": ["set_timer", n]})
+        else:
+            to, text = rng.choice(names), rng.choice(words)
+            request = f"Send {to}: {text}."
+            made.append({"request": request, "wanted": ["send_message", to, text]})
+    rng.shuffle(made)
+    return made
+
+
+def write(name: str, made: list[dict]) -> None:
+    (HERE / name).write_text("".join(json.dumps(task) + "\n" for task in made))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Each example in a short form: its agent runs in training, and what it did is in the books."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example import ROOT, Example
+
+SHORT: dict[str, Any] = {"steps": 1, "batch_size": 2, "group_size": 4, "runners": 2}
+
+
+def short(name: str, folder: Path) -> Example:
+    """One step on the first tasks, and one held-out task."""
+    held_out = folder / "held_out.jsonl"
+    first = (ROOT / "examples" / name / "held_out.jsonl").read_text().splitlines()[0]
+    held_out.write_text(first + "\n")
+    return Example(name, folder, SHORT | {"eval_tasks": held_out})
+
+
+def check(example: Example, output: str) -> None:
+    [row] = [row for row in example.folder.read_metrics() if "reward/mean" in row]
+    assert row["reward/missing"] == 0, output  # every rollout ended, and with a reward
+    assert 0 <= row["reward/mean"] <= 1
+    assert row["sampler_trainer/max_logprob_difference"] < 1e-4
+    accounting = example.accounting()
+    assert accounting.adds_up
+    assert accounting.pending == 0
+
+
+def tools_offered(example: Example) -> set[str]:
+    return {
+        tool.get("function", tool)["name"]
+        for call in example.calls()
+        for tool in (call.request or {}).get("tools", [])
+    }
+
+
+def test_langgraph_tools(tmp_path: Path) -> None:
+    pytest.importorskip("langchain")
+    pytest.importorskip("langchain_openai")
+    example = short("langgraph_tools", tmp_path)
+    check(example, example.train())
+    assert tools_offered(example) == {"calculator", "lookup"}
+    results = [
+        message
+        for call in example.calls()
+        for message in (call.request or {})["messages"]
+        if message["role"] == "tool"
+    ]
+    assert results  # the graph ran tools, and the model saw what they said
+
+
+def test_openai_agents(tmp_path: Path) -> None:
+    pytest.importorskip("agents")
+    example = short("openai_agents", tmp_path)
+    check(example, example.train())
+    assert tools_offered(example) == {"set_timer", "send_message"}
+
+
+@pytest.fixture(scope="module")
+def node_modules() -> None:
+    """Installs the example's one package, where there is Node and a registry."""
+    folder = ROOT / "examples" / "node_agent"
+    if not shutil.which("node") or not shutil.which("npm"):
+        pytest.skip("there is no Node here")
+    if not (folder / "node_modules" / "openai").exists():
+        npm = ["npm", "ci", "--no-audit", "--no-fund"]
+        done = subprocess.run(npm, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"npm cannot install openai here: {done.stderr[-300:]}")
+
+
+@pytest.mark.usefixtures("node_modules")
+def test_node_agent(tmp_path: Path) -> None:
+    example = short("node_agent", tmp_path)
+    check(example, example.train())
+    calls = example.calls()
+    assert len(calls) == 8
+    lines = (ROOT / "examples/node_agent/train.jsonl").read_text().splitlines()
+    names = {json.loads(line)["name"] for line in lines}
+    for call in calls:
+        [message] = (call.request or {})["messages"]
+        assert message["content"].split()[1].rstrip(".") in names
