@@ -180,7 +180,8 @@ def show_run(run: Annotated[Path, Parameter(help="Run folder, for instance runs/
     store = Store(settings.get("store") or str(folder.store))
     run_id = folder.run_id.read_text().strip()
     row = next(r for r in store.runs() if r["id"] == run_id)
-    show(console, row, store.metrics(run_id), store.accounting(run_id))
+    metrics, sums = store.metrics(run_id), store.accounting(run_id)
+    show(console, row, metrics, sums, store.continuity(run_id))
     store.close()
 
 

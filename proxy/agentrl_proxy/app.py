@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl_proxy import ingest, openapi, translation, wire
+from agentrl_proxy.admission import Admission
 from agentrl_proxy.asgi import (
     WorkResponse,
     Write,
@@ -56,8 +57,9 @@ class Gateway:
         self.stats = GatewayStats()
         self.attempts = Attempts()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
-        self.chat = ChatService(deps, self.attempts, self.stats)
-        self.others = OtherModels(deps, self.attempts, self.stats)
+        admission = Admission(deps, self.stats)
+        self.chat = ChatService(deps, self.attempts, self.stats, admission)
+        self.others = OtherModels(deps, self.attempts, self.stats, admission)
 
     async def healthz(self, request: Request) -> Response:
         sampler = self.deps.sampler

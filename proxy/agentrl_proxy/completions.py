@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl_proxy import wire
+from agentrl_proxy.asgi import Write
 from agentrl_proxy.auth import Caller
-from agentrl_proxy.chat import BarePrompt, ChatService, Job, Write, is_retry
+from agentrl_proxy.chat import BarePrompt, ChatService, Job, is_retry
 from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.openai_types import (
     MAX_CHOICES,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config import ConfigError, TrainConfig, explain, tables_as_json
+from agentrl.config import ConfigError, ServeConfig, TrainConfig, explain, tables_as_json
 from agentrl.gateway import other_model
 from agentrl.run_folder import RunFolder
 from agentrl.runner.config import RunnerConfig
@@ -216,3 +216,16 @@ def test_agents_do_not_get_other_models_keys(tmp_path: Path, monkeypatch: Any) -
     assert RunnerConfig.from_json(config.to_json()) == config
     assert "ANSWERER_KEY" not in runner_environment(config)
     assert "PATH" in runner_environment(config)
+
+
+def test_every_limit_reaches_the_gateway() -> None:
+    """Each of the limits is a setting of its own, and the gateway knows it by the same name."""
+    from agentrl.gateway import GatewaySettings
+
+    asked = ServeConfig(
+        max_concurrent=2, max_queued=3, receive_timeout=4, stall_timeout=5, grace=6,
+        accept_any_model=False,
+    )  # fmt: skip
+    limits = asked.gateway_limits()
+    assert list(limits.values()) == [2, 3, 4, 5, 6, False]
+    assert limits.keys() <= set(GatewaySettings.__dataclass_fields__)
