@@ -178,6 +178,7 @@ class ChatService:
             continued=prompt.continued,
             constrained=None if constraint is None else constraint.kind,
             branched=None if prompt.branched is None else prompt.branched.value,
+            not_enforced=request.wants_of_calls if constraint is None else (),
             params=params,
             request=request.raw,
             headers=headers,
@@ -476,11 +477,6 @@ def _failure(job: Job, sampled: list[Sampled], text: str) -> Recording:
     text = text.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
     reason = SkipReason.SAMPLER_ERROR
     return job.record.finish(sampled, CallState.ERROR, skip_reason=reason, error=text)
-
-
-def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether the client says that it has sent this same request before."""
-    return headers.get("x-stainless-retry-count", "0") != "0"
 
 
 def _fingerprint(adapter: str | None, version: int | None) -> str:
