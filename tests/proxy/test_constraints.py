@@ -456,7 +456,7 @@ def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> N
     assert "<think>" in renderer.generation_prompt
     request = _request(response_format=_format(PLACE))
     constraints = Constraints(renderer)
-    answer = '{"city": "X", "days": 3}'
+    answer = '{"city": "Paris", "days": 3}'
     grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
     for opened, text, fits in (
         (True, answer, False),
