@@ -259,7 +259,8 @@ def show_run(
         store.close()
         return
     row = next(r for r in store.runs() if r["id"] == run_id)
-    show(console, row, store.metrics(run_id), store.accounting(run_id), store.outcomes(run_id))
+    metrics, sums = store.metrics(run_id), store.accounting(run_id)
+    show(console, row, metrics, sums, store.outcomes(run_id), store.continuity(run_id))
     store.close()
 
 

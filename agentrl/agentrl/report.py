@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,8 +104,13 @@ def show_run(
     metrics: dict[int, dict[str, float]],
     accounting: Accounting,
     outcomes: Outcomes,
+    continuity: dict[str, dict[str, int]],
 ) -> None:
-    """One run: its steps, how its rollouts ended, and where its calls went."""
+    """One run: steps, how rollouts ended, where calls went, and how their prompts began.
+
+    Args:
+        continuity: of each rollout, see ``CallStore.continuity``.
+    """
     console.print(f"[b]{run['name']}[/] ({run['kind']}, {run['state']})")
     steps = Table("step", "mean reward", "held-out", "calls", "trained", "groups used", box=None)
     for step, row in metrics.items():
@@ -142,6 +148,49 @@ def show_run(
     sums.add_row("not judged yet", str(accounting.pending))
     sums.add_row("adds up", "[green]yes[/]" if accounting.adds_up else "[red]no[/]")
     console.print(sums)
+    if continuity:
+        _show_continuity(console, continuity)
+
+
+# A conversation has to begin somewhere. Every other way of not continuing is a branch.
+_BEGINNINGS = ("first_call", "new_conversation", "no_rollout")
+_MOST_BRANCHED = 20
+
+
+def _show_continuity(console: Console, continuity: dict[str, dict[str, int]]) -> None:
+    """How prompts began: in all, and in the rollouts that branched most."""
+    total = Counter[str]()
+    for counts in continuity.values():
+        total.update(counts)
+    table = Table("prompts", "", box=None)
+    table.add_row("continued exactly", str(total.pop("continued", 0)))
+    for name in _BEGINNINGS:
+        if name in total:
+            table.add_row(name.replace("_", " "), str(total.pop(name)))
+    for name, count in total.most_common():
+        table.add_row(f"branched: {name}", str(count))
+    console.print(table)
+    branches = {
+        rollout_id: {k: n for k, n in counts.items() if k not in (*_BEGINNINGS, "continued")}
+        for rollout_id, counts in continuity.items()
+    }
+    branched = sorted(
+        (i for i in branches if branches[i]), key=lambda i: -sum(branches[i].values())
+    )
+    if not branched:
+        return
+    rows = Table("rollout", "continued", "branched", "why", box=None)
+    for rollout_id in branched[:_MOST_BRANCHED]:
+        why = branches[rollout_id]
+        rows.add_row(
+            rollout_id,
+            str(continuity[rollout_id].get("continued", 0)),
+            str(sum(why.values())),
+            ", ".join(f"{name} {count}" for name, count in sorted(why.items())),
+        )
+    console.print(rows)
+    if len(branched) > _MOST_BRANCHED:
+        console.print(f"and {len(branched) - _MOST_BRANCHED} rollouts more that branched")
 
 
 def _series(rows: dict[int, dict[str, float]], name: str) -> list[float]:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
@@ -22,32 +22,33 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl_proxy import ingest, openapi, translation, wire
+from agentrl_proxy.admission import Admission
 from agentrl_proxy.asgi import (
     WorkResponse,
-    Write,
     internal_error,
     json_response,
     read_body,
 )
 from agentrl_proxy.attempts import Attempts
 from agentrl_proxy.auth import Caller, Credentials, ask
-from agentrl_proxy.chat import ChatService, Job, is_retry
+from agentrl_proxy.chat import ChatService
 from agentrl_proxy.completions import CompletionWork, parse_completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.forward import ForwardingSink
 from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
-from agentrl_proxy.other_models import OtherJob, OtherModels, wants_usage
+from agentrl_proxy.other_models import OtherModels, wants_usage
 from agentrl_proxy.recording import trace_context
 from agentrl_proxy.responses import parse_responses_request
+from agentrl_proxy.work import OneJob, Service
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_SWEEP_S = 30.0
+_SWEEP_S = 2.0
 
 
 class Gateway:
@@ -61,8 +62,9 @@ class Gateway:
         self.stats = GatewayStats()
         self.attempts = Attempts()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
-        self.chat = ChatService(deps, self.attempts, self.stats)
-        self.others = OtherModels(deps, self.attempts, self.stats)
+        admission = Admission(deps, self.stats)
+        self.chat = ChatService(deps, self.attempts, self.stats, admission)
+        self.others = OtherModels(deps, self.attempts, self.stats, admission)
 
     async def healthz(self, request: Request) -> Response:
         sampler = self.deps.sampler
@@ -136,13 +138,13 @@ class Gateway:
 
     async def _reply(
         self,
-        service: _Service,
+        service: Service,
         asked: _Asked,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
     ) -> Response:
-        work = _Work(self.chat, service, asked, body, caller, headers)
+        work = OneJob(service, self.chat, asked.dialect, asked.request, body, caller, headers)
         if not work.is_retry:
             await work.accept()
         return WorkResponse(work, stream=asked.stream)
@@ -181,28 +183,19 @@ class Gateway:
             raise unavailable(text, "adapter_not_loaded") from error
         return json_response({"name": name, "version": version})
 
-    async def forget_sealed(self, quiet_s: float) -> None:
+    async def forget_sealed(self) -> None:
         """Drops what is remembered of attempts that are over. Nobody tells the gateway."""
         store = self.deps.store
-        for attempt_id in self.attempts.quiet(quiet_s):
+        for attempt_id in self.attempts.quiet():
             if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
                 self.attempts.forget(attempt_id)
+            await asyncio.sleep(0)  # there may be thousands
 
     async def _caller(self, request: Request, *, may_be_sealed: bool = False) -> Caller:
         rollout_id = request.path_params.get("rollout_id")
         return await self.credentials.caller(
             request.headers, rollout_id, may_be_sealed=may_be_sealed
         )
-
-
-class _Service(Protocol):
-    """What answers a request: our sampler, or somebody else's model."""
-
-    async def accept(
-        self, request: Any, body: bytes, caller: Caller, headers: Mapping[str, str], /
-    ) -> Any: ...
-
-    async def run(self, job: Any, write: Write | None, /) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,62 +211,9 @@ def _of_chat(request: ChatRequest) -> _Asked:
     return _Asked(request, request.stream, request.dialect)
 
 
-class _Work:
-    """One request. A marked client retry gets an identical earlier one's answer, if there is one.
-
-    Args:
-        answers: knows the earlier answers of every service.
-    """
-
-    def __init__(
-        self,
-        answers: ChatService,
-        service: _Service,
-        asked: _Asked,
-        body: bytes,
-        caller: Caller,
-        headers: Mapping[str, str],
-    ) -> None:
-        self._answers = answers
-        self._service = service
-        self._asked = asked
-        self._body = body
-        self._caller = caller
-        self._headers = headers
-        self._job: Job | OtherJob | None = None
-        self.is_retry = is_retry(headers)
-
-    @property
-    def keep_alone(self) -> bool:
-        return self._job is not None and self._job.wanted_by_retry
-
-    async def accept(self) -> None:
-        """Opens the rows; everything that can be refused is refused here."""
-        self._job = await self._service.accept(
-            self._asked.request, self._body, self._caller, self._headers
-        )
-
-    async def run(self, write: Write | None) -> dict[str, Any]:
-        dialect = self._asked.dialect
-        response = None
-        if self._job is None:
-            response = await self._answers.earlier_answer(self._body, self._caller, self._headers)
-        if response is None:
-            if self._job is None:
-                await self.accept()
-            response = await self._service.run(self._job, write)
-        elif write is not None:
-            for chunk in wire.replayed(dialect, response):
-                await write(chunk)
-        return dialect.whole(response) if write is None else response
-
-    def failed(self, error: ApiError) -> bytes:
-        return self._asked.dialect.failed(error)
-
-
 class GatewayApp(FastAPI):
-    """FastAPI, with a short cut for what agents ask: seven middlewares and a search through all
-    routes would cost such a request a sixth of its CPU. ``direct`` has no effect but that.
+    """FastAPI, with a short cut past its middlewares and its search through all routes, which cost
+    what agents ask a tenth of its CPU. ``direct`` has no effect but that.
     """
 
     def direct(self, path: str, handler: Handler) -> None:
@@ -375,7 +315,7 @@ async def _sweep(gateway: Gateway) -> None:
     while True:
         await asyncio.sleep(_SWEEP_S)
         try:
-            await gateway.forget_sealed(_SWEEP_S)
+            await gateway.forget_sealed()
         except Exception:  # a busy store; the next round will do
             log.warning("could not look for sealed attempts", exc_info=True)
 

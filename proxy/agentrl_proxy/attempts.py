@@ -20,6 +20,7 @@ from agentrl_proxy.continuity import Conversations
 MAX_ATTEMPTS = 10_000
 IDLE_S = 3600.0
 MAX_ANSWERS = 64  # different requests per attempt, kept for client retries
+QUIET_S = 5.0  # after which an attempt may be over; then twice as long, and so on
 RETRY_WITHIN_S = 90.0  # clients that were refused come back sooner, or not at all
 
 
@@ -57,6 +58,7 @@ class Attempt:
     next_seq: int | None = None
     in_flight: int = 0
     used_at: float = 0.0
+    patience: float = QUIET_S  # how long it has to be quiet to be looked at
     spent: Spent | None = None  # None: not asked the store yet
     conversations: Conversations = field(default_factory=Conversations)
     same: OrderedDict[bytes, _Same] = field(default_factory=OrderedDict[bytes, _Same])
@@ -144,16 +146,25 @@ class Attempts:
             attempt = self._by_id[attempt_id] = Attempt()
             self._sweep(now)
         attempt.used_at = now
+        attempt.patience = QUIET_S
         self._by_id.move_to_end(attempt_id)
         return attempt
 
     def forget(self, attempt_id: str) -> None:
         self._by_id.pop(attempt_id, None)
 
-    def quiet(self, seconds: float) -> list[str]:
-        """Attempts that asked nothing for this long: some of them will be over."""
-        before = time.monotonic() - seconds
-        return [i for i, a in self._by_id.items() if a.used_at < before and not a.in_flight]
+    def quiet(self) -> list[str]:
+        """Attempts that asked nothing for a while: some of them will be over.
+
+        One that is not is named again when it has been quiet for twice as long.
+        """
+        now = time.monotonic()
+        found: list[str] = []
+        for attempt_id, attempt in self._by_id.items():
+            if attempt.used_at + attempt.patience < now and not attempt.in_flight:
+                attempt.patience = 2 * (now - attempt.used_at)
+                found.append(attempt_id)
+        return found
 
     def _sweep(self, now: float) -> None:
         while len(self._by_id) > 1:

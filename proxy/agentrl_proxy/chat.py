@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl_proxy import wire
 from agentrl_proxy.admission import Admission, Slot
-from agentrl_proxy.attempts import Answer, Attempt, Attempts
+from agentrl_proxy.asgi import Write
+from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
+from agentrl_proxy.choice_stream import ChoiceStream
 from agentrl_proxy.constraints import Constraint, Constraints
 from agentrl_proxy.continuity import Key, Prompt, remember_reply, render_prompt
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
-from agentrl_proxy.detokenize import Detokenizer, first_stop, whole_text
+from agentrl_proxy.detokenize import first_stop, whole_text
 from agentrl_proxy.errors import (
     ApiError,
-    attempt_sealed,
     context_length_exceeded,
     invalid,
     model_not_found,
     refused_by_sampler,
     unavailable,
 )
+from agentrl_proxy.life import Accepted, CallLife, Recording
 from agentrl_proxy.openai_types import ChatRequest, sampling_value
 from agentrl_proxy.recording import (
     CallRecord,
@@ -39,8 +41,7 @@ from agentrl_proxy.recording import (
     derived_seed,
     open_calls,
 )
-from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.replies import Parser, PlainText, Reply, ToolCall, joined
+from agentrl_proxy.replies import Parser, PlainText, Reply, ToolCall
 from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
@@ -49,11 +50,9 @@ from agentrl_proxy.sampler import (
     SampleEvent,
     SamplingParams,
 )
-from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
+from agentrl_tracer.schemas import CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
-
-Write = Callable[[bytes], Awaitable[None]]
 
 _DEFAULT_MAX_TOKENS = 4096  # only where neither anybody nor the context length sets a limit
 _TUNABLE = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
@@ -69,40 +68,34 @@ class BarePrompt:
 
 
 @dataclass(slots=True)
-class Job:
-    """An accepted request, or one of its bare prompts: the rows are open."""
+class Job(Accepted):
+    """An accepted request, or one of its bare prompts."""
 
     request: ChatRequest
-    caller: Caller
-    memory: Attempt | None
-    answer: Answer | None  # what retries of this request wait for
     prompt: Prompt
     params: SamplingParams
     constraint: Constraint | None
     adapter: str | None
-    heading: wire.Heading
     record: CallRecord
-    slot: Slot
     first_choice: int
 
     @property
     def is_chat(self) -> bool:
         return bool(self.prompt.messages)
 
-    @property
-    def wanted_by_retry(self) -> bool:
-        return self.answer is not None and self.answer.waiting > 0
-
 
 class ChatService:
     """Answers chat completions."""
 
-    def __init__(self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats) -> None:
+    def __init__(
+        self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
+    ) -> None:
         self.deps = deps
         self.stats = stats
         self._attempts = attempts
         self._constraints = Constraints(deps.renderer)
-        self._admission = Admission(deps, stats)
+        self._admission = admission
+        self._life = CallLife(attempts, stats)
 
     # --- accepting
 
@@ -157,9 +150,10 @@ class ChatService:
         if adapter is not None and adapter not in deps.sampler.adapters:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
         attempt = caller.attempt
-        constraint = await self._constraints.of(request)
+        constraint = None
         if bare is None:
             prompt = self.render(request, caller, headers)
+            constraint = await self._constraints.of(request, opened=prompt.opened)
             heading = wire.Heading(wire.new_id(request.dialect.id_prefix), request.model)
             heading.prompt_tokens = len(prompt.ids)
         else:
@@ -192,6 +186,7 @@ class ChatService:
             continued=prompt.continued,
             constrained=None if constraint is None else constraint.kind,
             branched=None if prompt.branched is None else prompt.branched.value,
+            not_enforced=request.wants_of_calls if constraint is None else (),
             params=params,
             request=request.raw,
             headers=headers,
@@ -208,8 +203,8 @@ class ChatService:
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
         return Job(
-            request, caller, memory, answer, prompt, params, constraint, adapter, heading, record,
-            slot, first_choice,
+            caller, memory, answer, heading, slot, request, prompt, params, constraint, adapter,
+            record, first_choice,
         )  # fmt: skip
 
     def render(self, request: ChatRequest, caller: Caller, headers: Mapping[str, str]) -> Prompt:
@@ -286,12 +281,9 @@ class ChatService:
 
     async def give_up(self, job: Job) -> None:
         """Ends an accepted job that will not be run: another part of its request was refused."""
-        job.slot.leave()
-        if job.answer is not None and job.memory is not None:
-            job.memory.abandon(job.answer)
-        sampled = [Sampled() for _ in range(job.params.n)]
         reason = "another prompt of the request was refused"
-        await self._close(job, sampled, CallState.ERROR, SkipReason.SAMPLER_ERROR, reason)
+        sampled = [Sampled() for _ in range(job.params.n)]
+        await self._life.give_up(job, _failure(job, sampled, reason))
 
     # --- answering
 
@@ -305,23 +297,7 @@ class ChatService:
             ApiError: the sampler failed, or the attempt was sealed meanwhile.
             asyncio.CancelledError: the client went away; the partial answer is recorded.
         """
-        self.stats.in_flight += 1
-        if job.memory is not None:
-            job.memory.in_flight += 1
-        try:
-            response = await self._run(job, write)
-            job.slot.leave(answered=True)
-        except BaseException:
-            if job.answer is not None and job.memory is not None:
-                job.memory.abandon(job.answer)
-            raise
-        finally:
-            job.slot.leave()
-            self.stats.in_flight -= 1
-            if job.memory is not None:
-                job.memory.in_flight -= 1
-        self.stats.completed += 1
-        return response
+        return await self._life.run(job, self._run(job, write))
 
     async def _run(self, job: Job, write: Write | None) -> dict[str, Any]:
         renderer = self.deps.renderer
@@ -334,7 +310,17 @@ class ChatService:
         streams = None
         if write is not None:
             streams = [
-                _ChoiceStream(job, i, renderer, parser, write) for i, parser in enumerate(parsers)
+                ChoiceStream(
+                    job.request,
+                    job.heading,
+                    job.prompt.ids,
+                    job.params.stop,
+                    job.first_choice + i,
+                    renderer,
+                    parser,
+                    write,
+                )
+                for i, parser in enumerate(parsers)
             ]
         try:
             await self._sample(job, sampled, streams)
@@ -349,8 +335,8 @@ class ChatService:
             withdrawn = [parser.withdrawn if streams else [] for parser in parsers]
             response = self._response(job, sampled, replies, withdrawn)
         except asyncio.CancelledError:
-            self.stats.cancelled += 1
-            await self._close(job, sampled, CallState.CANCELLED, SkipReason.CLIENT_DISCONNECTED)
+            state, why = CallState.CANCELLED, SkipReason.CLIENT_DISCONNECTED
+            await self._life.close(job, state, job.record.finish(sampled, state, skip_reason=why))
             raise
         except ContextLengthError as error:
             await self._fail(job, sampled, error)
@@ -371,20 +357,19 @@ class ChatService:
             await self._fail(job, sampled, error)
             raise unavailable(f"the sampler failed: {type(error).__name__}: {error}",
                               "sampler_error") from error  # fmt: skip
-        await self._commit(job, sampled, response)
+        await self._life.commit(job, _whole(job, sampled, response))
         if job.memory is not None and job.is_chat:
             for i, one in enumerate(response["choices"]):
                 self._remember(job, job.memory, one["message"], sampled[i], texts[i])
                 if withdrawn[i]:  # an agent may drop the calls that never became any
                     self._remember(job, job.memory, wire.message(replies[i]), sampled[i], texts[i])
-        if job.memory is not None and job.answer is not None and not job.answer.done.done():
-            job.memory.answered(job.answer, response)
+        self._life.answered(job, response)
         if write is not None and streams is not None:
             await self._finish_stream(job, streams, replies, response, write)
         return response
 
     async def _sample(
-        self, job: Job, sampled: list[Sampled], streams: list[_ChoiceStream] | None
+        self, job: Job, sampled: list[Sampled], streams: list[ChoiceStream] | None
     ) -> None:
         tops = job.params.top_logprobs > 0
         unfinished = len(sampled)
@@ -451,7 +436,7 @@ class ChatService:
     async def _finish_stream(
         self,
         job: Job,
-        streams: list[_ChoiceStream],
+        streams: list[ChoiceStream],
         replies: list[Reply],
         response: dict[str, Any],
         write: Write,
@@ -481,126 +466,25 @@ class ChatService:
         except Exception:
             log.exception("%s will not be continued", job.heading.id)
 
-    # --- recording
-
-    async def _commit(self, job: Job, sampled: list[Sampled], response: dict[str, Any]) -> None:
-        """After this the answer is durable, and may leave."""
-        whole = job.request.dialect.whole
-        responses = [
-            whole({**response, "choices": [one]}) for one in response["choices"]
-        ] if len(sampled) > 1 else [whole(response)]  # fmt: skip
-        try:
-            state = await asyncio.shield(
-                job.record.finish(sampled, CallState.COMPLETED, responses=responses)
-            )
-        except asyncio.CancelledError:  # gone in the last moment; the row is complete
-            self.stats.cancelled += 1
-            raise
-        except Exception as error:
-            self.stats.failed += 1
-            log.exception("the store did not take %s", job.heading.id)
-            raise unavailable("the answer could not be recorded", "store_error") from error
-        attempt = job.caller.attempt
-        if attempt is not None and state is not AttemptState.RUNNING:
-            self.stats.late += 1
-            self._attempts.forget(attempt.attempt_id)
-            raise attempt_sealed(state)
-
     async def _fail(self, job: Job, sampled: list[Sampled], error: Exception) -> None:
-        self.stats.failed += 1
         text = error.message if isinstance(error, ApiError) else f"{type(error).__name__}: {error}"
-        text = text.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
-        await self._close(job, sampled, CallState.ERROR, SkipReason.SAMPLER_ERROR, text)
-
-    async def _close(
-        self,
-        job: Job,
-        sampled: list[Sampled],
-        state: CallState,
-        reason: SkipReason,
-        error: str | None = None,
-    ) -> None:
-        try:
-            await asyncio.shield(job.record.finish(sampled, state, skip_reason=reason, error=error))
-        except Exception:  # the client hears of the first failure, the log of both
-            log.exception("the store did not take %s (%s)", job.heading.id, state)
+        await self._life.close(job, CallState.ERROR, _failure(job, sampled, text))
 
 
-class _ChoiceStream:
-    """One choice of a streamed answer: tokens in, chunks out."""
-
-    def __init__(
-        self, job: Job, index: int, renderer: Renderer, parser: Parser, write: Write
-    ) -> None:
-        self._job = job
-        self._index = job.first_choice + index
-        self._chunk = job.request.dialect.chunk
-        self._renderer = renderer
-        self._parser = parser
-        self._write = write
-        self._tokens = Detokenizer(renderer.decode_raw, job.params.stop)
-        self._sent = 0  # ids before this have their log-probs on the wire
-        self._sent_entries = 0
-        self._held = Reply()
-        self._begun = False
-
-    async def push(self, one: Sampled) -> None:
-        """The choice has one more token."""
-        token_id = one.ids[-1]
-        if self._renderer.is_hidden(token_id):
-            return
-        piece = self._tokens.push(token_id)
-        delta = wire.reply_delta(self._parser.feed(piece)) if piece else {}
-        if not delta:
-            return
-        if not self._begun:
-            self._begun = True
-            first: dict[str, Any] = {"role": "assistant"}
-            if "tool_calls" in delta:
-                first["content"] = None
-            delta = first | delta
-        logprobs = None
-        if self._job.request.logprobs:
-            start, self._sent = self._sent, len(one.ids)
-            logprobs = wire.logprob_entries(
-                self._renderer, one.ids[start:], one.logprobs[start:], one.tops[start:]
-            )
-            self._sent_entries += len(logprobs)
-        await self._write(self._chunk(self._job.heading, self._index, delta, logprobs=logprobs))
-
-    def feed_rest(self) -> None:
-        """Gives the parser the text that was held back; what it shows goes with the last chunks."""
-        self._held = self._parser.feed(self._tokens.finish())
-
-    def last_chunks(self, whole: Reply, choice: dict[str, Any]) -> list[bytes]:
-        """What was held back, the tool calls, and the finish reason."""
-        rest = self._parser.remainder(whole)
-        delta = wire.reply_delta(
-            Reply(
-                self._held.content + rest.content,
-                self._held.reasoning + rest.reasoning,
-                pieces=joined([*self._held.pieces, *rest.pieces]),
-            )
-        )
-        if not self._begun:
-            delta = {"role": "assistant", "content": choice["message"]["content"], **delta}
-        logprobs = None
-        if choice["logprobs"] is not None:
-            logprobs = choice["logprobs"]["content"][self._sent_entries :]
-        chunks: list[bytes] = []
-        if delta or logprobs:
-            chunks.append(self._chunk(self._job.heading, self._index, delta, logprobs=logprobs))
-        chunks.append(
-            wire.last_chunk(
-                self._job.request.dialect, self._job.heading, choice, self._job.prompt.ids
-            )
-        )
-        return chunks
+def _whole(job: Job, sampled: list[Sampled], response: dict[str, Any]) -> Recording:
+    """Records a whole answer, each choice with its own part of the response."""
+    whole = job.request.dialect.whole
+    parts = [response]
+    if len(sampled) > 1:
+        parts = [{**response, "choices": [one]} for one in response["choices"]]
+    responses = [whole(part) for part in parts]
+    return job.record.finish(sampled, CallState.COMPLETED, responses=responses)
 
 
-def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether the client says that it has sent this same request before."""
-    return headers.get("x-stainless-retry-count", "0") != "0"
+def _failure(job: Job, sampled: list[Sampled], text: str) -> Recording:
+    text = text.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
+    reason = SkipReason.SAMPLER_ERROR
+    return job.record.finish(sampled, CallState.ERROR, skip_reason=reason, error=text)
 
 
 def _fingerprint(adapter: str | None, version: int | None) -> str:

@@ -6,14 +6,14 @@ one is a Job of ChatService, with rows and a place in the attempt's order of its
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl_proxy import wire
+from agentrl_proxy.asgi import Write
 from agentrl_proxy.auth import Caller
-from agentrl_proxy.chat import BarePrompt, ChatService, Job, Write, is_retry
+from agentrl_proxy.chat import BarePrompt, ChatService, Job
 from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.openai_types import (
     MAX_CHOICES,
@@ -23,6 +23,7 @@ from agentrl_proxy.openai_types import (
     read_object,
 )
 from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.work import RequestWork
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -129,7 +130,7 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class CompletionWork:
+class CompletionWork(RequestWork[Job]):
     """Answers one request: a Job per prompt, one answer for all."""
 
     def __init__(
@@ -140,25 +141,17 @@ class CompletionWork:
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        self._service = service
+        bodies = [body + b"#%d" % i if i else body for i in range(len(request.prompts))]
+        super().__init__(service, service, request.dialect, bodies, caller, headers)
+        self._chat = service
         self._request = request
-        self._caller = caller
-        self._headers = headers
-        self._jobs: list[Job] = []
-        # Retries find the answer to each prompt by a body of its own.
-        self._bodies = [body + b"#%d" % i if i else body for i in range(len(request.prompts))]
-        self.is_retry = is_retry(headers)
-
-    @property
-    def keep_alone(self) -> bool:
-        return any(job.wanted_by_retry for job in self._jobs)
 
     async def accept(self) -> None:
         """Opens the rows of every prompt, or refuses before the first."""
         request, common = self._request, self._request.common
         try:
             for ids in request.prompts:
-                self._service.room(len(ids))
+                self._chat.room(len(ids))
         except ApiError as error:
             error.param = "prompt"
             raise
@@ -167,48 +160,19 @@ class CompletionWork:
             for i, (ids, body) in enumerate(zip(request.prompts, self._bodies, strict=True)):
                 bare = BarePrompt(ids, heading, i * common.n)
                 self._jobs.append(
-                    await self._service.accept(common, body, self._caller, self._headers, bare)
+                    await self._chat.accept(common, body, self._caller, self._headers, bare)
                 )
         except BaseException:  # no room for all of them: the answer is one, so it has none
             for job in self._jobs:
-                await self._service.give_up(job)
+                await self._chat.give_up(job)
             raise
 
-    async def run(self, write: Write | None) -> dict[str, Any]:
-        responses = await self._earlier() if self.is_retry and not self._jobs else None
-        if responses is None:
-            if not self._jobs:
-                await self.accept()
-            responses = await self._run(write)
-        elif write is not None:
-            for response in responses:
-                for chunk in wire.replayed(self._request.dialect, response):
-                    await write(chunk)
+    async def _say(self, responses: list[dict[str, Any]], write: Write | None) -> dict[str, Any]:
         together = _together(responses)
-        if write is not None:
-            await write(self._request.dialect.tail(together))
-        return self._request.dialect.whole(together) if write is None else together
-
-    def failed(self, error: ApiError) -> bytes:
-        return self._request.dialect.failed(error)
-
-    async def _run(self, write: Write | None) -> list[dict[str, Any]]:
-        if len(self._jobs) == 1:
-            return [await self._service.run(self._jobs[0], write)]
-        try:
-            async with asyncio.TaskGroup() as group:  # if one fails, no answer needs the others
-                tasks = [group.create_task(self._service.run(job, write)) for job in self._jobs]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
-
-    async def _earlier(self) -> list[dict[str, Any]] | None:
-        found = [
-            await self._service.earlier_answer(body, self._caller, self._headers)
-            for body in self._bodies
-        ]
-        answers = [one for one in found if one is not None]
-        return answers if len(answers) == len(found) else None
+        if write is None:
+            return self._request.dialect.whole(together)
+        await write(self._request.dialect.tail(together))
+        return together
 
 
 def _together(responses: list[dict[str, Any]]) -> dict[str, Any]:

@@ -78,20 +78,25 @@ class Constraints:
         self._form: ToolForm | None = None
         self._probed = False
 
-    async def of(self, request: ChatRequest) -> Constraint | None:
-        """What the sampler has to enforce; ApiError if it cannot be."""
+    async def of(self, request: ChatRequest, *, opened: bool = True) -> Constraint | None:
+        """What the sampler has to enforce; ApiError if it cannot be.
+
+        Args:
+            opened: whether the prompt ends with the template's generation prompt. DeepSeek's
+                templates write none after a tool's result: no reasoning is open then.
+        """
         if request.response_format is None and request.tool_choice == "auto":
             return None
         asked = (request.response_format, request.tool_choice, request.parallel_tool_calls)
         try:
-            key = orjson.dumps([asked, request.tools])
+            key = orjson.dumps([asked, request.tools, opened])
         except TypeError:  # orjson's depth limit
             param = "response_format" if request.tool_choice == "auto" else "tools"
             raise invalid(param, f"{param}: a schema is nested too deeply") from None
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.
-            known = await asyncio.to_thread(self._work_out, request)
+            known = await asyncio.to_thread(self._work_out, request, opened)
             self._known[key] = known
             if len(self._known) > _MOST_REMEMBERED:
                 self._known.popitem(last=False)
@@ -109,7 +114,7 @@ class Constraints:
 
     # --- inside
 
-    def _work_out(self, request: ChatRequest) -> Constraint:
+    def _work_out(self, request: ChatRequest, opened: bool) -> Constraint:
         rules: list[str] = []
         bodies: list[str] = []
         kind = param = "tool_choice"
@@ -120,7 +125,7 @@ class Constraints:
         if request.tools:
             rules += self._calls(request, param)
             bodies.append("calls")
-        reasoning, more = self._reasoning()
+        reasoning, more = self._reasoning(opened)
         rules = [f"start: {reasoning}body", f"body: {' | '.join(bodies)}", *rules, *more]
         grammar = "\n".join(rules)
         _check(grammar, param, f"{param} cannot be enforced")
@@ -153,13 +158,13 @@ class Constraints:
             f"middle: {self._lark(form.middle)}",
         ]
 
-    def _reasoning(self) -> tuple[str, list[str]]:
+    def _reasoning(self, turn_opened: bool) -> tuple[str, list[str]]:
         """What may precede the constrained part, and the rules it needs."""
         marks = self._renderer.reasoning_marks
         if marks is None:
             return "", []
         opened, closed = marks
-        prompt = self._renderer.generation_prompt
+        prompt = self._renderer.generation_prompt if turn_opened else ""
         if closed in prompt:
             return "", []  # the template closed it: no reasoning this time
         text = f"reasoned: REASONING {self._lark(closed)} /\\n{{0,2}}/"

@@ -5,8 +5,11 @@ A table instead of a pydantic model: the model costs a third more CPU per reques
 texts name Python types. Fields nobody here knows are ignored, as frameworks send many.
 
 ``tool_choice`` none means that the model does not see the tools at all: it cannot call what it
-does not know, and nothing has to be masked. ``parallel_tool_calls`` false is enforced wherever a
-grammar is (see constraints), and not for ``tool_choice`` auto by itself.
+does not know, and nothing has to be masked. ``parallel_tool_calls`` false and a function's
+``strict`` are enforced wherever a grammar is (see constraints), and not for ``tool_choice`` auto
+by itself: frameworks send both with every request (openai-agents, langchain), so every answer of
+such an agent, its free text too, would be drawn from a masked policy that is not the one that is
+trained. The call then says so in ``params["not_enforced"]``.
 """
 
 from __future__ import annotations
@@ -51,6 +54,16 @@ class ChatRequest:
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of max_tokens, temperature, top_p, top_k, stop and seed: those the client set."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any])  # the wire request
+
+    @property
+    def wants_of_calls(self) -> list[str]:
+        """What it wants of tool calls that only a grammar can give."""
+        found: list[str] = []
+        if self.tools and not self.parallel_tool_calls:
+            found.append("parallel_tool_calls")
+        if any(tool["function"].get("strict") for tool in self.tools or ()):
+            found.append("strict")
+        return found
 
 
 def _shown(value: Any) -> str:

@@ -23,11 +23,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_proxy import wire
+from agentrl_proxy.admission import Admission
 from agentrl_proxy.asgi import Write
-from agentrl_proxy.attempts import Answer, Attempt, Attempts
+from agentrl_proxy.attempts import Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
-from agentrl_proxy.errors import ApiError, attempt_sealed, invalid, unavailable
+from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.gathered import Gathered, complete
+from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.recording import agent_name, trace_context
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
@@ -55,31 +58,27 @@ _LONGEST_ERROR = 2000
 
 
 @dataclass(slots=True)
-class OtherJob:
-    """An accepted request to another model: its rows are open."""
+class OtherJob(Accepted):
+    """An accepted request to another model."""
 
     name: str
     asked: dict[str, Any]  # the arguments of LiteLLM
     include_usage: bool
-    caller: Caller
-    memory: Attempt | None
-    answer: Answer | None
-    heading: wire.Heading
     calls: list[Call]  # one per choice
     noted: dict[str, Any] = field(default_factory=dict[str, Any])  # goes into the rows' params
-
-    @property
-    def wanted_by_retry(self) -> bool:
-        return self.answer is not None and self.answer.waiting > 0
 
 
 class OtherModels:
     """Answers chat completions for the models of the configuration's ``models`` table."""
 
-    def __init__(self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats) -> None:
+    def __init__(
+        self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
+    ) -> None:
         self._deps = deps
         self._attempts = attempts
         self._stats = stats
+        self._admission = admission
+        self._life = CallLife(attempts, stats)
         self._models = deps.other_models
         self._secrets = _secrets(self._models)
         self._router: asyncio.Task[Any] | None = None
@@ -110,6 +109,8 @@ class OtherModels:
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         seq = 0
         if attempt is not None and memory is not None:
+            # Its calls count. Its tokens are the provider's, and known only when it has answered.
+            await self._admission.within_budget(attempt, memory, n, 0)
             deps, attempt_id = self._deps, attempt.attempt_id
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
         asked = {key: raw[key] for key in _PASSED_ON & raw.keys() if raw[key] is not None}
@@ -121,7 +122,7 @@ class OtherModels:
         answer = None
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
-        return OtherJob(name, asked, wants_usage(raw), caller, memory, answer, heading, calls)
+        return OtherJob(caller, memory, answer, heading, None, name, asked, wants_usage(raw), calls)
 
     def _open(
         self,
@@ -179,24 +180,10 @@ class OtherModels:
             ApiError: the provider refused or failed, or the attempt was sealed meanwhile.
             asyncio.CancelledError: the client went away; what there was is recorded.
         """
-        self._stats.in_flight += 1
-        if job.memory is not None:
-            job.memory.in_flight += 1
-        try:
-            response = await self._run(job, write)
-        except BaseException:
-            if job.answer is not None and job.memory is not None:
-                job.memory.abandon(job.answer)
-            raise
-        finally:
-            self._stats.in_flight -= 1
-            if job.memory is not None:
-                job.memory.in_flight -= 1
-        self._stats.completed += 1
-        return response
+        return await self._life.run(job, self._run(job, write))
 
     async def _run(self, job: OtherJob, write: Write | None) -> dict[str, Any]:
-        gathered = _Gathered(job.heading)
+        gathered = Gathered(job.heading)
         held: list[bytes] = []
         try:
             router = await self._ready_router()
@@ -207,19 +194,18 @@ class OtherModels:
                 held = await self._relay(answer, job, gathered, write)
                 response = gathered.response()
         except asyncio.CancelledError:
-            self._stats.cancelled += 1
-            await self._close(job, CallState.CANCELLED, gathered.response())
+            state = CallState.CANCELLED
+            await self._life.close(job, state, self._finish(job, state, gathered.response()))
             raise
         except Exception as error:
-            self._stats.failed += 1
             refusal = self._refusal(job, error)
             log.warning("%s: %s", job.heading.id, refusal.message)
-            await self._close(job, CallState.ERROR, gathered.response(), refusal.message)
+            state, partial = CallState.ERROR, gathered.response()
+            await self._life.close(job, state, self._finish(job, state, partial, refusal.message))
             # ``from None``: the cause would quote the provider's words to whoever logs it.
             raise refusal from None
-        await self._commit(job, response)
-        if job.memory is not None and job.answer is not None and not job.answer.done.done():
-            job.memory.answered(job.answer, response)
+        await self._life.commit(job, self._finish(job, CallState.COMPLETED, response))
+        self._life.answered(job, response)
         if write is not None:
             if job.include_usage:
                 held.append(wire.usage_chunk(job.heading, response["usage"]))
@@ -227,7 +213,7 @@ class OtherModels:
         return response
 
     async def _relay(
-        self, chunks: Any, job: OtherJob, gathered: _Gathered, write: Write
+        self, chunks: Any, job: OtherJob, gathered: Gathered, write: Write
     ) -> list[bytes]:
         """Passes chunks on as they come; returns those that say how a choice ended."""
         held: list[bytes] = []
@@ -296,34 +282,8 @@ class OtherModels:
 
     # --- recording
 
-    async def _commit(self, job: OtherJob, response: dict[str, Any]) -> None:
-        """After this the answer is durable, and may leave."""
-        finish = asyncio.shield(self._finish(job, CallState.COMPLETED, response, None))
-        try:
-            state = await finish
-        except asyncio.CancelledError:  # gone in the last moment; the rows are complete
-            self._stats.cancelled += 1
-            raise
-        except Exception as error:
-            self._stats.failed += 1
-            log.exception("the store did not take %s", job.heading.id)
-            raise unavailable("the answer could not be recorded", "store_error") from error
-        attempt = job.caller.attempt
-        if attempt is not None and state is not AttemptState.RUNNING:
-            self._stats.late += 1
-            self._attempts.forget(attempt.attempt_id)
-            raise attempt_sealed(state)
-
-    async def _close(
-        self, job: OtherJob, state: CallState, partial: dict[str, Any], error: str | None = None
-    ) -> None:
-        try:
-            await asyncio.shield(self._finish(job, state, partial, error))
-        except Exception:  # the client hears of the first failure, the log of both
-            log.exception("the store did not take %s (%s)", job.heading.id, state)
-
     async def _finish(
-        self, job: OtherJob, state: CallState, response: dict[str, Any], error: str | None
+        self, job: OtherJob, state: CallState, response: dict[str, Any], error: str | None = None
     ) -> AttemptState | None:
         """Makes the rows durable; returns the attempt's state as of that commit."""
         ended_at = time.time()
@@ -348,77 +308,6 @@ class OtherModels:
         return next((s for s in states if s is not AttemptState.RUNNING), states[0])
 
 
-class _Gathered:
-    """The answer that a stream's chunks add up to."""
-
-    def __init__(self, heading: wire.Heading) -> None:
-        self._heading = heading
-        self._choices: dict[int, dict[str, Any]] = {}
-        self.usage: dict[str, Any] | None = None
-        self.said: dict[str, Any] = {}  # the provider's own id and model
-
-    def add(self, chunk: dict[str, Any]) -> None:
-        self.said = {**self.said, **{k: chunk[k] for k in ("id", "model") if chunk.get(k)}}
-        self.usage = chunk.get("usage") or self.usage
-        if chunk.get("system_fingerprint"):
-            self._heading.fingerprint = chunk["system_fingerprint"]
-        for choice in chunk.get("choices", ()):
-            index = choice.get("index", 0)
-            whole = self._choices.setdefault(
-                index, {"index": index, "message": {"role": "assistant", "content": None}}
-            )
-            _merge(whole["message"], choice.get("delta") or {})
-            if choice.get("logprobs"):
-                _merge(whole.setdefault("logprobs", {}), choice["logprobs"])
-            if choice.get("finish_reason"):
-                whole["finish_reason"] = choice["finish_reason"]
-
-    def response(self) -> dict[str, Any]:
-        choices = [_complete(self._choices[i]) for i in sorted(self._choices)]
-        return wire.completion(self._heading, choices, self.usage or {})
-
-
-def _merge(whole: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Adds a streamed piece: text grows, lists grow (by ``index`` where they have one)."""
-    for key, value in delta.items():
-        old = whole.get(key)
-        if old is None or key in ("role", "id", "type", "name", "index"):
-            if isinstance(value, list):
-                whole[key] = old = []
-                _extend(old, value)
-            else:
-                whole[key] = dict(value) if isinstance(value, dict) else value
-        elif isinstance(old, str) and isinstance(value, str):
-            whole[key] = old + value
-        elif isinstance(old, dict) and isinstance(value, dict):
-            _merge(old, value)
-        elif isinstance(old, list) and isinstance(value, list):
-            _extend(old, value)
-        else:
-            whole[key] = value
-
-
-def _extend(whole: list[Any], pieces: list[Any]) -> None:
-    for piece in pieces:
-        index = piece.get("index") if isinstance(piece, dict) else None
-        same = [old for old in whole if index is not None and old.get("index") == index]
-        if same:
-            _merge(same[0], piece)
-        else:
-            begun: dict[str, Any] = {}
-            _merge(begun, piece) if isinstance(piece, dict) else None
-            whole.append(begun if isinstance(piece, dict) else piece)
-
-
-def _complete(choice: dict[str, Any]) -> dict[str, Any]:
-    """With every field that OpenAI's clients, and our replays, look for."""
-    message = choice["message"]
-    if message.get("tool_calls"):
-        calls = [{k: v for k, v in call.items() if k != "index"} for call in message["tool_calls"]]
-        message = {**message, "tool_calls": calls}
-    return {"logprobs": None, "finish_reason": None, **choice, "message": message}
-
-
 def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
     said = answer.model_dump(exclude_none=True)
     job.heading.fingerprint = said.get("system_fingerprint")
@@ -427,7 +316,7 @@ def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for choice in said["choices"]:
         choice["message"] = {"content": None, **choice["message"]}
-        choices.append(_complete(choice))
+        choices.append(complete(choice))
     return wire.completion(job.heading, choices, usage or {})
 
 

@@ -126,6 +126,7 @@ def open_calls(
     continued: bool,
     constrained: str | None = None,
     branched: str | None = None,
+    not_enforced: Sequence[str] = (),
     params: SamplingParams,
     request: dict[str, Any],
     headers: Mapping[str, str],
@@ -136,6 +137,7 @@ def open_calls(
     Args:
         constrained: what a grammar enforced, see agentrl_proxy.constraints.
         branched: why the prompt continues no earlier call, see agentrl_proxy.continuity.
+        not_enforced: fields of the request that only a grammar could have met, see openai_types.
         first_choice: the index of these rows' first choice in the response, which is not 0 where
             one response answers several prompts.
     """
@@ -144,6 +146,8 @@ def open_calls(
         extra["constrained"] = constrained
     if branched is not None:
         extra["branched"] = branched
+    if not_enforced:
+        extra["not_enforced"] = list(not_enforced)
     if params.logit_bias:
         extra["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     trace_id, span_id = trace_context(headers)

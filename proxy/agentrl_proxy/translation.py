@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
+from functools import cache
 from typing import Any, cast
 
 from agentrl_proxy.errors import invalid
@@ -24,10 +24,13 @@ _PROVIDER = "agentrl"
 
 async def load() -> None:
     """Imports what the other functions need: 3 s, once, and only where a client asks for it."""
-    if "litellm.responses.main" not in sys.modules:
+    # Not by looking into sys.modules: a module is there from the beginning of its import on, and
+    # whoever came meanwhile would wait for it on the event loop.
+    if not _import.cache_info().currsize:
         await asyncio.to_thread(_import)
 
 
+@cache
 def _import() -> None:
     # Without these it fetches its price list over the network and reads the folder's .env file.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")

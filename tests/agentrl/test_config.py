@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config import ConfigError, TrainConfig, explain, tables_as_json
+from agentrl.config import ConfigError, ServeConfig, TrainConfig, explain, tables_as_json
 from agentrl.gateway import other_model
 from agentrl.run_folder import RunFolder
 from agentrl.runner.config import RunnerConfig
@@ -229,3 +229,16 @@ def test_an_application_keeps_its_otlp_backend(tmp_path: Path) -> None:
     assert name not in attempt_environment(config, claim, {name: "http://jaeger:4318"})
     for before in ({}, {name: "http://g:1/rollouts/earlier"}):
         assert attempt_environment(config, claim, before)[name] == "http://g:1/rollouts/r"
+
+
+def test_every_limit_reaches_the_gateway() -> None:
+    """Each of the limits is a setting of its own, and the gateway knows it by the same name."""
+    from agentrl.gateway import GatewaySettings
+
+    asked = ServeConfig(
+        max_concurrent=2, max_queued=3, receive_timeout=4, stall_timeout=5, grace=6,
+        accept_any_model=False,
+    )  # fmt: skip
+    limits = asked.gateway_limits()
+    assert list(limits.values()) == [2, 3, 4, 5, 6, False, None]
+    assert limits.keys() <= set(GatewaySettings.__dataclass_fields__)

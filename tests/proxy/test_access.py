@@ -92,8 +92,15 @@ async def test_memory_of_sealed_attempts_is_dropped(gateway: Running) -> None:
     gateway.seal(gateway.claims[0])
     made = gateway.app.state.gateway
     assert len(made.attempts) == 2
-    await made.forget_sealed(0.0)
+    await made.forget_sealed()  # both asked something just now
+    assert len(made.attempts) == 2
+    for claim in gateway.claims[:2]:
+        made.attempts.get(claim.attempt_id).used_at -= 6
+    await made.forget_sealed()
     assert len(made.attempts) == 1
+    assert made.attempts.quiet() == []  # it has been looked at; after 12 s it is again
+    made.attempts.get(gateway.claims[1].attempt_id).used_at -= 6
+    assert made.attempts.quiet() == [gateway.claims[1].attempt_id]
 
 
 @pytest.mark.parametrize(

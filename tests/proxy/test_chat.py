@@ -482,3 +482,16 @@ async def test_a_retry_joins_the_running_request(gateway: Running) -> None:
     [call] = gateway.calls(claim)
     assert call.response_id == answer.id
     assert call.state is CallState.COMPLETED
+
+
+def test_what_auto_does_not_enforce_is_recorded(gateway: Running) -> None:
+    function = {**TOOLS[0]["function"], "strict": True}
+    strict: list[Any] = [{"type": "function", "function": function}]
+    with client(gateway) as api:
+        api.chat.completions.create(model="policy", messages=USER, tools=TOOLS)
+        api.chat.completions.create(
+            model="policy", messages=USER, tools=strict, parallel_tool_calls=False
+        )
+    plain, asked = gateway.calls(gateway.claims[0])
+    assert "not_enforced" not in plain.params
+    assert asked.params["not_enforced"] == ["parallel_tool_calls", "strict"]

@@ -17,6 +17,7 @@ import openai
 import orjson
 import pytest
 import torch
+from family_templates import FAMILIES
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.embedded import EmbeddedSampler
@@ -445,6 +446,30 @@ def test_reasoning_comes_before_what_is_constrained(live: Live, opened: bool) ->
         reply = renderer.parse(renderer.encode(thought), tools=request.tools is not None)
         assert reply.reasoning == 'It is {"big"}.'
         assert (reply.content or reply.tool_calls[0].name) in (answer, "give_up")
+
+
+def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> None:
+    """DeepSeek R1's template opens a thought with the turn, and no turn after a tool's result."""
+    tokenizer = copy.deepcopy(live.base.tokenizer)
+    tokenizer.chat_template = FAMILIES["deepseek-r1"].template
+    renderer = Renderer(tokenizer)
+    assert "<think>" in renderer.generation_prompt
+    request = _request(response_format=_format(PLACE))
+    constraints = Constraints(renderer)
+    answer = '{"city": "Paris", "days": 3}'
+    grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
+    for opened, text, fits in (
+        (True, answer, False),
+        (True, f"So.</think>\n\n{answer}", True),
+        (False, answer, True),
+        (False, f"<think>So.</think>\n\n{answer}", True),
+        (False, f"So.</think>\n\n{answer}", False),
+    ):
+        constraint = asyncio.run(constraints.of(request, opened=opened))
+        assert constraint is not None
+        state = grammars.start(constraint.grammar)
+        ids = [*renderer.encode(text), tokenizer.eos_token_id]
+        assert all(state.push(i) for i in ids) == fits, (opened, text)
 
 
 def _called(name: str, arguments: str) -> str:

@@ -461,6 +461,18 @@ def test_a_sealed_attempt_gets_no_answer(gateway: Running, provider: Running) ->
     assert gateway.stats["late"] == 1
 
 
+def test_calls_count_in_the_rollouts_budget(start: Any, provider: Running) -> None:
+    gateway: Running = start(other_models={"answerer": answerer(provider)}, max_calls_per_rollout=3)
+    with client(gateway) as api:
+        api.chat.completions.create(model="answerer", messages=USER, n=2)
+        api.chat.completions.create(model="policy", messages=USER)
+        for model in ("answerer", "policy"):
+            with pytest.raises(openai.RateLimitError, match="made 3 calls of the 3"):
+                api.chat.completions.create(model=model, messages=USER)
+    assert len(gateway.calls(gateway.claims[0])) == 3
+    assert gateway.stats["over_budget"] == 2
+
+
 def test_outside_a_rollout(gateway: Running) -> None:
     with openai.OpenAI(base_url=gateway.base_url(), api_key=OPERATOR_KEY) as api:
         api.chat.completions.create(model="answerer", messages=USER)

@@ -317,6 +317,61 @@ async def test_what_the_database_refuses_fails_alone(store: Store) -> None:
     writer.close()
 
 
+async def test_a_turns_calls_are_one_commit_on_the_event_loop(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.db"))
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("boot", run_id, 1)
+    writer = TraceWriter(store, "boot")
+    commits: list[tuple[str, int, int]] = []
+    write_calls = store.write_calls
+
+    def watched(boot_id: str, opened: Any, finished: Any, *rest: Any, **options: Any) -> Any:
+        commits.append((threading.current_thread().name, len(opened), len(finished)))
+        return write_calls(boot_id, opened, finished, *rest, **options)
+
+    store.write_calls = watched
+    for name in ("a", "b"):
+        writer.open(call_of(claim, name, state=CallState.OPEN))
+    finished = (writer.finish(call_of(claim, name)) for name in ("a", "b"))
+    assert await asyncio.gather(*finished) == [AttemptState.RUNNING] * 2
+    assert commits == [("MainThread", 2, 2)]
+    # Somebody else writes: the thread waits for him, the event loop goes on.
+    with store.db.write():
+        waiting = asyncio.create_task(writer.finish(call_of(claim, "c")))
+        for _ in range(10):
+            await asyncio.sleep(0.02)
+        assert not waiting.done()
+    assert await waiting is AttemptState.RUNNING
+    assert [name for name, _, _ in commits[1:]] == ["MainThread", "trace-writer"]
+    # After so many rows the thread has a turn, which moves the log into the database.
+    for i in range(300):
+        await writer.finish(call_of(claim, f"d{i}"))
+    assert [name for name, _, _ in commits[3:]].count("trace-writer") == 1
+    writer.open(call_of(claim, "marked", state=CallState.OPEN))
+    await asyncio.sleep(0.1)
+    assert store.accounting(run_id).recorded == 304
+    writer.close()
+    store.close()
+
+
+def test_continuity_is_counted_for_each_rollout(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    said: list[Any] = [
+        {"continued": False, "branched": "first_call"},
+        {"continued": True},
+        {"continued": True, "branched": "history_edited"},
+        {"continued": True},
+        {"n": 1},  # another model's
+    ]
+    calls = [call_of(claim, f"c{i}", params=params) for i, params in enumerate(said)]
+    store.write_calls("boot", [], calls, len(calls))
+    expected = {"first_call": 1, "continued": 3, "history_edited": 1}
+    assert store.continuity(run_id) == {claim.rollout_id: expected}
+    assert store.continuity("another") == {}
+
+
 def test_a_verdict_stands(store: Store) -> None:
     start_run(store)
     claim = claimed(store)

@@ -170,6 +170,34 @@ class CallStore:
         with self.db.read() as c:
             return [_call(row) for row in c.execute(query).mappings()]
 
+    def continuity(self, run_id: str) -> dict[str, dict[str, int]]:
+        """How the prompts of each rollout began: counts by rollout id and by how.
+
+        ``continued``: with the exact tokens of an earlier call. The other names say why one did
+        not, or (beside ``continued``) why not with the last reply in it; see
+        agentrl_proxy.continuity.Branch. Calls to other models have no prompt here.
+        """
+        params = t.calls.c.params
+        continued, branched = params["continued"].as_boolean(), params["branched"].as_string()
+        query = (
+            sa.select(t.calls.c.rollout_id, continued, branched, sa.func.count())
+            .where(
+                t.calls.c.run_id == run_id,
+                t.calls.c.rollout_id.is_not(None),
+                t.calls.c.choice == 0,
+                params["continued"].as_string().is_not(None),
+            )
+            .group_by(t.calls.c.rollout_id, continued, branched)
+        )
+        found: dict[str, dict[str, int]] = {}
+        with self.db.read() as c:
+            for rollout_id, was_continued, why, count in c.execute(query):
+                counts = found.setdefault(rollout_id, {})
+                for name in ("continued" if was_continued else None, why):
+                    if name is not None:
+                        counts[name] = counts.get(name, 0) + count
+        return found
+
     def spans(self, rollout_id: str) -> list[Span]:
         with self.db.read() as c:
             query = sa.select(*_SPAN_COLUMNS).where(t.spans.c.rollout_id == rollout_id)
