@@ -239,7 +239,7 @@ def test_runners_are_killed_at_random_and_no_half_attempt_trains(tmp_path: Path)
         running = [a.runner for a in attempts if a.state is AttemptState.RUNNING]
         return [int(runner.rsplit("-", 2)[1]) for runner in running]  # see Worker.name
 
-    wait_for(busy, process)
+    wait_for(busy, process, 120)
     killed = 0
     while process.poll() is None and killed < 6:
         time.sleep(rng.uniform(0.1, 0.5))
