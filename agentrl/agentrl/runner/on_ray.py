@@ -8,6 +8,7 @@ only when asked for, since Ray is no dependency of ours.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from dataclasses import replace
 from typing import Any
@@ -63,7 +64,7 @@ class RayPool:
         self._ray: Any = ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) > 1 and config.store.startswith("sqlite"):
             raise ValueError(

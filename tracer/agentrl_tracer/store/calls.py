@@ -288,7 +288,7 @@ class CallStore:
         return {attempt_id: AttemptState(state) for attempt_id, state in c.fetchall()}
 
 
-def _select_states(names: Sequence[str]) -> sa.Select[Any]:
+def _select_states(names: Sequence[str]) -> sa.Select[Any, Any]:
     wanted = [sa.bindparam(name, type_=sa.Text) for name in names]
     return sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(wanted))
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 import orjson
 import sqlalchemy as sa
 from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.sql.compiler import SQLCompiler
 
@@ -211,7 +212,7 @@ class Database:
     def is_operational(self, error: Exception) -> bool:
         """Nobody's fault among those who write: a full disk, a lock, a lost connection."""
         driver: Any = self.engine.dialect.loaded_dbapi
-        return isinstance(error, (sa.exc.OperationalError, driver.OperationalError))
+        return isinstance(error, (OperationalError, driver.OperationalError))
 
     def _turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._turnstile is None else self._turnstile.passing()
