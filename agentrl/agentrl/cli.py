@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -274,7 +275,7 @@ def launch(
     if config is not None:
         sources.append(_config_file(config))
     if resumed := _resumed_settings(tokens):
-        sources.append(cyclopts.config.Dict(resumed, use_commands_as_keys=False, source="resume"))
+        sources.append(_source(resumed, "resume"))
     app.config = tuple(sources)
     app(tokens)
 
@@ -317,9 +318,16 @@ def _config_file(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"config: there is no file {str(path)!r}")
     settings = kind(path, use_commands_as_keys=False, must_exist=True).config
-    return cyclopts.config.Dict(
-        tables_as_json(settings), use_commands_as_keys=False, source=str(path)
-    )
+    return _source(tables_as_json(settings), str(path))
+
+
+def _source(settings: Mapping[str, Any], name: str) -> Any:
+    """Settings that hold for every command.
+
+    One copy under each command's name: of flat ones Cyclopts silently ignores those that are called
+    like a command, and ``runs`` is both.
+    """
+    return cyclopts.config.Dict(dict.fromkeys(app, settings), source=name)
 
 
 def _resumed_settings(tokens: tuple[str, ...]) -> dict[str, Any]:

@@ -89,5 +89,5 @@ def test_folders_are_found_by_name(tmp_path: Path) -> None:
         adapter_folders(both, evaluation(adapters="asker,judge"))
     with pytest.raises(ConfigError, match="is one adapter, but adapters names asker, judge"):
         adapter_folders(one, evaluation(adapters="asker,judge"))
-    with pytest.raises(ConfigError, match="is no PEFT folder"):
+    with pytest.raises(ConfigError, match="no PEFT folder"):
         adapter_folders(tmp_path / "nowhere", evaluation())
