@@ -47,7 +47,7 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     settings = config(sampler="vllm", vllm_python=sys.executable)
     with pytest.raises(ConfigError, match="has no vLLM"):
         vllm_settings(settings, 8)
-    adapter = {"max_rank": None, "adapter_path": None}
+    adapter = {"max_rank": None}
     assert planned_server(config(), tmp_path, **adapter) is None
     elsewhere = config(sampler="vllm", vllm_url="http://gpu:8000")
     assert planned_server(elsewhere, tmp_path, **adapter) is None

@@ -344,10 +344,10 @@ async def test_a_turns_calls_are_one_commit_on_the_event_loop(tmp_path: Path) ->
         assert not waiting.done()
     assert await waiting is AttemptState.RUNNING
     assert [name for name, _, _ in commits[1:]] == ["MainThread", "trace-writer"]
-    # After so many rows the thread has a turn, which moves the log into the database.
+    # After so many rows the thread has a turn (more of them on a slow disk): the log is moved.
     for i in range(300):
         await writer.finish(call_of(claim, f"d{i}"))
-    assert [name for name, _, _ in commits[3:]].count("trace-writer") == 1
+    assert "trace-writer" in [name for name, _, _ in commits[3:]]
     writer.open(call_of(claim, "marked", state=CallState.OPEN))
     await asyncio.sleep(0.1)
     assert store.accounting(run_id).recorded == 304
