@@ -54,7 +54,7 @@ class RayPool:
 
     def __init__(self, config: RunnerConfig) -> None:
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ValueError("runners: ray is not installed; pip install 'ray'") from None
         check_environment()
