@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from agentrl.config import AdapterConfig, EvalConfig
+from agentrl.config import EvalConfig
 from agentrl.intervals import mean_interval, pass_at_k, wilson
 from agentrl.report import evaluation_report
-from agentrl.run_folder import RunFolder, adapter_folders
+from agentrl.run_folder import RunFolder, adapters_to_serve
 from agentrl.session import Session, failures, plan_evaluation
 from agentrl.tasks import load_tasks
 from agentrl_tracer.schemas import Reward, Rollout, SkipReason
@@ -42,9 +42,7 @@ def evaluate(config: EvalConfig, console: Console) -> None:
         RunError: nothing can be executed.
     """
     tasks = load_tasks(config.tasks, "tasks")
-    adapters = adapter_folders(config.adapter_path, config) if config.adapter_path else {}
-    if not config.adapters:  # those that the folder has
-        config.adapters = {name: AdapterConfig() for name in adapters}  # pyright: ignore[reportCallIssue]
+    adapters = adapters_to_serve(config)
     folder = RunFolder.create(config.runs, None, "eval")
     session = Session(
         folder,

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.config import ConfigError, JoinSettings
+from agentrl.gateway import FORWARD_HEADERS
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
 
@@ -53,8 +54,6 @@ def runner_config(agent: str | None, settings: JoinSettings, run: dict[str, Any]
     spec = agent or started.get("agent")
     if not spec:
         raise ConfigError(f"agent: is missing, and the run {run['id']} names none")
-    only_base = run["kind"] != "train" and not started.get("adapter_path")
-    model = started.get("model") if only_base else started.get("adapter")
 
     def told(name: str) -> Any:
         value = getattr(settings, name)
@@ -65,7 +64,7 @@ def runner_config(agent: str | None, settings: JoinSettings, run: dict[str, Any]
         gateway=settings.gateway,
         run_id=run["id"],
         agent=spec,
-        model=model or "policy",
+        model=_model_name(run),
         logs=str(settings.logs.absolute()),
         runners=settings.runners,
         timeout_s=told("timeout") or 300.0,
@@ -73,7 +72,26 @@ def runner_config(agent: str | None, settings: JoinSettings, run: dict[str, Any]
         rollouts_per_process=started.get("rollouts_per_process") or 1,
         concurrency=told("concurrency") or 1,
         python=settings.python,  # of this machine
+        withheld=_withheld(started),
     )
+
+
+def _model_name(run: dict[str, Any]) -> str:
+    """What the run's own runners tell agents to ask for, see ``Session``."""
+    started: dict[str, Any] = run["config"]
+    if run["kind"] != "train" and not started.get("adapter_path"):
+        asked = started.get("adapter") if started.get("answered_by") else started.get("model")
+        return asked or "policy"
+    adapters: dict[str, Any] = started.get("adapters") or {}
+    return (next(iter(adapters)) if len(adapters) == 1 else started.get("adapter")) or "policy"
+
+
+def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
+    """Environment variables with keys: on the trainer's machine agents would inherit them."""
+    models: dict[str, Any] = started.get("models") or {}
+    names = (FORWARD_HEADERS, started.get("vllm_key_env"))
+    keys = (model.get("api_key_env") for model in models.values())
+    return tuple(name for name in (*names, *keys) if name)
 
 
 def _find_run(store: Store, run_id: str | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import ConfigError, ModelConfig
+from agentrl.config import AdapterConfig, ConfigError, EvalConfig, ModelConfig, RunConfig
 
 
 class RunFolder:
@@ -142,6 +142,14 @@ def adapter_folders(
             f"{', '.join(sorted(found))}"
         )
     return {name: found[name].absolute() for name in config.adapters or sorted(found)}
+
+
+def adapters_to_serve(config: EvalConfig | RunConfig) -> dict[str, Path]:
+    """The fixed adapters of ``adapter_path``; the configuration learns the names that are there."""
+    adapters = adapter_folders(config.adapter_path, config) if config.adapter_path else {}
+    if not config.adapters:
+        config.adapters = {name: AdapterConfig() for name in adapters}  # pyright: ignore[reportCallIssue]
+    return adapters
 
 
 def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:

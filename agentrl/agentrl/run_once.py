@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from agentrl.config import OtherModelConfig, RunConfig
-from agentrl.run_folder import RunFolder, adapter_folders
+from agentrl.run_folder import RunFolder, adapters_to_serve
 from agentrl.session import Session, rollout_seed
 from agentrl.trace_tree import rollout_tree
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState, SkipReason
@@ -19,7 +19,7 @@ def run_once(config: RunConfig, console: Console) -> bool:
     """Runs the agent on the task and prints its trace; True if the rollout succeeded."""
     asks_for = config.model if config.base_url else None
     config = _asking_elsewhere(config, config.base_url) if config.base_url else config
-    adapters = adapter_folders(config.adapter_path, config) if config.adapter_path else {}
+    adapters = adapters_to_serve(config)
     folder = RunFolder.create(config.runs, None, "run")
     session = Session(
         folder,
@@ -62,5 +62,7 @@ def _asking_elsewhere(config: RunConfig, base_url: str) -> RunConfig:
             "model": str(MODEL_DIR),
             "adapter": "no-adapter",
             "models": {**config.models, config.model: elsewhere},
+            # An agent that asks for something else shall hear so: not the built-in model.
+            "accept_any_model": False,
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import time
@@ -78,6 +79,9 @@ class Session:
             max_rank=config.rank if isinstance(config, TrainConfig) else None,
             adapters=(adapter_paths or {}).values(),
         )
+        # Where another model is evaluated, no name may mean the base model by default.
+        evaluated = isinstance(config, EvalConfig) and config.answered_by is not None
+        only_known = {"accept_any_model": False} if evaluated else {}
         self._settings = GatewaySettings(
             store=self.store.url,
             model=config.model,
@@ -96,7 +100,7 @@ class Session:
             temperature=config.temperature,
             models=_other_models(config),
             adapter_paths={name: str(path) for name, path in (adapter_paths or {}).items()},
-            **config.gateway_limits(),
+            **config.gateway_limits() | only_known,
             max_calls_per_rollout=config.max_calls_per_rollout,
             max_tokens_per_rollout=config.max_tokens_per_rollout,
             vllm_url=self._vllm.url if self._vllm else config.vllm_url,
@@ -174,6 +178,7 @@ class Session:
                 self._vllm.start()
         except BaseException:
             self.pool.stop()
+            self._stop_servers()
             raise
         return self
 
@@ -183,8 +188,17 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.pool.stop()
-        self.gateway.stop()  # after the runners: one that asks for its health would wait in vain
+        if kind is not None:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self.store.end_run(self.run_id, "failed")
+        try:
+            self.pool.stop()
+        finally:
+            self._stop_servers()
+
+    def _stop_servers(self) -> None:
+        """After the runners: one that asks for the gateway's health would wait in vain."""
+        self.gateway.stop()
         if self._vllm:
             self._vllm.stop()
 

@@ -17,6 +17,10 @@ from agentrl.run_folder import RunFolder
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
+MAY_HOLD_SECRETS = frozenset({"store", "models", "vllm_url", "forward_otlp"})
+"""Settings with URLs or parameters that people put passwords into: no tracker gets them."""
+
+
 class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...

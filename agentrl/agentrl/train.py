@@ -31,7 +31,7 @@ from agentrl.session import (
     plan_evaluation,
     rollout_seed,
 )
-from agentrl.trackers import Trackers
+from agentrl.trackers import MAY_HOLD_SECRETS, Trackers
 from agentrl_tracer.schemas import (
     Call,
     CallState,
@@ -136,7 +136,10 @@ class Training:
         self.task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self.eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
         self.trackers = Trackers(
-            config.trackers, self.folder, config.model_dump(mode="json"), display.note
+            config.trackers,
+            self.folder,
+            config.model_dump(mode="json", exclude=MAY_HOLD_SECRETS),
+            display.note,
         )
         self.base: BaseModel
         self.learner: Learner
@@ -242,11 +245,18 @@ class Training:
         return passes[0]
 
     def _learning_rate(self, step: int) -> float:
-        peak = self.config.learning_rate or default_learning_rate(
-            self.base.model.num_parameters(only_trainable=False)
-        )
+        peak = self.config.learning_rate or default_learning_rate(self._parameters())
         return peak * schedule_factor(
             self.config.schedule, step, self.steps, self.config.warmup_steps
+        )
+
+    def _parameters(self) -> int:
+        """Of the base and one adapter: how many others train beside it is of no account."""
+        others = [f".{name}." for name in (*list(self.adapters)[1:], REFERENCE)]
+        return sum(
+            parameter.numel()
+            for name, parameter in self.base.model.named_parameters()
+            if not any(other in name for other in others)
         )
 
     def _tell_failures(

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, cast
 
 from agentrl_tracer.hooks import on_import
 
@@ -51,7 +52,8 @@ def _instrument(module: str, name: str, **options: object) -> Callable[[ModuleTy
 def _openai_agents(framework: ModuleType) -> None:
     if not hasattr(framework, "add_trace_processor"):
         return  # a module of the user's that has the same name
-    # The SDK would send its traces to OpenAI, with the rollout's key.
+    # The SDK would send its traces to OpenAI, with the rollout's key: only its own exporter does.
+    cast(Any, framework).set_trace_processors([])
     watch = _instrument(
         f"{_GENAI}.openai_agents", "OpenAIAgentsInstrumentor", disable_openai_trace_export=True
     )

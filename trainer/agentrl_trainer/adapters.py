@@ -67,15 +67,18 @@ def assemble_adapters(
 ) -> AdapterBatches:
     """Judges every call of a step's finished rollouts, for each adapter by itself.
 
-    An adapter's group are the rollouts of a group in which it spoke: where it was not asked there
-    is nothing of its to compare. ``settings.adapters`` is of no account: ``rules`` says it.
+    Of several adapters, an adapter's group are the rollouts of a group in which it spoke: where it
+    was not asked there is nothing of its to compare. ``settings.adapters`` is of no account:
+    ``rules`` says it.
     """
     by_adapter: dict[str, StepBatch] = {}
     judged: set[str] = set()
     for name, rule in rules.items():
         own = [call for call in calls if call.adapter == name and rule.takes(call)]
         spoke = {call.attempt_id for call in own}
-        members = [r for r in rollouts if r.winner is None or r.winner in spoke]
+        # A sole adapter's silence is its own doing, and is compared; another's turn may not come.
+        sole = len(rules) == 1 and rule.agents is None
+        members = [r for r in rollouts if sole or r.winner is None or r.winner in spoke]
         ids = {member.id for member in members}
         own = [call for call in own if call.rollout_id in ids]
         by_adapter[name] = assemble(
@@ -83,11 +86,14 @@ def assemble_adapters(
             own,
             [reward for reward in rewards if reward.rollout_id in ids and rule.counts(reward)],
             replace(settings, adapters=frozenset([name])),
+            context=calls,
         )
         judged |= {call.id for call in own}
 
     others = [call for call in calls if call.id not in judged]
-    rest = assemble(rollouts, others, rewards, replace(settings, adapters=frozenset()))
+    # Only for its verdicts: no estimator looks at the sum of everybody's rewards.
+    nobodys = replace(settings, adapters=frozenset(), estimator="grpo")
+    rest = assemble(rollouts, others, rewards, nobodys)
     rest.groups = {}
     rest.rewards = rollout_rewards(rollouts, rewards)
     for call in others:

@@ -21,6 +21,8 @@ from torch import Tensor
 from agentrl_trainer.trajectories import Trajectory
 from agentrl_trainer.tries import Trie, pack_trie, shared_prefix
 
+_KEYS_PER_TOKEN = 4
+"""A micro-batch holds at most so many keys and values for each token of its budget."""
 LOSS_EXTRA = frozenset({"weights", "proximal", "reference"})
 """Optional arguments of a loss, see ``losses.Loss``."""
 EXTRA = LOSS_EXTRA | {"rewards", "values", "returns"}
@@ -188,16 +190,18 @@ def _balanced_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
 
     def cut(limit: int) -> list[list[_Row]]:
         chunks: list[list[_Row]] = []
-        size = 0
+        size = keys = 0
         for row, more in zip(rows, added, strict=True):
             fits = chunks and chunks[-1][-1].adapter == row.adapter and size + more <= limit
-            if fits:
+            # Attention gathers the keys of each row's whole path, shared or not.
+            keys += len(row.tokens)
+            if fits and keys <= _KEYS_PER_TOKEN * budget:
                 chunks[-1].append(row)
                 size += more
             else:
                 # A new micro-batch has to compute the shared prefix again.
                 chunks.append([row])
-                size = len(row.tokens)
+                size = keys = len(row.tokens)
         return chunks
 
     best = cut(budget)

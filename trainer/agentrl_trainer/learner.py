@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -305,6 +305,7 @@ class Learner:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
             config = PeftConfig.from_pretrained(str(folder))
+            cast(Any, config).lora_dropout = 0.0  # a reference is not drawn anew
             self.model.add_adapter(name, config)
         load_adapter_weights(self.model, name, folder)
         active = self.model.active_adapter

@@ -135,15 +135,19 @@ def assemble(
     calls: Sequence[Call],
     rewards: Sequence[Reward],
     settings: StepSettings,
+    context: Sequence[Call] | None = None,
 ) -> StepBatch:
     """Judges every call of a step's finished rollouts and builds the datums of those that train.
 
     Datums come in the order of ``rollouts``, so that equal records make equal batches.
+
+    Args:
+        context: all calls of these rollouts, where ``calls`` are only some. Not judged; they tell
+            when a reward was earned.
     """
     batch = StepBatch()
-    calls_of: dict[str | None, list[Call]] = {}
-    for call in calls:
-        calls_of.setdefault(call.rollout_id, []).append(call)
+    calls_of = _by_rollout(calls)
+    all_calls_of = calls_of if context is None else _by_rollout(context)
     rewards_of: dict[str, list[Reward]] = {}
     for reward in rewards:
         rewards_of.setdefault(reward.rollout_id, []).append(reward)
@@ -151,7 +155,12 @@ def assemble(
     batch.rewards = rollout_rewards(rollouts, rewards)
     members = [
         _member(
-            rollout, calls_of.get(rollout.id, []), rewards_of.get(rollout.id, []), batch, settings
+            rollout,
+            calls_of.get(rollout.id, []),
+            all_calls_of.get(rollout.id, []),
+            rewards_of.get(rollout.id, []),
+            batch,
+            settings,
         )
         for rollout in rollouts
     ]
@@ -352,9 +361,21 @@ def _oddities(call: Call) -> list[str]:
     return mixed if how is None else [how, *mixed]
 
 
+def _of_winner(rollout: Rollout, calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if rollout.winner and call.attempt_id == rollout.winner]
+
+
+def _by_rollout(calls: Sequence[Call]) -> dict[str | None, list[Call]]:
+    found: dict[str | None, list[Call]] = {}
+    for call in calls:
+        found.setdefault(call.rollout_id, []).append(call)
+    return found
+
+
 def _member(
     rollout: Rollout,
     calls: Sequence[Call],
+    context: Sequence[Call],
     rewards: Sequence[Reward],
     batch: StepBatch,
     settings: StepSettings,
@@ -365,7 +386,7 @@ def _member(
         if rollout.state is RolloutState.SUCCEEDED
         else SkipReason.FAILED_ROLLOUT
     )
-    winning = [call for call in calls if rollout.winner and call.attempt_id == rollout.winner]
+    winning = _of_winner(rollout, calls)
     won = {call.id for call in winning}
     for call in calls:
         if call.id not in won:
@@ -379,7 +400,7 @@ def _member(
     batch.skipped |= built.skipped
     return _Member(
         rollout=rollout,
-        calls=sorted(winning, key=lambda call: (call.seq, call.choice, call.id)),
+        calls=sorted(_of_winner(rollout, context), key=lambda c: (c.seq, c.choice, c.id)),
         rewards=winning_rewards(rollout, rewards),
         trajectories=built.trajectories,
         total=batch.rewards[rollout.id],

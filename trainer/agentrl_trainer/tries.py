@@ -136,7 +136,8 @@ def _plan(branches: list[tuple[int, int]], paths: list[list[int]], size: int) ->
             keys[row, : len(paths[i])] = torch.tensor(paths[i])
             order[first : first + own] = torch.arange(done, done + own)
             done += q
-        depths = starts[:, None] + torch.arange(q)
+        # Padded queries stay where keys are: beyond a sliding window they would see nothing (NaN).
+        depths = (starts[:, None] + torch.arange(q)).clamp(max=keys.shape[1] - 1)
         blocks.append(Block(queries, keys, depths, causal=not bool(starts.any())))
     return Trie(blocks, order)
 

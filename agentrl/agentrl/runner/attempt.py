@@ -94,13 +94,13 @@ def run_attempts(
 def run_foreign(report_fd: int, leash_fd: int) -> NoReturn:
     """``run_attempts`` in an interpreter of its own: the first job comes on standard input."""
     config = RunnerConfig.from_json(sys.stdin.readline())
+    for fd in (report_fd, leash_fd):
+        os.set_inheritable(fd, False)
     if config.concurrency > 1:
         from agentrl.runner.shared import run_shared
 
         run_shared(config, report_fd, leash_fd)
     job = Job.from_line(sys.stdin.readline().encode())
-    for fd in (report_fd, leash_fd):
-        os.set_inheritable(fd, False)
     # Nobody preloads for us, so nobody need be told what was imported.
     _run_attempts(config, job, report_fd, leash_fd, None)
 
@@ -185,6 +185,7 @@ class _Host:
         self._watch = _RewardWatch()
 
     def run(self, claim: Claim) -> Report:
+        os.environ.pop("AGENTRL_TASK", None)  # one that is too long is not there at all
         os.environ.update(attempt_environment(self._config, claim))
         for stale in ("TRACEPARENT", "TRACESTATE"):  # the trainer's own trace is not the agent's
             os.environ.pop(stale, None)

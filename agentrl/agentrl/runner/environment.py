@@ -36,6 +36,10 @@ def storage_folder(attempt_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"agentrl-{attempt_id}"
 
 
+def _is_storage(path: Path) -> bool:
+    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith("agentrl-")
+
+
 def look_certificates_up_by_name(env: dict[str, str]) -> None:
     """Makes TLS clients find certificates in a hashed folder instead of parsing a whole bundle.
 
@@ -121,7 +125,8 @@ def attempt_environment(
         env["AGENTRL_TASK"] = task
     if "OTEL_SERVICE_NAME" not in inherited:
         env["OTEL_SERVICE_NAME"] = "agentrl-agent"
-    if "CREWAI_STORAGE_DIR" not in inherited:
+    storage = inherited.get("CREWAI_STORAGE_DIR")
+    if storage is None or _is_storage(Path(storage)):  # none, or that of the attempt before
         env["CREWAI_STORAGE_DIR"] = str(storage_folder(claim.attempt_id))
     env |= direct_to_gateway(gateway, inherited)
     if config.python_path:

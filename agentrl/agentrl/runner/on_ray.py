@@ -83,11 +83,12 @@ class RayPool:
     def alive(self) -> bool:
         """Whether some runner works; those that Ray has not placed yet need no look."""
         answers = [actor.alive.remote() for actor in self._actors]
-        ready, _ = self._ray.wait(answers, num_returns=1, timeout=_LOOK_S)
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get(ready)
-            return True
-        return False
+        ready, waiting = self._ray.wait(answers, num_returns=len(answers), timeout=_LOOK_S)
+        for answer in ready:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.get(answer)
+                return True
+        return bool(waiting)
 
     def restart(self) -> None:
         self.restarts += 1

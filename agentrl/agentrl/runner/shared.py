@@ -62,6 +62,8 @@ def run_shared(config: RunnerConfig, report_fd: int, leash_fd: int) -> NoReturn:
         os.close(fd)
         sys.stdout, sys.stderr = _Routed(sys.stdout), _Routed(sys.stderr)  # type: ignore[assignment]
         os.environ.update(shared_environment(config))
+        for stale in ("TRACEPARENT", "TRACESTATE"):  # the trainer's own trace is not the agent's
+            os.environ.pop(stale, None)
         sys.argv = [config.agent]
         asyncio.run(_Hall(config, report_fd, leash_fd).run())
     except BaseException:
@@ -158,7 +160,8 @@ class _Hall:
                 except (KeyboardInterrupt, GeneratorExit):
                     raise
                 except BaseException as raised:  # CancelledError and SystemExit too
-                    report.error = show_error(raised)
+                    report.ok = isinstance(raised, SystemExit) and raised.code in (None, 0)
+                    report.error = None if report.ok else show_error(raised)
                 report.reward_emitted = mine.rewarded
                 report.incomplete = not await asyncio.to_thread(mine.finish)
         del self._tasks[claim.attempt_id]

@@ -91,6 +91,7 @@ class SharedWorker(Worker):
             fields: dict[str, Any] = json.loads(line)
             if "running" in fields:
                 process.last_running = fields["running"]
+                process.heard_at = time.monotonic()
                 continue
             running = self._running.get(fields.pop("attempt"))
             if running is not None:
@@ -138,8 +139,10 @@ class SharedWorker(Worker):
 
     def _kill_blocked(self, process: _SharedProcess) -> None:
         """One attempt does not let the others run: it has timed out, and they begin again."""
-        longest = min(self._running.values(), key=lambda running: running.deadline)
-        culprit = self._running.get(process.last_running or "", longest)
+        overdue = min(self._running.values(), key=lambda running: running.kill_at)
+        # Heard of since that one was asked to end: nobody blocks the process, it just goes on.
+        silent = process.heard_at <= overdue.kill_at - KILL_GRACE_S
+        culprit = self._running.get(process.last_running or "", overdue) if silent else overdue
         for running in self._running.values():
             if running is not culprit and running.cause is not None:
                 running.cause = Ending(
@@ -179,6 +182,7 @@ class _SharedProcess:
             [worker.control_fd],
         )
         self.received = bytearray()
+        self.heard_at = 0.0
         self.last_running: str | None = None  # the attempt whose task ran when it was last asked
         self._status: int | None = None
 

@@ -275,7 +275,8 @@ class RolloutStore:
             mine.append(t.rollouts.c.step == step)
         if purpose is not None:
             mine.append(t.rollouts.c.purpose == purpose)
-        ids = sa.select(t.rollouts.c.id).where(*mine)
+        # What a resumed run repeats was cancelled: its attempts are not this run's any more.
+        ids = sa.select(t.rollouts.c.id).where(*mine, t.rollouts.c.state != RolloutState.CANCELLED)
 
         def counts(column: sa.Column[str], *conditions: sa.ColumnElement[bool]) -> dict[str, int]:
             query = sa.select(column, sa.func.count()).where(*conditions).group_by(column)
