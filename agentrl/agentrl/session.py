@@ -81,7 +81,7 @@ class Session:
         )
         # Where another model is evaluated, no name may mean the base model by default.
         evaluated = isinstance(config, EvalConfig) and config.answered_by is not None
-        only_known = {"accept_any_model": False} if evaluated else {}
+        only_known: dict[str, Any] = {"accept_any_model": False} if evaluated else {}
         self._settings = GatewaySettings(
             store=self.store.url,
             model=config.model,

@@ -138,7 +138,7 @@ class Training:
         self.trackers = Trackers(
             config.trackers,
             self.folder,
-            config.model_dump(mode="json", exclude=MAY_HOLD_SECRETS),
+            config.model_dump(mode="json", exclude=set(MAY_HOLD_SECRETS)),
             display.note,
         )
         self.base: BaseModel
