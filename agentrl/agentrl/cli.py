@@ -170,11 +170,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
                 model=settings.model,
                 adapter=name if len(adapters) == 1 else None,
                 adapters=tuple(adapters),
-                agents={
-                    agent: name
-                    for name, one in settings.adapters.items()
-                    for agent in one.agents or []
-                },
+                agents=settings.adapter_of_agent,
                 device=settings.device,
                 dtype=settings.dtype,
                 operator_key=settings.operator_key,

@@ -284,6 +284,11 @@ class ModelConfig(_Config):
         return self.adapters or {self.adapter: AdapterConfig()}  # pyright: ignore[reportCallIssue]
 
     @property
+    def adapter_of_agent(self) -> dict[str, str]:
+        """By role, where an adapter names its agents."""
+        return {agent: name for name, one in self.trained.items() for agent in one.agents or []}
+
+    @property
     def sole_adapter(self) -> str | None:
         """The one that answers whatever name an agent asks for; None when there are several."""
         return next(iter(self.trained)) if len(self.trained) == 1 else None

@@ -87,11 +87,7 @@ class Session:
             model=config.model,
             adapter=None if base_only else config.sole_adapter,
             adapters=() if base_only else tuple(config.trained),
-            agents={}
-            if base_only
-            else {
-                agent: name for name, one in config.trained.items() for agent in one.agents or []
-            },
+            agents={} if base_only else config.adapter_of_agent,
             device=config.device,
             dtype=config.dtype,
             operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",

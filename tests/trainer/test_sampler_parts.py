@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_sampler_models import byte_tokenizer
 
+from agentrl_trainer.prefixes import common_prefix
 from agentrl_trainer.sampler import SampleParams
-from agentrl_trainer.sampler.cache import Budget, KVShape, PrefixStore, RowCache, common_prefix
+from agentrl_trainer.sampler.cache import Budget, KVShape, PrefixStore, RowCache
 from agentrl_trainer.sampler.lane import _chunk_size
 from agentrl_trainer.sampler.pick import Uniforms, pick
 from agentrl_trainer.sampler.stops import StopWatch

@@ -40,7 +40,7 @@ from transformers import (
 
 from agentrl_trainer.batches import Datum, pack
 from agentrl_trainer.logprobs import TokenLogprobs
-from agentrl_trainer.tries import Trie, pack_trie, shared_prefix
+from agentrl_trainer.tries import Trie, pack_trie
 
 VOCAB = 67
 SMALL: dict[str, Any] = {
@@ -255,12 +255,3 @@ def visible(trie: Trie) -> dict[int, list[int]]:
                 slots.append(block.keys[row][mask[row, q]].tolist())
     assert [places[slot] for slot in trie.order.tolist()] == list(range(len(trie.order)))
     return {at: slots[slot] for at, slot in enumerate(trie.order.tolist())}
-
-
-@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
-def test_shared_prefix(left: list[int], right: list[int]) -> None:
-    shared = shared_prefix(left, right)
-    assert left[:shared] == right[:shared]
-    assert left[shared : shared + 1] != right[shared : shared + 1] or shared == min(
-        len(left), len(right)
-    )

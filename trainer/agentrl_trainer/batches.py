@@ -18,8 +18,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from agentrl_trainer.prefixes import common_prefix
 from agentrl_trainer.trajectories import Trajectory
-from agentrl_trainer.tries import Trie, pack_trie, shared_prefix
+from agentrl_trainer.tries import Trie, pack_trie
 
 _KEYS_PER_TOKEN = 4
 """A micro-batch holds at most so many keys and values for each token of its budget."""
@@ -180,7 +181,7 @@ def _branch_lengths(rows: Sequence[_Row]) -> list[int]:
 def _added(before: _Row, row: _Row) -> int:
     if before.adapter != row.adapter:
         return len(row.tokens)
-    return len(row.tokens) - shared_prefix(before.tokens, row.tokens)
+    return len(row.tokens) - common_prefix(before.tokens, row.tokens)
 
 
 def _balanced_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:

@@ -25,6 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from agentrl_trainer.prefixes import common_prefix
+
 ATTENTION = "agentrl_trie"
 """Name of ``trie_attention`` among transformers' attention implementations."""
 
@@ -32,20 +34,6 @@ PADDED_SHARE = 1.25
 PADDED_PAIRS = 4096
 """Rows go through attention together as long as padding them to one shape costs at most this share
 of their query-key pairs, or this many pairs: about what a call costs that does nothing."""
-
-
-def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix, by bisection over slices (which compare in C)."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +96,7 @@ def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
     paths: list[list[int]] = []
     branches: list[tuple[int, int]] = []  # first place in the trie, first depth
     for at, row in enumerate(rows):
-        shared = shared_prefix(rows[at - 1], row) if at else 0
+        shared = common_prefix(rows[at - 1], row) if at else 0
         own = range(len(tokens), len(tokens) + len(row) - shared)
         branches.append((len(tokens), shared))
         paths.append([*(paths[-1][:shared] if at else ()), *own])

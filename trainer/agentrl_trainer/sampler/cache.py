@@ -223,20 +223,6 @@ def _grown(want: int, have: int, least: int) -> int:
     return have if want <= have else max(want, 2 * have, least)
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix (bisection: list slices compare at C speed)."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 @dataclass(slots=True, eq=False)
 class Prefix:
     """Keys and values of the tokens of a finished sequence."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from agentrl_trainer.prefixes import common_prefix
 from agentrl_trainer.sampler.adapters import Prepared
 from agentrl_trainer.sampler.cache import (
     KV,
@@ -21,7 +22,6 @@ from agentrl_trainer.sampler.cache import (
     Prefix,
     PrefixStore,
     RowCache,
-    common_prefix,
 )
 from agentrl_trainer.sampler.forward import Forward
 from agentrl_trainer.sampler.grammar import GrammarState

@@ -1,0 +1,19 @@
+"""What two token lists have in common. Knows nothing else: the sampler and the batches both ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix, by bisection over slices (which compare in C)."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
