@@ -50,6 +50,7 @@ from agentrl_proxy.sampler import (
     SampleEvent,
     SamplingParams,
 )
+from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
@@ -156,7 +157,7 @@ class ChatService:
         if bare is None:
             prompt = self.render(request, caller, headers)
             constraint = await self._constraints.of(request, opened=prompt.opened)
-            heading = wire.Heading(wire.new_id(request.dialect.id_prefix), request.model)
+            heading = wire.Heading(new_id(request.dialect.id_prefix), request.model)
             heading.prompt_tokens = len(prompt.ids)
         else:
             prompt = Prompt(bare.ids, [], Key(b"", b"", adapter), continued=False)

@@ -24,6 +24,7 @@ from agentrl_proxy.openai_types import (
 )
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.work import RequestWork
+from agentrl_tracer.ids import new_id
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -155,7 +156,7 @@ class CompletionWork(RequestWork[Job]):
         except ApiError as error:
             error.param = "prompt"
             raise
-        heading = wire.Heading(wire.new_id(common.dialect.id_prefix), common.model)
+        heading = wire.Heading(new_id(common.dialect.id_prefix), common.model)
         try:
             for i, (ids, body) in enumerate(zip(request.prompts, self._bodies, strict=True)):
                 bare = BarePrompt(ids, heading, i * common.n)

@@ -33,6 +33,7 @@ from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.recording import agent_name, trace_context
+from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
@@ -117,7 +118,7 @@ class OtherModels:
         if stream:  # usage is recorded whether or not the client asked for it
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         name = raw["model"]
-        heading = wire.Heading(wire.new_id("chatcmpl-"), name)
+        heading = wire.Heading(new_id("chatcmpl-"), name)
         calls = self._open(heading.id, raw, n, caller, seq, headers)
         answer = None
         if memory is not None:

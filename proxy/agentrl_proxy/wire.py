@@ -8,7 +8,6 @@ speaks: ``Chat`` as it is; completions.py, responses.py and messages.py have the
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +21,6 @@ from agentrl_proxy.replies import CallPiece, Reply, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(16)}"
 
 
 def sse(value: Any) -> bytes:

@@ -14,6 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import (
     AttemptState,
     Call,
@@ -73,6 +74,13 @@ def test_migrations_and_a_new_store_make_the_same_tables(tmp_path: Path) -> None
             assert context.get_current_revision() == engine.HEAD
     migrated.dispose()
     store.close()
+
+
+def test_ids_are_distinct_and_sort_by_their_moment() -> None:
+    ids = [new_id("call-") for _ in range(2_000)]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == len(ids)
+    assert {len(one) for one in ids} == {29}
 
 
 def test_a_store_of_the_future_is_refused(tmp_path: Path) -> None:

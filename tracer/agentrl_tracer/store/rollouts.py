@@ -16,6 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import (
     POLICY_REWARD_KEY,
     Attempt,
@@ -107,7 +108,7 @@ class RolloutStore:
             rows = [
                 {
                     **asdict(rollout),
-                    "id": secrets.token_hex(8),
+                    "id": new_id(),
                     "ordinal": ordinal + i,
                     "run_id": run_id,
                     "state": RolloutState.QUEUED,
@@ -132,7 +133,7 @@ class RolloutStore:
             row = c.execute(_CLAIMABLE[any_run], run).mappings().first()
             if row is None:
                 return None
-            attempt_id = secrets.token_hex(8)
+            attempt_id = new_id()
             claim = Claim(
                 rollout_id=row["id"],
                 attempt_id=attempt_id,

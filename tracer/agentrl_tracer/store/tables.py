@@ -147,7 +147,6 @@ calls = sa.Table(
     sa.Column("gateway", sa.Text),
     sa.Index("calls_attempt", "attempt_id", "seq"),
     sa.Index("calls_rollout", "rollout_id"),
-    sa.Index("calls_response", "response_id"),
     sa.Index("calls_accounting", "run_id", "trained_step", "skip_reason"),
 )
 
