@@ -50,8 +50,6 @@ _VLLM = pytest.param(
     marks=[
         pytest.mark.vllm,
         pytest.mark.timeout(900),
-        # Each test has an event loop of its own, whose kept connections nobody closes.
-        pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     ],
 )
 

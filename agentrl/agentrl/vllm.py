@@ -10,7 +10,8 @@ Three properties make the tokens trainable, and each is checked against the serv
 - *No stale adapter.* Each load gets a LoRA name that never was and never will be again. vLLM keys
   adapters by name and its prefix cache by (name, path), so neither can answer for an older one,
   even where a resumed run writes another adapter to the same path. A request says which load it
-  wants and keeps it to its end; a load is dropped when it was replaced and nobody uses it.
+  wants and keeps it to its end; a load is dropped when it was replaced and nobody uses it. A
+  server that lost them (it died and was started again) is given them anew before it is asked.
 - *The prompt is the prompt.* vLLM returns the ids that it consumed; they must be those sent.
 
 Under a grammar vLLM masks the logits first, so what it calls raw is the policy's renormalised over
@@ -52,6 +53,8 @@ _START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_START_S = 0.25
 _POLL_S = 1.0
 _SILENCE_S = 60.0  # a server that has not answered for so long is dead; a busy one is slower
+_PATIENCE_S = 20.0  # of a publication, for a server that is down
+_KEEP_ALIVE_S = 2.0  # less than vLLM's 5: a connection that it is about to close must not be used
 _NEVER = -math.inf
 _TOKENS_PER_CHUNK = 8
 """A chunk costs both sides about as much as a token does to sample on a GPU. The first and last
@@ -84,8 +87,12 @@ class _Load:
 
     lora: str  # its name there
     version: int
+    path: str
     users: int = 0
     replaced: bool = False
+
+    def request(self) -> dict[str, str]:
+        return {"lora_name": self.lora, "lora_path": self.path}
 
 
 class VllmSampler:
@@ -108,13 +115,17 @@ class VllmSampler:
         self._base = ""  # the server's name of the base model
         self._enforces_grammars = False
         self._loads: dict[str, _Load] = {}
+        self._replacing = threading.Lock()  # the event loop and the watch both do
         self._swaps = 0
+        self._recoveries = 0
         self._in_flight = 0
         self._stats: dict[str, float] = {}
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the client is
+        self._lifetime: AsyncGenerator[httpx.AsyncClient] | None = None
         self._unloading: set[asyncio.Task[None]] = set()
         self._heard = _NEVER  # when the server last answered, unless it died since
+        self._trouble = ""  # why it is not in use
         self._stopping = threading.Event()
         self._watch: threading.Thread | None = None
 
@@ -122,6 +133,9 @@ class VllmSampler:
 
     def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Waits for the server, checks that it is fit, begins to watch it.
+
+        From then on the server may die and come back: ``healthy`` says which, and when it is true
+        again the server has every adapter that was loaded.
 
         Raises:
             VllmError: it does not come up in time, or is not fit.
@@ -153,6 +167,7 @@ class VllmSampler:
 
     @property
     def healthy(self) -> bool:
+        """Whether the server answers, with all adapters. False is not for good."""
         return time.monotonic() - self._heard < _SILENCE_S
 
     @property
@@ -161,35 +176,42 @@ class VllmSampler:
 
     def stats(self) -> dict[str, Any]:
         """The server's own counts, a second old at most, and ours."""
-        ours = {"sampler": "vllm", "in_flight": self._in_flight, "swaps": self._swaps}
-        return {**self._stats, **ours}
+        ours = {"in_flight": self._in_flight, "swaps": self._swaps, "recoveries": self._recoveries}
+        return {**self._stats, "sampler": "vllm", **ours}
 
     # ---- adapters
 
     def load_now(self, name: str, version: int, path: str) -> None:
         """``load_adapter`` for where no event loop runs yet."""
-        lora = _fresh_name(name, version)
+        load = _fresh_load(name, version, path)
         with self._blocking() as server:
-            body = {"lora_name": lora, "lora_path": path}
-            _loaded(server.post("/v1/load_lora_adapter", json=body))
-        self._loads[name] = _Load(lora, version)
+            _loaded(server.post("/v1/load_lora_adapter", json=load.request()))
+        self._loads[name] = load
         self._swaps += 1
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         """Loads it beside the one that answers now, then answers with it.
 
         Raises:
-            VllmError: the server does not take it.
+            VllmError: the server does not take it, or stays away.
         """
-        lora = _fresh_name(name, version)
-        body = {"lora_name": lora, "lora_path": path}
-        _loaded(await self._async().post("/v1/load_lora_adapter", json=body))
-        before = self._loads.get(name)
-        self._loads[name] = _Load(lora, version)
+        await self._until_healthy()
+        load = _fresh_load(name, version, path)
+        _loaded(await self._post("/v1/load_lora_adapter", load.request()))
+        with self._replacing:
+            before = self._loads.get(name)
+            self._loads[name] = load
         self._swaps += 1
         if before is not None:
             before.replaced = True
             self._drop_if_unused(before)
+
+    async def _until_healthy(self) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self.healthy:
+            if time.monotonic() > deadline:
+                raise VllmError(f"vLLM is out of use: {self._trouble or 'no answer'}")
+            await asyncio.sleep(_POLL_START_S)
 
     def _drop_if_unused(self, load: _Load) -> None:
         if not load.replaced or load.users:
@@ -200,8 +222,9 @@ class VllmSampler:
 
     async def _unload(self, lora: str) -> None:
         try:
-            answer = await self._async().post("/v1/unload_lora_adapter", json={"lora_name": lora})
-            answer.raise_for_status()
+            answer = await self._post("/v1/unload_lora_adapter", {"lora_name": lora})
+            if answer.status_code != 404:  # a server that died has lost it anyway
+                answer.raise_for_status()
         except httpx.HTTPError as error:  # it is never asked for again: no harm but its memory
             log.warning("vLLM did not unload %s: %s", lora, error)
 
@@ -283,7 +306,8 @@ class VllmSampler:
         self, body: dict[str, Any], params: SamplingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
         body |= {"stream": True, "stream_interval": _TOKENS_PER_CHUNK}
-        async with self._async().stream("POST", "/v1/completions", json=body) as answer:
+        client = await self._async()
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise _refusal(answer.status_code, await answer.aread())
             async for line in answer.aiter_lines():
@@ -340,35 +364,46 @@ class VllmSampler:
     async def _complete(
         self, body: dict[str, Any], *, constrained: bool = False
     ) -> list[dict[str, Any]]:
-        answer = await self._async().post("/v1/completions", json=body)
+        answer = await self._post("/v1/completions", body)
         if answer.status_code != 200:
             raise _refusal(answer.status_code, answer.content, constrained=constrained)
         return answer.json()["choices"]
 
     # ---- the server
 
-    def _blocking(self) -> httpx.Client:
+    def _blocking(self, timeout_s: float = 60.0) -> httpx.Client:
         url, path = _address(self._url)
         return httpx.Client(
             base_url=url,
             headers=self._headers,
             transport=httpx.HTTPTransport(uds=path),
-            timeout=httpx.Timeout(60.0),
+            timeout=httpx.Timeout(timeout_s),
         )
 
-    def _async(self) -> httpx.AsyncClient:
+    async def _async(self) -> httpx.AsyncClient:
+        """A client of the running event loop, which closes it when it ends."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            self._loop = loop
-            url, path = _address(self._url)
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-            self._client = httpx.AsyncClient(
-                base_url=url,
-                headers=self._headers,
-                transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
-                timeout=httpx.Timeout(None, connect=10.0),  # an answer takes as long as it takes
-            )
+            self._loop, self._lifetime = loop, self._new_client()
+            self._client = await anext(self._lifetime)
         return self._client
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        return await (await self._async()).post(path, json=body)
+
+    async def _new_client(self) -> AsyncGenerator[httpx.AsyncClient]:
+        """One client. An event loop that ends closes its generators, and this one its client."""
+        url, path = _address(self._url)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEP_ALIVE_S
+        )
+        async with httpx.AsyncClient(
+            base_url=url,
+            headers=self._headers,
+            transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
+            timeout=httpx.Timeout(None, connect=10.0),  # an answer takes as long as it takes
+        ) as client:
+            yield client
 
     def _check(self, server: httpx.Client) -> None:
         """Whether this server's answers can be trained on."""
@@ -406,23 +441,60 @@ class VllmSampler:
         if not self._enforces_grammars:
             log.warning("vLLM: %s", _NO_GRAMMARS)
 
+    # ---- its death and return
+
     def _keep_watch(self) -> None:
         refused = 0
-        with self._blocking() as server:
+        with self._blocking(timeout_s=10.0) as server:
             while not self._stopping.wait(_POLL_S):
                 try:
-                    healthy = server.get("/health", timeout=10.0).status_code == 200
-                    metrics = server.get("/metrics", timeout=10.0)
+                    self._look_at(server)
+                    refused = 0
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
                     refused += 1  # twice: one may be a kept connection that timed out
                     if refused >= 2:
-                        self._heard = _NEVER
+                        self._lost("it does not answer")
                 except httpx.TransportError:
                     pass  # slow; how long that may last is ``healthy``'s to say
-                else:
-                    refused = 0
-                    self._heard = time.monotonic() if healthy else _NEVER
-                    self._stats = _read_metrics(metrics.text)
+                except httpx.HTTPStatusError as error:
+                    path, status = error.request.url.path, error.response.status_code
+                    self._lost(f"{path} answers {status}")
+                except VllmError as error:
+                    self._lost(str(error))
+
+    def _look_at(self, server: httpx.Client) -> None:
+        server.get("/health").raise_for_status()
+        wanted = dict(self._loads)
+        models = server.get("/v1/models").raise_for_status().json()["data"]
+        there = {model["id"] for model in models}
+        gone = {name: load for name, load in wanted.items() if load.lora not in there}
+        # One that was replaced since it was listed may have been unloaded: that is no loss.
+        gone = {name: load for name, load in gone.items() if self._loads.get(name) is load}
+        if gone or self._heard == _NEVER:
+            self._restore(server, gone)
+        self._heard = time.monotonic()
+        self._stats = _read_metrics(server.get("/metrics").text)
+
+    def _restore(self, server: httpx.Client, gone: Mapping[str, _Load]) -> None:
+        """Gives a server that was started anew what the one before it had."""
+        self._lost("it has lost its adapters")
+        self._check(server)
+        for name, load in gone.items():
+            again = _fresh_load(name, load.version, load.path)
+            _loaded(server.post("/v1/load_lora_adapter", json=again.request()))
+            with self._replacing:
+                if current := self._loads.get(name) is load:
+                    self._loads[name] = again
+            if not current:  # a newer version was published meanwhile
+                server.post("/v1/unload_lora_adapter", json={"lora_name": again.lora})
+        self._recoveries += 1
+        self._trouble = ""
+        log.warning("vLLM is back; loaded anew: %s", ", ".join(gone) or "nothing")
+
+    def _lost(self, why: str) -> None:
+        if why != self._trouble:
+            log.warning("vLLM is out of use: %s", why)
+        self._heard, self._trouble = _NEVER, why
 
 
 def _address(url: str) -> tuple[str, str | None]:
@@ -437,8 +509,8 @@ def _structured(grammar: str) -> dict[str, str]:
     return {"grammar": f"%llguidance {{}}\n{grammar}"}
 
 
-def _fresh_name(name: str, version: int) -> str:
-    return f"{name}@v{version}-{secrets.token_hex(4)}"
+def _fresh_load(name: str, version: int, path: str) -> _Load:
+    return _Load(f"{name}@v{version}-{secrets.token_hex(4)}", version, path)
 
 
 def _loaded(answer: httpx.Response) -> None:
@@ -490,8 +562,6 @@ def _require_prompt(choice: dict[str, Any], prompt: list[int]) -> None:
 
 def _refusal(status: int, content: bytes, *, constrained: bool = False) -> Exception:
     message = _message(content)
-    if status == 404:
-        return RefusedError("unknown_adapter", f"vLLM: {message}")
     if status == 400 and constrained:
         return GrammarError(f"vLLM: {message}")
     if status in (400, 422):
