@@ -53,7 +53,8 @@ _START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_START_S = 0.25
 _POLL_S = 1.0
 _SILENCE_S = 60.0  # a server that has not answered for so long is dead; a busy one is slower
-_PATIENCE_S = 20.0  # of a publication, for a server that is down
+_PATIENCE_S = 4.0  # of a publication, for a server that is down
+_LOAD_S = 25.0  # for an adapter; with the patience less than what publishes waits
 _KEEP_ALIVE_S = 2.0  # less than vLLM's 5: a connection that it is about to close must not be used
 _NEVER = -math.inf
 _TOKENS_PER_CHUNK = 8
@@ -197,7 +198,7 @@ class VllmSampler:
         """
         await self._until_healthy()
         load = _fresh_load(name, version, path)
-        _loaded(await self._post("/v1/load_lora_adapter", load.request()))
+        _loaded(await self._post("/v1/load_lora_adapter", load.request(), timeout=_LOAD_S))
         with self._replacing:
             before = self._loads.get(name)
             self._loads[name] = load
@@ -222,7 +223,8 @@ class VllmSampler:
 
     async def _unload(self, lora: str) -> None:
         try:
-            answer = await self._post("/v1/unload_lora_adapter", {"lora_name": lora})
+            asked = {"lora_name": lora}
+            answer = await self._post("/v1/unload_lora_adapter", asked, timeout=_LOAD_S)
             if answer.status_code != 404:  # a server that died has lost it anyway
                 answer.raise_for_status()
         except httpx.HTTPError as error:  # it is never asked for again: no harm but its memory
@@ -388,8 +390,10 @@ class VllmSampler:
             self._client = await anext(self._lifetime)
         return self._client
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        return await (await self._async()).post(path, json=body)
+    async def _post(
+        self, path: str, body: Mapping[str, Any], timeout: float | None = None
+    ) -> httpx.Response:
+        return await (await self._async()).post(path, json=body, timeout=timeout)
 
     async def _new_client(self) -> AsyncGenerator[httpx.AsyncClient]:
         """One client. An event loop that ends closes its generators, and this one its client."""
