@@ -223,7 +223,7 @@ def test_serve_starts_vllm_and_outlives_its_death(tmp_path: Path) -> None:
             assert server.poll() is None
         with httpx.Client(base_url=found[0], timeout=900) as client:
             before = {name: answer_of(client, name, policies[name]) for name in policies}
-            assert before["asker"] != before["answerer"]
+            assert before["asker"] != pytest.approx(before["answerer"], abs=0.01)
             vanish(client, {"stream": True})
             vanish(client, {})
             vanish(client, {"response_format": LONG_ANSWERS})
@@ -238,7 +238,7 @@ def test_serve_starts_vllm_and_outlives_its_death(tmp_path: Path) -> None:
             wait_for(lambda: client.get("/healthz").status_code == 200, 900)
             assert client.get("/healthz").json()["sampler"]["recoveries"] == 1
             after = {name: answer_of(client, name, policies[name]) for name in policies}
-            assert after == before
+            assert after == {name: pytest.approx(was, abs=2e-4) for name, was in before.items()}
         last = engine(log)
         server.send_signal(signal.SIGINT)
         assert server.wait(60) in (0, 130), server.stdout.read()
@@ -255,16 +255,17 @@ def chat(model: str, **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": asked, "max_tokens": 16, "logprobs": True} | more
 
 
-def answer_of(client: httpx.Client, model: str, policy: Policy) -> list[int]:
-    """A greedy answer's tokens, whose log-probs are found to be this policy's."""
+def answer_of(client: httpx.Client, model: str, policy: Policy) -> list[float]:
+    """A greedy answer's log-probs, found to be this policy's."""
     body = chat(model, temperature=0, return_token_ids=True)
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     [choice] = answer.json()["choices"]
     got = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     expected = policy.logprobs(answer.json()["prompt_token_ids"], choice["token_ids"])
-    assert got == pytest.approx(expected, abs=2e-4)
-    return choice["token_ids"]
+    assert len(got) >= 5
+    assert got == pytest.approx(expected[: len(got)], abs=2e-4)  # a stop token is not shown
+    return got
 
 
 LONG_ANSWERS = {
@@ -277,25 +278,26 @@ def vanish(client: httpx.Client, more: dict[str, Any]) -> None:
     """Asks for a long answer and goes away: vLLM must stop working on it."""
 
     def sampler() -> dict[str, Any]:
+        time.sleep(2.5)  # its counts may be a second old
         return client.get("/healthz").json()["sampler"]
 
     ends = load_facts("agentrl-tiny").eos_ids
     endless = {"logit_bias": {str(token): -100 for token in ends}, "max_tokens": 1500}
-    generated = sampler()["generated_tokens"]
+    before = sampler()
+    # Not streamed, there is nothing to read before the end: the client loses its patience.
+    patience = httpx.Timeout(900, read=900 if "stream" in more else 1.5)
     with (
-        httpx.Client(base_url=client.base_url, timeout=900) as fickle,
+        httpx.Client(base_url=client.base_url, timeout=patience) as fickle,
         contextlib.suppress(httpx.ReadTimeout),
         fickle.stream(
-            "POST", "/v1/chat/completions", json=chat("asker", **endless, **more),
-            timeout=httpx.Timeout(900, read=900 if "stream" in more else 2.0),
+            "POST", "/v1/chat/completions", json=chat("asker", **endless, **more)
         ) as answer,
-    ):  # fmt: skip
+    ):
         assert answer.status_code == 200
         next(answer.iter_lines())
-    wait_for(lambda: sampler()["generated_tokens"] > generated)
-    wait_for(lambda: sampler()["running"] == 0)
-    assert sampler()["in_flight"] == 0
-    assert sampler()["generated_tokens"] - generated < 1400
+    after = sampler()
+    assert (after["running"], after["waiting"], after["in_flight"]) == (0, 0, 0)
+    assert 0 < after["generated_tokens"] - before["generated_tokens"] < 1400
 
 
 @pytest.mark.vllm
