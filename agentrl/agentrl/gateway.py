@@ -135,9 +135,10 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     try:
         sampler.start()
         deps.context_length = sampler.context_length
-        threading.Thread(
-            target=_end_without, args=(sampler, stopping), name="sampler-watch", daemon=True
-        ).start()
+        if settings.vllm_url is None:  # a server comes back, and its sampler then sees to the rest
+            threading.Thread(
+                target=_end_without, args=(sampler, stopping), name="sampler-watch", daemon=True
+            ).start()
         for name, version, path in _adapters_to_load(settings, store):
             sampler.load_now(name, version, path)
         serve_on(create_app(deps), sock)
@@ -181,7 +182,7 @@ def _forward(settings: GatewaySettings) -> OtlpForward | None:
 
 
 def _end_without(sampler: Sampler, stopping: threading.Event) -> None:
-    """Ends the process when its sampler has died: only a new one has a working one.
+    """Ends the process when its engine has died: only a new one has a working one.
 
     As if asked to, so that what is under way gets its answer (503) and its row.
     """

@@ -237,9 +237,9 @@ class Session:
         The store is told first: a gateway that restarts in between loads it from there.
         """
         self.store.publish_adapter(self.run_id, name, version, path, step)
-        restarts = self.gateway.restarts
+        restarts = self._restarts()
         while problem := self.gateway.try_load_adapter(name, version, path):
-            if self.gateway.restarts - restarts >= _HOPELESS_RESTARTS:
+            if self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(f"adapter {name}@{version} cannot be published: {problem}")
             time.sleep(_POLL_S)
 

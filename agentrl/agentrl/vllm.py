@@ -1,7 +1,7 @@
 """A vLLM server, as the gateway's ``Sampler``: tokens in, tokens out.
 
-Knows vLLM's HTTP API (``/v1/completions`` with token ids, the LoRA routes, ``/metrics``) and the
-protocol. Does not start the server (``agentrl.vllm_server`` does) and does not know messages.
+Knows which adapter versions the server has, and whether it lives. Does not know what goes over the
+wire (``agentrl.vllm_api`` does), does not start the server (``agentrl.vllm_server`` does).
 
 Three properties make the tokens trainable, and each is checked against the server, not assumed:
 
@@ -10,7 +10,8 @@ Three properties make the tokens trainable, and each is checked against the serv
 - *No stale adapter.* Each load gets a LoRA name that never was and never will be again. vLLM keys
   adapters by name and its prefix cache by (name, path), so neither can answer for an older one,
   even where a resumed run writes another adapter to the same path. A request says which load it
-  wants and keeps it to its end; a load is dropped when it was replaced and nobody uses it.
+  wants and keeps it to its end; a load is dropped when it was replaced and nobody uses it. A
+  server that lost them (it died and was started again) is given them anew before it is asked.
 - *The prompt is the prompt.* vLLM returns the ids that it consumed; they must be those sent.
 
 Under a grammar vLLM masks the logits first, so what it calls raw is the policy's renormalised over
@@ -28,17 +29,16 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import httpx
 
+from agentrl import vllm_api
+from agentrl.vllm_api import VllmError
 from agentrl_proxy.sampler import (
     ContextLengthError,
-    FinishEvent,
-    FinishReason,
     GrammarError,
     RefusedError,
     SampleEvent,
@@ -52,30 +52,13 @@ _START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_START_S = 0.25
 _POLL_S = 1.0
 _SILENCE_S = 60.0  # a server that has not answered for so long is dead; a busy one is slower
+_PATIENCE_S = 4.0  # of a publication, for a server that is down
+_LOAD_S = 25.0  # for an adapter; with the patience less than what publishes waits
+_KEEP_ALIVE_S = 2.0  # less than vLLM's 5: a connection that it is about to close must not be used
 _NEVER = -math.inf
 _TOKENS_PER_CHUNK = 8
 """A chunk costs both sides about as much as a token does to sample on a GPU. The first and last
 ones come at once; of a cancelled answer up to one chunk's tokens are not recorded."""
-_FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
-_METRICS = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:prompt_tokens_total": "prompt_tokens",
-    "vllm:prefix_cache_hits_total": "reused_tokens",
-    "vllm:generation_tokens_total": "generated_tokens",
-    "vllm:num_preemptions_total": "preemptions",
-    "vllm:kv_cache_usage_perc": "kv_usage",
-}
-
-
-_NO_GRAMMARS = (
-    "this server does not enforce grammars in llguidance's form; start it with "
-    """--structured-outputs-config '{"backend": "guidance"}'"""
-)
-
-
-class VllmError(RuntimeError):
-    """The server cannot be used as it is; the message says what to change."""
 
 
 @dataclass(slots=True)
@@ -84,8 +67,12 @@ class _Load:
 
     lora: str  # its name there
     version: int
+    path: str
     users: int = 0
     replaced: bool = False
+
+    def request(self) -> dict[str, str]:
+        return {"lora_name": self.lora, "lora_path": self.path}
 
 
 class VllmSampler:
@@ -108,13 +95,17 @@ class VllmSampler:
         self._base = ""  # the server's name of the base model
         self._enforces_grammars = False
         self._loads: dict[str, _Load] = {}
+        self._replacing = threading.Lock()  # the event loop and the watch both do
         self._swaps = 0
+        self._recoveries = 0
         self._in_flight = 0
         self._stats: dict[str, float] = {}
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the client is
+        self._lifetime: AsyncGenerator[httpx.AsyncClient] | None = None
         self._unloading: set[asyncio.Task[None]] = set()
         self._heard = _NEVER  # when the server last answered, unless it died since
+        self._trouble = ""  # why it is not in use
         self._stopping = threading.Event()
         self._watch: threading.Thread | None = None
 
@@ -122,6 +113,9 @@ class VllmSampler:
 
     def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Waits for the server, checks that it is fit, begins to watch it.
+
+        From then on the server may die and come back: ``healthy`` says which, and when it is true
+        again the server has every adapter that was loaded.
 
         Raises:
             VllmError: it does not come up in time, or is not fit.
@@ -136,7 +130,7 @@ class VllmSampler:
                     raise VllmError(f"vllm: no server answers at {self._url}")
                 if self._stopping.wait(_POLL_START_S):
                     return
-            self._check(server)
+            self._learn(server)
         self._heard = time.monotonic()
         self._watch = threading.Thread(target=self._keep_watch, name="vllm-watch", daemon=True)
         self._watch.start()
@@ -145,7 +139,7 @@ class VllmSampler:
         """Stops watching and takes its adapters out of the server, which goes on."""
         self._stopping.set()
         if self._watch is not None:
-            self._watch.join()
+            self._watch.join(timeout=2.0)  # it may be waiting for a server that hangs
         self._heard = _NEVER
         with self._blocking() as server, contextlib.suppress(httpx.HTTPError):
             for load in self._loads.values():
@@ -153,6 +147,7 @@ class VllmSampler:
 
     @property
     def healthy(self) -> bool:
+        """Whether the server answers, with all adapters. False is not for good."""
         return time.monotonic() - self._heard < _SILENCE_S
 
     @property
@@ -161,18 +156,17 @@ class VllmSampler:
 
     def stats(self) -> dict[str, Any]:
         """The server's own counts, a second old at most, and ours."""
-        ours = {"sampler": "vllm", "in_flight": self._in_flight, "swaps": self._swaps}
-        return {**self._stats, **ours}
+        ours = {"in_flight": self._in_flight, "swaps": self._swaps, "recoveries": self._recoveries}
+        return {**self._stats, "sampler": "vllm", **ours}
 
     # ---- adapters
 
     def load_now(self, name: str, version: int, path: str) -> None:
         """``load_adapter`` for where no event loop runs yet."""
-        lora = _fresh_name(name, version)
+        load = _fresh_load(name, version, path)
         with self._blocking() as server:
-            body = {"lora_name": lora, "lora_path": path}
-            _loaded(server.post("/v1/load_lora_adapter", json=body))
-        self._loads[name] = _Load(lora, version)
+            vllm_api.require_loaded(server.post("/v1/load_lora_adapter", json=load.request()))
+        self._loads[name] = load
         self._swaps += 1
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
@@ -180,16 +174,27 @@ class VllmSampler:
 
         Raises:
             VllmError: the server does not take it.
+            RefusedError: there is no server now.
         """
-        lora = _fresh_name(name, version)
-        body = {"lora_name": lora, "lora_path": path}
-        _loaded(await self._async().post("/v1/load_lora_adapter", json=body))
-        before = self._loads.get(name)
-        self._loads[name] = _Load(lora, version)
+        await self._until_healthy()
+        load = _fresh_load(name, version, path)
+        vllm_api.require_loaded(
+            await self._post("/v1/load_lora_adapter", load.request(), limit_s=_LOAD_S)
+        )
+        with self._replacing:
+            before = self._loads.get(name)
+            self._loads[name] = load
         self._swaps += 1
         if before is not None:
             before.replaced = True
             self._drop_if_unused(before)
+
+    async def _until_healthy(self) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self.healthy:
+            if time.monotonic() > deadline:
+                raise RefusedError("stopped", f"vLLM is out of use: {self._trouble}")
+            await asyncio.sleep(_POLL_START_S)
 
     def _drop_if_unused(self, load: _Load) -> None:
         if not load.replaced or load.users:
@@ -200,8 +205,10 @@ class VllmSampler:
 
     async def _unload(self, lora: str) -> None:
         try:
-            answer = await self._async().post("/v1/unload_lora_adapter", json={"lora_name": lora})
-            answer.raise_for_status()
+            asked = {"lora_name": lora}
+            answer = await self._post("/v1/unload_lora_adapter", asked, limit_s=_LOAD_S)
+            if answer.status_code != 404:  # a server that died has lost it anyway
+                answer.raise_for_status()
         except httpx.HTTPError as error:  # it is never asked for again: no harm but its memory
             log.warning("vLLM did not unload %s: %s", lora, error)
 
@@ -213,7 +220,7 @@ class VllmSampler:
         room = self.context_length - len(prompt_ids)
         if params.grammar is not None:
             if not self._enforces_grammars:
-                raise GrammarError(_NO_GRAMMARS)
+                raise GrammarError(vllm_api.NO_GRAMMARS)
             room -= 1  # for the token that scoring an answer has to sample
         if room < 1:
             raise ContextLengthError(
@@ -228,7 +235,8 @@ class VllmSampler:
             load.users += 1
         self._in_flight += 1
         model = self._base if load is None else load.lora
-        body = self._body(model, prompt_ids, params, room)
+        max_tokens = min(params.max_tokens, room)
+        body = vllm_api.completion(model, prompt_ids, params, max_tokens, self._eos_ids)
         version = None if load is None else load.version
         events = (
             self._streamed(body, params, version)
@@ -249,43 +257,14 @@ class VllmSampler:
                 load.users -= 1
                 self._drop_if_unused(load)
 
-    def _body(
-        self, model: str, prompt_ids: Sequence[int], params: SamplingParams, room: int
-    ) -> dict[str, Any]:
-        """Everything is said: what is not, a server takes from the model's generation config."""
-        greedy_of_many = params.temperature == 0 and params.n > 1  # vLLM refuses that
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": list(prompt_ids),
-            "max_tokens": min(params.max_tokens, room),
-            "temperature": 1.0 if greedy_of_many else params.temperature,
-            "top_p": params.top_p,
-            "top_k": 1 if greedy_of_many else params.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "n": params.n,
-            "logprobs": params.top_logprobs,
-            "stop": list(params.stop),
-            "stop_token_ids": self._eos_ids,
-            "skip_special_tokens": False,  # a stop string may be one
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
-        if params.seed is not None:
-            body["seed"] = _seed(params.seed)
-        if params.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
-        return body
-
     async def _streamed(
         self, body: dict[str, Any], params: SamplingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
         body |= {"stream": True, "stream_interval": _TOKENS_PER_CHUNK}
-        async with self._async().stream("POST", "/v1/completions", json=body) as answer:
+        client = await self._async()
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
-                raise _refusal(answer.status_code, await answer.aread())
+                raise vllm_api.refusal(answer.status_code, await answer.aread())
             async for line in answer.aiter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -295,24 +274,24 @@ class VllmSampler:
                 if "error" in chunk:
                     raise RefusedError("stopped", f"vLLM: {chunk['error'].get('message')}")
                 for choice in chunk["choices"]:
-                    _require_prompt(choice, body["prompt"])
-                    for event in _tokens(choice, params, version):
+                    vllm_api.require_prompt(choice, body["prompt"])
+                    for event in vllm_api.tokens(choice, params, version):
                         yield event
                     if choice["finish_reason"] is not None:
-                        yield _finish(choice)
+                        yield vllm_api.finish(choice)
 
     async def _constrained(
         self, body: dict[str, Any], params: SamplingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
-        body["structured_outputs"] = _structured(params.grammar or "")
+        body["structured_outputs"] = vllm_api.structured(params.grammar or "")
         for choice in await self._complete(body, constrained=True):
-            _require_prompt(choice, body["prompt"])
-            masked = list(_tokens(choice, params, version))
+            vllm_api.require_prompt(choice, body["prompt"])
+            masked = list(vllm_api.tokens(choice, params, version))
             raw = await self._score(body, [event.token_id for event in masked], params)
             for event, (logprob, top) in zip(masked, raw, strict=True):
                 yield TokenEvent(event.choice, event.token_id, logprob, top, version)
             mass = sum(logprob for logprob, _ in raw) - sum(event.logprob for event in masked)
-            yield _finish(choice, log_mass=mass)
+            yield vllm_api.finish(choice, log_mass=mass)
 
     async def _score(
         self, body: dict[str, Any], answer: list[int], params: SamplingParams
@@ -334,21 +313,31 @@ class VllmSampler:
         rows = scored["prompt_logprobs"][-len(answer) :]
         for token, row in zip(answer, rows, strict=True):
             pairs = [(int(key), entry["logprob"]) for key, entry in row.items()]
-            found.append((row[str(token)]["logprob"], _likeliest(pairs, params.top_logprobs)))
+            found.append(
+                (row[str(token)]["logprob"], vllm_api.likeliest(pairs, params.top_logprobs))
+            )
         return found
 
     async def _complete(
         self, body: dict[str, Any], *, constrained: bool = False
     ) -> list[dict[str, Any]]:
-        answer = await self._async().post("/v1/completions", json=body)
+        answer = await self._post("/v1/completions", body)
         if answer.status_code != 200:
-            raise _refusal(answer.status_code, answer.content, constrained=constrained)
+            raise vllm_api.refusal(answer.status_code, answer.content, constrained=constrained)
         return answer.json()["choices"]
 
     # ---- the server
 
+    def _learn(self, server: httpx.Client) -> None:
+        """What kind of server it is, and whether it is fit."""
+        found = vllm_api.check(server, self._eos_ids[0])
+        self._base, self._enforces_grammars = found.base, found.enforces_grammars
+        self.context_length = min(self.context_length, found.context_length or 1 << 60)
+        if not found.enforces_grammars:
+            log.warning("vLLM: %s", vllm_api.NO_GRAMMARS)
+
     def _blocking(self) -> httpx.Client:
-        url, path = _address(self._url)
+        url, path = vllm_api.address(self._url)
         return httpx.Client(
             base_url=url,
             headers=self._headers,
@@ -356,161 +345,93 @@ class VllmSampler:
             timeout=httpx.Timeout(60.0),
         )
 
-    def _async(self) -> httpx.AsyncClient:
+    async def _async(self) -> httpx.AsyncClient:
+        """A client of the running event loop, which closes it when it ends."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            self._loop = loop
-            url, path = _address(self._url)
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-            self._client = httpx.AsyncClient(
-                base_url=url,
-                headers=self._headers,
-                transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
-                timeout=httpx.Timeout(None, connect=10.0),  # an answer takes as long as it takes
-            )
+            lifetime = self._new_client()
+            client = await anext(lifetime)  # does not wait: nobody makes another meanwhile
+            self._loop, self._lifetime, self._client = loop, lifetime, client
         return self._client
 
-    def _check(self, server: httpx.Client) -> None:
-        """Whether this server's answers can be trained on."""
-        models = server.get("/v1/models")
-        if models.status_code == 401:
-            raise VllmError("vllm: the server wants an API key; name its variable in vllm_key_env")
-        models.raise_for_status()
-        card = models.json()["data"][0]
-        self._base = card["id"]
-        self.context_length = min(self.context_length, card.get("max_model_len") or 1 << 60)
-        # Of one token out of one, the processed log-prob would be 0 and the others' -inf.
-        probe = {"model": self._base, "prompt": [self._eos_ids[0]], "max_tokens": 1, "top_k": 1}
-        probe |= {"temperature": 1.0, "logprobs": 2, "ignore_eos": True}
-        probe |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        answer = server.post("/v1/completions", json=probe)
-        if answer.status_code != 200:
-            raise VllmError(f"vllm: the server refuses a probe: {answer.text[:500]}")
-        [choice] = answer.json()["choices"]
-        if choice.get("token_ids") is None:
-            raise VllmError("vllm: the server returns no token ids; vLLM 0.11 or newer does")
-        values = sorted(choice["logprobs"]["top_logprobs"][0].values())[-2:]
-        if values[0] < -9000 or values[1] > 0:
-            raise VllmError("vllm: start the server with --logprobs-mode raw_logprobs")
-        routes = server.get("/openapi.json")
-        if routes.status_code == 200 and "/v1/load_lora_adapter" not in routes.json()["paths"]:
-            raise VllmError(
-                "vllm: the server takes no adapters at run time; start it with --enable-lora and "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
-            )
+    async def _post(
+        self, path: str, body: Mapping[str, Any], limit_s: float | None = None
+    ) -> httpx.Response:
+        return await (await self._async()).post(path, json=body, timeout=limit_s)
 
-        # Asked at once: vLLM has one backend per engine, and by default the first request chooses.
-        probe = {"model": self._base, "prompt": [self._eos_ids[0]], "max_tokens": 2}
-        probe |= {"structured_outputs": _structured('start: "a"')}
-        self._enforces_grammars = server.post("/v1/completions", json=probe).status_code == 200
-        if not self._enforces_grammars:
-            log.warning("vLLM: %s", _NO_GRAMMARS)
+    async def _new_client(self) -> AsyncGenerator[httpx.AsyncClient]:
+        """One client. An event loop that ends closes its generators, and this one its client."""
+        url, path = vllm_api.address(self._url)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEP_ALIVE_S
+        )
+        async with httpx.AsyncClient(
+            base_url=url,
+            headers=self._headers,
+            transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
+            timeout=httpx.Timeout(None, connect=10.0),  # an answer takes as long as it takes
+        ) as client:
+            yield client
+
+    # ---- its death and return
 
     def _keep_watch(self) -> None:
         refused = 0
         with self._blocking() as server:
             while not self._stopping.wait(_POLL_S):
                 try:
-                    healthy = server.get("/health", timeout=10.0).status_code == 200
-                    metrics = server.get("/metrics", timeout=10.0)
+                    self._look_at(server)
+                    refused = 0
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
                     refused += 1  # twice: one may be a kept connection that timed out
                     if refused >= 2:
-                        self._heard = _NEVER
+                        self._lost("it does not answer")
                 except httpx.TransportError:
                     pass  # slow; how long that may last is ``healthy``'s to say
-                else:
-                    refused = 0
-                    self._heard = time.monotonic() if healthy else _NEVER
-                    self._stats = _read_metrics(metrics.text)
+                except httpx.HTTPStatusError as error:
+                    path, status = error.request.url.path, error.response.status_code
+                    self._lost(f"{path} answers {status}")
+                except VllmError as error:
+                    self._lost(str(error))
+                except Exception as error:  # a watch that ended would never see it come back
+                    log.debug("watching vLLM failed", exc_info=True)
+                    self._lost(f"{type(error).__name__}: {error}")
+
+    def _look_at(self, server: httpx.Client) -> None:
+        server.get("/health", timeout=10.0).raise_for_status()
+        wanted = dict(self._loads)
+        models = server.get("/v1/models").raise_for_status().json()["data"]
+        there = {model["id"] for model in models}
+        gone = {name: load for name, load in wanted.items() if load.lora not in there}
+        # One that was replaced since it was listed may have been unloaded: that is no loss.
+        gone = {name: load for name, load in gone.items() if self._loads.get(name) is load}
+        if gone or self._heard == _NEVER:
+            self._restore(server, gone)
+        self._heard = time.monotonic()
+        self._stats = vllm_api.read_metrics(server.get("/metrics").text)
+
+    def _restore(self, server: httpx.Client, gone: Mapping[str, _Load]) -> None:
+        """Gives a server that was started anew what the one before it had."""
+        if gone:
+            self._lost("it has lost its adapters")
+        self._learn(server)
+        for name, load in gone.items():
+            again = _fresh_load(name, load.version, load.path)
+            vllm_api.require_loaded(server.post("/v1/load_lora_adapter", json=again.request()))
+            with self._replacing:
+                if current := self._loads.get(name) is load:
+                    self._loads[name] = again
+            if not current:  # a newer version was published meanwhile
+                server.post("/v1/unload_lora_adapter", json={"lora_name": again.lora})
+        self._recoveries += 1
+        self._trouble = ""
+        log.warning("vLLM is back; loaded anew: %s", ", ".join(gone) or "nothing")
+
+    def _lost(self, why: str) -> None:
+        if why != self._trouble:
+            log.warning("vLLM is out of use: %s", why)
+        self._heard, self._trouble = _NEVER, why
 
 
-def _address(url: str) -> tuple[str, str | None]:
-    """(base URL, socket path)."""
-    if url.startswith("unix:"):
-        return "http://vllm", url.removeprefix("unix:")
-    return url.rstrip("/").removesuffix("/v1"), None
-
-
-def _structured(grammar: str) -> dict[str, str]:
-    """Only llguidance reads the first line: no backend takes the rest for its own dialect."""
-    return {"grammar": f"%llguidance {{}}\n{grammar}"}
-
-
-def _fresh_name(name: str, version: int) -> str:
-    return f"{name}@v{version}-{secrets.token_hex(4)}"
-
-
-def _loaded(answer: httpx.Response) -> None:
-    if answer.status_code != 200:
-        raise VllmError(f"vLLM did not load it ({answer.status_code}): {_message(answer.content)}")
-
-
-def _seed(seed: int) -> int:
-    """Choice i of a request samples from vLLM's seed + i: spread, so that streams do not meet."""
-    digest = blake2b(str(seed).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
-def _tokens(
-    choice: dict[str, Any], params: SamplingParams, version: int | None
-) -> Iterator[TokenEvent]:
-    ids: list[int] = choice["token_ids"]
-    if not ids:
-        return
-    found = choice["logprobs"]
-    for i, (token_id, logprob) in enumerate(zip(ids, found["token_logprobs"], strict=True)):
-        top = None
-        if params.top_logprobs:
-            named = found["top_logprobs"][i].items()
-            pairs = [(int(name.removeprefix("token_id:")), value) for name, value in named]
-            top = _likeliest(pairs, params.top_logprobs)
-        yield TokenEvent(choice["index"], token_id, logprob, top, version)
-
-
-def _likeliest(pairs: list[tuple[int, float]], count: int) -> list[tuple[int, float]] | None:
-    """vLLM lists the sampled token as well, whether it is one of them or not."""
-    return sorted(pairs, key=lambda pair: -pair[1])[:count] if count else None
-
-
-def _finish(choice: dict[str, Any], log_mass: float | None = None) -> FinishEvent:
-    said, by = choice["finish_reason"], choice["stop_reason"]
-    reason = _FINISH.get(said, "error")
-    error = f"vLLM ended the answer: {said}" if reason == "error" else None
-    return FinishEvent(
-        choice["index"], reason, error, by if isinstance(by, str) else None, log_mass
-    )
-
-
-def _require_prompt(choice: dict[str, Any], prompt: list[int]) -> None:
-    consumed = choice.get("prompt_token_ids")
-    if consumed is not None and consumed != prompt:
-        raise VllmError("vLLM consumed another prompt than it was sent")
-
-
-def _refusal(status: int, content: bytes, *, constrained: bool = False) -> Exception:
-    message = _message(content)
-    if status == 404:
-        return RefusedError("unknown_adapter", f"vLLM: {message}")
-    if status == 400 and constrained:
-        return GrammarError(f"vLLM: {message}")
-    if status in (400, 422):
-        return RefusedError("invalid_parameter", f"vLLM: {message}")
-    return RefusedError("stopped", f"vLLM answered {status}: {message}")
-
-
-def _message(content: bytes) -> str:
-    text = content.decode(errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(text)["error"]["message"])
-    return text[:500]
-
-
-def _read_metrics(text: str) -> dict[str, float]:
-    """Prometheus's text format, summed over engines; only what ``stats`` tells."""
-    found = dict.fromkeys(_METRICS.values(), 0.0)
-    for line in text.splitlines():
-        name = _METRICS.get(line.partition("{")[0])
-        if name is not None:
-            found[name] += float(line.rpartition(" ")[2])
-    return found
+def _fresh_load(name: str, version: int, path: str) -> _Load:
+    return _Load(f"{name}@v{version}-{secrets.token_hex(4)}", version, path)

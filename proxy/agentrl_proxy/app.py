@@ -34,13 +34,14 @@ from agentrl_proxy.auth import Caller, Credentials, ask
 from agentrl_proxy.chat import ChatService
 from agentrl_proxy.completions import CompletionWork, parse_completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
-from agentrl_proxy.errors import ApiError, invalid, unavailable
+from agentrl_proxy.errors import ApiError, invalid, refused_by_sampler, unavailable
 from agentrl_proxy.forward import ForwardingSink
 from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 from agentrl_proxy.other_models import OtherModels, wants_usage
 from agentrl_proxy.recording import trace_context
 from agentrl_proxy.responses import parse_responses_request
+from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.work import OneJob, Service
 from agentrl_tracer.schemas import AttemptState
 
@@ -177,6 +178,9 @@ class Gateway:
             raise invalid("path", "path must be a non-empty string")
         try:
             await self.deps.sampler.load_adapter(name, version, path)
+        except RefusedError as error:  # it is away, and the trainer asks again until it is back
+            log.warning("adapter %s@%d is not loaded yet: %s", name, version, error)
+            raise refused_by_sampler(error.code, str(error)) from error
         except Exception as error:
             log.exception("loading adapter %s@%d failed", name, version)
             text = f"adapter {name}@{version} was not loaded: {type(error).__name__}: {error}"

@@ -108,7 +108,11 @@ class Sampler(Protocol):
         ...
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """Answer with this version from the next token on; return once that holds."""
+        """Answer with this version from the next token on; return once that holds.
+
+        Raises:
+            RefusedError: not now.
+        """
         ...
 
     def stats(self) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,15 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+import real_vllm
 from agentrl.config import ConfigError, ServeConfig
 from agentrl.run_folder import RunFolder
 from agentrl.vllm_server import planned_server, vllm_settings
+from agentrl_tracer.schemas import Call
 from agentrl_tracer.store import Store
-from conftest import VLLM_PYTHON
+from agentrl_trainer.model import load_facts
+from tiny_policy import RANK, Policy
 
 ROOT = Path(__file__).parents[2]
+HELLO = ROOT / "examples/hello"
+CLI = [sys.executable, "-m", "agentrl.cli"]
 
 
 def config(**settings: Any) -> ServeConfig:
@@ -123,19 +131,36 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.vllm
-@pytest.mark.timeout(2000)
-@pytest.mark.skipif(not VLLM_PYTHON, reason="AGENTRL_TEST_VLLM_PYTHON names no interpreter")
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [part for n, v in settings.items() for part in (f"--{n.replace('_', '-')}", str(v))]
+
+
+def started(command: str, settings: dict[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*CLI, command, *flags(settings)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+
+
+def starts_vllm(test: Callable[..., None]) -> Callable[..., None]:
+    reason = "AGENTRL_TEST_VLLM_PYTHON names no interpreter"
+    marked = pytest.mark.skipif(not real_vllm.PYTHON, reason=reason)(test)
+    return pytest.mark.vllm(pytest.mark.timeout(2000)(marked))
+
+
+@starts_vllm
 def test_a_run_trains_through_vllm_and_survives_its_death(tmp_path: Path) -> None:
     """Three versions published; the server is killed in between; every call is accounted for."""
-    hello = ROOT / "examples/hello"
-    argv = [sys.executable, "-m", "agentrl.cli", "train", str(hello / "agent.py") + ":agent"]
     settings = {
-        "tasks": hello / "train.jsonl",
+        "agent": f"{HELLO / 'agent.py'}:agent",
+        "tasks": HELLO / "train.jsonl",
         "runs": tmp_path,
         "name": "run",
         "sampler": "vllm",
-        "vllm_python": VLLM_PYTHON,
+        "vllm_python": real_vllm.PYTHON,
         "steps": 3,
         "batch_size": 4,
         "group_size": 4,
@@ -143,12 +168,7 @@ def test_a_run_trains_through_vllm_and_survives_its_death(tmp_path: Path) -> Non
         "timeout": 900,
         "max_tokens": 32,
     }
-    for name, value in settings.items():
-        argv += [f"--{name.replace('_', '-')}", str(value)]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    run = subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    )
+    run = started("train", settings)
     folder = RunFolder(tmp_path / "run")
     log = folder.logs / "vllm.log"
     try:
@@ -180,3 +200,164 @@ def trained(folder: RunFolder) -> bool:
 def engine(log: Path) -> int:
     """The process id of the engine that the server's log names last."""
     return int(log.read_text().rpartition("(EngineCore pid=")[2].partition(")")[0])
+
+
+@starts_vllm
+def test_serve_starts_vllm_and_outlives_its_death(tmp_path: Path) -> None:
+    """Two adapters; clients that vanish; an engine that dies: 503, then both answer as before."""
+    policies = {"asker": Policy(), "answerer": Policy()}
+    for seed, (name, policy) in enumerate(policies.items()):
+        policy.become(seed, tmp_path / "adapters" / name)
+    settings = {
+        "port": 0,
+        "store": tmp_path / "served.db",
+        "adapter_path": tmp_path / "adapters",
+        "sampler": "vllm",
+        "vllm_python": real_vllm.PYTHON,
+    }
+    log = tmp_path / "served.db.vllm.log"
+    server = started("serve", settings)
+    try:
+        assert server.stdout is not None
+        while not (found := re.search(r"http://[\d.]+:\d+", server.stdout.readline())):
+            assert server.poll() is None
+        with httpx.Client(base_url=found[0], timeout=900) as client:
+            before = {name: answer_of(client, name, policies[name]) for name in policies}
+            assert before["asker"] != pytest.approx(before["answerer"], abs=0.01)
+            vanish(client, {"stream": True})
+            vanish(client, {})
+            vanish(client, {"response_format": LONG_ANSWERS})
+            os.kill(engine(log), signal.SIGKILL)
+            wait_for(lambda: client.get("/healthz").status_code == 503)
+            refused = client.post("/v1/chat/completions", json=chat("asker"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                503,
+                "sampler_unavailable",
+            )
+            assert int(refused.headers["retry-after"]) >= 1
+            wait_for(lambda: client.get("/healthz").status_code == 200, 900)
+            assert client.get("/healthz").json()["sampler"]["recoveries"] == 1
+            after = {name: answer_of(client, name, policies[name]) for name in policies}
+            assert after == {name: pytest.approx(was, abs=2e-4) for name, was in before.items()}
+        last = engine(log)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) in (0, 130), server.stdout.read()
+        wait_for(lambda: not alive(last))
+    finally:
+        server.kill()
+        server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
+
+
+def chat(model: str, **more: Any) -> dict[str, Any]:
+    asked = [{"role": "user", "content": "Who are you?"}]
+    return {"model": model, "messages": asked, "max_tokens": 16, "logprobs": True} | more
+
+
+def answer_of(client: httpx.Client, model: str, policy: Policy) -> list[float]:
+    """A greedy answer's log-probs, found to be this policy's."""
+    body = chat(model, temperature=0, return_token_ids=True)
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    got = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    expected = policy.logprobs(answer.json()["prompt_token_ids"], choice["token_ids"])
+    assert len(got) >= 5
+    assert got == pytest.approx(expected[: len(got)], abs=2e-4)  # a stop token is not shown
+    return got
+
+
+LONG_ANSWERS = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 5000}, "strict": True},
+}
+
+
+def vanish(client: httpx.Client, more: dict[str, Any]) -> None:
+    """Asks for a long answer and goes away: vLLM must stop working on it."""
+
+    def sampler() -> dict[str, Any]:
+        time.sleep(2.5)  # its counts may be a second old
+        return client.get("/healthz").json()["sampler"]
+
+    ends = load_facts("agentrl-tiny").eos_ids
+    endless = {"logit_bias": {str(token): -100 for token in ends}, "max_tokens": 1500}
+    before = sampler()
+    # Not streamed, there is nothing to read before the end: the client loses its patience.
+    patience = httpx.Timeout(900, read=900 if "stream" in more else 1.5)
+    with (
+        httpx.Client(base_url=client.base_url, timeout=patience) as fickle,
+        contextlib.suppress(httpx.ReadTimeout),
+        fickle.stream(
+            "POST", "/v1/chat/completions", json=chat("asker", **endless, **more)
+        ) as answer,
+    ):
+        assert answer.status_code == 200
+        next(answer.iter_lines())
+    after = sampler()
+    assert (after["running"], after["waiting"], after["in_flight"]) == (0, 0, 0)
+    assert 0 < after["generated_tokens"] - before["generated_tokens"] < 1400
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_eval_through_a_vllm_that_runs_already(vllm_url: str, tmp_path: Path) -> None:
+    policy = Policy()
+    policy.become(5, tmp_path / "policy")
+    settings = {
+        "agent": f"{HELLO / 'agent.py'}:agent",
+        "tasks": HELLO / "held_out.jsonl",
+        "runs": tmp_path / "runs",
+        "runners": 2,
+        "adapter_path": tmp_path / "policy",
+        "sampler": "vllm",
+        "vllm_url": vllm_url,
+    }
+    done = subprocess.run([*CLI, "eval", *flags(settings)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [folder] = (tmp_path / "runs").glob("eval-*")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["rollouts"], summary["failures"]) == (24, {})
+    calls = calls_of(RunFolder(folder))
+    assert len(calls) == 24
+    for call in calls:
+        expected = policy.logprobs(call.prompt_ids, call.response_ids)
+        assert call.response_logprobs == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_two_adapters_train_through_one_vllm(vllm_url: str, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"n": 1000}\n')
+    settings = {
+        "config": ROOT / "examples/two_agents/train.toml",
+        "eval_tasks": held_out,
+        "runs": tmp_path,
+        "name": "run",
+        "sampler": "vllm",
+        "vllm_url": vllm_url,
+        "rank": RANK,
+        "steps": 2,
+        "batch_size": 4,
+        "group_size": 8,
+        "runners": 2,
+    }
+    done = subprocess.run([*CLI, "train", *flags(settings)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = RunFolder(tmp_path / "run")
+    rows = [row for row in folder.read_metrics() if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["sampler_trainer/max_logprob_difference"] < 1e-3 for row in rows)
+    versions = {(call.adapter, call.adapter_version) for call in calls_of(folder)}
+    assert versions >= {(name, v) for name in ("messenger", "impostor") for v in (0, 1)}
+
+
+def calls_of(folder: RunFolder) -> list[Call]:
+    store = Store(str(folder.store))
+    try:
+        rollouts = [rollout.id for rollout in store.rollouts(folder.run_id.read_text())]
+        return store.calls(rollout_ids=rollouts)
+    finally:
+        store.close()

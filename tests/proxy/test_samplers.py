@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,40 +20,9 @@ from agentrl_proxy.sampler import (
     SamplingParams,
     TokenEvent,
 )
-from agentrl_trainer.model import attach_adapter, load_base, lora_config, save_adapter
+from tiny_policy import Policy
 
 Answer = tuple[list[TokenEvent], FinishEvent]
-
-
-class Policy:
-    """The model with an adapter, as the trainer has it: what the sampler's log-probs must be of."""
-
-    def __init__(self) -> None:
-        base = load_base("agentrl-tiny", device="cpu", dtype="float32")
-        self.model = attach_adapter(base, "policy", lora_config(8, 8), seed=0)
-
-    def become(self, seed: int, folder: Path) -> None:
-        """Draws other weights and saves them."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, weight in self.model.named_parameters():
-                if "lora_B" in name:
-                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
-        shutil.rmtree(folder, ignore_errors=True)
-        save_adapter(self.model, "policy", folder)
-
-    def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-        return (
-            self._logprobs(prompt, answer).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
-        )
-
-    def likeliest(self, prompt: Sequence[int]) -> list[int]:
-        return self._logprobs(prompt, [0])[0].topk(3).indices.tolist()
-
-    @torch.no_grad()
-    def _logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-        logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0]
-        return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +114,36 @@ async def test_a_swap_is_never_stale(
     with policy.model.disable_adapter():
         assert close(base, policy.logprobs(prompt, ids(base)))
     assert base[0][0].adapter_version is None
+
+
+async def test_several_adapters_are_published_in_turn(
+    tiny_sampler: Any, policy: Policy, prompt: list[int], endless: Any, tmp_path: Path
+) -> None:
+    """Right after a publication its answers are of the new version, the other adapter's of its own.
+
+    Meanwhile longer answers of either are under way, over the same prompt's cached blocks.
+    """
+    policies = {"asker": policy, "answerer": Policy()}
+    for i, (name, one) in enumerate(policies.items()):
+        one.become(20 + i, tmp_path / f"{name}-0")
+        await tiny_sampler.load_adapter(name, 0, str(tmp_path / f"{name}-0"))
+    for version in (1, 2, 3):
+        for i, (name, changed) in enumerate(policies.items()):
+            long = {"max_tokens": 150, "logit_bias": endless}
+            under_way = [
+                asyncio.create_task(ask(tiny_sampler, prompt, n, **long)) for n in policies
+            ]
+            await asyncio.sleep(0.05)
+            changed.become(30 + 2 * version + i, tmp_path / f"{name}-{version}")
+            await tiny_sampler.load_adapter(name, version, str(tmp_path / f"{name}-{version}"))
+            answers = await asyncio.gather(*(ask(tiny_sampler, prompt, n) for n in policies))
+            for (asked, one), [answer] in zip(policies.items(), answers, strict=True):
+                assert close(answer, one.logprobs(prompt, ids(answer)))
+                current = tiny_sampler.adapters[asked]
+                assert {event.adapter_version for event in answer[0]} == {current}
+            for [answer] in await asyncio.gather(*under_way):
+                assert answer[1].reason == "length"
+        assert tiny_sampler.adapters == tiny_sampler.adapters | dict.fromkeys(policies, version)
 
 
 async def test_an_answer_keeps_the_version_it_began_with(

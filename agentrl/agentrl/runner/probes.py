@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 from sqlalchemy.engine import make_url
@@ -42,11 +43,17 @@ class GatewayProbe:
             connection.request("GET", self._path)
             answer = connection.getresponse()
             body = answer.read()
-            return str(json.loads(body)["boot_id"]) if answer.status == 200 else None
+            return _boot_id(json.loads(body)) if answer.status == 200 else None
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             return None
         finally:
             connection.close()
+
+
+def _boot_id(health: dict[str, Any]) -> str:
+    """Of the gateway, and of a sampler that died and came back without it."""
+    boot_id = health["boot_id"]
+    return f"{boot_id}-{health.get('sampler', {}).get('recoveries', 0)}"
 
 
 class QueueWatch:
