@@ -276,10 +276,9 @@ class Training:
         missing = sum(reward is None for reward in batch.rewards.values()) - sum(problems.values())
         if missing:
             self.display.note(f"{missing} of {len(rollouts)} rollouts emitted no reward")
-        small = batch.metrics()["groups/small_group"]
-        if small:
+        if small := batch.shrunk():
             self.display.note(
-                f"{small:.0f} of {len(batch.groups)} groups shrank below min_group: not trained"
+                f"{small} of {len(batch.groups)} groups shrank below min_group: not trained"
             )
 
     def _row(

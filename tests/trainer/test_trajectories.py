@@ -165,8 +165,11 @@ def test_temperature() -> None:
     a = make("a", [1], [2], seq=0)
     same = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 1})
     other = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0.5})
-    assert build_trajectories([a, same], max_length=9).trajectories[0].temperature == 1.0
-    assert build_trajectories([a, other], max_length=9).trajectories[0].temperature is None
+    greedy = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0})
+    assert build_trajectories([a, same], max_length=9).trajectories[0].temperatures == [1.0] * 4
+    (row,) = build_trajectories([a, other], max_length=9).trajectories
+    assert row.temperatures == [1.0, 1.0, 1.0, 0.5]
+    assert build_trajectories([a, greedy], max_length=9).trajectories[0].temperatures == [1.0] * 4
 
 
 def test_nothing() -> None:
