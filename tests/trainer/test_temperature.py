@@ -86,6 +86,7 @@ def test_the_gradient_is_that_of_the_expected_reward_of_what_sampled() -> None:
     chances = (logits / temperature).softmax(-1)
     (-(chances * rewards).sum()).backward()
 
+    chances = chances.detach()
     recorded = logits.detach().log_softmax(-1).tolist()  # at temperature 1, as the gateway records
     datums = [
         Datum(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-from agentrl_trainer.trajectories import TrajectorySet, build_trajectories, judge
+from agentrl_trainer.trajectories import TrajectorySet, build_trajectories, judge, token_versions
 
 
 def make(name: str, prompt: list[int], response: list[int], seq: int = 0, **changes: Any) -> Call:
@@ -60,7 +60,7 @@ def check_invariants(calls: list[Call], built: TrajectorySet) -> None:
             assert trajectory.tokens[: turn.start] == call.prompt_ids
             assert trajectory.tokens[turn.start : turn.end] == call.response_ids
             assert trajectory.logprobs[turn.start : turn.end] == call.response_logprobs
-            assert set(trajectory.versions[turn.start : turn.end]) == {call.adapter_version}
+            assert trajectory.versions[turn.start : turn.end] == token_versions(call)
             assert not any(expected_mask[turn.start : turn.end]), "turns overlap"
             expected_mask[turn.start : turn.end] = [True] * (turn.end - turn.start)
         assert trajectory.mask == expected_mask

@@ -56,6 +56,7 @@ class StepSettings:
     length_normalization: LengthNormalization = "token"
     length_constant: int = 1024  # tokens; for length_normalization constant
     rules: Rules = field(default_factory=Rules)
+    oldest_version: int | None = None  # of an adapter: what an older one answered is stale
 
 
 @dataclass(slots=True)
@@ -410,6 +411,9 @@ def _member(
         winning,
         max_length=settings.max_length,
         adapters=settings.adapters,
+        oldest_version=None
+        if settings.oldest_version is None
+        else dict.fromkeys(settings.adapters, settings.oldest_version),
         rules=settings.rules,
     )
     batch.skipped |= built.skipped
