@@ -154,7 +154,8 @@ class AlgorithmConfig(BaseModel):
     )
     off_policy: Annotated[Literal["train", "weight", "skip"], Parameter(group=_GROUP)] = Field(
         "train",
-        description="Answers sampled greedily, with top-p, top-k, a bias or a grammar: train on them as they are, weight those whose weight is known, or skip them.",
+        description="Answers sampled greedily, with top-p, top-k, a bias or a grammar: train on "
+        "them as they are, weight those whose weight is known, or skip them.",
     )
     skip_agents: Annotated[list[str], Parameter(group=_GROUP)] = Field(
         default_factory=list[str],

@@ -261,7 +261,7 @@ class Session:
         return self.store.rollouts(self.run_id, ids=ids)
 
     def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
-        """Queues rollouts for the runners, which need nobody to wait for them; returns their ids."""
+        """Queues rollouts, which runners execute whether anybody waits or not; returns ids."""
         return self.store.enqueue(self.run_id, new)
 
     def wait(

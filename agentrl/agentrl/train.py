@@ -212,9 +212,7 @@ class Training:
             self.clock.spent[name] = self.clock.spent.get(name, 0.0) + seconds
         self.display.step(row, self.store.accounting(self.run_id))
 
-    def _collect(
-        self, step: int, rollouts: Sequence[Rollout]
-    ) -> tuple[list[Call], AdapterBatches]:
+    def _collect(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         ids = [rollout.id for rollout in rollouts]
         calls = self.store.calls(rollout_ids=ids)
         settings = step_settings(

@@ -1,4 +1,4 @@
-"""``kill -9`` at named moments: what a resumed run learns is, to the last bit, what it would have."""
+"""``kill -9`` at named moments: a resumed run learns what it would have, to the last bit."""
 
 from __future__ import annotations
 
@@ -121,4 +121,6 @@ def test_an_asynchronous_run_that_is_killed_trains_nothing_twice(
                 trained[place] = trained.get(place, 0) + 1
     store.close()
     assert set(trained.values()) == {1}
-    assert {group for group, _ in trained} <= {f"train-{s}-{p}" for s in range(1, 5) for p in (0, 1)}
+    assert {group for group, _ in trained} <= {
+        f"train-{s}-{p}" for s in range(1, 5) for p in (0, 1)
+    }

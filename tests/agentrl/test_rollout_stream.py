@@ -24,7 +24,7 @@ class Hands:
         self.store = store
         self.run_id = store.create_run("run", "train", {})
         self.task_ids = store.add_tasks(self.run_id, "train", [{"n": n} for n in range(TASKS)])
-        self.order: Callable[[str], Any] = lambda group: 0  # noqa: ARG005
+        self.order: Callable[[str], Any] = lambda group: 0
         self.stuck: set[str] = set()  # groups that do not get finished
         self.queued: list[NewRollout] = []
         self.waits = 0
@@ -116,7 +116,9 @@ def test_a_slow_group_is_carried_over_whole(hands: Hands) -> None:
     assert second.carried_over == 1
     assert second.overlapped > 0  # it ran while nobody waited
     rest = [hands.groups(source.take(step, nothing)) for step in (3, 4, 5)]
-    everything = [g for groups in (hands.groups(first), hands.groups(second), *rest) for g in groups]
+    everything = [
+        g for groups in (hands.groups(first), hands.groups(second), *rest) for g in groups
+    ]
     assert sorted(everything) == names(*((s, p) for s in range(1, 6) for p in range(BATCH)))
 
 

@@ -16,8 +16,8 @@ from test_learner import (
     gradients,
     learner,
     move_off_start,
-    one_thread,  # noqa: F401
     on_policy,
+    one_thread,  # noqa: F401
     qwen3,
 )
 from torch import Tensor
@@ -122,7 +122,9 @@ def test_an_older_policy_is_as_far_away_as_it_was_at_temperature_1() -> None:
     trainer = learner()
     move_off_start(trainer)
     older = [
-        replace(d, logprobs=[lp + 0.25 if on else lp for lp, on in zip(d.logprobs, d.mask)])
+        replace(
+            d, logprobs=[lp + 0.25 if on else lp for lp, on in zip(d.logprobs, d.mask, strict=True)]
+        )
         for d in on_policy(trainer, data())
     ]
     stats = trainer.forward_backward(trainer.with_temperature(warm(older)))

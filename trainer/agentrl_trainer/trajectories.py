@@ -34,8 +34,9 @@ class Turn:
 class Trajectory:
     """A root→leaf token path of one attempt's call graph, training one adapter.
 
-    Invariants: the lists of tokens have one length, at most ``max_length``; position 0 is never masked;
-    ``mask`` is true exactly on the union of ``turns``, which do not overlap and are in order.
+    Invariants: the lists of tokens have one length, at most ``max_length``; position 0 is never
+    masked; ``mask`` is true exactly on the union of ``turns``, which do not overlap and are in
+    order.
     """
 
     adapter: str
