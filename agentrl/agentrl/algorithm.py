@@ -154,8 +154,8 @@ class AlgorithmConfig(BaseModel):
     )
     off_policy: Annotated[Literal["train", "weight", "skip"], Parameter(group=_GROUP)] = Field(
         "train",
-        description="Answers sampled at another temperature than 1, with top-p, top-k, a bias or a "
-        "grammar: train on them as they are, weight those whose weight is known, or skip them.",
+        description="Answers sampled greedily, with top-p, top-k, a bias or a grammar: train on "
+        "them as they are, weight those whose weight is known, or skip them.",
     )
     skip_agents: Annotated[list[str], Parameter(group=_GROUP)] = Field(
         default_factory=list[str],
@@ -172,10 +172,10 @@ class AlgorithmConfig(BaseModel):
                 + ", ".join(_SCALABLE)
             )
         temperature = getattr(self, "temperature", 1.0)
-        if self.off_policy != "train" and temperature != 1.0:
+        if self.off_policy != "train" and temperature == 0:
             raise ValueError(
-                f"temperature {temperature} and off_policy {self.off_policy!r} would skip every "
-                "answer: leave the temperature at 1, or set off_policy to train"
+                f"temperature 0 and off_policy {self.off_policy!r} would skip every answer, all of "
+                "them greedy: raise the temperature, or set off_policy to train"
             )
         return self
 

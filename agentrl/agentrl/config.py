@@ -439,6 +439,24 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
     group_size: Annotated[int, Parameter(group=_LEARNING)] = Field(
         4, ge=1, description="Rollouts per task: they are compared with each other."
     )
+    max_staleness: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        0,
+        ge=0,
+        description="Steps that rollouts may run ahead of the updates: above 0 both go on at the "
+        "same time, and answers are up to so many adapter versions old.",
+    )
+    stale: Annotated[Literal["correct", "drop", "wait"] | None, Parameter(group=_LEARNING)] = Field(
+        None,
+        description="For max_staleness: a group that takes longer is trained on with importance "
+        "weights (correct, the default: sets correction truncate), its older answers are dropped, "
+        "or the step waits for it, so that nothing is ever older.",
+    )
+    resample_zero_variance: Annotated[int, Parameter(group=_LEARNING)] = Field(
+        0,
+        ge=0,
+        description="Rounds in which groups whose rewards are all equal are replaced by groups of "
+        "further tasks, until the step has its batch (DAPO's dynamic sampling).",
+    )
     stop_at: Annotated[float | None, Parameter(group=_RUN)] = Field(
         None, ge=0, le=1, description="Stop once the held-out accuracy reaches this."
     )
@@ -477,6 +495,24 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
                 f"group_size {self.group_size} is too small for estimator {self.estimator!r}: it "
                 f"compares the rollouts of a group; give at least {max(2, self.min_group)}"
             )
+        if self.resample_zero_variance and not self.compares:
+            raise ValueError(
+                f"resample_zero_variance does not go with estimator {self.estimator!r}, which "
+                "learns from groups whose rewards are all equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_stale_is_dealt_with(self) -> Self:
+        if self.stale is not None and not self.max_staleness:
+            raise ValueError("stale has no effect: it needs a max_staleness above 0")
+        if self.max_staleness and self.stale in (None, "correct") and self.correction == "none":
+            if "correction" in self.model_fields_set:
+                raise ValueError(
+                    "correction 'none' and stale 'correct' contradict each other: leave correction "
+                    "out, or set stale to drop or wait"
+                )
+            self.correction = "truncate"
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,6 +34,8 @@ class TrainDisplay:
         self._first = 0
         self._phase = "starting"
         self._phase_progress: tuple[int, int] | None = None
+        self._ahead: Callable[[], tuple[int, int]] | None = None
+        self._ahead_seen = (0.0, "")  # when it was asked last, and the answer
         self._row: Mapping[str, Any] = {}
         self._rewards: list[float] = []
         self._held_out: list[float] = []
@@ -73,9 +75,20 @@ class TrainDisplay:
         self._steps, self._step, self._first = steps, done, done
         self._progress.update(self._bar, total=steps, completed=done)
 
-    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """What is going on now, and how far it is."""
+    def phase(
+        self,
+        name: str,
+        done: int | None = None,
+        total: int | None = None,
+        *,
+        ahead: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        """What is going on now, and how far it is.
+
+        ``ahead`` tells of the rollouts that run beside it: how many are finished, of how many.
+        """
         self._phase = name
+        self._ahead, self._ahead_seen = ahead, (0.0, "")
         self._phase_progress = None if done is None or total is None else (done, total)
         if name == "rollouts" and self._training_since is None:
             self._training_since = time.monotonic()
@@ -93,7 +106,7 @@ class TrainDisplay:
                 f"held-out {self._accuracy()}  {row['tokens_per_second']:.0f} tok/s  "
                 f"calls {accounting.recorded} = {accounting.trained} trained + {skipped} skipped"
                 f"{'' if accounting.adds_up else '  DOES NOT ADD UP'}  "
-                f"Δlogprob {row[DIFFERENCE]:.1e}  ETA {self._eta()}",
+                f"Δlogprob {row[DIFFERENCE]:.1e}{self._asynchronous('  ')}  ETA {self._eta()}",
                 soft_wrap=True,
                 highlight=False,
             )
@@ -109,6 +122,29 @@ class TrainDisplay:
         if not self._console.is_terminal:
             self._console.print(f"note: {message}", soft_wrap=True, markup=False)
 
+    def _asynchronous(self, before: str = "") -> str:
+        """How stale what was learned from is, and how much came for free; empty if synchronous."""
+        row = self._row
+        parts: list[str] = []
+        if row.get("groups/resampled"):
+            parts.append(f"{row['groups/resampled']} groups replaced")
+        if row.get("staleness/max") or row.get("groups/ahead"):
+            parts.append(
+                f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']})  "
+                f"overlapped {row['seconds/overlapped']:.1f} s"
+            )
+        return before + "  ".join(parts) if parts else ""
+
+    def _rollouts_ahead(self) -> str:
+        """What runs beside the phase; asked for once a second at most."""
+        if self._ahead is None:
+            return ""
+        if time.monotonic() - self._ahead_seen[0] > 1.0:
+            done, total = self._ahead()
+            text = f"   rollouts of the next steps {done}/{total}"
+            self._ahead_seen = (time.monotonic(), text)
+        return self._ahead_seen[1]
+
     def _accuracy(self) -> str:
         return f"{self._held_out[-1]:.1%}" if self._held_out else "–"
 
@@ -123,6 +159,7 @@ class TrainDisplay:
         phase = Text(self._phase, style="bold cyan")
         if self._phase_progress:
             phase.append(f" {self._phase_progress[0]}/{self._phase_progress[1]}", style="cyan")
+        phase.append(self._rollouts_ahead(), style="cyan")
         phase.append(f"   {_duration(time.monotonic() - self._started)} elapsed", style="dim")
         parts: list[Any] = [self._progress, phase, self._table()]
         parts += [Text(f"! {note}", style="yellow", overflow="ellipsis") for note in self._notes]
@@ -150,6 +187,8 @@ class TrainDisplay:
                 "sampler vs trainer",
                 f"largest log-prob difference {row[DIFFERENCE]:.1e}",
             )
+        if beside := self._asynchronous():
+            table.add_row("rollouts", beside)
         if self._accounting:
             table.add_row("calls", _calls(self._accounting))
         return table

@@ -251,7 +251,30 @@ class Session:
         Raises:
             RunError: the runners or the gateway keep dying and nothing gets finished.
         """
-        ids = self.store.enqueue(self.run_id, new)
+        ids = self.enqueue(new)
+
+        def look() -> tuple[int, int, bool]:
+            done = len(ids) - self.store.unfinished(ids)
+            return done, len(ids), done == len(ids)
+
+        self.wait(look, on_progress)
+        return self.store.rollouts(self.run_id, ids=ids)
+
+    def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
+        """Queues rollouts, which runners execute whether anybody waits or not; returns ids."""
+        return self.store.enqueue(self.run_id, new)
+
+    def wait(
+        self, look: Callable[[], tuple[int, int, bool]], on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Looks after leases and runners until it is enough.
+
+        Args:
+            look: (finished, all, whether that is enough); ``on_progress`` gets the first two.
+
+        Raises:
+            RunError: the runners or the gateway keep dying and nothing gets finished.
+        """
         finished, restarts = -1, self._restarts()
         next_sweep = 0.0
         while True:
@@ -260,12 +283,12 @@ class Session:
                 next_sweep = time.monotonic() + _SWEEP_S
             if not self.pool.alive():
                 self.pool.restart()
-            done = len(ids) - self.store.unfinished(ids)
+            done, total, enough = look()
             if done > finished:
                 finished, restarts = done, self._restarts()
-                on_progress(done, len(ids))
-            if done == len(ids):
-                return self.store.rollouts(self.run_id, ids=ids)
+                on_progress(done, total)
+            if enough:
+                return
             if self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(
                     "gateway and runners keep dying and no rollout gets finished; see "

@@ -8,12 +8,11 @@ it, the new adapter is published after it, and a resumed run undoes what came af
 from __future__ import annotations
 
 import math
-import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,12 @@ from agentrl.config import TrainConfig
 from agentrl.display import TrainDisplay
 from agentrl.metrics import DIFFERENCE, HELD_OUT, HELD_OUT_REWARD, OPTIONAL, REWARD
 from agentrl.picture import draw_learning_curve
+from agentrl.rollout_stream import (
+    RolloutStream,
+    StepRollouts,
+    staleness_metrics,
+    tasks_in_order,
+)
 from agentrl.run_folder import RunFolder
 from agentrl.session import (
     RunError,
@@ -29,14 +34,12 @@ from agentrl.session import (
     failures,
     outcomes_in_words,
     plan_evaluation,
-    rollout_seed,
 )
 from agentrl.trackers import MAY_HOLD_SECRETS, Trackers
 from agentrl_tracer.schemas import (
     Call,
     CallState,
     Json,
-    NewRollout,
     Outcomes,
     Purpose,
     Rollout,
@@ -54,6 +57,7 @@ from agentrl_trainer.model import BaseModel, load_base
 from agentrl_trainer.rewards import rollout_rewards
 from agentrl_trainer.schedules import schedule_factor
 from agentrl_trainer.step import StepBatch
+from agentrl_trainer.trajectories import token_versions
 from agentrl_trainer.update import prepare, update
 
 
@@ -141,6 +145,18 @@ class Training:
             config.model_dump(mode="json", exclude=set(MAY_HOLD_SECRETS)),
             display.note,
         )
+        self.stream = RolloutStream(
+            session,
+            self.task_ids,
+            steps=self.steps,
+            batch_size=config.batch_size,
+            group_size=config.group_size,
+            seed=config.seed,
+            max_staleness=config.max_staleness,
+            never_older=config.stale == "wait",
+            resample=config.resample_zero_variance,
+            teaches=self._teaches,
+        )
         self.base: BaseModel
         self.learner: Learner
 
@@ -161,6 +177,7 @@ class Training:
             step += 1
             self._step(step)
             self._evaluate_if_due(step)
+        self.stream.close()
         self.session.begin_stop()  # it takes a moment, in which the picture is drawn
         with self.clock("picture"):
             summary = self._finish(step)
@@ -173,18 +190,19 @@ class Training:
     def _step(self, step: int) -> None:
         clock = Clock()
         with clock("rollouts"):
-            rollouts = self.session.execute(
-                self._plan(step), lambda done, total: self.display.phase("rollouts", done, total)
+            taken = self.stream.take(
+                step, lambda done, total: self.display.phase("rollouts", done, total)
             )
-        self.display.phase("learning")
+        rollouts = taken.rollouts
+        self.display.phase("learning", ahead=self.stream.under_way if taken.ahead else None)
         with clock("update"):
-            calls, batches = self._collect(rollouts)
+            calls, batches = self._collect(step, rollouts)
             stats = {name: self._learn(step, batch) for name, batch in batches.by_adapter.items()}
             batch = batches.whole()
             self.store.settle(trained=dict.fromkeys(batch.trained, step), skipped=batch.skipped)
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
         self._tell_failures(rollouts, batch, outcomes)
-        row = self._row(step, calls, batches, stats, outcomes, clock)
+        row = self._row(step, taken, calls, batches, stats, outcomes, clock)
         self._log(step, row)
         with clock("checkpoint"):
             self._checkpoint(step)
@@ -194,24 +212,7 @@ class Training:
             self.clock.spent[name] = self.clock.spent.get(name, 0.0) + seconds
         self.display.step(row, self.store.accounting(self.run_id))
 
-    def _plan(self, step: int) -> list[NewRollout]:
-        """The rollouts of a step: ``group_size`` of each of its tasks."""
-        indices = tasks_of_step(step, len(self.tasks), self.config.batch_size, self.config.seed)
-        return [
-            NewRollout(
-                task_id=self.task_ids[task],
-                group_id=f"train-{step}-{position}",
-                purpose=Purpose.TRAIN,
-                step=step,
-                index=index,
-                seed=rollout_seed(self.config.seed, "train", step, position, index),
-                sampling={},
-            )
-            for position, task in enumerate(indices)
-            for index in range(self.config.group_size)
-        ]
-
-    def _collect(self, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
+    def _collect(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         ids = [rollout.id for rollout in rollouts]
         calls = self.store.calls(rollout_ids=ids)
         settings = step_settings(
@@ -221,11 +222,19 @@ class Training:
             min_group=self.config.min_group,
             max_tokens=self.config.max_tokens,
         )
+        if self.config.stale == "drop":
+            settings = replace(settings, oldest_version=step - 1 - self.config.max_staleness)
         rewards = self.store.rewards(ids)
         try:
             return calls, assemble_adapters(rollouts, calls, rewards, settings, self.adapters)
         except ValueError as error:  # rewards that the estimator cannot take
             raise RunError(f"the step's records cannot be learned from: {error}") from error
+
+    def _teaches(self, step: int, group: Sequence[Rollout]) -> bool:
+        """Whether the rewards of a finished group differ, for one adapter at least. What fails for
+        other reasons is not replaced: another task would not mend it."""
+        batch = self._collect(step, group)[1].whole()
+        return bool(batch.trained) or SkipReason.ZERO_ADVANTAGE not in batch.skipped.values()
 
     def _learn(self, step: int, batch: StepBatch) -> StepStats | None:
         """Updates one adapter; the statistics are of the first epoch, before any update."""
@@ -276,15 +285,15 @@ class Training:
         missing = sum(reward is None for reward in batch.rewards.values()) - sum(problems.values())
         if missing:
             self.display.note(f"{missing} of {len(rollouts)} rollouts emitted no reward")
-        small = batch.metrics()["groups/small_group"]
-        if small:
+        if small := batch.shrunk():
             self.display.note(
-                f"{small:.0f} of {len(batch.groups)} groups shrank below min_group: not trained"
+                f"{small} of {len(batch.groups)} groups shrank below min_group: not trained"
             )
 
     def _row(
         self,
         step: int,
+        taken: StepRollouts,
         calls: list[Call],
         batches: AdapterBatches,
         stats: Mapping[str, StepStats | None],
@@ -301,7 +310,18 @@ class Training:
             "calls": len(calls),
             "calls/trained": len(batch.trained),
             "tokens/sampled": sampled,
-            "tokens_per_second": sampled / clock.spent["rollouts"],
+            # Where rollouts ran while the step before learned, that time counts as well.
+            "tokens_per_second": sampled / (clock.spent["rollouts"] + taken.overlapped),
+            **staleness_metrics(
+                [
+                    step - 1 - version
+                    for call in calls
+                    if call.id in batch.trained
+                    for version in token_versions(call)
+                ],
+                max_staleness=self.config.max_staleness,
+                taken=taken,
+            ),
             DIFFERENCE: max((s.max_logprob_difference for s in stats.values() if s), default=0.0),
             "seconds/rollouts": clock.spent["rollouts"],
             "seconds/update": clock.spent["update"],
@@ -394,12 +414,13 @@ class Training:
         found = latest_checkpoint(self.folder.checkpoints)
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
-        step = 0
+        step, under_way = 0, None
         if found.folder is not None:
             checkpoint = load_checkpoint(found.folder)
             self.learner.load_state_dict(checkpoint.tensors)
             restore_rng(checkpoint.rng)
-            step = checkpoint.step
+            step, under_way = checkpoint.step, checkpoint.meta.get("rollouts")
+        self.stream.restore(step, under_way)
         self.store.supersede(self.run_id, after_step=step)
         self.store.cancel(self.run_id, "the run was resumed", after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
@@ -415,7 +436,7 @@ class Training:
             self.folder.checkpoints,
             step,
             tensors=self.learner.state_dict(),
-            meta={"run_id": self.run_id},
+            meta={"run_id": self.run_id, "rollouts": self.stream.state()},
             keep=self.config.keep_checkpoints,
         )
 
@@ -491,18 +512,8 @@ def steps_of_one_epoch(tasks: int, batch_size: int) -> int:
 
 
 def tasks_of_step(step: int, tasks: int, batch_size: int, seed: int) -> list[int]:
-    """Which tasks step ``step`` (from 1) trains on: each epoch is a shuffle of its own.
-
-    A function of its arguments alone, so a resumed run goes on where it was.
-    """
-    orders: dict[int, list[int]] = {}
-    chosen: list[int] = []
-    for position in range((step - 1) * batch_size, step * batch_size):
-        epoch, place = divmod(position, tasks)
-        if epoch not in orders:
-            orders[epoch] = random.Random(f"{seed}/{epoch}").sample(range(tasks), tasks)
-        chosen.append(orders[epoch][place])
-    return chosen
+    """Which tasks step ``step`` (from 1) trains on, where none is replaced."""
+    return tasks_in_order((step - 1) * batch_size, batch_size, tasks, seed)
 
 
 def _update_metrics(stats: StepStats | None) -> dict[str, Any]:

@@ -33,16 +33,15 @@ class Sampled:
         default_factory=list[Sequence[tuple[int, float]]]
     )
     version: int | None = None  # the oldest: an adapter may be swapped in mid-answer
-    mixed_versions: bool = False
+    versions: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
+    """(first token, version) of each stretch that one version sampled."""
     finish: FinishEvent | None = None
 
     def add(self, event: TokenEvent, *, tops: bool) -> None:
-        if not self.ids:
-            self.version = event.adapter_version
-        elif event.adapter_version != self.version:
-            self.mixed_versions = True
-            if self.version is not None and event.adapter_version is not None:
-                self.version = min(self.version, event.adapter_version)
+        if not self.versions or event.adapter_version != self.versions[-1][1]:
+            self.versions.append((len(self.ids), event.adapter_version))
+            known = [version for _, version in self.versions if version is not None]
+            self.version = min(known) if len(known) == len(self.versions) else None
         self.ids.append(event.token_id)
         self.logprobs.append(event.logprob)
         if tops:
@@ -93,8 +92,9 @@ class CallRecord:
         response: dict[str, Any] | None,
     ) -> Call:
         params = call.params
-        if sampled.mixed_versions:
-            params = {**params, "mixed_versions": True}
+        if len(sampled.versions) > 1:
+            stretches = [list(stretch) for stretch in sampled.versions]
+            params = {**params, "mixed_versions": True, "versions": stretches}
         if sampled.finish is not None and sampled.finish.log_mass is not None:
             params = {**params, "constrained_log_mass": sampled.finish.log_mass}
         return replace(

@@ -12,9 +12,9 @@ from openai import OpenAI
 from agentrl import emit_reward
 
 
-def ask(n: int, client: OpenAI | None = None) -> str:
+def ask(n: int, client: OpenAI | None = None, model: str | None = None) -> str:
     answer = (client or OpenAI()).chat.completions.create(
-        model=os.environ["AGENTRL_MODEL"],
+        model=model or os.environ["AGENTRL_MODEL"],
         messages=[{"role": "user", "content": f"Let's play a game. Say you are {n}."}],
         max_tokens=32,
     )
@@ -24,6 +24,17 @@ def ask(n: int, client: OpenAI | None = None) -> str:
 def mixed(task: dict[str, Any]) -> None:
     """Rewards by the length of the answer, so that groups differ from the first step on."""
     emit_reward(len(ask(task["n"])) / 10)
+
+
+def two_models(task: dict[str, Any]) -> None:
+    """Asks two adapters, and is rewarded for both answers together."""
+    emit_reward(sum(len(ask(task["n"], model=name)) for name in ("asker", "answerer")) / 10)
+
+
+def dull(task: dict[str, Any]) -> None:
+    """Of every second task all rollouts earn the same."""
+    text = ask(task["n"])
+    emit_reward(1.0 if task["n"] % 2 else len(text) / 10)
 
 
 def slow(task: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def test_the_defaults_change_nothing() -> None:
         ({"length_constant": 5}, "needs length_normalization constant"),
         ({"estimator": "maxrl", "normalize_std": True}, "it goes with grpo, rloo"),
         ({"estimator": "dr_grpo", "normalize_std": True}, "it goes with grpo"),
-        ({"off_policy": "skip", "temperature": 0.7}, "would skip every answer"),
+        ({"off_policy": "skip", "temperature": 0}, "would skip every answer"),
         ({"clip_low_threshold": 1.2, "loss": "ppo"}, "less than or equal to 1"),
         ({"estimator": "gigpo", "group_size": 1}, "group_size 1 is too small"),
     ],

@@ -76,6 +76,19 @@ def test_one_reward_reaches_both_adapters_each_on_its_own_calls() -> None:
     assert whole.metrics()["groups/used"] == 2
 
 
+def test_a_group_that_did_not_ask_an_adapter_has_not_shrunk() -> None:
+    """Told apart: one rollout asked the answerer, and a rollout that earned nothing was lost."""
+    rollouts = [rollout("r1"), rollout("r2"), rollout("s1", "h"), rollout("s2", "h")]
+    calls = [call(r.id, f"{r.id}-asker", "asker") for r in rollouts]
+    calls.append(call("r1", "r1-answerer", "answerer", seq=1))
+    rewards = [reward("r1", 1), reward("r2", 0), reward("s1", 1), reward("s2", 0)]
+    batches = assemble_adapters(rollouts, calls, rewards, SETTINGS, BOTH)
+    assert batches.whole().skipped == {"r1-answerer": SkipReason.SMALL_GROUP}
+    assert batches.whole().shrunk() == 0
+    batches = assemble_adapters(rollouts, calls, rewards[:3], SETTINGS, BOTH)
+    assert batches.by_adapter["asker"].shrunk() == 1
+
+
 def test_rewards_by_name() -> None:
     rules = {
         "asker": AdapterRule(rewards=frozenset({"question"})),

@@ -104,7 +104,7 @@ def test_to_datum() -> None:
         logprobs=[0.0, -1.0, 0.0, -2.0],
         versions=[-1, 0, -1, 0],
         turns=[Turn("a", 1, 2), Turn("b", 3, 4)],
-        temperature=1.0,
+        temperatures=[1.0] * 4,
     )
     assert to_datum(trajectory, 0.5).advantages == [0, 0.5, 0, 0.5]
     assert to_datum(trajectory, {"b": 2.0, "elsewhere": 9.0}).advantages == [0, 0, 0, 2.0]

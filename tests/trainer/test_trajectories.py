@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-from agentrl_trainer.trajectories import TrajectorySet, build_trajectories, judge
+from agentrl_trainer.trajectories import TrajectorySet, build_trajectories, judge, token_versions
 
 
 def make(name: str, prompt: list[int], response: list[int], seq: int = 0, **changes: Any) -> Call:
@@ -60,7 +60,7 @@ def check_invariants(calls: list[Call], built: TrajectorySet) -> None:
             assert trajectory.tokens[: turn.start] == call.prompt_ids
             assert trajectory.tokens[turn.start : turn.end] == call.response_ids
             assert trajectory.logprobs[turn.start : turn.end] == call.response_logprobs
-            assert set(trajectory.versions[turn.start : turn.end]) == {call.adapter_version}
+            assert trajectory.versions[turn.start : turn.end] == token_versions(call)
             assert not any(expected_mask[turn.start : turn.end]), "turns overlap"
             expected_mask[turn.start : turn.end] = [True] * (turn.end - turn.start)
         assert trajectory.mask == expected_mask
@@ -165,8 +165,11 @@ def test_temperature() -> None:
     a = make("a", [1], [2], seq=0)
     same = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 1})
     other = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0.5})
-    assert build_trajectories([a, same], max_length=9).trajectories[0].temperature == 1.0
-    assert build_trajectories([a, other], max_length=9).trajectories[0].temperature is None
+    greedy = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0})
+    assert build_trajectories([a, same], max_length=9).trajectories[0].temperatures == [1.0] * 4
+    (row,) = build_trajectories([a, other], max_length=9).trajectories
+    assert row.temperatures == [1.0, 1.0, 1.0, 0.5]
+    assert build_trajectories([a, greedy], max_length=9).trajectories[0].temperatures == [1.0] * 4
 
 
 def test_nothing() -> None:

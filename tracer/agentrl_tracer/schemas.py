@@ -79,6 +79,7 @@ class SkipReason(StrEnum):
     NON_FINITE_STEP = "non_finite_step"  # the whole optimizer step was refused
     STALE = "stale"  # sampled by too old an adapter
     SUPERSEDED = "superseded"  # a resumed run repeated its step
+    LEFT_OVER = "left_over"  # rolled out ahead of time, and the run ended before a step took it
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ _KEYS_PER_TOKEN = 4
 """A micro-batch holds at most so many keys and values for each token of its budget."""
 LOSS_EXTRA = frozenset({"weights", "proximal", "reference"})
 """Optional arguments of a loss, see ``losses.Loss``."""
-EXTRA = LOSS_EXTRA | {"rewards", "values", "returns"}
-"""The last three are what a value function learns from: the reward that a token earned at once, the
-value predicted before the update, and the return that the prediction should have been."""
+EXTRA = LOSS_EXTRA | {"rewards", "values", "returns", "temperature"}
+"""Three are what a value function learns from: the reward that a token earned at once, the value
+predicted before the update, and the return that the prediction should have been. ``temperature`` is
+the one that the token was sampled at: its log-probs are of the policy at it; without it, at 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class MicroBatch:
     targets: Tensor  # [N] the trained tokens
     logprobs: Tensor  # [N] float32, q
     advantages: Tensor  # [N] float32
+    temperatures: Tensor | None = None  # [N] float32; None: 1 everywhere
 
     def to(self, device: torch.device) -> MicroBatch:
         names = ("input_ids", "position_ids", "places", "rows", "columns", "targets", "logprobs")
@@ -105,6 +107,9 @@ class MicroBatch:
             name: getattr(self, name).to(device, non_blocking=True)
             for name in (*names, "advantages")
         }
+        temperatures = self.temperatures
+        if temperatures is not None:
+            moved["temperatures"] = temperatures.to(device, non_blocking=True)
         return replace(self, trie=self.trie and self.trie.to(device), **moved)
 
 
@@ -280,4 +285,13 @@ def _micro_batch(
         advantages=torch.tensor(
             [own[row].advantages[at] for row, at in trained], dtype=torch.float32
         ),
+        temperatures=_temperatures(own, trained),
     )
+
+
+def _temperatures(own: Sequence[Datum], trained: Sequence[tuple[int, int]]) -> Tensor | None:
+    if not any("temperature" in datum.extra for datum in own):
+        return None
+    rows = [datum.extra.get("temperature") for datum in own]
+    values = [1.0 if (column := rows[row]) is None else column[at] for row, at in trained]
+    return torch.tensor(values, dtype=torch.float32)

@@ -281,6 +281,33 @@ class Learner:
             _scatter(batch, logprobs, result)
         return result
 
+    def with_temperature(self, datums: Sequence[Datum]) -> list[Datum]:
+        """The datums with the sampler's log-probs at the temperature that each token was sampled
+        at, where they say one; without, as they are.
+
+        Log-probs are recorded of the policy at temperature 1. What is optimised is the policy that
+        sampled: at temperature T, whose log-probs are those of logits / T (verl and TRL do so
+        too). For a token of the policy at hand, that is simply what the trainer computes; for an
+        older token the distance it has moved, log p - log q, is taken over from temperature 1. So
+        the gradient is exact on policy, and importance weights of older tokens are to first order.
+        """
+        if not any("temperature" in datum.extra for datum in datums):
+            return list(datums)
+        plain = [
+            replace(d, extra={k: v for k, v in d.extra.items() if k != "temperature"})
+            for d in datums
+        ]
+        done: list[Datum] = []
+        for datum, warm, cold in zip(
+            datums, self.forward(datums), self.forward(plain), strict=True
+        ):
+            moved = [
+                w + (q - c) if on else q
+                for q, w, c, on in zip(datum.logprobs, warm, cold, datum.mask, strict=True)
+            ]
+            done.append(replace(datum, logprobs=moved))
+        return done
+
     def reference(self, datums: Sequence[Datum], adapter: str | None = None) -> list[list[float]]:
         """``forward`` of another policy: the base model, or an adapter (``add_reference``)."""
         if adapter is None:
@@ -318,8 +345,9 @@ class Learner:
             raise ValueError("this learner has no value function: give it ValueParams")
         result = [[0.0] * len(datum.tokens) for datum in datums]
         for batch in self._pack(datums):
-            _, hidden = self._forward(batch.to(self.base.device))
-            assert hidden is not None, "a learner with a value function keeps hidden states"
+            batch = batch.to(self.base.device)
+            self._activate(batch.adapter)
+            hidden = self._logprobs.hidden(batch).float()  # without the vocabulary
             _scatter(batch, self._value_heads[batch.adapter](hidden), result)
         return result
 
@@ -341,7 +369,8 @@ class Learner:
             replace(
                 datum,
                 advantages=[0.0] * len(datum.tokens) if grad is None else (-grad).tolist(),
-                extra={},
+                # Nothing else: this is a plain cross-entropy, of the same policy.
+                extra={k: v for k, v in datum.extra.items() if k == "temperature"},
             )
             for datum, grad in zip(datums, grads, strict=True)
         ]
@@ -355,13 +384,17 @@ class Learner:
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """[N] float32 log-probs of the targets; with a value function, [N, hidden] states too,
         through which no gradient flows: the value function does not shape the policy."""
-        if self.model.active_adapter != batch.adapter:
-            # PEFT freezes the others meanwhile; the gradients they have gathered stay.
-            self.model.set_adapter(batch.adapter)
+        self._activate(batch.adapter)
         if self.value is None:
             return self._logprobs(batch), None
         hidden = self._logprobs.hidden(batch)
-        return self._logprobs.of_hidden(hidden, batch.targets), hidden.detach().float()
+        logprobs = self._logprobs.of_hidden(hidden, batch.targets, batch.temperatures)
+        return logprobs, hidden.detach().float()
+
+    def _activate(self, adapter: str) -> None:
+        if self.model.active_adapter != adapter:
+            # PEFT freezes the others meanwhile; the gradients they have gathered stay.
+            self.model.set_adapter(adapter)
 
     # ---- saving
 

@@ -29,7 +29,8 @@ Head = Callable[[Tensor], Tensor]
 
 
 class TokenLogprobs:
-    """``MicroBatch -> [N]`` float32: the log-prob of each trained token given those before it.
+    """``MicroBatch -> [N]`` float32: the log-prob of each trained token given those before it,
+    under logits / the temperature that the batch gives for the token (as TRL and verl do).
 
     ``why_padded`` and ``why_all_logits`` say what about this model forbids tries and chunks of
     logits; None where they are used. Construction runs the model over a few tokens.
@@ -44,8 +45,8 @@ class TokenLogprobs:
     def __call__(self, batch: MicroBatch) -> Tensor:
         if self.why_all_logits is not None:
             logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
-            return _pick(logits.flatten(0, 1)[batch.places], batch.targets)
-        return self.of_hidden(self.hidden(batch), batch.targets)
+            return _pick(logits.flatten(0, 1)[batch.places], batch.targets, batch.temperatures)
+        return self.of_hidden(self.hidden(batch), batch.targets, batch.temperatures)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, hidden] the decoder's output where a trained token is predicted."""
@@ -53,16 +54,18 @@ class TokenLogprobs:
             batch.places
         ]
 
-    def of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def of_hidden(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None = None
+    ) -> Tensor:
         """[N] the targets' log-probs, never holding more than ``max_logits`` logits."""
         head, embedding = _head(self.model), _output_embedding(self.model)
         step = max(1, self.max_logits // embedding.weight.shape[0])
         if not torch.is_grad_enabled():
-            parts = zip(hidden.split(step), targets.split(step), strict=True)
-            return torch.cat([_pick(head(h), t) for h, t in parts])
+            parts = _chunks(hidden, targets, temperatures, step)
+            return torch.cat([_pick(head(h), t, warm) for h, t, warm in parts])
         if any(p.requires_grad for p in embedding.parameters()):
-            return _recomputed(head, hidden, targets, step)
-        return cast(Tensor, _FrozenHead.apply(head, hidden, targets, step))
+            return _recomputed(head, hidden, targets, temperatures, step)
+        return cast(Tensor, _FrozenHead.apply(head, hidden, targets, temperatures, step))
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -74,41 +77,62 @@ class _FrozenHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, head: Head, hidden: Tensor, targets: Tensor, step: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        head: Head,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        step: int,
+    ) -> Tensor:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         slopes = torch.empty_like(hidden)
         for start in range(0, len(targets), step):
             part = slice(start, start + step)
             with torch.enable_grad():
                 own = hidden[part].detach().requires_grad_()
-                picked = _pick(head(own), targets[part])
+                warm = None if temperatures is None else temperatures[part]
+                picked = _pick(head(own), targets[part], warm)
                 (slopes[part],) = torch.autograd.grad(picked.sum(), own)
             logprobs[part] = picked.detach()
         ctx.save_for_backward(slopes)
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         (slopes,) = ctx.saved_tensors
-        return None, (slopes * grads[0][:, None]).to(slopes.dtype), None, None
+        return None, (slopes * grads[0][:, None]).to(slopes.dtype), None, None, None
 
 
-def _recomputed(head: Head, hidden: Tensor, targets: Tensor, step: int) -> Tensor:
+def _recomputed(
+    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, step: int
+) -> Tensor:
     """Through a head that learns itself (LoRA on it): chunks are computed anew in the backward."""
 
-    def logprobs(states: Tensor, tokens: Tensor) -> Tensor:
-        return _pick(head(states), tokens)
+    def logprobs(states: Tensor, tokens: Tensor, warm: Tensor | None) -> Tensor:
+        return _pick(head(states), tokens, warm)
 
     return torch.cat(
         [
             cast(Tensor, checkpoint(logprobs, *part, use_reentrant=False))
-            for part in zip(hidden.split(step), targets.split(step), strict=True)
+            for part in _chunks(hidden, targets, temperatures, step)
         ]
     )
 
 
-def _pick(logits: Tensor, targets: Tensor) -> Tensor:
-    return -F.cross_entropy(logits.float(), targets, reduction="none")
+def _chunks(
+    hidden: Tensor, targets: Tensor, temperatures: Tensor | None, step: int
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    parts = list(zip(hidden.split(step), targets.split(step), strict=True))
+    warm = [None] * len(parts) if temperatures is None else list(temperatures.split(step))
+    return [(h, t, w) for (h, t), w in zip(parts, warm, strict=True)]
+
+
+def _pick(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    logits = logits.float()
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    return -F.cross_entropy(logits, targets, reduction="none")
 
 
 def _output_embedding(model: PreTrainedModel) -> Any:

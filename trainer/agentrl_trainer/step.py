@@ -31,6 +31,7 @@ from agentrl_trainer.trajectories import (
     build_trajectories,
     importance,
     sampled_otherwise,
+    temperature_of,
 )
 
 LengthNormalization = Literal["token", "sequence", "constant", "rollout"]
@@ -55,6 +56,7 @@ class StepSettings:
     length_normalization: LengthNormalization = "token"
     length_constant: int = 1024  # tokens; for length_normalization constant
     rules: Rules = field(default_factory=Rules)
+    oldest_version: int | None = None  # of an adapter: what an older one answered is stale
 
 
 @dataclass(slots=True)
@@ -69,12 +71,21 @@ class StepBatch:
     groups: dict[str, GroupAdvantages] = field(default_factory=dict[str, GroupAdvantages])
     """With credit by turn, a member's advantage here is the mean over its turns."""
     off_policy: Counter[str] = field(default_factory=Counter[str])
-    """Trained calls that were not sampled from the policy itself, by how; and mixed_versions."""
+    """Trained calls that were not sampled from the policy at temperature 1, by how; and
+    mixed_versions."""
 
     def refuse(self, reason: SkipReason) -> None:
         """The learner refused the step: nothing in it was trained on."""
         self.skipped |= dict.fromkeys(self.trained, reason)
         self.trained = set()
+
+    def shrunk(self) -> int:
+        """Groups that failures and missing rewards left too small to compare. Not those that were
+        so to begin with, because few rollouts asked this adapter at all."""
+        return sum(
+            SkipReason.SMALL_GROUP in group.skipped and SkipReason.NO_REWARD in group.skipped
+            for group in self.groups.values()
+        )
 
     def _groups_skipped(self, reason: SkipReason) -> int:
         return sum(
@@ -181,6 +192,8 @@ def assemble(
             extra: dict[str, list[float]] = {}
             if settings.estimator in BY_TOKEN:
                 extra["rewards"] = _token_rewards(trajectory, member)
+            if any(value != 1.0 for value in trajectory.temperatures):
+                extra["temperature"] = trajectory.temperatures
             if settings.rules.off_policy == "weight":
                 weights = {call: importance(by_id[call]) or 0.0 for call in trajectory.call_ids}
                 extra["weights"] = to_datum(trajectory, weights).advantages
@@ -356,9 +369,12 @@ def _token_rewards(trajectory: Trajectory, member: _Member) -> list[float]:
 
 
 def _oddities(call: Call) -> list[str]:
-    how = sampled_otherwise(call)
-    mixed = ["mixed_versions"] if call.params.get("mixed_versions") else []
-    return mixed if how is None else [how, *mixed]
+    found = {
+        sampled_otherwise(call): True,
+        "temperature": temperature_of(call) != 1.0,
+        "mixed_versions": bool(call.params.get("mixed_versions")),
+    }
+    return [how for how, applies in found.items() if how is not None and applies]
 
 
 def _of_winner(rollout: Rollout, calls: Sequence[Call]) -> list[Call]:
@@ -395,6 +411,9 @@ def _member(
         winning,
         max_length=settings.max_length,
         adapters=settings.adapters,
+        oldest_version=None
+        if settings.oldest_version is None
+        else dict.fromkeys(settings.adapters, settings.oldest_version),
         rules=settings.rules,
     )
     batch.skipped |= built.skipped

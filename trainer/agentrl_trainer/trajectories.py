@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -34,8 +34,9 @@ class Turn:
 class Trajectory:
     """A root→leaf token path of one attempt's call graph, training one adapter.
 
-    Invariants: the four lists have one length, at most ``max_length``; position 0 is never masked;
-    ``mask`` is true exactly on the union of ``turns``, which do not overlap and are in order.
+    Invariants: the lists of tokens have one length, at most ``max_length``; position 0 is never
+    masked; ``mask`` is true exactly on the union of ``turns``, which do not overlap and are in
+    order.
     """
 
     adapter: str
@@ -44,8 +45,8 @@ class Trajectory:
     logprobs: list[float]  # of the sampling policy; 0 where not masked
     versions: list[int]  # of the adapter that sampled the token; -1 where not masked
     turns: list[Turn]
-    temperature: float | None
-    """As asked for by its calls (1 where they did not say); None when they differ."""
+    temperatures: list[float]
+    """That the token was sampled at; 1 where not masked, or greedy: see ``temperature_of``."""
 
     @property
     def call_ids(self) -> list[str]:
@@ -82,14 +83,15 @@ class Rules:
 def sampled_otherwise(call: Call) -> str | None:
     """How the call's sampling differed from the policy at temperature 1; None if it did not.
 
-    One of ``temperature``, ``filtered`` (top-p, top-k), ``biased`` (logit_bias), ``constrained`` (a
-    grammar). Log-probs are recorded of the policy at temperature 1 in any case, so ratios measure
-    how far the policy moved, never this difference.
+    One of ``greedy`` (temperature 0), ``filtered`` (top-p, top-k), ``biased`` (logit_bias),
+    ``constrained`` (a grammar). Log-probs are recorded of the policy at temperature 1 in any case,
+    so ratios measure how far the policy moved, never this difference. Any other temperature is none
+    of these: then the policy at that temperature is what trains (``temperature_of``).
     """
     params = call.params
-    temperature, top_p, top_k = (params.get(name) for name in ("temperature", "top_p", "top_k"))
-    if temperature is not None and temperature != 1:
-        return "temperature"
+    top_p, top_k = params.get("top_p"), params.get("top_k")
+    if params.get("temperature") == 0:
+        return "greedy"
     if (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0):
         return "filtered"
     if params.get("logit_bias"):
@@ -104,12 +106,33 @@ def sampled_otherwise(call: Call) -> str | None:
 def importance(call: Call) -> float | None:
     """policy / sampling distribution of the whole answer, at most 1; None where it is not known.
 
-    Of a constrained answer it is the mass that the grammar left, see agentrl_proxy.constraints.
+    Of a constrained answer it is the mass that the grammar left, see agentrl_proxy.constraints: at
+    temperature 1, the only one at which it is known.
     """
     kind, mass = sampled_otherwise(call), call.params.get("constrained_log_mass")
     if kind is None:
         return 1.0
+    if temperature_of(call) != 1.0:
+        return None
     return math.exp(min(mass, 0.0)) if kind == "constrained" and mass is not None else None
+
+
+def temperature_of(call: Call) -> float:
+    """At which the policy trains on this answer: the one it was sampled at; 1 where greedy."""
+    return float(call.params.get("temperature") or 1.0)
+
+
+def token_versions(call: Call) -> list[int]:
+    """Of the adapter, for each sampled token; -1 where it is not known.
+
+    ``params["versions"]`` has ``[first token, version]`` of each stretch of an answer in whose
+    middle the adapter was swapped; without it ``adapter_version`` holds for the whole.
+    """
+    version = -1 if call.adapter_version is None else call.adapter_version
+    versions = [version] * len(call.response_ids)
+    for start, own in call.params.get("versions") or ():
+        versions[start:] = [-1 if own is None else own] * (len(versions) - start)
+    return versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,20 +306,14 @@ def _trajectory(adapter: str, chain: Sequence[Call]) -> Trajectory:
     mask = [False] * len(tokens)
     logprobs = [0.0] * len(tokens)
     versions = [-1] * len(tokens)
+    temperatures = [1.0] * len(tokens)
     turns: list[Turn] = []
     for call in chain:
         start = len(call.prompt_ids)
         end = start + len(call.response_ids)
         mask[start:end] = [True] * (end - start)
         logprobs[start:end] = call.response_logprobs
-        versions[start:end] = [-1 if call.adapter_version is None else call.adapter_version] * (
-            end - start
-        )
+        versions[start:end] = token_versions(call)
+        temperatures[start:end] = [temperature_of(call)] * (end - start)
         turns.append(Turn(call.id, start, end))
-    return Trajectory(adapter, tokens, mask, logprobs, versions, turns, _temperature(chain))
-
-
-def _temperature(chain: Iterable[Call]) -> float | None:
-    asked = {call.params.get("temperature") for call in chain}
-    values = {1.0 if temperature is None else float(temperature) for temperature in asked}
-    return values.pop() if len(values) == 1 else None
+    return Trajectory(adapter, tokens, mask, logprobs, versions, turns, temperatures)

@@ -37,7 +37,7 @@ class UpdateSettings:
 def prepare(learner: Learner, datums: Sequence[Datum], settings: UpdateSettings) -> list[Datum]:
     """The datums with all that depends on the policy before the update."""
     options = LOSSES[settings.loss].options(settings.loss_config)
-    done = list(datums)
+    done = learner.with_temperature(datums)
     if settings.gae is not None:
         how = settings.gae
         done = with_gae(

@@ -303,6 +303,20 @@ class RolloutStore:
         with self.db.read() as c:
             return c.execute(query).scalar_one()
 
+    def unfinished_ids(self, ids: Collection[str]) -> set[str]:
+        """Which of these rollouts are still queued or running."""
+        waiting = [RolloutState.QUEUED, RolloutState.RUNNING]
+        query = sa.select(t.rollouts.c.id).where(
+            t.rollouts.c.id.in_(ids), t.rollouts.c.state.in_(waiting)
+        )
+        with self.db.read() as c:
+            return set(c.execute(query).scalars())
+
+    def move_to_step(self, ids: Collection[str], step: int) -> None:
+        """These rollouts belong to another step than they were planned for."""
+        with self.db.write() as c:
+            c.execute(t.rollouts.update().where(t.rollouts.c.id.in_(ids)).values(step=step))
+
     def authenticate(self, key: str) -> AttemptRef | None:
         """Whose attempt a key opens; None for an unknown key. The attempt may be sealed."""
         with self.db.read() as c:

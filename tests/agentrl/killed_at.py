@@ -1,0 +1,97 @@
+"""``agentrl`` that kills itself with SIGKILL at a named moment, of the step that is to be killed.
+
+    python killed_at.py MOMENT STEP train ...
+
+The moments are those at which a crash could hurt: see ``MOMENTS``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from agentrl import cli, session, train
+from agentrl_trainer import checkpoint
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *a, **k: wrap(original, *a, **k))
+
+
+def rollouts(step: int) -> None:
+    """Some rollouts of the step are finished, others run, others wait."""
+
+    def wait(original: Any, self: Any, look: Any, on_progress: Any) -> None:
+        def progress(done: int, total: int) -> None:
+            on_progress(done, total)
+            if NOW["step"] == step and 0 < done < total:
+                die()
+
+        original(self, look, progress)
+
+    around(session.Session, "wait", wait)
+
+
+def optimizer(step: int) -> None:
+    """One adapter has been updated in memory, the rest has not."""
+
+    def update(original: Any, self: Any, *args: Any, **named: Any) -> Any:
+        result = original(self, *args, **named)
+        if NOW["step"] == step:
+            die()
+        return result
+
+    around(torch.optim.AdamW, "step", update)
+
+
+def writing(step: int) -> None:
+    """The tensors of the checkpoint are on the disk, its manifest is not."""
+
+    def save(original: Any, tensors: Any, path: str) -> None:
+        original(tensors, path)
+        if NOW["step"] == step:
+            die()
+
+    around(checkpoint, "save_file", save)
+
+
+def publishing(step: int) -> None:
+    """The store knows the new version, the sampler does not."""
+
+    def load(original: Any, self: Any, name: str, version: int, path: str) -> Any:
+        if NOW["step"] == version == step:
+            die()
+        return original(self, name, version, path)
+
+    around(session.Gateway, "try_load_adapter", load)
+
+
+NOW = {"step": 0}
+MOMENTS = {moment.__name__: moment for moment in (rollouts, optimizer, writing, publishing)}
+
+
+def main() -> None:
+    moment, step, *arguments = sys.argv[1:]
+    MOMENTS[moment](int(step))
+
+    def begin(original: Any, self: Any, at: int) -> None:
+        NOW["step"] = at
+        original(self, at)
+
+    around(train.Training, "_step", begin)
+    sys.argv = ["agentrl", *arguments]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

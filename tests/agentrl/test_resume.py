@@ -1,0 +1,126 @@
+"""``kill -9`` at named moments: a resumed run learns what it would have, to the last bit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train import HERE, Run
+
+from agentrl_tracer.schemas import Purpose, RolloutState
+
+
+def killed(run: Run, moment: str, step: int) -> None:
+    """Runs, or goes on, until it kills itself there."""
+    first = not run.folder.run_id.exists()
+    arguments = run.argv[3:] if first else ["train", "--resume", str(run.folder.root)]
+    process = subprocess.run(
+        [sys.executable, str(HERE / "killed_at.py"), moment, str(step), *arguments],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert process.returncode == -signal.SIGKILL, process.stdout + process.stderr
+
+
+def weights(run: Run) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(run.folder.adapter)): path.read_bytes()
+        for path in sorted(run.folder.adapter.rglob("*.safetensors"))
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("agent", "settings"),
+    [
+        pytest.param(
+            "two_models",
+            {"adapters": "asker,answerer", "estimator": "gae", "loss": "ppo", "epochs": 2},
+            id="gae, two adapters",
+        ),
+        pytest.param("dull", {"resample_zero_variance": 2}, id="zero variance resampled"),
+    ],
+)
+def test_a_run_killed_at_every_moment_is_the_run(
+    tmp_path: Path, agent: str, settings: dict[str, Any]
+) -> None:
+    """One runner, synchronous. One moment a step, one after the other, in the same run."""
+    settings = {
+        "runners": 1, "steps": 4, "seed": 5, "eval_every": 4, "batch_size": 2, "group_size": 3,
+        "lease": 5,
+    } | settings  # fmt: skip
+    moments = ["rollouts", "optimizer", "writing", "publishing"]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = Run(tmp_path / "whole", agent, **settings).finish()
+    run = Run(tmp_path / "killed", agent, **settings)
+    for step, moment in enumerate(moments, start=1):
+        killed(run, moment, step)
+        saved = (run.folder.checkpoints / f"step-{step:08d}").exists()
+        assert saved == (moment == "publishing")
+    run.resume()
+
+    assert run.curve() == whole.curve()
+    assert [row["step"] for row in run.curve() if "reward/mean" in row] == [1, 2, 3, 4]
+    assert weights(run) == weights(whole)
+    assert len(weights(run)) == len(settings.get("adapters", "one").split(","))
+    for one in (run, whole):
+        assert one.accounting().adds_up
+        assert one.accounting().pending == 0
+    assert run.accounting().trained == whole.accounting().trained
+    if agent == "dull":
+        assert sum(row.get("groups/resampled", 0) for row in whole.curve()) > 0
+        assert all(row.get("groups/used", 2) == 2 for row in whole.curve())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stale", ["correct", "wait"])
+def test_an_asynchronous_run_that_is_killed_trains_nothing_twice(
+    tmp_path: Path, stale: str
+) -> None:
+    settings = {
+        "runners": 2, "steps": 4, "batch_size": 2, "group_size": 3, "eval_every": 4, "lease": 5,
+        "max_staleness": 1, "stale": stale,
+    }  # fmt: skip
+    run = Run(tmp_path, "mixed", **settings)
+    if stale == "correct":
+        killed(run, "optimizer", 2)
+    killed(run, "publishing", 3)
+    run.resume()
+
+    rows = [row for row in run.folder.read_metrics() if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["staleness/max"] == 0
+    assert rows[1]["staleness/max"] == 1
+    assert rows[1]["staleness/share"] > 0
+    assert [row["groups/ahead"] for row in rows] == [2, 2, 2, 0]
+    assert rows[1]["seconds/overlapped"] > 0
+    if stale == "wait":
+        assert all(row["staleness/max"] <= 1 and row["staleness/beyond"] == 0 for row in rows)
+    else:
+        assert "correction/weight" in rows[1]  # truncated importance weights
+    accounting = run.accounting()
+    assert accounting.adds_up
+    assert accounting.pending == 0
+    assert accounting.skipped["superseded"] > 0  # what was under way when it died
+
+    store = run.store()
+    trained: dict[tuple[str, int], int] = {}
+    for rollout in store.rollouts(run.run_id, purpose=Purpose.TRAIN):
+        calls = store.calls(rollout_ids=[rollout.id])
+        assert {c.trained_step for c in calls if c.trained_step} <= {rollout.step}
+        for call in calls:
+            if call.trained_step is not None:
+                assert rollout.state is RolloutState.SUCCEEDED
+                assert call.adapter_version is not None
+                assert call.adapter_version < call.trained_step
+                place = (rollout.group_id, rollout.index)
+                trained[place] = trained.get(place, 0) + 1
+    store.close()
+    assert set(trained.values()) == {1}
+    assert {group for group, _ in trained} <= {
+        f"train-{s}-{p}" for s in range(1, 5) for p in (0, 1)
+    }
