@@ -140,8 +140,7 @@ class Session:
             self.gateway = Gateway(self._settings, self.folder.logs, **where)
         except OSError as error:
             raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
-        self.pool = _start_runners(
-            config.runners_on,
+        self.pool = self._start_runners(
             RunnerConfig(
                 store=self.store.url,
                 gateway=self.gateway.url,
@@ -178,6 +177,15 @@ class Session:
             self._stop_servers()
             raise
         return self
+
+    def _start_runners(self, runners: RunnerConfig) -> PoolHandle | RayPool:
+        config = self.config
+        if config.runners_on != "ray":
+            return start_pool(runners)
+        from agentrl.runner.on_ray import RayPool
+
+        host = config.gateway_host if isinstance(config, TrainConfig) else None
+        return RayPool(runners, host)
 
     def __exit__(
         self,
@@ -293,7 +301,7 @@ class Session:
             if self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(
                     "gateway and runners keep dying and no rollout gets finished; see "
-                    f"{self.folder.logs}\n{self.gateway.log_tail()}"
+                    f"{self.folder.logs}\n{self.gateway.log_tail()}\n{self.pool.log_tail(5)}"
                 )
             time.sleep(_POLL_S)
 
@@ -308,14 +316,6 @@ def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dic
     if isinstance(config, EvalConfig) and config.answered_by is not None:
         models[config.adapter] = models[config.answered_by]
     return models
-
-
-def _start_runners(where: str, config: RunnerConfig) -> PoolHandle | RayPool:
-    if where != "ray":
-        return start_pool(config)
-    from agentrl.runner.on_ray import RayPool
-
-    return RayPool(config)
 
 
 def rollout_seed(*parts: object) -> int:

@@ -7,18 +7,22 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = str.split(
     "Alice Bob Carol David Emma Frank Grace Henry Iris Jack Kate Leo Maria Nina Oscar Paul Quinn "
-    "Rosa Sam Tina"
+    "Rosa Sam Tina Uma Victor Wendy Yara Zoe Anna Ben Clara Daniel Elena Felix Hugo Julia Karl "
+    "Laura Max Nora Omar Peter Ruth Simon Tom Vera Will Ada Alan Bella Diego Eva"
 )
 WORDS = str.split(
     "apple river stone cloud paper window garden music ocean winter summer letter bridge forest "
-    "candle mirror pocket rocket silver ticket"
+    "candle mirror pocket rocket silver ticket travel yellow button camera dinner engine flower "
+    "hammer island jacket kitten ladder market number orange pencil rabbit school tiger water"
 )
 
 
 def main() -> None:
     rng = random.Random(0)
-    write("train.jsonl", tasks(rng, range(0, 90, 2), NAMES[:14], WORDS[:14], count=200))
-    write("held_out.jsonl", tasks(rng, range(11, 90, 2), NAMES[14:], WORDS[14:], count=16))
+    write("train.jsonl", tasks(rng, range(5, 100, 3), NAMES[::3], WORDS[::3], count=400))
+    write("held_out.jsonl", tasks(rng, range(6, 100, 3), NAMES[1::3], WORDS[1::3], count=48))
+    # Settings were chosen by these; the held-out ones were left alone until the run that is shown.
+    write("dev.jsonl", tasks(rng, range(7, 100, 3), NAMES[2::3], WORDS[2::3], count=48))
 
 
 def tasks(
@@ -28,7 +32,7 @@ def tasks(
     made = []
     for i in range(count):
         if i % 2:
-            n = rng.choice(minutes[5:])
+            n = rng.choice(minutes)
             made.append({"request": f"Start a timer for {n} minutes.", "wanted": ["set_timer", n]})
         else:
             to, text = rng.choice(names), rng.choice(words)

@@ -79,6 +79,8 @@ class Credentials:
         except ApiError as error:
             if error.status in (401, 403):
                 self._stats.refused += 1
+            elif error.code == "attempt_sealed":
+                self._stats.sealed += 1
             raise
 
     async def operator_only(self, headers: Mapping[str, str]) -> None:

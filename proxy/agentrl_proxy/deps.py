@@ -114,6 +114,7 @@ class GatewayStats:
     other_models: int = 0  # choices asked of models behind LiteLLM
     refused: int = 0  # 401 and 403
     mismatched: int = 0  # of those: header, path and key named different rollouts
+    sealed: int = 0  # 409 at once: the attempt had ended, and something of it still asks
     overloaded: int = 0  # 429: too much at once
     over_budget: int = 0  # 429: the rollout has used up its calls or tokens
 

@@ -97,7 +97,7 @@ def pid(task): return os.getpid()
 class FakeGateway:
     """Answers /healthz and takes spans and rewards, as the real one does."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, host: str = "127.0.0.1") -> None:
         self.boot_id = "boot-1"
         self.healthy = True
         self.takes_spans = True
@@ -128,7 +128,7 @@ class FakeGateway:
                 self.end_headers()
                 self.wfile.write(body)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((host, 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"

@@ -14,6 +14,7 @@ from scripted_sampler import Running
 
 from agentrl_tracer import hooks
 from agentrl_tracer.attribution import attributed
+from agentrl_tracer.schemas import Claim
 
 AGENTS = Path(__file__).parent / "clients" / "many_rollouts.py"
 MANY = 64
@@ -93,3 +94,37 @@ def test_names_survive_a_header() -> None:
         encoded = hooks.encoded_name(name)
         assert encoded.isascii()
         assert agent_name({"x-agentrl-agent": encoded}) == " ".join(name.split())
+
+
+def test_a_consumer_thread_works_as_who_started_it(gateway: Running) -> None:
+    """The one hole of a shared process, and its edges: see docs/attribution.md."""
+    starter, other = claims = gateway.new_claims(2)
+    env = {
+        **os.environ,
+        "AGENTRL_GATEWAY": gateway.url,
+        "OPENAI_BASE_URL": f"{gateway.url}/v1",
+        "OPENAI_API_KEY": "nobody",
+    }
+    with subprocess.Popen(
+        [sys.executable, AGENTS.with_name("consumer_thread.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+    ) as script:  # fmt: skip
+        assert script.stdin is not None
+        assert script.stdout is not None
+        script.stdin.write(json.dumps([asdict(claim) for claim in claims]) + "\n")
+        script.stdin.flush()
+        assert script.stdout.readline() == "True\n"
+        gateway.seal(starter)
+        output = script.communicate("\n", timeout=60)[0]
+    assert json.loads(output) == {"own": 200, "while": 200, "after": 409, "carried": 200}
+
+    def said(claim: Claim) -> list[str]:
+        calls = sorted(gateway.calls(claim), key=lambda call: call.seq)
+        return [call.request["messages"][0]["content"] for call in calls if call.request]
+
+    # While its starter runs, the thread's calls are its starter's, whoever queued the work.
+    assert said(starter) == ["of the starter", "of the other, while the starter runs"]
+    # After that they are refused and counted, never recorded as somebody's.
+    assert gateway.stats["sealed"] == 1
+    # What carries the context of who queued it is that one's: executors do, and this did.
+    assert said(other) == ["of the other, carried"]

@@ -8,15 +8,27 @@ only when asked for, since Ray is no dependency of ours.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
+import os
+import socket
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from agentrl.runner.agent import validate_agent
 from agentrl.runner.config import RunnerConfig, check_environment
 
-_LOOK_S = 5.0  # longest wait for an actor's answer
+logger = logging.getLogger("agentrl.runner")
+
+_LOOK_S = 2.0  # between looks at the actors: each is a round trip per actor
+_ANSWER_S = 5.0  # longest wait for an actor's answer
+_PLACED_S = 30.0  # after which runners without a place are worth a warning
+_REACH_S = 10.0
+_START_TRIES = 3
 
 
 class _RayRunner:
@@ -24,14 +36,15 @@ class _RayRunner:
 
     def __init__(self, config_json: str, search: list[str]) -> None:
         sys.path[:0] = [folder for folder in search if folder not in sys.path]
-        import os
-
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [*search, os.environ.get("PYTHONPATH")])
         )
         from agentrl.runner.handle import start_pool
+        from agentrl.runner.on_ray import check_reach
 
-        self._pool = start_pool(RunnerConfig.from_json(config_json))
+        config = RunnerConfig.from_json(config_json)
+        check_reach(config)
+        self._pool = start_pool(config)
 
     def alive(self) -> bool:
         if not self._pool.alive():
@@ -48,52 +61,80 @@ class _RayRunner:
 class RayPool:
     """``config.runners`` actors, on the cluster of ``RAY_ADDRESS``, else on one started here.
 
+    Args:
+        gateway_host: the address that the gateway listens on; None: nobody can change it.
+
     Raises:
-        ValueError: Ray is not installed, or the store or gateway is out of the other nodes' reach.
+        ValueError: Ray is not installed or does not start, or the store or gateway is out of the
+            other nodes' reach.
     """
 
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RunnerConfig, gateway_host: str | None = None) -> None:
         try:
             import ray  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise ValueError("runners: ray is not installed; pip install 'ray'") from None
+            raise ValueError("runners: ray is not installed; pip install 'agentrl[ray]'") from None
         check_environment()
         validate_agent(config.agent, config.python_path, elsewhere=True)
         self.restarts = 0
-        self._config = config
         self._ray: Any = ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        if len(nodes) > 1 and config.store.startswith("sqlite"):
-            raise ValueError(
-                f"store: the Ray cluster has {len(nodes)} nodes, which cannot share an SQLite "
-                "file; give a PostgreSQL URL with --store (and --gateway-host 0.0.0.0)"
-            )
-        self._actors = self._start()
+            _join_or_start(ray, config.runners)
+        try:
+            self._config = _within_reach(ray, config, gateway_host)
+        except ValueError:
+            if self._started_ray:
+                ray.shutdown()
+            raise
+        self._start()
 
-    def _start(self) -> list[Any]:
+    def _start(self) -> None:
         search = [folder for folder in sys.path if folder]
         # Ray revives an actor that dies; what its runner had under way loses its lease.
         actor = self._ray.remote(max_restarts=-1, num_cpus=1)(_RayRunner)
         one = replace(self._config, runners=1).to_json()
-        return [actor.remote(one, search) for _ in range(self._config.runners)]
+        self._actors: list[Any] = [actor.remote(one, search) for _ in range(self._config.runners)]
+        self._answers: dict[Any, Any] = {a: a.alive.remote() for a in self._actors}
+        self._some_alive = True
+        self._next_look = 0.0
+        self._warn_at = time.monotonic() + _PLACED_S
 
     def alive(self) -> bool:
-        """Whether some runner works; those that Ray has not placed yet need no look."""
-        answers = [actor.alive.remote() for actor in self._actors]
-        ready, waiting = self._ray.wait(answers, num_returns=len(answers), timeout=_LOOK_S)
-        for answer in ready:
-            with contextlib.suppress(self._ray.exceptions.RayError):
+        """Whether some runner works, or still waits for Ray to place it."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return self._some_alive
+        self._next_look = now + _LOOK_S
+        asked = list(self._answers.values())
+        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=0)
+        answered = set(ready)
+        works = False
+        waiting = 0
+        for actor, answer in self._answers.items():
+            if answer not in answered:
+                waiting += 1
+                continue
+            try:
                 self._ray.get(answer)
-                return True
-        return bool(waiting)
+                works = True
+            except self._ray.exceptions.RayError as error:
+                logger.warning("a runner on Ray: %s", str(error).strip().splitlines()[-1])
+            self._answers[actor] = actor.alive.remote()
+        if waiting and now > self._warn_at:
+            self._warn_at = float("inf")
+            cpus = self._ray.cluster_resources().get("CPU", 0)
+            logger.warning(
+                "%d of %d runners wait for a place: the Ray cluster has %g CPUs, and a runner "
+                "asks for one", waiting, len(self._actors), cpus,
+            )  # fmt: skip
+        self._some_alive = works or waiting > 0
+        return self._some_alive
 
     def restart(self) -> None:
         self.restarts += 1
         self._kill()
-        self._actors = self._start()
+        self._start()
 
     def begin_stop(self) -> None:
         for actor in self._actors:
@@ -103,7 +144,7 @@ class RayPool:
         self._ray.wait(
             [actor.stop.remote() for actor in self._actors],
             num_returns=len(self._actors),
-            timeout=_LOOK_S,
+            timeout=_ANSWER_S,
         )
         self._kill()
         if self._started_ray:
@@ -113,7 +154,7 @@ class RayPool:
         ready, _ = self._ray.wait(
             [actor.log_tail.remote(lines) for actor in self._actors],
             num_returns=len(self._actors),
-            timeout=_LOOK_S,
+            timeout=_ANSWER_S,
         )
         with contextlib.suppress(self._ray.exceptions.RayError):
             return "\n".join(self._ray.get(ready))
@@ -122,3 +163,94 @@ class RayPool:
     def _kill(self) -> None:
         for actor in self._actors:
             self._ray.kill(actor)
+
+
+def _join_or_start(ray: Any, runners: int) -> None:
+    """Joins the cluster there is, else starts one with a place for every runner.
+
+    Ray's raylet gives its own helper process 15 seconds, a constant, to import what it needs, and
+    aborts if a busy machine takes longer (ray-project/ray#65983): so it gets several tries.
+    """
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    with contextlib.suppress(ConnectionError):
+        ray.init(address="auto", **settings)
+        return
+    for left in reversed(range(_START_TRIES)):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=max(runners, os.cpu_count() or 1),
+                **settings,
+            )
+            return
+        except Exception as error:  # Ray raises nothing narrower
+            ray.shutdown()
+            if not left:
+                raise ValueError(
+                    f"runners: Ray did not start in {_START_TRIES} tries: {error} A machine that "
+                    "is too busy is a usual cause; Ray's own logs are in "
+                    "/tmp/ray/session_latest/logs. `ray start --head` with fixed ports "
+                    "(--dashboard-agent-grpc-port, --dashboard-agent-listen-port, "
+                    "--metrics-export-port) waits longer; this command then joins it"
+                ) from error
+
+
+def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> RunnerConfig:
+    """The configuration as every node of the cluster can use it.
+
+    Raises:
+        ValueError: there are other nodes, and they cannot reach the store or the gateway.
+    """
+    count = sum(node["Alive"] for node in ray.nodes())
+    if count == 1:
+        return config
+    if gateway_host is None:
+        raise ValueError(
+            f"runners: the Ray cluster has {count} nodes, and only `agentrl train` can put its "
+            "store and gateway within their reach; leave out --runners ray"
+        )
+    if config.store.startswith("sqlite"):
+        raise ValueError(
+            f"store: the Ray cluster has {count} nodes, which cannot share an SQLite file; give a "
+            "PostgreSQL URL with --store"
+        )
+    if _is_loopback(gateway_host):
+        raise ValueError(
+            f"gateway_host: {gateway_host} is out of reach of the Ray cluster's other nodes (it "
+            f"has {count}); set --gateway-host 0.0.0.0, or this machine's address in their network"
+        )
+    parts = urlsplit(config.gateway)
+    if _is_loopback(parts.hostname or ""):  # it listens everywhere; ours is not their address
+        ours = ray.util.get_node_ip_address()
+        url = parts._replace(netloc=f"[{ours}]:{parts.port}" if ":" in ours else f"{ours}:{parts.port}")
+        return replace(config, gateway=url.geturl())
+    return config
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_reach(config: RunnerConfig) -> None:
+    """Says at once what a runner would otherwise wait for in vain: a node may have joined late.
+
+    Raises:
+        RuntimeError: the gateway or the store's file cannot be reached from this machine.
+    """
+    parts = urlsplit(config.gateway)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), _REACH_S).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"gateway_host: {socket.gethostname()} cannot reach {config.gateway} ({error}); "
+            "see --gateway-host"
+        ) from error
+    file = config.store.partition("sqlite:///")[2]
+    if file and not Path(file).exists():
+        raise RuntimeError(
+            f"store: {socket.gethostname()} has no {file}; other machines need a PostgreSQL store"
+        )
