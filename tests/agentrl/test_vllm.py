@@ -18,7 +18,7 @@ from agentrl.config import ConfigError, ServeConfig
 from agentrl.run_folder import RunFolder
 from agentrl.vllm_server import planned_server, vllm_settings
 from agentrl_tracer.store import Store
-from conftest import VLLM_PYTHON
+from vllm_environment import VLLM_PYTHON
 
 ROOT = Path(__file__).parents[2]
 
