@@ -77,7 +77,8 @@ class Admission:
 
         Calls count when accepted, prompts too, sampled tokens when they were sampled. So an agent
         that asks one thing after another never exceeds its budget; one with several requests
-        under way exceeds it by at most what those sample.
+        under way exceeds it by at most what those sample. Somebody else's model is not held back:
+        what it used counts once it has said so, and may exceed the budget by one answer.
 
         Raises:
             ApiError: 429, not to be retried: the budget is used up.

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from agentrl_proxy import ingest, openapi, translation, wire
+from agentrl_proxy import ingest, openapi, translation
 from agentrl_proxy.admission import Admission
 from agentrl_proxy.asgi import (
     WorkResponse,
@@ -32,17 +32,25 @@ from agentrl_proxy.asgi import (
 from agentrl_proxy.attempts import Attempts
 from agentrl_proxy.auth import Caller, Credentials, ask
 from agentrl_proxy.chat import ChatService
-from agentrl_proxy.completions import CompletionWork, parse_completion_request
+from agentrl_proxy.completions import CompletionWork, completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
+from agentrl_proxy.elsewhere import (
+    OtherCompletionWork,
+    chat_elsewhere,
+    count_of_message,
+    of_completion,
+    of_message,
+    of_response,
+)
 from agentrl_proxy.errors import ApiError, invalid, refused_by_sampler, unavailable
 from agentrl_proxy.forward import ForwardingSink
-from agentrl_proxy.messages import anthropic_error, parse_count_request, parse_messages_request
+from agentrl_proxy.messages import anthropic_error, count_request, messages_request
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
-from agentrl_proxy.other_models import OtherModels, wants_usage
+from agentrl_proxy.other_models import OtherModels, OtherRequest
 from agentrl_proxy.recording import trace_context
-from agentrl_proxy.responses import parse_responses_request
+from agentrl_proxy.responses import responses_request
 from agentrl_proxy.sampler import RefusedError
-from agentrl_proxy.work import OneJob, Service
+from agentrl_proxy.work import OneJob
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
@@ -94,58 +102,68 @@ class Gateway:
         return json_response({"object": "list", "data": [{"id": name, **owner} for name in names]})
 
     async def chat_completions(self, request: Request) -> Response:
-        caller = await self._caller(request)
-        body = await read_body(request, self.deps.max_body_bytes)
-        raw = read_object(body)
-        if self.others.has(raw):
-            asked = _Asked(
-                raw, raw.get("stream") is True, wire.Chat(include_usage=wants_usage(raw))
-            )
-            return await self._reply(self.others, asked, body, caller, request.headers)
-        return await self._reply(
-            self.chat, _of_chat(chat_request(raw)), body, caller, request.headers
-        )
+        caller, body, raw = await self._received(request)
+        elsewhere = self.others.named(raw)
+        asked = chat_request(raw) if elsewhere is None else chat_elsewhere(raw)
+        return await self._reply(asked, body, caller, request.headers)
 
     async def responses(self, request: Request) -> Response:
         await translation.load()
-        return await self._answer(request, parse_responses_request)
+        caller, body, raw = await self._received(request)
+        elsewhere = self.others.named(raw)
+        asked = responses_request(raw) if elsewhere is None else of_response(raw, elsewhere)
+        return await self._reply(asked, body, caller, request.headers)
 
     async def messages(self, request: Request) -> Response:
         await translation.load()
-        return await self._answer(request, parse_messages_request)
+        caller, body, raw = await self._received(request)
+        elsewhere = self.others.named(raw)
+        asked = messages_request(raw) if elsewhere is None else of_message(raw, elsewhere)
+        return await self._reply(asked, body, caller, request.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """How long the prompt of such a Messages request would be. Nothing is sampled."""
-        caller = await self._caller(request)
-        body = await read_body(request, self.deps.max_body_bytes)
         await translation.load()
-        prompt = self.chat.render(parse_count_request(body), caller, request.headers)
+        caller, _, raw = await self._received(request)
+        elsewhere = self.others.named(raw)
+        if elsewhere is not None:
+            asked = count_of_message(raw, elsewhere)
+            return json_response({"input_tokens": await self.others.count(asked, elsewhere)})
+        prompt = self.chat.render(count_request(raw), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def completions(self, request: Request) -> Response:
-        caller = await self._caller(request)
-        body = await read_body(request, self.deps.max_body_bytes)
-        asked = parse_completion_request(body, self.deps.renderer)
-        work = CompletionWork(self.chat, asked, body, caller, request.headers)
+        caller, body, raw = await self._received(request)
+        elsewhere = self.others.named(raw)
+        work: CompletionWork | OtherCompletionWork
+        if elsewhere is None:
+            asked = completion_request(raw, self.deps.renderer)
+            work = CompletionWork(self.chat, asked, body, caller, request.headers)
+            stream = asked.stream
+        else:
+            prompts, dialect = of_completion(raw, elsewhere)
+            work = OtherCompletionWork(
+                self.others, self.chat, prompts, dialect, body, caller, request.headers
+            )
+            stream = prompts[0].stream
         if not work.is_retry:
             await work.accept()
-        return WorkResponse(work, stream=asked.stream)
+        return WorkResponse(work, stream=stream)
 
-    async def _answer(self, request: Request, parse: Callable[[bytes], ChatRequest]) -> Response:
+    async def _received(self, request: Request) -> tuple[Caller, bytes, dict[str, Any]]:
         caller = await self._caller(request)
         body = await read_body(request, self.deps.max_body_bytes)
-        asked = _of_chat(parse(body))
-        return await self._reply(self.chat, asked, body, caller, request.headers)
+        return caller, body, read_object(body)
 
     async def _reply(
         self,
-        service: Service,
-        asked: _Asked,
+        asked: ChatRequest | OtherRequest,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
     ) -> Response:
-        work = OneJob(service, self.chat, asked.dialect, asked.request, body, caller, headers)
+        service = self.chat if isinstance(asked, ChatRequest) else self.others
+        work = OneJob(service, self.chat, asked.dialect, asked, body, caller, headers)
         if not work.is_retry:
             await work.accept()
         return WorkResponse(work, stream=asked.stream)
@@ -200,19 +218,6 @@ class Gateway:
         return await self.credentials.caller(
             request.headers, rollout_id, may_be_sealed=may_be_sealed
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A checked request, as its service wants it, and how its client wants the answer."""
-
-    request: Any
-    stream: bool
-    dialect: wire.Dialect
-
-
-def _of_chat(request: ChatRequest) -> _Asked:
-    return _Asked(request, request.stream, request.dialect)
 
 
 class GatewayApp(FastAPI):

@@ -103,8 +103,6 @@ class ChatService:
     def resolve_model(self, model: str, headers: Mapping[str, str]) -> str | None:
         """The adapter that a requested model name means, or its agent; None is the base model."""
         deps = self.deps
-        if model in deps.other_models:  # never the policy's answer under another model's name
-            raise invalid("model", f"{model!r} answers at /v1/chat/completions only")
         if model in deps.models:
             return deps.models[model]
         if (adapter := deps.agents.get(agent_name(headers) or "")) is not None:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl_proxy import wire
 from agentrl_proxy.asgi import Write
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.chat import BarePrompt, ChatService, Job
 from agentrl_proxy.errors import ApiError, invalid
-from agentrl_proxy.openai_types import (
-    MAX_CHOICES,
-    MAX_TOP_LOGPROBS,
-    ChatRequest,
-    chat_request,
-    read_object,
-)
+from agentrl_proxy.life import Accepted
+from agentrl_proxy.openai_types import MAX_CHOICES, MAX_TOP_LOGPROBS, ChatRequest, chat_request
 from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.work import RequestWork
+from agentrl_proxy.work import EarlierAnswers, RequestWork, Service
 from agentrl_tracer.ids import new_id
+
+JobT = TypeVar("JobT", bound=Accepted)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -42,9 +39,37 @@ class CompletionRequest:
         return self.common.stream
 
 
-def parse_completion_request(body: bytes, renderer: Renderer) -> CompletionRequest:
-    """The request in a body, or an ApiError that names the field that is wrong."""
-    raw = read_object(body)
+def completion_request(raw: dict[str, Any], renderer: Renderer) -> CompletionRequest:
+    """The checked request, or an ApiError that names the field that is wrong."""
+    echo, logprobs = check_legacy(raw)
+    limit = raw.get("max_tokens")
+    common = chat_request(
+        {k: v for k, v in raw.items() if k not in CHAT_ONLY}
+        | {
+            "messages": [{"role": "user", "content": ""}],  # no chat has none
+            "logprobs": logprobs is not None,
+            "top_logprobs": logprobs,
+            "max_tokens": DEFAULT_MAX_TOKENS if limit is None else limit,
+        }
+    )
+    common.messages = []
+    common.raw = raw
+    prompts = _prompts(raw.get("prompt"), renderer)
+    check_choices(len(prompts), common.n)
+    texts = [renderer.decode_raw(ids) for ids in prompts] if echo else []
+    dialect = Completion(include_usage=common.include_usage, n=common.n, echoed=texts)
+    common.dialect = dialect
+    return CompletionRequest(common, prompts, dialect)
+
+
+def check_choices(prompts: int, n: int) -> None:
+    if prompts * n > MAX_CHOICES:
+        raise invalid("prompt", f"{prompts} prompts times n={n} are more than "
+                      f"{MAX_CHOICES} choices")  # fmt: skip
+
+
+def check_legacy(raw: Mapping[str, Any]) -> tuple[bool, int | None]:
+    """``echo`` and ``logprobs`` of a request that has nothing nobody here can do."""
     for name, instead in (
         ("suffix", "put everything before the gap into `prompt`"),
         ("best_of", "ask for `n` choices and choose among them"),
@@ -70,30 +95,10 @@ def parse_completion_request(body: bytes, renderer: Renderer) -> CompletionReque
             "does not give; send one of them",
             code="unsupported_parameter",
         )
-    limit = raw.get("max_tokens")
-    common = chat_request(
-        {k: v for k, v in raw.items() if k not in _CHAT_ONLY}
-        | {
-            "messages": [{"role": "user", "content": ""}],  # no chat has none
-            "logprobs": logprobs is not None,
-            "top_logprobs": logprobs,
-            "max_tokens": DEFAULT_MAX_TOKENS if limit is None else limit,
-        }
-    )
-    common.messages = []
-    common.raw = raw
-    prompts = _prompts(raw.get("prompt"), renderer)
-    if len(prompts) * common.n > MAX_CHOICES:
-        raise invalid("prompt", f"{len(prompts)} prompts times n={common.n} are more than "
-                      f"{MAX_CHOICES} choices")  # fmt: skip
-    options = raw.get("stream_options") or {}
-    texts = [renderer.decode_raw(ids) for ids in prompts] if echo else []
-    dialect = Completion(include_usage=bool(options.get("include_usage")), n=common.n, echoed=texts)
-    common.dialect = dialect
-    return CompletionRequest(common, prompts, dialect)
+    return echo, logprobs
 
 
-_CHAT_ONLY = frozenset(
+CHAT_ONLY = frozenset(
     ("messages", "tools", "tool_choice", "response_format", "max_completion_tokens")
 )
 
@@ -131,8 +136,33 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class CompletionWork(RequestWork[Job]):
-    """Answers one request: a Job per prompt, one answer for all."""
+class PromptsWork(RequestWork[JobT]):
+    """Answers one request: a job per prompt, one answer for all."""
+
+    def __init__(
+        self,
+        service: Service,
+        answers: EarlierAnswers,
+        dialect: Completion,
+        prompts: int,
+        body: bytes,
+        caller: Caller,
+        headers: Mapping[str, str],
+    ) -> None:
+        bodies = [body + b"#%d" % i if i else body for i in range(prompts)]
+        super().__init__(service, answers, dialect, bodies, caller, headers)
+        self._completion = dialect
+
+    async def _say(self, responses: list[dict[str, Any]], write: Write | None) -> dict[str, Any]:
+        together = _together(responses)
+        if write is None:
+            return self._completion.whole(together)
+        await write(self._completion.tail(together))
+        return together
+
+
+class CompletionWork(PromptsWork[Job]):
+    """Our sampler's."""
 
     def __init__(
         self,
@@ -142,8 +172,8 @@ class CompletionWork(RequestWork[Job]):
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        bodies = [body + b"#%d" % i if i else body for i in range(len(request.prompts))]
-        super().__init__(service, service, request.dialect, bodies, caller, headers)
+        prompts = len(request.prompts)
+        super().__init__(service, service, request.dialect, prompts, body, caller, headers)
         self._chat = service
         self._request = request
 
@@ -168,26 +198,22 @@ class CompletionWork(RequestWork[Job]):
                 await self._chat.give_up(job)
             raise
 
-    async def _say(self, responses: list[dict[str, Any]], write: Write | None) -> dict[str, Any]:
-        together = _together(responses)
-        if write is None:
-            return self._request.dialect.whole(together)
-        await write(self._request.dialect.tail(together))
-        return together
-
 
 def _together(responses: list[dict[str, Any]]) -> dict[str, Any]:
     """The answers to several prompts as one."""
     if len(responses) == 1:
         return responses[0]
     usages = [response["usage"] for response in responses]
+    usage: dict[str, Any] = {}
+    if all(usages):
+        usage = wire.usage(
+            sum(usage["prompt_tokens"] for usage in usages),
+            sum(usage["completion_tokens"] for usage in usages),
+        )
     return {
         **responses[0],
         "choices": [choice for response in responses for choice in response["choices"]],
-        "usage": wire.usage(
-            sum(usage["prompt_tokens"] for usage in usages),
-            sum(usage["completion_tokens"] for usage in usages),
-        ),
+        "usage": usage,
     }
 
 
@@ -247,7 +273,7 @@ class Completion:
 
     def tail(self, response: dict[str, Any]) -> bytes:
         """What follows the last chunk of the last prompt."""
-        if not self._include_usage:
+        if not self._include_usage or not response["usage"]:
             return wire.DONE
         heading = _heading(wire.heading_of(response))
         return wire.sse({**heading, "choices": [], "usage": response["usage"]}) + wire.DONE
@@ -258,7 +284,7 @@ class Completion:
             entries = None if one["logprobs"] is None else one["logprobs"]["content"]
             choice = {
                 "index": one["index"],
-                "text": self._echo(one["index"]) + one["message"]["content"],
+                "text": self._echo(one["index"]) + (one["message"]["content"] or ""),
                 "logprobs": None if entries is None else _legacy_logprobs(entries, 0)[0],
                 "finish_reason": one["finish_reason"],
             }
@@ -266,7 +292,7 @@ class Completion:
                 choice["stop_reason"] = one["stop_reason"]
             choices.append(choice)
         heading = _heading(wire.heading_of(response))
-        return {**heading, "choices": choices, "usage": response["usage"]}
+        return {**heading, "choices": choices, "usage": response["usage"] or None}
 
     def failed(self, error: ApiError) -> bytes:
         return wire.sse(error.body())

@@ -19,6 +19,10 @@ class Gathered:
         self.usage: dict[str, Any] | None = None
         self.said: dict[str, Any] = {}  # the provider's own id and model
 
+    @property
+    def begun(self) -> bool:
+        return bool(self._choices)
+
     def add(self, chunk: dict[str, Any]) -> None:
         self.said = {**self.said, **{k: chunk[k] for k in ("id", "model") if chunk.get(k)}}
         self.usage = chunk.get("usage") or self.usage
@@ -44,6 +48,9 @@ def _merge(whole: dict[str, Any], delta: dict[str, Any]) -> None:
     """Adds a streamed piece: text grows, lists grow (by ``index`` where they have one)."""
     for key, value in delta.items():
         old = whole.get(key)
+        if key == "thinking_blocks" and isinstance(value, list):
+            whole[key] = _thoughts([*(old or ()), *value])
+            continue
         if old is None or key in ("role", "id", "type", "name", "index"):
             if isinstance(value, list):
                 whole[key] = old = []
@@ -58,6 +65,22 @@ def _merge(whole: dict[str, Any], delta: dict[str, Any]) -> None:
             _extend(old, value)
         else:
             whole[key] = value
+
+
+def _thoughts(pieces: list[Any]) -> list[Any]:
+    """LiteLLM's pieces of Anthropic's thinking as blocks: text in many, a signature in the last."""
+    blocks: list[Any] = []
+    for piece in pieces:
+        last = blocks[-1] if blocks else {}
+        if last.get("type") == piece.get("type") == "thinking" and not last.get("signature"):
+            blocks[-1] = {
+                "type": "thinking",
+                "thinking": (last.get("thinking") or "") + (piece.get("thinking") or ""),
+                "signature": piece.get("signature") or "",
+            }
+        else:
+            blocks.append(piece)
+    return blocks
 
 
 def _extend(whole: list[Any], pieces: list[Any]) -> None:

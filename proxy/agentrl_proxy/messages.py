@@ -1,7 +1,7 @@
 """Anthropic's Messages API: what a request may hold, and how an answer and an error are said.
 
 Knows Anthropic's fields, blocks and events. Does not know tokens; LiteLLM reads the request
-(translation.py), ChatService answers it.
+(translation.py), ChatService or somebody else's model answers it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -30,15 +35,32 @@ _ERROR_TYPES = {
 
 def parse_messages_request(body: bytes) -> ChatRequest:
     """The request in a body of ``/v1/messages``, or an ApiError that names the wrong field."""
-    raw = read_object(body)
-    if raw.get("max_tokens") is None:
-        raise invalid("max_tokens", "max_tokens is required: an integer of at least 1")
-    return _chat(raw)
+    return messages_request(read_object(body))
 
 
-def parse_count_request(body: bytes) -> ChatRequest:
-    """The request in a body of ``/v1/messages/count_tokens``."""
-    return _chat(read_object(body))
+def messages_request(raw: dict[str, Any]) -> ChatRequest:
+    _has_max_tokens(raw)
+    return count_request(raw)
+
+
+def count_request(raw: dict[str, Any]) -> ChatRequest:
+    """The request of ``/v1/messages/count_tokens``."""
+    chat, dialect = _chat(raw, None)
+    request = chat_request(chat)
+    request.raw = raw
+    request.dialect = dialect
+    return request
+
+
+def messages_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], Messages]:
+    """A request to somebody else's model (LiteLLM's name) as a chat request's fields, and how the
+    answer is said. What the model can read is its provider's to judge."""
+    _has_max_tokens(raw)
+    return count_elsewhere(raw, model)
+
+
+def count_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], Messages]:
+    return _chat(raw, model)
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
@@ -47,9 +69,14 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _chat(raw: dict[str, Any]) -> ChatRequest:
-    _check(raw)
-    chat, names = translation.chat_of_messages(raw)
+def _has_max_tokens(raw: dict[str, Any]) -> None:
+    if raw.get("max_tokens") is None:
+        raise invalid("max_tokens", "max_tokens is required: an integer of at least 1")
+
+
+def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], Messages]:
+    _check(raw, ours=elsewhere is None)
+    chat, names = translation.chat_of_messages(raw, elsewhere)
     choice = raw.get("tool_choice") or {}
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False  # LiteLLM drops it
@@ -62,10 +89,7 @@ def _chat(raw: dict[str, Any]) -> ChatRequest:
     if format is not None:
         chat["response_format"] = _response_format(format)  # LiteLLM's requires every property
     chat["stream"] = raw.get("stream")
-    request = chat_request(chat)
-    request.raw = raw
-    request.dialect = Messages(names)
-    return request
+    return chat, Messages(names)
 
 
 def _response_format(format: Any) -> dict[str, Any]:
@@ -77,8 +101,12 @@ def _response_format(format: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _check(raw: dict[str, Any]) -> None:
-    """Refuses what LiteLLM would drop in silence or stumble over."""
+def _check(raw: dict[str, Any], *, ours: bool) -> None:
+    """Refuses what LiteLLM would drop in silence or stumble over.
+
+    Args:
+        ours: whether our model answers. It reads text only, and its turn begins empty.
+    """
     model, messages = raw.get("model"), raw.get("messages")
     if not isinstance(model, str) or not model:
         raise invalid("model", "model must be a non-empty string")
@@ -90,12 +118,12 @@ def _check(raw: dict[str, Any]) -> None:
             raise invalid(where, f"{where} must be an object")
         if message.get("role") not in ("user", "assistant", "system"):
             raise invalid(f"{where}.role", f"{where}.role must be user or assistant")
-        _check_content(message.get("content"), f"{where}.content")
-    if messages[-1]["role"] == "assistant":
+        _check_content(message.get("content"), f"{where}.content", ours)
+    if ours and messages[-1]["role"] == "assistant":
         raise invalid("messages", "the last message must be the user's; prefilling the "
                       "assistant's reply is not supported")  # fmt: skip
     if raw.get("system") is not None:
-        _check_content(raw["system"], "system")
+        _check_content(raw["system"], "system", ours)
     if not isinstance(raw.get("output_config"), dict | None):
         raise invalid("output_config", "output_config must be an object")
     for name in ("tools", "stop_sequences"):
@@ -116,7 +144,7 @@ def _check(raw: dict[str, Any]) -> None:
         raise invalid("tool_choice", "tool_choice.type must be auto, any, tool or none")
 
 
-def _check_content(content: Any, where: str) -> None:
+def _check_content(content: Any, where: str, ours: bool) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -124,6 +152,8 @@ def _check_content(content: Any, where: str) -> None:
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind in ("image", "document"):
+            if not ours:
+                continue
             raise invalid(f"{where}[{i}]", f"{where}[{i}] is of type {kind}; this model reads "
                           "text only", code="unsupported_content")  # fmt: skip
         if kind not in _BLOCKS:
@@ -134,7 +164,7 @@ def _check_content(content: Any, where: str) -> None:
         if kind == "tool_use" and not isinstance(block.get("name"), str):
             raise invalid(f"{where}[{i}].name", f"{where}[{i}].name must be a string")
         if kind == "tool_result" and block.get("content") is not None:
-            _check_content(block["content"], f"{where}[{i}].content")
+            _check_content(block["content"], f"{where}[{i}].content", ours)
 
 
 class Messages:
@@ -165,11 +195,13 @@ class Messages:
         if not self._begun:
             self._begun = True
             out = self._start(heading)
-        if delta.get("reasoning_content"):
-            out += self._grow(
-                {"type": "thinking", "thinking": "", "signature": ""},
-                {"type": "thinking_delta", "thinking": delta["reasoning_content"]},
-            )
+        for block in _thinking(delta):
+            begun = {"type": "thinking", "thinking": "", "signature": ""}
+            if block["type"] == "redacted_thinking":
+                out += self._close() + self._grow(block, None) + self._close()
+            for name, kind in (("thinking", "thinking_delta"), ("signature", "signature_delta")):
+                if block.get(name) and block["type"] == "thinking":
+                    out += self._grow(begun, {"type": kind, name: block[name]})
         if delta.get("content"):
             out += self._grow(
                 {"type": "text", "text": ""}, {"type": "text_delta", "text": delta["content"]}
@@ -196,9 +228,10 @@ class Messages:
         [choice] = response["choices"]
         message = choice["message"]
         content: list[dict[str, Any]] = []
-        if message.get("reasoning_content"):
-            thinking = message["reasoning_content"]
-            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
+        for block in _thinking(message):
+            if block["type"] == "thinking":
+                block = {"type": "thinking", "thinking": "", "signature": "", **block}
+            content.append(block)
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
@@ -230,7 +263,7 @@ class Messages:
         }
         return _event("message_start", message=message)
 
-    def _grow(self, block: dict[str, Any], delta: dict[str, Any]) -> bytes:
+    def _grow(self, block: dict[str, Any], delta: dict[str, Any] | None) -> bytes:
         """Adds to the open block, if it is of this type, or to a new one."""
         out = b""
         if self._open != block["type"]:
@@ -238,6 +271,8 @@ class Messages:
             self._open = block["type"]
             self._index += 1
             out += _event("content_block_start", index=self._index, content_block=block)
+        if delta is None:  # a block that comes whole
+            return out
         return out + _event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
@@ -249,6 +284,16 @@ class Messages:
     def _tool_use(self, call: dict[str, Any]) -> dict[str, Any]:
         name = call["function"]["name"]
         return {"type": "tool_use", "id": call["id"], "name": self._names.get(name, name)}
+
+
+def _thinking(said: dict[str, Any]) -> list[dict[str, Any]]:
+    """The thinking in a message or delta as blocks: a provider's own, whose signatures it wants
+    back (LiteLLM hands them on beside the text), or plain reasoning."""
+    if said.get("thinking_blocks"):
+        return [block for block in said["thinking_blocks"] if block.get("type")]
+    if said.get("reasoning_content"):
+        return [{"type": "thinking", "thinking": said["reasoning_content"]}]
+    return []
 
 
 def _input(call: dict[str, Any]) -> Any:
@@ -269,13 +314,20 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     stopped_by = choice.get("stop_reason")
     if stopped_by is not None and choice["finish_reason"] == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-    return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
+    # A provider's reason may be one that Anthropic's API has no word for.
+    reason = _STOP_REASONS.get(choice["finish_reason"], "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(usage: Mapping[str, int]) -> dict[str, int]:
+def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
+    """Zeros where a provider did not tell: the protocol demands numbers. (The call's record says
+    that they are none.)"""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    written = usage.get("cache_creation_input_tokens") or 0
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "output_tokens": usage["completion_tokens"],
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        # Anthropic counts what came from or went into a cache apart, OpenAI and LiteLLM within.
+        "input_tokens": max(usage.get("prompt_tokens", 0) - cached - written, 0),
+        "output_tokens": usage.get("completion_tokens", 0),
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": cached,
     }

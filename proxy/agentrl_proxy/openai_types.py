@@ -50,6 +50,7 @@ class ChatRequest:
     tool_choice: str = "auto"
     """auto, required, or the one tool's name as ``function:name``."""
     parallel_tool_calls: bool = True
+    include_usage: bool = False  # a stream ends with its usage
     return_token_ids: bool = False  # vLLM's extension: the exact ids of prompt and answer
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of max_tokens, temperature, top_p, top_k, stop and seed: those the client set."""
@@ -185,12 +186,12 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
     tools = _tools(raw.get("tools"), choice)
     parallel = raw.get("parallel_tool_calls")
     biases = raw.get("logit_bias") or {}
-    options = raw.get("stream_options") or {}
+    include_usage = bool((raw.get("stream_options") or {}).get("include_usage"))
     return ChatRequest(
         model=model,
         messages=_messages(raw.get("messages")),
         tools=tools,
-        dialect=Chat(include_usage=bool(options.get("include_usage"))),
+        dialect=Chat(include_usage=include_usage),
         stream=bool(raw.get("stream")),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
@@ -199,6 +200,7 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         response_format=_response_format(raw.get("response_format")),
         tool_choice=_tool_choice(choice, tools),
         parallel_tool_calls=parallel is not False,
+        include_usage=include_usage,
         return_token_ids=bool(raw.get("return_token_ids")),
         sampling=sampling,
         raw=raw,

@@ -1,9 +1,13 @@
 """Models that are not ours to sample (an answerer, a judge, a search model), through LiteLLM.
 
 Knows OpenAI's chat fields, LiteLLM's Router and what a call to somebody else's model leaves behind:
-a row without tokens that never trains. Does not know tokens, templates or adapters. Timeouts,
-retries and fallbacks are the Router's; LiteLLM (3 CPU-seconds, 170 MB) is imported only where the
-configuration names other models, in a thread.
+a row without tokens that never trains. Does not know tokens, templates or adapters, nor which
+protocol the client speaks (elsewhere.py). Timeouts, retries and fallbacks are the Router's; LiteLLM
+(3 CPU-seconds, 170 MB) is imported only where the configuration names other models, in a thread.
+
+What a provider says it used counts in the rollout's budget, when it has said it. Where it says
+nothing LiteLLM makes a number up (an estimate with a stream, zeros without): that is neither
+recorded nor counted nor told, and the row says why (``params["usage_unknown"]``).
 
 A provider's key is in a request to that provider and nowhere else: of a request's fields only
 OpenAI's own are passed on (LiteLLM would take an ``api_base`` from it too), and whatever an error
@@ -16,6 +20,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -28,11 +33,10 @@ from agentrl_proxy.asgi import Write
 from agentrl_proxy.attempts import Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
-from agentrl_proxy.openai_types import MAX_CHOICES
-from agentrl_proxy.recording import agent_name, trace_context
+from agentrl_proxy.recording import agent_name, row_id, trace_context
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
@@ -58,19 +62,34 @@ _SHORTEST_SECRET = 8
 _LONGEST_ERROR = 2000
 
 
+@dataclass(frozen=True, slots=True)
+class OtherRequest:
+    """A checked request to another model, or one of its bare prompts."""
+
+    name: str
+    chat: Mapping[str, Any]  # what it asks, in the fields of chat completions
+    raw: dict[str, Any]  # the wire request
+    dialect: wire.Dialect
+    stream: bool
+    n: int = 1
+    heading: wire.Heading | None = None  # shared by all prompts of a request
+    first_choice: int = 0  # index in the response of this prompt's first choice
+
+
 @dataclass(slots=True)
 class OtherJob(Accepted):
     """An accepted request to another model."""
 
     name: str
     asked: dict[str, Any]  # the arguments of LiteLLM
-    include_usage: bool
+    dialect: wire.Dialect
+    first_choice: int
     calls: list[Call]  # one per choice
     noted: dict[str, Any] = field(default_factory=dict[str, Any])  # goes into the rows' params
 
 
 class OtherModels:
-    """Answers chat completions for the models of the configuration's ``models`` table."""
+    """Answers for the models of the configuration's ``models`` table."""
 
     def __init__(
         self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
@@ -84,9 +103,10 @@ class OtherModels:
         self._secrets = _secrets(self._models)
         self._router: asyncio.Task[Any] | None = None
 
-    def has(self, raw: Mapping[str, Any]) -> bool:
+    def named(self, raw: Mapping[str, Any]) -> OtherModel | None:
+        """The model that a request asks for, if it is one of these."""
         name = raw.get("model")
-        return isinstance(name, str) and name in self._models
+        return self._models.get(name) if isinstance(name, str) else None
 
     def begin(self) -> None:
         """Starts importing LiteLLM, so that the first request need not wait for it."""
@@ -102,50 +122,83 @@ class OtherModels:
     # --- accepting
 
     async def accept(
-        self, raw: dict[str, Any], body: bytes, caller: Caller, headers: Mapping[str, str]
+        self, request: OtherRequest, body: bytes, caller: Caller, headers: Mapping[str, str]
     ) -> OtherJob:
         """What the gateway itself refuses is refused here, before a row exists."""
-        stream, n = _checked(raw)
         attempt = caller.attempt
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         seq = 0
         if attempt is not None and memory is not None:
             # Its calls count. Its tokens are the provider's, and known only when it has answered.
-            await self._admission.within_budget(attempt, memory, n, 0)
+            await self._admission.within_budget(attempt, memory, request.n, 0)
             deps, attempt_id = self._deps, attempt.attempt_id
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
-        asked = {key: raw[key] for key in _PASSED_ON & raw.keys() if raw[key] is not None}
-        if stream:  # usage is recorded whether or not the client asked for it
+        chat = request.chat
+        asked = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
+        if request.stream:  # usage is recorded whether or not the client asked for it
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
-        name = raw["model"]
-        heading = wire.Heading(new_id("chatcmpl-"), name)
-        calls = self._open(heading.id, raw, n, caller, seq, headers)
+        name, dialect = request.name, request.dialect
+        heading = request.heading or wire.Heading(new_id(dialect.id_prefix), name)
+        calls = self._open(heading.id, request, caller, seq, headers)
         answer = None
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
-        return OtherJob(caller, memory, answer, heading, None, name, asked, wants_usage(raw), calls)
+        return OtherJob(
+            caller, memory, answer, heading, None, name, asked, dialect, request.first_choice, calls
+        )
+
+    async def give_up(self, job: OtherJob) -> None:
+        """Ends an accepted job that will not be run: another part of its request was refused."""
+        why = "another prompt of the request was refused"
+        nothing = Gathered(job.heading).response()
+        await self._life.give_up(job, self._finish(job, CallState.ERROR, nothing, why))
+
+    async def count(self, request: OtherRequest, model: OtherModel) -> int:
+        """How long the prompt of a Messages request is: by the provider's own count where it has
+        one, else LiteLLM's estimate. (Anthropic calls its own an estimate, too.)"""
+        await self._ready_router()
+        import litellm
+
+        said: Mapping[str, Any] = request.chat
+        system = None
+        if model.model.startswith("anthropic/"):
+            said, system = request.raw, request.raw.get("system")
+        try:
+            found = await litellm.acount_tokens(
+                model.model,
+                messages=said["messages"],
+                tools=said.get("tools"),
+                system=system,
+                api_key=model.api_key,
+                api_base=model.api_base,
+            )
+        except Exception as error:
+            text = self._clean(f"{type(error).__name__}: {error}")
+            message = f"the tokens of a prompt to {request.name!r} were not counted: {text}"
+            raise ApiError(502, message, kind="server_error", code="provider_error") from None
+        return found.total_tokens
 
     def _open(
         self,
         response_id: str,
-        raw: dict[str, Any],
-        n: int,
+        request: OtherRequest,
         caller: Caller,
         seq: int,
         headers: Mapping[str, str],
     ) -> list[Call]:
         attempt = caller.attempt
         trace_id, span_id = trace_context(headers)
+        begin, chat = request.first_choice, request.chat
         first = Call(
-            id=response_id,
+            id=row_id(response_id, begin),
             response_id=response_id,
-            choice=0,
+            choice=begin,
             run_id=self._deps.run_id if attempt is None else attempt.run_id,
             rollout_id=None if attempt is None else attempt.rollout_id,
             attempt_id=None if attempt is None else attempt.attempt_id,
             seq=seq,
             agent=agent_name(headers),
-            model=raw["model"],
+            model=request.name,
             adapter=None,
             adapter_version=None,
             state=CallState.OPEN,
@@ -153,8 +206,11 @@ class OtherModels:
             response_ids=[],
             response_logprobs=[],
             finish_reason=None,
-            params={"n": n, **{k: raw[k] for k in _RECORDED if raw.get(k) is not None}},
-            request=raw,
+            params={
+                "n": request.n,
+                **{k: chat[k] for k in _RECORDED if chat.get(k) is not None},
+            },
+            request=request.raw,
             response=None,
             error=None,
             trace_id=trace_id,
@@ -165,11 +221,12 @@ class OtherModels:
                 SkipReason.NO_ROLLOUT if attempt is None else SkipReason.NOT_TRAINABLE_MODEL
             ),
         )
-        calls = [first, *(replace(first, id=f"{response_id}#{i}", choice=i) for i in range(1, n))]
+        others = range(begin + 1, begin + request.n)
+        calls = [first, *(replace(first, id=row_id(response_id, i), choice=i) for i in others)]
         for call in calls:
             self._deps.writer.open(call)
-        self._stats.accepted += n
-        self._stats.other_models += n
+        self._stats.accepted += request.n
+        self._stats.other_models += request.n
         return calls
 
     # --- answering
@@ -186,6 +243,7 @@ class OtherModels:
     async def _run(self, job: OtherJob, write: Write | None) -> dict[str, Any]:
         gathered = Gathered(job.heading)
         held: list[bytes] = []
+        job.noted["usage_unknown"] = "the answer did not come to its end"
         try:
             router = await self._ready_router()
             answer = await router.acompletion(model=job.name, **job.asked)
@@ -194,6 +252,7 @@ class OtherModels:
             else:
                 held = await self._relay(answer, job, gathered, write)
                 response = gathered.response()
+            self._spend(job, response["usage"])
         except asyncio.CancelledError:
             state = CallState.CANCELLED
             await self._life.close(job, state, self._finish(job, state, gathered.response()))
@@ -208,9 +267,7 @@ class OtherModels:
         await self._life.commit(job, self._finish(job, CallState.COMPLETED, response))
         self._life.answered(job, response)
         if write is not None:
-            if job.include_usage:
-                held.append(wire.usage_chunk(job.heading, response["usage"]))
-            await write(b"".join([*held, wire.DONE]))
+            await write(b"".join([*held, job.dialect.end(response)]))
         return response
 
     async def _relay(
@@ -218,18 +275,38 @@ class OtherModels:
     ) -> list[bytes]:
         """Passes chunks on as they come; returns those that say how a choice ended."""
         held: list[bytes] = []
+        begun = set[tuple[int, int]]()  # calls, by choice and index
         try:
             async for chunk in chunks:
                 one = chunk.model_dump(exclude_none=True)
+                one["choices"] = [_placed(c, job) for c in one.get("choices", ())]
+                for choice in one["choices"]:
+                    choice["delta"] = _tidied(choice["delta"], choice["index"], begun)
                 gathered.add(one)
-                choices = [c for c in one.get("choices", ()) if c["delta"] or "finish_reason" in c]
-                if not choices:
-                    continue
-                data = _chunk(job.heading, choices, one)
-                if held or any(choice["finish_reason"] for choice in choices):
-                    held.append(data)
-                else:
-                    await write(data)
+                for choice in one["choices"]:
+                    index, delta = choice["index"], choice["delta"]
+                    reason = choice.get("finish_reason")
+                    if not delta and reason is None:
+                        continue
+                    logprobs = choice.get("logprobs")
+                    data = job.dialect.chunk(
+                        job.heading,
+                        index,
+                        delta,
+                        logprobs=None if logprobs is None else logprobs["content"],
+                        finish_reason=reason,
+                    )
+                    if held or reason:
+                        held.append(data)
+                    elif data:
+                        await write(data)
+            if not gathered.begun:
+                message = f"the provider of {job.name!r} ended its stream without an answer"
+                raise ApiError(502, message, kind="server_error", code="provider_error")
+            # LiteLLM's last chunk tells a usage in any case; whether it was the provider's, the
+            # chunks say that came from there.
+            if not any(getattr(chunk, "usage", None) for chunk in chunks.chunks):
+                gathered.usage = None
             _note(job, chunks, gathered.usage, gathered.said)
         finally:
             # Of a stream that ended in its middle, the connection is closed now, not when
@@ -238,6 +315,12 @@ class OtherModels:
             if close is not None:
                 await close()
         return held
+
+    @staticmethod
+    def _spend(job: OtherJob, usage: Mapping[str, Any]) -> None:
+        """What the provider counted is spent, whatever becomes of its answer."""
+        if job.memory is not None and job.memory.spent is not None:
+            job.memory.spent.tokens += usage.get("total_tokens", 0)
 
     def _refusal(self, job: OtherJob, error: Exception) -> ApiError:
         """A provider's failure in OpenAI's shape."""
@@ -312,36 +395,77 @@ class OtherModels:
 def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
     said = answer.model_dump(exclude_none=True)
     job.heading.fingerprint = said.get("system_fingerprint")
-    usage = said.get("usage")
+    usage = said.get("usage") or {}
+    if not usage.get("total_tokens"):  # LiteLLM says zeros of what it was not told
+        usage = {}
     _note(job, answer, usage, said)
     choices: list[dict[str, Any]] = []
     for choice in said["choices"]:
         choice["message"] = {"content": None, **choice["message"]}
-        choices.append(complete(choice))
-    return wire.completion(job.heading, choices, usage or {})
+        choices.append(complete(_placed(choice, job)))
+    return wire.completion(job.heading, choices, usage)
 
 
-def _chunk(heading: wire.Heading, choices: list[dict[str, Any]], said: dict[str, Any]) -> bytes:
-    for choice in choices:
-        choice.setdefault("finish_reason", None)
-    return wire.sse(
-        {
-            "id": heading.id,
-            "object": "chat.completion.chunk",
-            "created": heading.created,
-            "model": heading.model,
-            "system_fingerprint": said.get("system_fingerprint"),
-            "choices": choices,
-        }
-    )
+def _placed(choice: dict[str, Any], job: OtherJob) -> dict[str, Any]:
+    """A provider's choice as ours: its place in the whole response, log-probs in chat's form."""
+    choice["index"] = choice.get("index", 0) + job.first_choice
+    logprobs = choice.pop("logprobs", None)
+    if logprobs is not None:
+        content = logprobs.get("content")
+        if content is None and "tokens" in logprobs:
+            content = _entries(logprobs)
+        choice["logprobs"] = {"refusal": None, **logprobs, "content": content or []}
+    return choice
+
+
+def _entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
+    """The log-probs of a text completion, as chat's."""
+    tops = legacy.get("top_logprobs") or []
+    entries: list[dict[str, Any]] = []
+    for i, (token, logprob) in enumerate(
+        zip(legacy["tokens"], legacy["token_logprobs"], strict=True)
+    ):
+        top = tops[i] if i < len(tops) and tops[i] else {}
+        entry = _entry(token, logprob)
+        entry["top_logprobs"] = [_entry(*pair) for pair in top.items()]
+        entries.append(entry)
+    return entries
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+def _tidied(delta: dict[str, Any], choice: int, begun: set[tuple[int, int]]) -> dict[str, Any]:
+    """A delta whose calls have id and name in their first piece only, as OpenAI's do: some
+    providers repeat them, and that would begin another call.
+
+    Args:
+        begun: the calls that have begun, by choice and index; grows.
+    """
+    calls: list[dict[str, Any]] = []
+    for call in delta.get("tool_calls") or ():
+        key = (choice, call.get("index", 0))
+        function = call.get("function") or {}
+        arguments = function.get("arguments") or ""
+        if key in begun:
+            calls.append({"index": key[1], "function": {"arguments": arguments}})
+        else:
+            begun.add(key)
+            function = {"name": function.get("name") or "", "arguments": arguments}
+            call_id = call.get("id") or f"call_{secrets.token_hex(12)}"
+            calls.append({"type": "function", "id": call_id, "index": key[1], "function": function})
+    return {**delta, "tool_calls": calls} if calls else delta
 
 
 def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
     """What the Router and the provider say of an answer: which model, at what price."""
     hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
     extra = hidden.get("additional_headers") or {}
+    job.noted.pop("usage_unknown", None)
     noted = {
-        "usage": usage,
+        "usage": usage or None,
+        "usage_unknown": None if usage else "the provider did not tell it",
         "cost": hidden.get("response_cost"),
         "provider_model": said.get("model"),
         "provider_id": said.get("id"),
@@ -349,27 +473,6 @@ def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
         "fallbacks": extra.get("x-litellm-attempted-fallbacks"),
     }
     job.noted |= {key: value for key, value in noted.items() if value is not None}
-
-
-def _checked(raw: dict[str, Any]) -> tuple[bool, int]:
-    """(stream, n). Everything else is the provider's to judge."""
-    messages, stream, n = raw.get("messages"), raw.get("stream"), raw.get("n")
-    if not isinstance(messages, list) or not messages:
-        raise invalid("messages", "messages must be a non-empty list")
-    if not isinstance(stream, bool | None):
-        raise invalid("stream", "stream must be true or false")
-    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
-        raise invalid("n", f"n must be an integer from 1 to {MAX_CHOICES}")
-    options = raw.get("stream_options")
-    if not isinstance(options, dict | None):
-        raise invalid("stream_options", "stream_options must be an object")
-    return bool(stream), n or 1
-
-
-def wants_usage(raw: Mapping[str, Any]) -> bool:
-    """Whether a stream's last chunk shall say the usage."""
-    options = raw.get("stream_options")
-    return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def _make_router(models: Mapping[str, OtherModel]) -> Any:

@@ -152,7 +152,7 @@ def open_calls(
         extra["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     trace_id, span_id = trace_context(headers)
     first = Call(
-        id=_row_id(response_id, first_choice),
+        id=row_id(response_id, first_choice),
         response_id=response_id,
         choice=first_choice,
         run_id=run_id if attempt is None else attempt.run_id,
@@ -190,13 +190,13 @@ def open_calls(
         skip_reason=SkipReason.NO_ROLLOUT if attempt is None else None,
     )
     others = [
-        replace(first, id=_row_id(response_id, i), choice=i)
+        replace(first, id=row_id(response_id, i), choice=i)
         for i in range(first_choice + 1, first_choice + params.n)
     ]
     return CallRecord(writer, [first, *others])
 
 
-def _row_id(response_id: str, choice: int) -> str:
+def row_id(response_id: str, choice: int) -> str:
     return f"{response_id}#{choice}" if choice else response_id
 
 

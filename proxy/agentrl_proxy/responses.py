@@ -1,8 +1,8 @@
 """OpenAI's Responses API: what a request may hold, and how an answer is said.
 
 Knows the API's fields, items and events. Does not know tokens; LiteLLM reads the request
-(translation.py), ChatService answers it. Nothing is kept between requests: a client sends the
-whole conversation, as with chat completions.
+(translation.py), ChatService or somebody else's model answers it. Nothing is kept between
+requests: a client sends the whole conversation, as with chat completions.
 """
 
 from __future__ import annotations
@@ -42,14 +42,34 @@ _REPEATED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-_INCOMPLETE = {"length": {"reason": "max_output_tokens"}}
+_INCOMPLETE = {
+    "length": {"reason": "max_output_tokens"},
+    "content_filter": {"reason": "content_filter"},
+}
 
 
 def parse_responses_request(body: bytes) -> ChatRequest:
     """The request in a body of ``/v1/responses``, or an ApiError that names the wrong field."""
-    raw = read_object(body)
-    _check(raw)
-    chat = translation.chat_of_response(raw)
+    return responses_request(read_object(body))
+
+
+def responses_request(raw: dict[str, Any]) -> ChatRequest:
+    chat, dialect = _chat(raw, None)
+    request = chat_request(chat)
+    request.raw = raw
+    request.dialect = dialect
+    return request
+
+
+def response_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], Responses]:
+    """A request to somebody else's model (LiteLLM's name) as a chat request's fields, and how the
+    answer is said. What the model can read is its provider's to judge."""
+    return _chat(raw, model)
+
+
+def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], Responses]:
+    _check(raw, ours=elsewhere is None)
+    chat = translation.chat_of_response(raw, elsewhere)
     wanted = _WITH_LOGPROBS in (raw.get("include") or ())
     chat |= {
         "stream": raw.get("stream"),
@@ -62,14 +82,15 @@ def parse_responses_request(body: bytes) -> ChatRequest:
     for name in ("stop", "seed", "top_k"):  # not of this API, but of use
         if raw.get(name) is not None:
             chat[name] = raw[name]
-    request = chat_request(chat)
-    request.raw = raw
-    request.dialect = Responses(raw)
-    return request
+    return chat, Responses(raw)
 
 
-def _check(raw: dict[str, Any]) -> None:
-    """Refuses what LiteLLM would drop in silence or stumble over."""
+def _check(raw: dict[str, Any], *, ours: bool) -> None:
+    """Refuses what LiteLLM would drop in silence or stumble over.
+
+    Args:
+        ours: whether our model answers, which reads text only.
+    """
     model, items = raw.get("model"), raw.get("input")
     if not isinstance(model, str) or not model:
         raise invalid("model", "model must be a non-empty string")
@@ -97,7 +118,7 @@ def _check(raw: dict[str, Any]) -> None:
     if isinstance(items, list):
         called = set[str]()
         for i, item in enumerate(items):
-            _check_item(item, f"input[{i}]")
+            _check_item(item, f"input[{i}]", ours)
             if item.get("type") == "function_call":
                 called.add(item["call_id"])
             elif item.get("type") == "function_call_output" and item["call_id"] not in called:
@@ -105,7 +126,7 @@ def _check(raw: dict[str, Any]) -> None:
                               "before it has this call_id")  # fmt: skip
 
 
-def _check_item(item: Any, where: str) -> None:
+def _check_item(item: Any, where: str, ours: bool) -> None:
     if not isinstance(item, dict):
         raise invalid(where, f"{where} must be an object")
     kind = item.get("type", "message")
@@ -116,18 +137,18 @@ def _check_item(item: Any, where: str) -> None:
     elif kind == "function_call_output":
         if not isinstance(item.get("call_id"), str):
             raise invalid(f"{where}.call_id", f"{where}.call_id must be a string")
-        _check_parts(item.get("output"), f"{where}.output")
+        _check_parts(item.get("output"), f"{where}.output", ours)
     elif kind == "message":
         if item.get("role") not in ("user", "assistant", "system", "developer"):
             raise invalid(f"{where}.role",
                           f"{where}.role must be user, assistant, system or developer")  # fmt: skip
-        _check_parts(item.get("content"), f"{where}.content")
+        _check_parts(item.get("content"), f"{where}.content", ours)
     elif kind != "reasoning":
         raise invalid(f"{where}.type", f"{where}.type must be message, function_call, "
                       f"function_call_output or reasoning; got {kind!r}")  # fmt: skip
 
 
-def _check_parts(content: Any, where: str) -> None:
+def _check_parts(content: Any, where: str, ours: bool) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -135,6 +156,8 @@ def _check_parts(content: Any, where: str) -> None:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("input_image", "input_file", "input_audio"):
+            if not ours:
+                continue
             raise invalid(f"{where}[{i}]", f"{where}[{i}] is of type {kind}; this model reads "
                           "text only", code="unsupported_content")  # fmt: skip
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
@@ -313,7 +336,7 @@ class Responses:
         heading: wire.Heading,
         status: str,
         output: list[dict[str, Any]],
-        usage: dict[str, int] | None,
+        usage: dict[str, Any] | None,
     ) -> dict[str, Any]:
         return {
             "id": heading.id,
@@ -324,7 +347,7 @@ class Responses:
             "incomplete_details": None,
             "model": heading.model,
             "output": output,
-            "usage": None if usage is None else _usage(usage),
+            "usage": _usage(usage) if usage else None,  # not every provider tells
             **self._repeated,
         }
 
@@ -370,11 +393,13 @@ def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(usage: dict[str, int]) -> dict[str, Any]:
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    read = usage.get("prompt_tokens_details") or {}
+    said = usage.get("completion_tokens_details") or {}
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": read.get("cached_tokens") or 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": said.get("reasoning_tokens") or 0},
         "total_tokens": usage["total_tokens"],
     }

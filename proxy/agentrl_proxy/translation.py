@@ -41,33 +41,51 @@ def _import() -> None:
     _responses_config()
 
 
-def chat_of_messages(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A Messages request as a chat request, and the full names of tools it had to shorten."""
-    known = {k: v for k, v in raw.items() if k not in ("model", "stream", "thinking")}
+def chat_of_messages(
+    raw: dict[str, Any], elsewhere: str | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A Messages request as a chat request, and the full names of tools it had to shorten.
+
+    Args:
+        elsewhere: LiteLLM's name (provider/model) of the model that answers, if it is not ours:
+            what thinking, cache marks and the like become depends on it.
+    """
+    ours = ("model", "stream", "thinking") if elsewhere is None else ("model", "stream")
+    known = {k: v for k, v in raw.items() if k not in ours}
+    model, provider = _target(elsewhere)
     try:
         chat, names = _anthropic_adapter().translate_completion_input_params_with_tool_mapping(
-            {**known, "model": _MODEL}, custom_llm_provider=_PROVIDER
+            {**known, "model": model}, custom_llm_provider=provider
         )
     except Exception as error:  # it trusts its input: anything can be raised
         raise _unreadable("messages", error) from error
     return {**chat, "model": raw["model"]}, names
 
 
-def chat_of_response(raw: dict[str, Any]) -> dict[str, Any]:
-    """A Responses request as a chat request."""
+def chat_of_response(raw: dict[str, Any], elsewhere: str | None = None) -> dict[str, Any]:
+    """A Responses request as a chat request; ``elsewhere`` as with ``chat_of_messages``."""
     config = _responses_config()
+    model, provider = _target(elsewhere)
     try:
         return {
             **config.transform_responses_api_request_to_chat_completion_request(
-                model=_MODEL,
+                model=model,
                 input=raw["input"],
                 responses_api_request=cast(Any, raw),
-                custom_llm_provider=_PROVIDER,
+                custom_llm_provider=provider,
             ),
             "model": raw["model"],
         }
     except Exception as error:
         raise _unreadable("input", error) from error
+
+
+def _target(elsewhere: str | None) -> tuple[str, str | None]:
+    """Model and provider, as LiteLLM's translations are told them."""
+    if elsewhere is None:
+        return _MODEL, _PROVIDER
+    provider, slash, _ = elsewhere.partition("/")
+    return elsewhere, provider if slash else None
 
 
 def _unreadable(field: str, error: Exception) -> Exception:

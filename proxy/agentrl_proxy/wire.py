@@ -112,8 +112,9 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def completion(
-    heading: Heading, choices: list[dict[str, Any]], usage: dict[str, int]
+    heading: Heading, choices: list[dict[str, Any]], usage: dict[str, Any]
 ) -> dict[str, Any]:
+    """The whole answer. ``usage`` is empty where somebody else's model did not tell it."""
     return {
         "id": heading.id,
         "object": "chat.completion",
@@ -205,10 +206,12 @@ class Chat:
     def end(self, response: dict[str, Any]) -> bytes:
         if not self._include_usage:
             return DONE
+        if not response["usage"]:  # somebody else's model, and its provider did not tell
+            return DONE
         return usage_chunk(heading_of(response), response["usage"]) + DONE
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
-        return response
+        return response if response["usage"] else {**response, "usage": None}
 
     def failed(self, error: ApiError) -> bytes:
         return sse(error.body())

@@ -8,17 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_sampler import OPERATOR_KEY, Running, ScriptedSampler
+from running_gateway import WEIGHTS, running
+from scripted_sampler import Running
 
-from agentrl_proxy.app import create_app
-from agentrl_proxy.deps import GatewayDeps
 from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.server import serving
-from agentrl_tracer.schemas import NewRollout, Purpose
-from agentrl_tracer.store import Store
-from agentrl_tracer.writer import TraceWriter
-
-WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 
 
 @pytest.fixture(scope="session")
@@ -33,46 +26,12 @@ def renderer(tokenizer: Any) -> Renderer:
     return Renderer(tokenizer)
 
 
-@contextlib.contextmanager
-def _running(tmp_path: Path, renderer: Renderer, sampling: dict[str, Any], **deps: Any):
-    store = Store(deps.pop("store_url", None) or str(tmp_path / "trace.db"))
-    run_id = store.create_run("test", "train", {})
-    tasks = store.add_tasks(run_id, "train", [{"n": 1}])
-    rollouts = [
-        NewRollout(tasks[0], "group", Purpose.TRAIN, 0, i, seed=100 + i, sampling=sampling)
-        for i in range(3)
-    ]
-    store.enqueue(run_id, rollouts)
-    claims = [store.claim("runner", 600.0, run_id) for _ in rollouts]
-    store.register_gateway("boot", run_id, 1)
-    writer = TraceWriter(store, "boot")
-    sampler = ScriptedSampler(renderer)
-    settings: dict[str, Any] = {
-        "models": {"policy": "policy", "base": None},
-        "default_adapter": "policy",
-        "operator_key": OPERATOR_KEY,
-        "run_id": run_id,
-        "context_length": 2048,
-        "defaults": {"max_tokens": 256},
-    }
-    made = GatewayDeps(sampler, renderer, store, writer, "boot", **(settings | deps))
-    app = create_app(made)
-    try:
-        with serving(app) as url:
-            yield Running(
-                url, store, sampler, renderer, made, app, run_id, [c for c in claims if c]
-            )
-    finally:
-        writer.close()
-        store.close()
-
-
 @pytest.fixture
 def start(tmp_path: Path, renderer: Renderer) -> Iterator[Callable[..., Running]]:
     """Starts a gateway with settings of the test's own."""
     with contextlib.ExitStack() as stack:
         yield lambda sampling=None, **deps: stack.enter_context(
-            _running(tmp_path, renderer, sampling or {}, **deps)
+            running(tmp_path, renderer, sampling or {}, **deps)
         )
 
 
@@ -84,5 +43,5 @@ def gateway(start: Callable[..., Running]) -> Running:
 @pytest.fixture(scope="module")
 def shared_gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer):
     """One gateway for a module's many examples, each with rollouts of its own."""
-    with _running(tmp_path_factory.mktemp("shared"), renderer, {}) as gateway:
+    with running(tmp_path_factory.mktemp("shared"), renderer, {}) as gateway:
         yield gateway

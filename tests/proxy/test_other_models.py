@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 from test_chat import CALL, TOOLS, USER, client, streamed
 
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-from conftest import _running
 
 pytestmark = [  # LiteLLM's use of pydantic
     pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
@@ -36,8 +36,8 @@ def provider(tmp_path: Path, renderer: Renderer) -> Iterator[Running]:
     """An OpenAI-compatible server that wants a key."""
     folder = tmp_path / "provider"
     folder.mkdir()
-    with _running(folder, renderer, {}, operator_key=SECRET) as running:
-        yield running
+    with running(folder, renderer, {}, operator_key=SECRET) as serving:
+        yield serving
 
 
 def answerer(provider: Running, **more: Any) -> OtherModel:

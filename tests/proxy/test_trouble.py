@@ -326,7 +326,7 @@ SERVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from conftest import WEIGHTS
+from running_gateway import WEIGHTS
 from scripted_sampler import ScriptedSampler
 from transformers import AutoTokenizer
 from agentrl_proxy.app import create_app

@@ -45,13 +45,16 @@ _SET_PROXIED = (
 _LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(
     t.calls.c.attempt_id == sa.bindparam("attempt_id")
 )
-# Token ids are blobs of four bytes each; the choices of a request share its prompt.
+# Token ids are blobs of four bytes each; the choices of a request share its prompt, and what
+# somebody else's model is said to have used (a legacy completion's prompts have n choices each).
+_FIRST = t.calls.c.choice % sa.func.coalesce(t.calls.c.params["n"].as_integer(), 1) == 0
+_USED = sa.func.coalesce(t.calls.c.params["usage"]["total_tokens"].as_integer(), 0)
 _SPENT = sa.select(
     sa.func.count(),
     sa.func.coalesce(
         sa.func.sum(
             sa.func.length(t.calls.c.response_ids)
-            + sa.case((t.calls.c.choice == 0, sa.func.length(t.calls.c.prompt_ids)), else_=0)
+            + sa.case((_FIRST, sa.func.length(t.calls.c.prompt_ids) + 4 * _USED), else_=0)
         ),
         0,
     ),
