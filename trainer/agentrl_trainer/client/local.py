@@ -439,7 +439,7 @@ class LocalSampling:
     def _submitted(
         self, sampler: SamplerEngine, prompt: list[int], params: SampleParams
     ) -> Future[SampleResponse]:
-        gathering = _Gathering(params)
+        gathering = _Gathering(params, self)
 
         def submit(name: Future[str | None]) -> None:
             try:
@@ -447,8 +447,6 @@ class LocalSampling:
             except BaseException as error:
                 gathering.future.set_exception(error)
 
-        # ``self`` is kept until the samples are there: with it the weights would be unloaded.
-        gathering.future.add_done_callback(lambda _, keep=self: None)
         self._name.add_done_callback(submit)
         return gathering.future
 
@@ -480,8 +478,10 @@ class LocalSampling:
 class _Gathering:
     """One request's events, until all its sequences have ended."""
 
-    def __init__(self, params: SampleParams) -> None:
+    def __init__(self, params: SampleParams, client: LocalSampling) -> None:
         self.future: Future[SampleResponse] = Future()
+        # Kept until the samples are there: when it goes its weights are unloaded.
+        self._client: LocalSampling | None = client
         self._tokens: list[list[Token]] = [[] for _ in range(params.n)]
         self._ends: dict[int, Finished] = {}
         self._topk = params.top_logprobs
@@ -494,6 +494,7 @@ class _Gathering:
         self._ends[event.index] = event
         if len(self._ends) < len(self._tokens):
             return
+        self._client = None
         bad = [end for end in self._ends.values() if end.reason not in ("stop", "length")]
         if bad:
             why = bad[0].error or bad[0].reason
