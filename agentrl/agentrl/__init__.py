@@ -12,14 +12,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agentrl_tracer.emit import emit, emit_reward
     from agentrl_tracer.store import Store
+    from agentrl_trainer.client import (
+        AdamParams,
+        Datum,
+        ModelInput,
+        SamplingClient,
+        SamplingParams,
+        ServiceClient,
+        TrainingClient,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["Store", "__version__", "emit", "emit_reward"]
+__all__ = [
+    "AdamParams",
+    "Datum",
+    "ModelInput",
+    "SamplingClient",
+    "SamplingParams",
+    "ServiceClient",
+    "Store",
+    "TrainingClient",
+    "__version__",
+    "emit",
+    "emit_reward",
+]
+
+_CLIENT = "agentrl_trainer.client"
 
 _HOMES = {
     "emit": "agentrl_tracer.emit",
     "emit_reward": "agentrl_tracer.emit",
     "Store": "agentrl_tracer.store",
+    "AdamParams": _CLIENT,
+    "Datum": _CLIENT,
+    "ModelInput": _CLIENT,
+    "SamplingClient": _CLIENT,
+    "SamplingParams": _CLIENT,
+    "ServiceClient": _CLIENT,
+    "TrainingClient": _CLIENT,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -154,7 +154,30 @@ class Learner:
             for name, parameters in self._parameters.items()
         }
         self.model.set_adapter(self.adapters[0])
-        self._poisoned = False
+        self._poisoned: set[str] = set()  # adapters some of whose gradients are not finite
+
+    def add_adapter(
+        self,
+        name: str,
+        *,
+        rank: int = 32,
+        alpha: float = 32.0,
+        targets: str | list[str] = "all-linear",
+        seed: int = 0,
+    ) -> None:
+        """Train one more adapter beside the others; its rank and targets are its own.
+
+        Raises ValueError where there is a value function: its heads are made at the start.
+        """
+        if self.value is not None:
+            raise ValueError("a learner with a value function cannot be given more adapters")
+        active = self.model.active_adapter
+        attach_adapter(self.model, name, lora_config(rank, alpha, targets), seed)
+        self.model.set_adapter(active if isinstance(active, str) else self.adapters[0])
+        evaluation_mode(self.model)
+        self._parameters[name] = _adapter_parameters(self.model, name)
+        self._optimizers[name] = _adamw(list(self._parameters[name].values()), self.adam)
+        self.adapters = (*self.adapters, name)
 
     @property
     def why_not_shared(self) -> str | None:
@@ -169,12 +192,15 @@ class Learner:
         loss: str = "importance_sampling",
         loss_config: LossConfig | None = None,
         normalize_by: float | None = None,
+        logprobs_into: list[list[float]] | None = None,
     ) -> StepStats:
         """Add the gradient of ``loss_sum / normalize_by`` to what the optimizer will apply.
 
         ``normalize_by`` None: the number of trained tokens in ``datums``, which is right when these
         are the whole optimizer step. A loss that is not finite poisons the step: the rest of
         ``datums`` is left out (stats cover what came before), and ``optim_step`` will refuse.
+
+        ``logprobs_into``: rows as long as each datum's tokens, to be filled as by ``forward``.
         """
         started = time.perf_counter()
         function = _loss(loss)
@@ -193,6 +219,8 @@ class Learner:
         for batch in batches:
             batch = batch.to(self.base.device)
             logprobs, hidden = self._forward(batch)
+            if logprobs_into is not None:
+                _scatter(batch, logprobs.detach(), logprobs_into)
             value, part = function(
                 logprobs,
                 batch.logprobs,
@@ -211,22 +239,25 @@ class Learner:
             sums = add_sums(sums, part)
             loss_sum += value.item()
             if not bool(torch.isfinite(value)):
-                self._poisoned = True
+                self._poisoned.add(batch.adapter)
                 break
             (value * scale).backward()
-        return _stats(loss_sum * scale, sums, counts, started, poisoned=self._poisoned)
+        return _stats(loss_sum * scale, sums, counts, started, poisoned=bool(self._poisoned))
 
-    def optim_step(self, adam: AdamParams | None = None) -> OptimStats:
-        """Apply the accumulated gradients, then forget them.
+    def optim_step(
+        self, adam: AdamParams | None = None, adapters: Collection[str] | None = None
+    ) -> OptimStats:
+        """Apply the accumulated gradients, then forget them; of ``adapters``, or of all.
 
-        If any of them, or a loss they came from, is not finite, nothing changes in any adapter.
-        An adapter without gradients keeps its weights and its momenta.
+        If any of them, or a loss they came from, is not finite, nothing changes in any of these
+        adapters. An adapter without gradients keeps its weights and its momenta.
         """
         started = time.perf_counter()
         adam = adam or self.adam
+        stepped = self._owned(adapters)
         gradients = {
             name: [p.grad for p in parameters.values() if p.grad is not None]
-            for name, parameters in self._parameters.items()
+            for name, parameters in stepped.items()
         }
         norms = {
             name: float(torch.nn.utils.get_total_norm(grads))
@@ -234,7 +265,7 @@ class Learner:
             if grads
         }
         total = sum(norm**2 for name, norm in norms.items() if name in self.adapters) ** 0.5
-        refused = self._poisoned or not all(map(_finite, norms.values()))
+        refused = bool(self._poisoned & stepped.keys()) or not all(map(_finite, norms.values()))
         if not refused:
             for name, norm in norms.items():
                 if adam.grad_clip_norm and norm > adam.grad_clip_norm:
@@ -242,7 +273,7 @@ class Learner:
                         gradient.mul_(adam.grad_clip_norm / norm)
                 _configure(self._optimizers[name], self._adam_of(name, adam))
                 self._optimizers[name].step()
-        self.discard_gradients()
+        self.discard_gradients(adapters)
         return OptimStats(total, norms, refused, time.perf_counter() - started)
 
     def _adam_of(self, name: str, adam: AdamParams) -> AdamParams:
@@ -266,11 +297,23 @@ class Learner:
             seconds=stats.seconds + optim.seconds,
         )
 
-    def discard_gradients(self) -> None:
-        """Forget accumulated gradients, and that one of them was not finite."""
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
-        self._poisoned = False
+    def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
+        """Forget accumulated gradients, and that one of them was not finite; None: of all."""
+        for name in self._owned(adapters):
+            self._optimizers[name].zero_grad(set_to_none=True)
+            self._poisoned.discard(name)
+
+    def _owned(self, adapters: Collection[str] | None) -> dict[str, dict[str, nn.Parameter]]:
+        """What trains for these adapters, value functions included; None: for all."""
+        if adapters is None:
+            return self._parameters
+        if unknown := set(adapters) - set(self.adapters):
+            raise ValueError(f"no adapters {sorted(unknown)}; this trains {self.adapters}")
+        return {
+            name: parameters
+            for name, parameters in self._parameters.items()
+            if name.removeprefix(_VALUE) in adapters
+        }
 
     @torch.no_grad()
     def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
@@ -402,24 +445,31 @@ class Learner:
         """Write a standard PEFT folder."""
         save_adapter(self.model, name, folder)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Weights and AdamW state, flat, as ``{weights|exp_avg|exp_avg_sq|step}/adapter/name``.
+    def state_dict(self, adapters: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Weights and AdamW state, flat, as ``{weights|exp_avg|exp_avg_sq|step}/adapter/name``;
+        of ``adapters``, or of all.
 
         Copies. Gradients that no ``optim_step`` has applied yet are not part of it.
         """
         state: dict[str, Tensor] = {}
-        for name, parameters in self._parameters.items():
+        for name, parameters in self._owned(adapters).items():
             for key, parameter in parameters.items():
                 state[f"weights/{name}/{key}"] = parameter.detach().cpu().clone()
                 for moment, value in self._optimizers[name].state.get(parameter, {}).items():
                     state[f"{moment}/{name}/{key}"] = value.detach().cpu().clone()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state_dict``; in place. Accumulated gradients are dropped."""
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], adapters: Collection[str] | None = None
+    ) -> None:
+        """Inverse of ``state_dict``; in place. Accumulated gradients are dropped.
+
+        Without an optimizer's state in ``state`` that adapter's AdamW begins anew.
+        """
+        owned = self._owned(adapters)
         expected = {
             f"weights/{name}/{key}": parameter
-            for name, parameters in self._parameters.items()
+            for name, parameters in owned.items()
             for key, parameter in parameters.items()
         }
         found = {key for key in state if key.startswith("weights/")}
@@ -431,11 +481,11 @@ class Learner:
                 raise ValueError(
                     f"{key} has shape {tuple(state[key].shape)}, expected {tuple(parameter.shape)}"
                 )
-        self.discard_gradients()
+        self.discard_gradients(adapters)
         with torch.no_grad():
             for key, parameter in expected.items():
                 parameter.copy_(state[key])
-        for name, parameters in self._parameters.items():
+        for name, parameters in owned.items():
             self._optimizers[name].state.clear()
             for key, parameter in parameters.items():
                 moments = {

@@ -13,9 +13,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +36,7 @@ from agentrl_trainer.sampler.lane import Sequence
 from agentrl_trainer.sampler.memory import default_budget
 from agentrl_trainer.sampler.pick import Uniforms
 from agentrl_trainer.sampler.scheduler import Scheduler
+from agentrl_trainer.sampler.scorer import Scorer
 from agentrl_trainer.sampler.stops import StopWatch
 from agentrl_trainer.sampler.types import (
     RequestError,
@@ -45,6 +48,7 @@ from agentrl_trainer.sampler.types import (
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 30.0
+T = TypeVar("T")
 
 
 class Handle:
@@ -65,8 +69,8 @@ class Handle:
 class _Command:
     """Something for the engine's thread to do between two steps."""
 
-    run: Callable[[], None]
-    done: Future[None] = field(default_factory=Future)
+    run: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
 
 
 class SamplerEngine:
@@ -104,6 +108,7 @@ class SamplerEngine:
             prefixes=PrefixStore(self._budget, max_prefixes),
             max_batch=max_batch,
             prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
+            scorer=Scorer(base),
         )
         self._grammars = Grammars(base.tokenizer, self._forward.vocab, base.eos_ids)
         self._seed = seed
@@ -203,6 +208,29 @@ class SamplerEngine:
 
         return self._command(unload)
 
+    def logprobs(
+        self, rows: Sequences[list[int]], adapter: str | None
+    ) -> Future[list[list[float]]]:
+        """The log-prob of each token of each row but its first, which is 0, given those before it.
+
+        Between two steps of sampling; prefixes that the rows share are computed once. Raises
+        RequestError, or the future does, for an adapter that is not loaded and for rows that are
+        empty or longer than the context.
+        """
+        for row in rows:
+            if not row or min(row) < 0 or max(row) >= self._forward.vocab:
+                raise RequestError(
+                    "invalid_parameter",
+                    f"a row needs tokens, with ids in 0..{self._forward.vocab - 1}",
+                )
+            if len(row) > self.base.context_length:
+                raise RequestError(
+                    "context_length_exceeded",
+                    f"a row has {len(row)} tokens and the model's context is "
+                    f"{self.base.context_length}",
+                )
+        return self._command(lambda: self._scheduler.logprobs(rows, adapter))
+
     def stats(self) -> SamplerStats:
         with self._changed:
             queued = len(self._inbox)
@@ -226,7 +254,7 @@ class SamplerEngine:
             self._woken = True
             self._changed.notify()
 
-    def _command(self, run: Callable[[], None]) -> Future[None]:
+    def _command(self, run: Callable[[], T]) -> Future[T]:
         command = _Command(run)
         with self._changed:
             if self._stopping or self._died is not None:
@@ -319,11 +347,11 @@ class SamplerEngine:
             if not command.done.set_running_or_notify_cancel():
                 continue
             try:
-                command.run()
+                result = command.run()
             except Exception as error:
                 command.done.set_exception(error)
             else:
-                command.done.set_result(None)
+                command.done.set_result(result)
         return True
 
     def _close(self) -> None:

@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from agentrl_trainer.sampler.forward import Forward
 from agentrl_trainer.sampler.grammar import Masks
 from agentrl_trainer.sampler.lane import Lane, Sequence
 from agentrl_trainer.sampler.pick import Steering, pick
-from agentrl_trainer.sampler.types import Event, Finished, FinishReason, Token
+from agentrl_trainer.sampler.types import Event, Finished, FinishReason, RequestError, Token
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class Scheduler:
     prefixes: PrefixStore
     max_batch: int
     prefill_chunk: int
+    scorer: Callable[[Sequences[list[int]]], list[list[float]]]
+    """Log-probs of rows under the weights that are active."""
     waiting: deque[Sequence] = field(default_factory=deque)
     count: Counters = field(default_factory=Counters)
     current: dict[str | None, Lane] = field(init=False)
@@ -261,6 +264,14 @@ class Scheduler:
             # Whoever asked is gone: their failure must not hurt their neighbours.
             log.exception("the callback of request %s failed", seq.request.request_id)
             seq.cancelled = True
+
+    def logprobs(self, rows: Sequences[list[int]], adapter: str | None) -> list[list[float]]:
+        """Each token's log-prob given those before it; 0 for the first of a row."""
+        lane = self.current.get(adapter)
+        if lane is None:
+            raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
+        self.weights.activate(lane.weights)
+        return self.scorer(rows)
 
     def swap(self, name: str, version: int, prepared: Prepared) -> None:
         self.weights.install(prepared)

@@ -1,0 +1,59 @@
+"""The recipes in a short form: each runs as it is, learns something, and draws it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+
+
+@pytest.fixture(autouse=True)
+def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(RECIPES))
+    yield
+    torch.set_num_threads(threads)
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    return [json.loads(line) for line in lines]
+
+
+def column(rows: list[dict[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+def test_supervised_fine_tuning(tmp_path: Path) -> None:
+    import_module("sft").main(steps=4, batch=16, folder=tmp_path)
+    losses = column(history(tmp_path / "model-1"), "loss per token")
+    assert losses[-1] < 0.7 * losses[0]
+    assert (tmp_path / "model-1/sampler_weights/final/adapter_config.json").is_file()
+
+
+def test_direct_preference_optimisation(tmp_path: Path) -> None:
+    import_module("dpo").main(steps=3, batch=4, folder=tmp_path)
+    rows = history(tmp_path / "model-1")
+    # Before anything was learned the policy is the reference: -log sigmoid(0).
+    assert column(rows, "loss")[0] == pytest.approx(0.6931, abs=1e-3)
+    assert column(rows, "margin")[-1] > 0.1
+
+
+def test_on_policy_distillation(tmp_path: Path) -> None:
+    import_module("distillation").main(steps=5, batch=4, teacher_steps=5, folder=tmp_path)
+    found = column(history(tmp_path / "student"), "KL to the teacher")
+    assert found[-1] < 0.7 * found[0]
+
+
+def test_improvement_of_log_p(tmp_path: Path) -> None:
+    import_module("delta_logp").main(steps=5, batch=4, folder=tmp_path)
+    rewards = column(history(tmp_path / "model-1"), "reward")
+    assert rewards[-1] > rewards[0] + 1

@@ -1,0 +1,101 @@
+"""What a backend has to do for the clients: the two that exist are ``local`` and ``hosted``.
+
+Every operation returns at once, with a future; those of one trained model happen in the order in
+which they were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from agentrl_trainer.client.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    LoraOptions,
+    ModelInfo,
+    OptimStepResponse,
+    SampleResponse,
+    SamplingParams,
+    SavedPath,
+)
+from agentrl_trainer.losses import LossConfig
+
+CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+"""``(data, logprobs) -> (loss, metrics)``: log-probs [T] of each datum's targets. The loss may be
+any differentiable function of all of them; it counts as it is, so divide it yourself."""
+
+
+class SamplingBackend(Protocol):
+    base_model: str
+
+    @property
+    def ready(self) -> Future[None]:
+        """Done when the weights are there; sampling may be asked for before."""
+        ...
+
+    def sample(
+        self,
+        prompt: list[int],
+        num_samples: int,
+        params: SamplingParams,
+        prompt_logprobs: bool,
+        topk: int,
+    ) -> Future[SampleResponse]: ...
+
+    def logprobs(self, rows: Sequence[list[int]]) -> Future[list[list[float | None]]]: ...
+
+    def tokenizer(self) -> Any: ...
+
+
+class TrainingBackend(Protocol):
+    info: ModelInfo
+    folder: Path
+    """Where metrics are written."""
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None
+    ) -> Future[ForwardBackwardOutput]: ...
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: LossConfig | None,
+        normalize_by: float | None,
+    ) -> Future[ForwardBackwardOutput]: ...
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], function: CustomLoss
+    ) -> Future[ForwardBackwardOutput]: ...
+
+    def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]: ...
+
+    def save_state(self, name: str, overwrite: bool) -> Future[SavedPath]: ...
+
+    def load_state(self, path: str, optimizer: bool) -> Future[None]: ...
+
+    def save_weights_for_sampler(self, name: str) -> Future[SavedPath]: ...
+
+    def sampler(self) -> SamplingBackend:
+        """Of the weights as they will be when what was asked for so far is done."""
+        ...
+
+    def tokenizer(self) -> Any: ...
+
+
+class ServiceBackend(Protocol):
+    def train(self, base_model: str, options: LoraOptions, name: str | None) -> TrainingBackend: ...
+
+    def train_from(self, path: str, *, optimizer: bool) -> TrainingBackend: ...
+
+    def sampler(self, model_path: str | None, base_model: str | None) -> SamplingBackend: ...
+
+    def models(self) -> list[str]: ...
+
+    def close(self) -> None: ...

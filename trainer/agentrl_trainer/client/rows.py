@@ -1,0 +1,144 @@
+"""Datums of the client (inputs, and targets moved by one) to rows of the learner, and back.
+
+Knows both shapes and what a loss needs. With T targets a row has T + 1 tokens; position i of the
+targets is position i + 1 of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl_trainer import batches
+from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
+from agentrl_trainer.losses import LOSSES, LossConfig
+
+_WEIGHTED = "cross_entropy"
+_EXTRA = {"proximal": "proximal", "reference": "reference", "length_weights": "weights"}
+_INPUTS = {"target_tokens", "weights", "logprobs", "advantages", "mask", *_EXTRA}
+
+
+def check_loss(loss_fn: str, config: LossConfig | None) -> None:
+    """Raises ValueError for a loss, or an option of it, that does not exist."""
+    if loss_fn not in LOSSES:
+        raise ValueError(f"loss_fn: unknown loss {loss_fn!r}; choose one of {sorted(LOSSES)}")
+    LOSSES[loss_fn].options(config or {})
+
+
+def to_rows(
+    data: Sequence[Datum], adapter: str, loss_fn: str | None, vocabulary: int, context: int
+) -> list[Row]:
+    """The learner's rows. ``loss_fn`` None: only log-probs are wanted.
+
+    Raises ValueError, naming the datum, the field and the fix.
+    """
+    if not data:
+        raise ValueError("data is empty: give at least one Datum")
+    rows: list[Row] = []
+    for index, datum in enumerate(data):
+        try:
+            rows.append(to_row(datum, adapter, loss_fn))
+            _check_tokens(rows[-1].tokens, vocabulary, context)
+        except ValueError as error:
+            raise ValueError(f"data[{index}]: {error}") from error
+    return rows
+
+
+def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> Row:
+    inputs = datum.loss_fn_inputs
+    if unknown := set(inputs) - _INPUTS:
+        raise ValueError(f"loss_fn_inputs has {sorted(unknown)}, but known are {sorted(_INPUTS)}")
+    if "target_tokens" not in inputs:
+        raise ValueError("loss_fn_inputs lacks target_tokens: of a row x they are x[1:]")
+    read = datum.model_input.to_ints()
+    targets = whole_numbers(inputs["target_tokens"], "target_tokens")
+    if not targets or len(read) != len(targets):
+        raise ValueError(
+            f"model_input has {len(read)} tokens and target_tokens {len(targets)}: of a row x give "
+            "x[:-1] and x[1:], one token each at least"
+        )
+    columns = {
+        name: _column(inputs, name, len(targets)) for name in inputs if name != "target_tokens"
+    }
+    nothing = [0.0] * len(targets)
+    if loss_fn in (None, _WEIGHTED):
+        if "weights" in columns and "advantages" in columns and loss_fn is not None:
+            raise ValueError("cross_entropy takes weights, not advantages: leave one of them out")
+        credit = columns.get("weights", [1.0] * len(targets))
+        sampled = columns.get("logprobs", nothing)
+        counts = [True] * len(targets)
+    else:
+        if missing := {"logprobs", "advantages"} - columns.keys():
+            raise ValueError(f"loss_fn_inputs lacks {sorted(missing)}, which {loss_fn} needs")
+        if "weights" in columns:
+            raise ValueError(
+                f"weights are cross_entropy's; {loss_fn} takes advantages, and length_weights to "
+                "weigh each token's term"
+            )
+        credit, sampled = columns["advantages"], columns["logprobs"]
+        counts = [a != 0 or q != 0 for a, q in zip(credit, sampled, strict=True)]
+    if "mask" in columns:
+        counts = [value != 0 for value in columns["mask"]]
+    if above := [q for q, on in zip(sampled, counts, strict=True) if on and q > 0]:
+        raise ValueError(f"logprobs holds {above[0]}: a log-probability is never positive")
+    # A target that is not the next input can be learned from in no row; without weight it is
+    # padding, which nobody looks at.
+    for at, (target, following) in enumerate(zip(targets, read[1:], strict=False)):
+        if target == following or not counts[at]:
+            continue
+        if credit[at] != 0:
+            raise ValueError(
+                f"target_tokens[{at}] is {target}, but model_input[{at + 1}] is {following}: "
+                "targets are the inputs moved by one"
+            )
+        counts[at] = False
+    return Row(
+        tokens=[*read, targets[-1]],
+        mask=[False, *counts],
+        logprobs=[0.0, *sampled],
+        advantages=[0.0, *credit],
+        adapter=adapter,
+        extra={
+            own: [0.0, *columns[name]]
+            for name, own in _EXTRA.items()
+            if name in columns and loss_fn is not None
+        },
+    )
+
+
+def from_row(row: batches.Datum) -> Datum:
+    """The inverse: what the learner would train on, as the client's datum."""
+    if row.extra.keys() - set(_EXTRA.values()):
+        raise ValueError(f"a client's datum has no place for {sorted(row.extra)}")
+    inputs: dict[str, Array] = {
+        "target_tokens": row.tokens[1:],
+        "mask": row.mask[1:],
+        "logprobs": [q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)][1:],
+        "advantages": row.advantages[1:],
+    }
+    inputs |= {name: row.extra[own][1:] for name, own in _EXTRA.items() if own in row.extra}
+    return Datum(ModelInput.from_ints(row.tokens[:-1]), inputs)
+
+
+def outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, NDArray[np.float32]]]:
+    """Rows of log-probs to ``loss_fn_outputs``."""
+    return [{"logprobs": np.asarray(row[1:], dtype=np.float32)} for row in logprobs]
+
+
+def _column(inputs: Mapping[str, Array], name: str, length: int) -> list[float]:
+    values = numbers(inputs[name], name)
+    if len(values) != length:
+        raise ValueError(f"{name} has {len(values)} values, target_tokens {length}: one for each")
+    return values
+
+
+def _check_tokens(tokens: list[int], vocabulary: int, context: int) -> None:
+    if max(tokens) >= vocabulary:
+        raise ValueError(f"token id {max(tokens)} is beyond the vocabulary of {vocabulary}")
+    if len(tokens) > context:
+        raise ValueError(
+            f"the row has {len(tokens)} tokens and the model's context is {context}: cut it"
+        )

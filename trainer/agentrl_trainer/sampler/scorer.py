@@ -1,0 +1,53 @@
+"""Log-probs of given rows under the sampler's model, in between its steps.
+
+Knows: the trainer's way of computing them, which this is; so a sampler's and a trainer's answer
+agree. Does not know: adapters (those active count), threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from agentrl_trainer.batches import Datum, pack
+from agentrl_trainer.logprobs import TokenLogprobs
+from agentrl_trainer.model import BaseModel
+
+_TOKENS = {"cpu": 4096}
+_TOKENS_ELSEWHERE = 16384
+"""Through the model at once."""
+
+
+class Scorer:
+    """``rows -> rows`` of log-probs of each token given those before it; 0 for the first."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._logprobs: TokenLogprobs | None = None
+
+    def __call__(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        attention = cast(str, self._base.model.config._attn_implementation)
+        try:
+            return self._score(rows)
+        finally:  # sampling has an attention of its own
+            if self._base.model.config._attn_implementation != attention:
+                self._base.model.set_attn_implementation(attention)
+
+    def _score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        # Made when first asked for: it tries out what the model allows.
+        self._logprobs = self._logprobs or TokenLogprobs(self._base.model)
+        found = [[0.0] * len(row) for row in rows]
+        datums = [_scored(row) for row in rows]
+        budget = _TOKENS.get(self._base.device.type, _TOKENS_ELSEWHERE)
+        for batch in pack(datums, token_budget=budget, share=self._logprobs.why_padded is None):
+            batch = batch.to(self._base.device)
+            values = self._logprobs(batch).tolist()
+            where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
+            for row, column, value in where:
+                found[batch.indices[row]][column + 1] = value
+        return found
+
+
+def _scored(row: list[int]) -> Datum:
+    blank = [0.0] * len(row)
+    return Datum(row, [False] + [True] * (len(row) - 1), blank, blank)
