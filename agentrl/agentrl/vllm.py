@@ -403,16 +403,21 @@ class VllmSampler:
 
     def _look_at(self, server: httpx.Client) -> None:
         server.get("/health", timeout=10.0).raise_for_status()
+        new = self._heard == _NEVER
+        while (gone := self._missing(server)) or new:
+            self._restore(server, gone)
+            new = False
+        self._heard = time.monotonic()
+        self._stats = vllm_api.read_metrics(server.get("/metrics").text)
+
+    def _missing(self, server: httpx.Client) -> dict[str, _Load]:
+        """The adapters that the server should have and has not."""
         wanted = dict(self._loads)
         models = server.get("/v1/models").raise_for_status().json()["data"]
         there = {model["id"] for model in models}
         gone = {name: load for name, load in wanted.items() if load.lora not in there}
         # One that was replaced since it was listed may have been unloaded: that is no loss.
-        gone = {name: load for name, load in gone.items() if self._loads.get(name) is load}
-        if gone or self._heard == _NEVER:
-            self._restore(server, gone)
-        self._heard = time.monotonic()
-        self._stats = vllm_api.read_metrics(server.get("/metrics").text)
+        return {name: load for name, load in gone.items() if self._loads.get(name) is load}
 
     def _restore(self, server: httpx.Client, gone: Mapping[str, _Load]) -> None:
         """Gives a server that was started anew what the one before it had."""

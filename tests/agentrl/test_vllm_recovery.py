@@ -112,7 +112,7 @@ def test_a_new_server_gets_every_adapter_under_new_names(
     sampler.load_now("answerer", 4, "/answerer/4")
     before = dict(server.loras)
     server.start_anew()
-    eventually(lambda: sampler.stats()["recoveries"] == 1 and sampler.healthy)
+    eventually(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
     assert sorted(server.loras.values()) == ["/answerer/4", "/asker/3"]
     assert not before.keys() & server.loras.keys()
     assert sampler.adapters == {"asker": 3, "answerer": 4}
@@ -149,7 +149,7 @@ def test_a_version_published_during_recovery_wins(server: Server, sampler: VllmS
     sampler.load_now("policy", 1, "/1")
     server.while_loading = lambda: sampler.load_now("policy", 2, "/2")
     server.start_anew()
-    eventually(lambda: sampler.stats()["recoveries"] == 1)
+    eventually(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
     assert sampler.adapters == {"policy": 2}
     assert list(server.loras.values()) == ["/2"]
 
