@@ -95,6 +95,7 @@ class VllmSampler:
         self._base = ""  # the server's name of the base model
         self._enforces_grammars = False
         self._loads: dict[str, _Load] = {}
+        self._there: set[str] = set()  # LoRA names to be unloaded in the end
         self._replacing = threading.Lock()  # the event loop and the watch both do
         self._swaps = 0
         self._recoveries = 0
@@ -142,8 +143,8 @@ class VllmSampler:
             self._watch.join(timeout=2.0)  # it may be waiting for a server that hangs
         self._heard = _NEVER
         with self._blocking() as server, contextlib.suppress(httpx.HTTPError):
-            for load in self._loads.values():
-                server.post("/v1/unload_lora_adapter", json={"lora_name": load.lora}, timeout=2.0)
+            for lora in list(self._there):
+                server.post("/v1/unload_lora_adapter", json={"lora_name": lora}, timeout=2.0)
 
     @property
     def healthy(self) -> bool:
@@ -166,6 +167,7 @@ class VllmSampler:
         load = _fresh_load(name, version, path)
         with self._blocking() as server:
             vllm_api.require_loaded(server.post("/v1/load_lora_adapter", json=load.request()))
+        self._there.add(load.lora)
         self._loads[name] = load
         self._swaps += 1
 
@@ -181,6 +183,7 @@ class VllmSampler:
         vllm_api.require_loaded(
             await self._post("/v1/load_lora_adapter", load.request(), limit_s=_LOAD_S)
         )
+        self._there.add(load.lora)
         with self._replacing:
             before = self._loads.get(name)
             self._loads[name] = load
@@ -209,6 +212,7 @@ class VllmSampler:
             answer = await self._post("/v1/unload_lora_adapter", asked, limit_s=_LOAD_S)
             if answer.status_code != 404:  # a server that died has lost it anyway
                 answer.raise_for_status()
+            self._there.discard(lora)
         except httpx.HTTPError as error:  # it is never asked for again: no harm but its memory
             log.warning("vLLM did not unload %s: %s", lora, error)
 
@@ -399,16 +403,21 @@ class VllmSampler:
 
     def _look_at(self, server: httpx.Client) -> None:
         server.get("/health", timeout=10.0).raise_for_status()
+        new = self._heard == _NEVER
+        while (gone := self._missing(server)) or new:
+            self._restore(server, gone)
+            new = False
+        self._heard = time.monotonic()
+        self._stats = vllm_api.read_metrics(server.get("/metrics").text)
+
+    def _missing(self, server: httpx.Client) -> dict[str, _Load]:
+        """The adapters that the server should have and has not."""
         wanted = dict(self._loads)
         models = server.get("/v1/models").raise_for_status().json()["data"]
         there = {model["id"] for model in models}
         gone = {name: load for name, load in wanted.items() if load.lora not in there}
         # One that was replaced since it was listed may have been unloaded: that is no loss.
-        gone = {name: load for name, load in gone.items() if self._loads.get(name) is load}
-        if gone or self._heard == _NEVER:
-            self._restore(server, gone)
-        self._heard = time.monotonic()
-        self._stats = vllm_api.read_metrics(server.get("/metrics").text)
+        return {name: load for name, load in gone.items() if self._loads.get(name) is load}
 
     def _restore(self, server: httpx.Client, gone: Mapping[str, _Load]) -> None:
         """Gives a server that was started anew what the one before it had."""
@@ -416,13 +425,16 @@ class VllmSampler:
             self._lost("it has lost its adapters")
         self._learn(server)
         for name, load in gone.items():
+            self._there.discard(load.lora)
             again = _fresh_load(name, load.version, load.path)
             vllm_api.require_loaded(server.post("/v1/load_lora_adapter", json=again.request()))
+            self._there.add(again.lora)
             with self._replacing:
                 if current := self._loads.get(name) is load:
                     self._loads[name] = again
             if not current:  # a newer version was published meanwhile
                 server.post("/v1/unload_lora_adapter", json={"lora_name": again.lora})
+                self._there.discard(again.lora)
         self._recoveries += 1
         self._trouble = ""
         log.warning("vLLM is back; loaded anew: %s", ", ".join(gone) or "nothing")
