@@ -101,10 +101,12 @@ class TrainDisplay:
         self._progress.update(self._bar, completed=self._step, eta=f"ETA {self._eta()}")
         if not self._console.is_terminal:
             skipped = sum(accounting.skipped.values())
+            pending = f" + {accounting.pending} pending" if accounting.pending else ""
             self._console.print(
                 f"step {self._step:>3}/{self._steps}  reward {row[REWARD]:+.3f}  "
                 f"held-out {self._accuracy()}  {row['tokens_per_second']:.0f} tok/s  "
                 f"calls {accounting.recorded} = {accounting.trained} trained + {skipped} skipped"
+                f"{pending}"
                 f"{'' if accounting.adds_up else '  DOES NOT ADD UP'}  "
                 f"Δlogprob {row[DIFFERENCE]:.1e}{self._asynchronous('  ')}  ETA {self._eta()}",
                 soft_wrap=True,

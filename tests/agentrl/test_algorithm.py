@@ -107,3 +107,21 @@ def test_settings_reach_the_trainer() -> None:
     assert (scaled.ddof, scaled.epsilon) == (0, 1e-4)
     assert config(estimator="gae", group_size=1).group_size == 1
     assert AlgorithmConfig(estimator="turn").compares
+
+
+def test_asynchronous_settings() -> None:
+    done = config(max_staleness=1)
+    assert update_settings(done, epochs=1).loss_config["correction"] == "truncate"
+    again = TrainConfig.model_validate(done.model_dump())  # as a resumed run reads it
+    assert again.correction == "truncate"
+    assert config(max_staleness=1, stale="wait").correction == "none"
+    assert config(max_staleness=1, stale="drop", correction="mask").correction == "mask"
+    assert config().correction == "none"
+    for options, message in (
+        ({"stale": "drop"}, "it needs a max_staleness above 0"),
+        ({"max_staleness": 1, "correction": "none"}, "contradict each other"),
+        ({"resample_zero_variance": 1, "estimator": "gae"}, "does not go with estimator 'gae'"),
+        ({"max_staleness": -1}, "greater than or equal to 0"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            config(**options)

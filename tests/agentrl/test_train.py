@@ -354,8 +354,9 @@ def test_attempts_that_share_a_process_stay_apart(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_agent_that_never_works_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    run = Run(tmp_path, "always_broken", max_attempts=1, runners=2)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_agent_that_never_works_ends_the_run_with_its_error(tmp_path: Path, ahead: int) -> None:
+    run = Run(tmp_path, "always_broken", max_attempts=1, runners=2, max_staleness=ahead)
     process = run.start()
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 1

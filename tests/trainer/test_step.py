@@ -120,3 +120,30 @@ def test_every_call_gets_exactly_one_verdict(drawn: list) -> None:
     assert not batch.trained & batch.skipped.keys()
     assert batch.trained | batch.skipped.keys() == {c.id for c in calls}
     assert sum(sum(d.mask) for d in batch.datums) == 2 * len(batch.trained)
+
+
+def test_answers_that_are_too_old_are_dropped_and_their_rollout_still_counts() -> None:
+    """Its reward stays in the group's mean, and its newer answers train."""
+    rollouts = [rollout("r1"), rollout("r2")]
+    calls = [
+        call("r1", "old"),
+        replace(call("r1", "new", seq=1), adapter_version=4),
+        replace(call("r2", "c2"), adapter_version=3),
+    ]
+    settings = replace(SETTINGS, oldest_version=3)
+    batch = assemble(rollouts, calls, [reward("r1", 1), reward("r2", 0)], settings)
+    assert batch.skipped == {"old": SkipReason.STALE}
+    assert batch.trained == {"new", "c2"}
+    assert [max(d.advantages, key=abs) for d in batch.datums] == [0.5, -0.5]
+
+
+def test_a_temperature_reaches_the_tokens_it_was_asked_for() -> None:
+    warm = replace(call("r1", "c1"), params={"temperature": 0.5})
+    batch = assemble(
+        [rollout("r1"), rollout("r2")],
+        [warm, call("r2", "c2")],
+        [reward("r1", 1), reward("r2", 0)],
+        SETTINGS,
+    )
+    assert [dict(d.extra) for d in batch.datums] == [{"temperature": [1, 1, 1, 0.5, 0.5]}, {}]
+    assert batch.off_policy == {"temperature": 1}
