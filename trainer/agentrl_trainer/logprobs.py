@@ -10,22 +10,28 @@ at a time. Not every model allows both; which do is found out by looking (``why_
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl_trainer.batches import MicroBatch
-from agentrl_trainer.tries import ATTENTION, Trie, pack_trie
+from agentrl_trainer.tries import ATTENTION, Trie, pack_trie, why_no_flex
 
 MAX_LOGITS = 2**24
 """Most elements of logits held at once: 64 MB in float32."""
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states [n, hidden] to logits [n, vocabulary]."""
+Slope = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""Hidden states [n, hidden], targets [n] and their temperatures [n] (None: all are 1) to the
+targets' log-probs [n] in float32, and the gradient [n, hidden] of each with respect to its own
+hidden state."""
 
 
 class TokenLogprobs:
@@ -33,7 +39,8 @@ class TokenLogprobs:
     under logits / the temperature that the batch gives for the token (as TRL and verl do).
 
     ``why_padded`` and ``why_all_logits`` say what about this model forbids tries and chunks of
-    logits; None where they are used. Construction runs the model over a few tokens.
+    logits, ``why_no_flex`` what forbids flex_attention over tries (a GPU's); none where they are
+    used. Construction runs the model over a few tokens.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_logits: int = MAX_LOGITS) -> None:
@@ -41,6 +48,7 @@ class TokenLogprobs:
         self.max_logits = max_logits
         self.why_all_logits = why_not_by_parts(model)
         self.why_padded = self.why_all_logits or why_no_tries(model)
+        self.why_no_flex = self.why_padded or _why_no_flex(model)
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         if self.why_all_logits is not None:
@@ -50,9 +58,8 @@ class TokenLogprobs:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, hidden] the decoder's output where a trained token is predicted."""
-        return decoder_states(self.model, batch.input_ids, batch.position_ids, batch.trie)[
-            batch.places
-        ]
+        trie = batch.trie and replace(batch.trie, flex=not self.why_no_flex)
+        return decoder_states(self.model, batch.input_ids, batch.position_ids, trie)[batch.places]
 
     def of_hidden(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None = None
@@ -65,7 +72,48 @@ class TokenLogprobs:
             return torch.cat([_pick(head(h), t, warm) for h, t, warm in parts])
         if any(p.requires_grad for p in embedding.parameters()):
             return _recomputed(head, hidden, targets, temperatures, step)
-        return cast(Tensor, _FrozenHead.apply(head, hidden, targets, temperatures, step))
+        return cast(
+            Tensor, _FrozenHead.apply(_slope(self.model), hidden, targets, temperatures, step)
+        )
+
+
+def _slope(model: PreTrainedModel) -> Slope:
+    """How the log-probs and their gradients come about under this model's frozen head."""
+    head, embedding = _head(model), _output_embedding(model)
+    plain = type(embedding) is nn.Linear and embedding.bias is None
+    if not plain or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        return partial(_slope_by_autograd, head)
+    return partial(_slope_in_place, embedding.weight, _logit_factor(model))
+
+
+def _slope_by_autograd(
+    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        own = hidden.detach().requires_grad_()
+        picked = _pick(head(own), targets, temperatures)
+        (slope,) = torch.autograd.grad(picked.sum(), own)
+    return picked.detach(), slope
+
+
+def _slope_in_place(
+    weight: Tensor, factor: float, hidden: Tensor, targets: Tensor, temperatures: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a log-softmax is a one-hot vector less the softmax, which takes the place of
+    the logits: a quarter of autograd's memory."""
+    scale = factor if temperatures is None else (factor / temperatures)[:, None]
+    scaled = temperatures is not None or factor != 1.0  # a pass over all logits
+    logits = F.linear(hidden, weight).float()
+    if scaled:
+        logits *= scale
+    logits -= logits.amax(-1, keepdim=True)
+    picked = logits.gather(1, targets[:, None])[:, 0]
+    total = logits.exp_().sum(-1)
+    logits *= -1.0 / total[:, None]
+    logits.scatter_add_(1, targets[:, None], torch.ones_like(picked)[:, None])
+    if scaled:
+        logits *= scale
+    return picked - total.log(), logits.to(weight.dtype) @ weight
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -79,7 +127,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        head: Head,
+        slope: Slope,
         hidden: Tensor,
         targets: Tensor,
         temperatures: Tensor | None,
@@ -89,12 +137,8 @@ class _FrozenHead(torch.autograd.Function):
         slopes = torch.empty_like(hidden)
         for start in range(0, len(targets), step):
             part = slice(start, start + step)
-            with torch.enable_grad():
-                own = hidden[part].detach().requires_grad_()
-                warm = None if temperatures is None else temperatures[part]
-                picked = _pick(head(own), targets[part], warm)
-                (slopes[part],) = torch.autograd.grad(picked.sum(), own)
-            logprobs[part] = picked.detach()
+            warm = None if temperatures is None else temperatures[part]
+            logprobs[part], slopes[part] = slope(hidden[part], targets[part], warm)
         ctx.save_for_backward(slopes)
         return logprobs
 
@@ -142,10 +186,8 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 def _head(model: PreTrainedModel) -> Head:
     """The output embedding, and what some families do to logits after it."""
     embedding = _output_embedding(model)
-    config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
+    factor = _logit_factor(model)
 
     def logits(hidden: Tensor) -> Tensor:
         found = embedding(hidden)
@@ -156,6 +198,12 @@ def _head(model: PreTrainedModel) -> Head:
         return found
 
     return logits
+
+
+def _logit_factor(model: PreTrainedModel) -> float:
+    config = model.config.get_text_config()
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    return factor / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
 
 
 def decoder_states(
@@ -235,9 +283,7 @@ def _compare_trie(model: PreTrainedModel, config: Any) -> str | None:
         found = decoder_states(model, ids, depths, trie)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         return f"its attention rejects a trie: {error}"
-    if _slides(config) and not any(
-        block.knows_window(config.sliding_window) for block in trie.blocks
-    ):
+    if _slides(config) and not trie.knows_window(config.sliding_window):
         return "its attention does not tell its sliding window"
     scale = max(float(states.abs().max()) for states in expected)
     limit = 1e-4 if model.dtype == torch.float32 else 0.1
@@ -246,6 +292,14 @@ def _compare_trie(model: PreTrainedModel, config: Any) -> str | None:
         if not worst <= limit * max(scale, 1.0):
             return f"a trie's hidden states differ by {worst:.2g} from those of rows"
     return None
+
+
+def _why_no_flex(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return why_no_flex(model.device, model.dtype, heads, groups, dim)
 
 
 def _slides(config: Any) -> bool:
