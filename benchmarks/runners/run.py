@@ -140,7 +140,10 @@ def from_train_to_crewai() -> Row:
         store.close()
         if len(first) < CREWAI_RUNNERS:
             raise RuntimeError(f"{len(first)} runners worked:\n{done.stdout}{done.stderr}")
-        return {"first_runner_s": round(min(first.values()), 1), "ready_s": round(max(first.values()), 1)}
+        return {
+            "first_runner_s": round(min(first.values()), 1),
+            "ready_s": round(max(first.values()), 1),
+        }
 
 
 def table(rows: list[Row], about: Row) -> str:

@@ -242,9 +242,7 @@ def test_runners_are_killed_at_random_during_games(tmp_path: Path) -> None:
     """``kill -9`` of runners and of the games they play, whenever it comes."""
     rng = random.Random(20)
     command = training(tmp_path, 18766, runners=3, steps=2, lease=3, max_attempts=9)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     folder = RunFolder(tmp_path / "run")
 
     def playing() -> list[int]:

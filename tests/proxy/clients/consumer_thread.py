@@ -23,9 +23,7 @@ DONE: queue.Queue = queue.Queue()
 
 def ask(text):
     try:
-        CLIENT.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": text}]
-        )
+        CLIENT.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
         return 200
     except openai.APIStatusError as error:
         return error.status_code
