@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from sqlalchemy.exc import OperationalError
 
 from agentrl.run_folder import RunFolder
