@@ -1,7 +1,7 @@
 """Instant rollouts by Agent-lightning 0.3's Trainer; run with the interpreter of its own venv.
 
-Prints one JSON line: seconds until the first rollouts had ended, rollouts per second after that, and
-what each cost in CPU, its store's and runners' processes included.
+Prints one JSON line: seconds until the first rollouts had ended, rollouts per second after that,
+and what each cost in CPU, its store's and runners' processes included.
 """
 
 from __future__ import annotations

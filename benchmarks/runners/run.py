@@ -23,8 +23,7 @@ from typing import Any
 
 from cpu import cpu_seconds
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests/agentrl"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/agentrl"))
 from test_runner import FakeGateway  # the runners' tests have one
 
 from agentrl.run_folder import RunFolder
@@ -32,6 +31,7 @@ from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
 
+HERE = Path(__file__).parent
 Row = dict[str, Any]
 
 INSTANT = "def agent(task):\n    return float(task['n'])\n"

@@ -222,9 +222,8 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
     parts = urlsplit(config.gateway)
     if _is_loopback(parts.hostname or ""):  # it listens everywhere; ours is not their address
         ours = ray.util.get_node_ip_address()
-        url = parts._replace(
-            netloc=f"[{ours}]:{parts.port}" if ":" in ours else f"{ours}:{parts.port}"
-        )
+        host = f"[{ours}]" if ":" in ours else ours
+        url = parts._replace(netloc=f"{host}:{parts.port}")
         return replace(config, gateway=url.geturl())
     return config
 
