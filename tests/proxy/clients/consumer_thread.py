@@ -1,7 +1,7 @@
 """A queue's consumer thread, started by one rollout, that works for two.
 
-Run by test_attribution.py: two claims on the first line of stdin; another line once the first one's attempt has ended. Prints
-the status of the call that the thread makes then for the second rollout, and as whom it can.
+Run by test_attribution.py: two claims on the first line of stdin; another line once the first one's
+attempt has ended. Prints the status of each call that the thread made.
 """
 
 import contextvars
