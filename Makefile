@@ -8,18 +8,22 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 TORCH := torch==2.13.0
 DEMO_RUN ?= hello
 
-.PHONY: demo test check lock clean help
+.PHONY: demo examples test check lock clean help
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train the hello-world agent and draw its learning curve (no GPU, 2 minutes)"
-	@echo "make test    lint, type-check and test"
-	@echo "make lock    pin requirements/ anew from pyproject.toml"
-	@echo "make clean   remove the environment and the demo's run"
+	@echo "make demo      train the hello-world agent and draw its learning curve (no GPU, 2 minutes)"
+	@echo "make examples  train every example in turn, and print times and held-out success"
+	@echo "make test      lint, type-check and test"
+	@echo "make lock      pin requirements/ anew from pyproject.toml"
+	@echo "make clean     remove the environment and the demo's run"
 
 demo: $(VENV)/.runtime
 	@rm -rf runs/$(DEMO_RUN)
 	@$(BIN)/agentrl train --config examples/hello/train.toml --name $(DEMO_RUN)
+
+examples: $(VENV)/.dev
+	@$(BIN)/python scripts/run_examples.py $(EXAMPLES)
 
 test: $(VENV)/.dev check
 	@$(BIN)/python -m pytest $(PYTEST)

@@ -189,10 +189,9 @@ def _join_or_start(ray: Any, runners: int) -> None:
             if not left:
                 raise ValueError(
                     f"runners: Ray did not start in {_START_TRIES} tries: {error} A machine that "
-                    "is too busy is a usual cause; Ray's own logs are in "
-                    "/tmp/ray/session_latest/logs. `ray start --head` with fixed ports "
-                    "(--dashboard-agent-grpc-port, --dashboard-agent-listen-port, "
-                    "--metrics-export-port) waits longer; this command then joins it"
+                    "is too busy is a usual cause (docs/ray.md); Ray's own logs are in "
+                    "/tmp/ray/session_latest/logs. A cluster that `ray start --head` has started "
+                    "is joined"
                 ) from error
 
 
@@ -223,9 +222,8 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
     parts = urlsplit(config.gateway)
     if _is_loopback(parts.hostname or ""):  # it listens everywhere; ours is not their address
         ours = ray.util.get_node_ip_address()
-        url = parts._replace(
-            netloc=f"[{ours}]:{parts.port}" if ":" in ours else f"{ours}:{parts.port}"
-        )
+        host = f"[{ours}]" if ":" in ours else ours
+        url = parts._replace(netloc=f"{host}:{parts.port}")
         return replace(config, gateway=url.geturl())
     return config
 

@@ -1,7 +1,7 @@
-"""A queue's consumer thread, started by one rollout, that works for two: run by test_attribution.py.
+"""A queue's consumer thread, started by one rollout, that works for two.
 
-Two claims on the first line of stdin; another line once the first one's attempt has ended. Prints
-the status of the call that the thread makes then for the second rollout, and as whom it can.
+Run by test_attribution.py: two claims on the first line of stdin; another line once the first one's
+attempt has ended. Prints the status of each call that the thread made.
 """
 
 import contextvars
@@ -55,11 +55,11 @@ with attribution(starter) as mine, tracing("agent"):
     found["own"] = by_thread(directly, "of the starter")
     with attribution(other), tracing("agent"):  # as another task of this process would
         found["while"] = by_thread(directly, "of the other, while the starter runs")
-print(mine.finish(), flush=True)
+print(mine.finish(), flush=True)  # noqa: T201
 sys.stdin.readline()
 with attribution(other) as mine, tracing("agent"):
     found["after"] = by_thread(directly, "of the other, after the starter")
     found["carried"] = by_thread(contextvars.copy_context().run, "of the other, carried")
 mine.finish()
-print(json.dumps(found), flush=True)
+print(json.dumps(found), flush=True)  # noqa: T201
 os._exit(0)
