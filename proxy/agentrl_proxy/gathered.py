@@ -19,10 +19,6 @@ class Gathered:
         self.usage: dict[str, Any] | None = None
         self.said: dict[str, Any] = {}  # the provider's own id and model
 
-    @property
-    def begun(self) -> bool:
-        return bool(self._choices)
-
     def add(self, chunk: dict[str, Any]) -> None:
         self.said = {**self.said, **{k: chunk[k] for k in ("id", "model") if chunk.get(k)}}
         self.usage = chunk.get("usage") or self.usage

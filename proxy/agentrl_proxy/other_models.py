@@ -37,6 +37,7 @@ from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.recording import agent_name, row_id, trace_context
+from agentrl_proxy.translation import IMPORTING
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
@@ -114,8 +115,9 @@ class OtherModels:
             self._router = asyncio.create_task(asyncio.to_thread(_make_router, self._models))
 
     async def _ready_router(self) -> Any:
-        if self._router is None:
-            self.begin()
+        router = self._router
+        if router is None or (router.done() and router.exception() is not None):
+            self.begin()  # what failed once need not fail again
         assert self._router is not None
         return await asyncio.shield(self._router)
 
@@ -135,7 +137,8 @@ class OtherModels:
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
         chat = request.chat
         asked = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
-        if request.stream:  # usage is recorded whether or not the client asked for it
+        if request.stream and not _streams_badly(self._models[request.name], request.n):
+            # usage is recorded whether or not the client asked for it
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         name, dialect = request.name, request.dialect
         heading = request.heading or wire.Heading(new_id(dialect.id_prefix), name)
@@ -247,11 +250,14 @@ class OtherModels:
         try:
             router = await self._ready_router()
             answer = await router.acompletion(model=job.name, **job.asked)
-            if write is None:
-                response = _whole(answer, job)
-            else:
+            if write is not None and "stream" in job.asked:
                 held = await self._relay(answer, job, gathered, write)
                 response = gathered.response()
+                held.append(job.dialect.end(response))
+            else:
+                response = _whole(answer, job)
+                if write is not None:
+                    held = [*wire.replayed(job.dialect, response)]
             self._spend(job, response["usage"])
         except asyncio.CancelledError:
             state = CallState.CANCELLED
@@ -267,7 +273,7 @@ class OtherModels:
         await self._life.commit(job, self._finish(job, CallState.COMPLETED, response))
         self._life.answered(job, response)
         if write is not None:
-            await write(b"".join([*held, job.dialect.end(response)]))
+            await write(b"".join(held))
         return response
 
     async def _relay(
@@ -275,13 +281,13 @@ class OtherModels:
     ) -> list[bytes]:
         """Passes chunks on as they come; returns those that say how a choice ended."""
         held: list[bytes] = []
-        begun = set[tuple[int, int]]()  # calls, by choice and index
+        deltas = _Deltas()
         try:
             async for chunk in chunks:
                 one = chunk.model_dump(exclude_none=True)
                 one["choices"] = [_placed(c, job) for c in one.get("choices", ())]
                 for choice in one["choices"]:
-                    choice["delta"] = _tidied(choice["delta"], choice["index"], begun)
+                    choice["delta"] = deltas.tidied(choice["delta"], choice["index"])
                 gathered.add(one)
                 for choice in one["choices"]:
                     index, delta = choice["index"], choice["delta"]
@@ -300,12 +306,9 @@ class OtherModels:
                         held.append(data)
                     elif data:
                         await write(data)
-            if not gathered.begun:
-                message = f"the provider of {job.name!r} ended its stream without an answer"
-                raise ApiError(502, message, kind="server_error", code="provider_error")
             # LiteLLM's last chunk tells a usage in any case; whether it was the provider's, the
             # chunks say that came from there.
-            if not any(getattr(chunk, "usage", None) for chunk in chunks.chunks):
+            if not any(getattr(chunk, "usage", None) for chunk in getattr(chunks, "chunks", ())):
                 gathered.usage = None
             _note(job, chunks, gathered.usage, gathered.said)
         finally:
@@ -406,6 +409,12 @@ def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
     return wire.completion(job.heading, choices, usage)
 
 
+def _streams_badly(model: OtherModel, n: int) -> bool:
+    """What is asked whole, and told as a stream: of several choices LiteLLM streams one finish
+    reason only, and whether a text completion's streamed usage is an estimate it does not say."""
+    return n > 1 or model.model.startswith("text-completion-")
+
+
 def _placed(choice: dict[str, Any], job: OtherJob) -> dict[str, Any]:
     """A provider's choice as ours: its place in the whole response, log-probs in chat's form."""
     choice["index"] = choice.get("index", 0) + job.first_choice
@@ -436,26 +445,39 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
-def _tidied(delta: dict[str, Any], choice: int, begun: set[tuple[int, int]]) -> dict[str, Any]:
-    """A delta whose calls have id and name in their first piece only, as OpenAI's do: some
-    providers repeat them, and that would begin another call.
+class _Deltas:
+    """A provider's deltas as OpenAI's. Some repeat a call's id and name in every piece, which would
+    begin another call; LiteLLM repeats a thought's whole text with its signature."""
 
-    Args:
-        begun: the calls that have begun, by choice and index; grows.
-    """
-    calls: list[dict[str, Any]] = []
-    for call in delta.get("tool_calls") or ():
-        key = (choice, call.get("index", 0))
-        function = call.get("function") or {}
+    def __init__(self) -> None:
+        self._calls = set[tuple[int, int]]()  # begun, by choice and index
+        self._thinking = set[int]()  # choices that are in the middle of a thought
+
+    def tidied(self, delta: dict[str, Any], choice: int) -> dict[str, Any]:
+        tidy = dict(delta)
+        if delta.get("tool_calls"):
+            tidy["tool_calls"] = [self._call(call, choice) for call in delta["tool_calls"]]
+        if delta.get("thinking_blocks"):
+            tidy["thinking_blocks"] = [self._thought(b, choice) for b in delta["thinking_blocks"]]
+        return tidy
+
+    def _call(self, call: dict[str, Any], choice: int) -> dict[str, Any]:
+        index, function = call.get("index", 0), call.get("function") or {}
         arguments = function.get("arguments") or ""
-        if key in begun:
-            calls.append({"index": key[1], "function": {"arguments": arguments}})
-        else:
-            begun.add(key)
-            function = {"name": function.get("name") or "", "arguments": arguments}
-            call_id = call.get("id") or f"call_{secrets.token_hex(12)}"
-            calls.append({"type": "function", "id": call_id, "index": key[1], "function": function})
-    return {**delta, "tool_calls": calls} if calls else delta
+        if (choice, index) in self._calls:
+            return {"index": index, "function": {"arguments": arguments}}
+        self._calls.add((choice, index))
+        call_id = call.get("id") or f"call_{secrets.token_hex(12)}"
+        function = {"name": function.get("name") or "", "arguments": arguments}
+        return {"type": "function", "id": call_id, "index": index, "function": function}
+
+    def _thought(self, block: dict[str, Any], choice: int) -> dict[str, Any]:
+        if block.get("signature"):
+            said = choice in self._thinking
+            self._thinking.discard(choice)
+            return {**block, "thinking": ""} if said else block
+        self._thinking.add(choice)
+        return block
 
 
 def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
@@ -476,6 +498,11 @@ def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
 
 
 def _make_router(models: Mapping[str, OtherModel]) -> Any:
+    with IMPORTING:
+        return _router(models)
+
+
+def _router(models: Mapping[str, OtherModel]) -> Any:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
     import litellm
     from litellm.router import Router

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from functools import cache
 from typing import Any, cast
 
@@ -20,6 +21,10 @@ from agentrl_proxy.errors import invalid
 # call it ("claude-…" would keep Anthropic's own fields).
 _MODEL = "policy"
 _PROVIDER = "agentrl"
+
+IMPORTING = threading.Lock()
+"""Held while LiteLLM is imported: its modules import each other in circles, and two threads in
+them at once find half of one."""
 
 
 async def load() -> None:
@@ -35,10 +40,11 @@ def _import() -> None:
     # Without these it fetches its price list over the network and reads the folder's .env file.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
-    import litellm.responses.main  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    with IMPORTING:
+        import litellm.responses.main  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-    _anthropic_adapter()
-    _responses_config()
+        _anthropic_adapter()
+        _responses_config()
 
 
 def chat_of_messages(

@@ -51,7 +51,8 @@ def gateway(start: Any, provider: Running) -> Running:
 
 
 class Faulty:
-    """An HTTP server that answers with what it is given, in turn; the last one for good."""
+    """An HTTP server that answers with what it is given, in turn; the last one for good. Bytes are
+    an event stream."""
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self.answers = list(answers)
@@ -71,9 +72,10 @@ class Faulty:
                 status, said = faulty.answers[at]
                 if callable(said):
                     said = said(self.headers)
-                data = json.dumps(said).encode()
+                kind = "text/event-stream" if isinstance(said, bytes) else "application/json"
+                data = said if isinstance(said, bytes) else json.dumps(said).encode()
                 self.send_response(status)
-                self.send_header("content-type", "application/json")
+                self.send_header("content-type", kind)
                 self.send_header("content-length", str(len(data)))
                 if status == 429:
                     self.send_header("retry-after", "7")
