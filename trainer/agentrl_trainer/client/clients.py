@@ -414,16 +414,20 @@ class ServiceClient:
             self.create_lora_training_client, base_model, rank, seed, **options
         )
 
-    def create_training_client_from_state(self, path: Folder) -> TrainingClient:
+    def create_training_client_from_state(
+        self, path: Folder, *, name: str | None = None
+    ) -> TrainingClient:
         """A client that begins with weights which ``save_state`` wrote, and a new optimizer."""
-        return TrainingClient(self._backend.train_from(str(path), optimizer=False))
+        return TrainingClient(self._backend.train_from(str(path), optimizer=False, name=name))
 
     async def create_training_client_from_state_async(self, path: Folder) -> TrainingClient:
         return await asyncio.to_thread(self.create_training_client_from_state, path)
 
-    def create_training_client_from_state_with_optimizer(self, path: Folder) -> TrainingClient:
+    def create_training_client_from_state_with_optimizer(
+        self, path: Folder, *, name: str | None = None
+    ) -> TrainingClient:
         """A client that goes on exactly where ``save_state`` was called."""
-        return TrainingClient(self._backend.train_from(str(path), optimizer=True))
+        return TrainingClient(self._backend.train_from(str(path), optimizer=True, name=name))
 
     async def create_training_client_from_state_with_optimizer_async(
         self, path: Folder

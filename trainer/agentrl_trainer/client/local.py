@@ -199,10 +199,10 @@ class LocalService:
             self._names.add(name)
         return LocalTraining(base, name, self.folder / name, options)
 
-    def train_from(self, path: str, *, optimizer: bool) -> LocalTraining:
+    def train_from(self, path: str, *, optimizer: bool, name: str | None) -> LocalTraining:
         meta = _state(path).meta
         saved = {**meta["lora"], "user_metadata": None}
-        client = self.train(meta["base_model"], LoraOptions(**saved), None)
+        client = self.train(meta["base_model"], LoraOptions(**saved), name)
         client.load_state(path, optimizer).result()
         return client
 
