@@ -46,19 +46,14 @@ from agentrl_tracer.schemas import (
     SkipReason,
 )
 from agentrl_trainer.adapters import AdapterBatches, AdapterRule, assemble_adapters
-from agentrl_trainer.checkpoint import (
-    latest_checkpoint,
-    load_checkpoint,
-    restore_rng,
-    save_checkpoint,
-)
-from agentrl_trainer.learner import AdamParams, Learner, StepStats
-from agentrl_trainer.model import BaseModel, load_base
+from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
+from agentrl_trainer.learner import StepStats
+from agentrl_trainer.model import BaseModel
 from agentrl_trainer.rewards import rollout_rewards
 from agentrl_trainer.schedules import schedule_factor
 from agentrl_trainer.step import StepBatch
 from agentrl_trainer.trajectories import token_versions
-from agentrl_trainer.update import prepare, update
+from agentrl_trainer.update import prepare
 
 
 @dataclass(slots=True)
@@ -164,7 +159,8 @@ class Training:
             teaches=self._teaches,
         )
         self.base: BaseModel
-        self.learner: Learner
+        self.service: ServiceClient
+        self.clients: dict[str, TrainingClient]
 
     def run(self) -> Summary:
         """Trains to the end; returns what to show.
@@ -189,6 +185,7 @@ class Training:
             summary = self._finish(step)
         self.store.end_run(self.run_id, "finished")
         self.trackers.close()
+        self.service.close()
         return summary
 
     # ---- one step
@@ -246,18 +243,34 @@ class Training:
         """Updates one adapter; the statistics are of the first epoch, before any update."""
         if not batch.datums:
             return None
-        adam = AdamParams(
-            lr=self._learning_rate(step),
-            grad_clip_norm=self.config.max_grad_norm,
-        )
+        client = self.clients[batch.datums[0].adapter]
+        adam = AdamParams(self._learning_rate(step), grad_clip_norm=self.config.max_grad_norm)
         settings = update_settings(self.config, epochs=self.config.epochs)
-        batch.datums = prepare(self.learner, batch.datums, settings)
-        passes = update(self.learner, batch.datums, settings, adam)
-        if passes[-1].skipped_non_finite:
-            self.display.note("the loss or gradient was not finite: the step was not applied")
-            if len(passes) == 1:
-                batch.refuse(SkipReason.NON_FINITE_STEP)
-        return passes[0]
+        # What depends on the policy before the update: references, values, advantages of GAE.
+        batch.datums = client.local(lambda own: prepare(own, batch.datums, settings)).result()
+        first: StepStats | None = None
+        for _ in range(settings.epochs):
+            done = client.forward_backward(
+                batch.datums,
+                settings.loss,
+                settings.loss_config,
+                normalize_by=None,  # the tokens of the whole step
+                logprobs=False,
+            )
+            stepped = client.optim_step(adam).result().metrics
+            refused = bool(stepped["skipped_non_finite"])
+            stats = replace(
+                done.result().stats,
+                grad_norm=stepped["grad_norm"],
+                skipped_non_finite=refused,
+            )
+            if refused:
+                self.display.note("the loss or gradient was not finite: the step was not applied")
+                if first is None:
+                    batch.refuse(SkipReason.NON_FINITE_STEP)
+                return first or stats
+            first = first or stats
+        return first
 
     def _learning_rate(self, step: int) -> float:
         peak = self.config.learning_rate or default_learning_rate(
@@ -399,41 +412,39 @@ class Training:
         import torch
 
         torch.set_num_threads(1)  # gateway and runners want the other cores
-        self.base = load_base(
-            self.config.model,
+        self.service = ServiceClient(
+            folder=self.folder.root,
             device=self.config.device,
             dtype=self.config.dtype,
             load_in_4bit=self.config.load_in_4bit,
-        )
-        self.learner = Learner(
-            self.base,
-            adapters=tuple(self.adapters),
-            rank=self.config.rank,
-            alpha=self.config.alpha,
-            seed=self.config.seed,
             token_budget=self.config.micro_batch_tokens,
             gradient_checkpointing=self.config.gradient_checkpointing,
             value=value_params(self.config),
         )
-        if self.learner.why_not_shared is not None:
-            self.display.note(
-                f"shared prefixes are computed for each row anew: {self.learner.why_not_shared}"
+        self.clients = {
+            name: self.service.create_lora_training_client(
+                self.config.model,
+                self.config.rank,
+                self.config.seed + index,
+                alpha=self.config.alpha,
+                name=name,
             )
-        if self.config.kl_reference is not None:
-            self.learner.add_reference(REFERENCE, self.config.kl_reference)
+            for index, name in enumerate(self.adapters)
+        }
+        client = next(iter(self.clients.values()))
+        self.base = client.local(lambda learner: learner.base).result()
+        if why := client.local(lambda learner: learner.why_not_shared).result():
+            self.display.note(f"shared prefixes are computed for each row anew: {why}")
+        if (reference := self.config.kl_reference) is not None:
+            client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
     def _restore(self) -> int:
         """Goes back to the newest whole checkpoint, if there is one; returns its step."""
-        found = latest_checkpoint(self.folder.checkpoints)
+        found = self.service.restore_checkpoint(self.folder.checkpoints).result()
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
-        step, under_way = 0, None
-        if found.folder is not None:
-            checkpoint = load_checkpoint(found.folder)
-            self.learner.load_state_dict(checkpoint.tensors)
-            restore_rng(checkpoint.rng)
-            step, under_way = checkpoint.step, checkpoint.meta.get("rollouts")
-        self.stream.restore(step, under_way)
+        step = found.step or 0
+        self.stream.restore(step, found.meta.get("rollouts"))
         self.store.supersede(self.run_id, after_step=step)
         self.store.cancel(self.run_id, "the run was resumed", after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
@@ -445,19 +456,18 @@ class Training:
         return step
 
     def _checkpoint(self, step: int) -> None:
-        save_checkpoint(
+        self.service.save_checkpoint(
             self.folder.checkpoints,
             step,
-            tensors=self.learner.state_dict(),
             meta={"run_id": self.run_id, "rollouts": self.stream.state()},
             keep=self.config.keep_checkpoints,
-        )
+        ).result()
 
     def _publish(self, step: int) -> None:
         """Saves each adapter as version ``step`` and swaps it into the sampler."""
-        for name in self.adapters:
+        for name, client in self.clients.items():
             path = self.folder.adapter_version(name, step)
-            self.learner.save_adapter(name, path)
+            client.save_weights_for_sampler(path).result()
             self.session.publish(name, step, str(path), step)
 
     # ---- the end

@@ -120,7 +120,9 @@ def goals(results: dict[str, Any]) -> list[list[str]]:
             continue
         result = results[case]
         if "failed" in result:
-            lines.append([f"{case}: times TRL's tokens/s", f"≥ {factor}", result["failed"], "**no**"])
+            lines.append(
+                [f"{case}: times TRL's tokens/s", f"≥ {factor}", result["failed"], "**no**"]
+            )
             continue
         ratio = min(one["seconds"] for one in result["trl"]) / result["agentrl"]["seconds"]
         met = "yes" if ratio >= factor else "**no**"

@@ -20,7 +20,7 @@ from test_learner import (
 
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import Learner, with_extra
-from agentrl_trainer.update import UpdateSettings, prepare, update
+from agentrl_trainer.update import UpdateSettings, prepare
 from agentrl_trainer.values import ValueHead, ValueParams, value_loss, with_gae
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")]
@@ -289,8 +289,7 @@ def test_an_update_prepares_what_the_settings_need(moved: Learner) -> None:
     done = prepare(moved, datums, settings)
     assert {*done[0].extra} == {"reference", "proximal"}
     assert done[0].extra["proximal"] == moved.forward(datums)[0]
-    passes = update(moved, done, settings, moved.adam)
-    assert len(passes) == 2
+    passes = [moved.step(done, settings.loss, settings.loss_config) for _ in range(2)]
     assert {"kl_reference", "correction", "dropped"} <= passes[0].metrics.keys()
     # In the first pass the policy is the proximal one: all ratios are 1, and nothing is clipped.
     assert passes[0].clip_fraction == 0.0

@@ -75,6 +75,15 @@ class Latest:
     torn: dict[Path, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where a run goes on: step and ``meta`` of the checkpoint, None and nothing without one."""
+
+    step: int | None
+    meta: Json
+    torn: dict[Path, str]  # newer ones that were passed over, each with its fault
+
+
 def save_checkpoint(
     root: str | Path,
     step: int,

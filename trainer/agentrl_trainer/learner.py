@@ -145,10 +145,7 @@ class Learner:
             if why := self._logprobs.why_all_logits:
                 raise ValueError(f"a value function needs the model's hidden states, but {why}")
             for index, name in enumerate(self.adapters):
-                head = ValueHead(base.model.config.get_text_config().hidden_size, seed=seed + index)
-                self._value_heads[name] = head.to(base.device)
-                # It steps, clips and is saved as if it were an adapter of its own.
-                self._parameters[_VALUE + name] = dict(head.named_parameters())
+                self._add_value_head(name, seed + index)
         self._optimizers = {
             name: _adamw(list(parameters.values()), self.adam)
             for name, parameters in self._parameters.items()
@@ -165,19 +162,24 @@ class Learner:
         targets: str | list[str] = "all-linear",
         seed: int = 0,
     ) -> None:
-        """Train one more adapter beside the others; its rank and targets are its own.
-
-        Raises ValueError where there is a value function: its heads are made at the start.
-        """
-        if self.value is not None:
-            raise ValueError("a learner with a value function cannot be given more adapters")
+        """Train one more adapter beside the others; its rank and targets are its own."""
         active = self.model.active_adapter
         attach_adapter(self.model, name, lora_config(rank, alpha, targets), seed)
         self.model.set_adapter(active if isinstance(active, str) else self.adapters[0])
-        evaluation_mode(self.model)
+        # Not put into evaluation mode again: checkpointed layers would leave their training mode.
         self._parameters[name] = _adapter_parameters(self.model, name)
-        self._optimizers[name] = _adamw(list(self._parameters[name].values()), self.adam)
         self.adapters = (*self.adapters, name)
+        if self.value is not None:
+            self._add_value_head(name, seed)
+        for own, parameters in self._owned([name]).items():
+            self._optimizers[own] = _adamw(list(parameters.values()), self.adam)
+
+    def _add_value_head(self, adapter: str, seed: int) -> None:
+        width = self.base.model.config.get_text_config().hidden_size
+        head = ValueHead(width, seed=seed).to(self.base.device)
+        self._value_heads[adapter] = head
+        # It steps, clips and is saved as if it were an adapter of its own.
+        self._parameters[_VALUE + adapter] = dict(head.named_parameters())
 
     @property
     def why_not_shared(self) -> str | None:

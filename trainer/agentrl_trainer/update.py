@@ -1,4 +1,4 @@
-"""One step's optimizer passes over its datums: what must be computed first, then the passes.
+"""What one step's datums need before its optimizer passes.
 
 Knows the learner and datums; not rollouts, configuration files or the store.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import AdamParams, Learner, StepStats
+from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LOSSES
 from agentrl_trainer.values import with_gae
 
@@ -53,15 +53,3 @@ def prepare(learner: Learner, datums: Sequence[Datum], settings: UpdateSettings)
     if options["correction"] != "none" and settings.epochs > 1:
         done = learner.with_proximal(done)
     return done
-
-
-def update(
-    learner: Learner, datums: Sequence[Datum], settings: UpdateSettings, adam: AdamParams
-) -> list[StepStats]:
-    """The passes over prepared datums; stops after one that the learner refused."""
-    passes: list[StepStats] = []
-    for _ in range(settings.epochs):
-        passes.append(learner.step(datums, settings.loss, settings.loss_config, adam))
-        if passes[-1].skipped_non_finite:
-            break
-    return passes

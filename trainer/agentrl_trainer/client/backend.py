@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.types import (
     AdamParams,
     Datum,
@@ -24,7 +26,13 @@ from agentrl_trainer.client.types import (
     SamplingParams,
     SavedPath,
 )
+from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LossConfig
+
+T = TypeVar("T")
+
+Data = Sequence[Datum] | Sequence[Row]
+"""Tinker's datums or, locally, the trainer's own rows (``batches.Datum``)."""
 
 CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 """``(data, logprobs) -> (loss, metrics)``: log-probs [T] of each datum's targets. The loss may be
@@ -59,15 +67,16 @@ class TrainingBackend(Protocol):
     """Where metrics are written."""
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None
+        self, data: Data, loss_fn: str, config: LossConfig | None
     ) -> Future[ForwardBackwardOutput]: ...
 
     def forward_backward(
         self,
-        data: Sequence[Datum],
+        data: Data,
         loss_fn: str,
         config: LossConfig | None,
         normalize_by: float | None,
+        logprobs: bool,
     ) -> Future[ForwardBackwardOutput]: ...
 
     def forward_backward_custom(
@@ -80,7 +89,9 @@ class TrainingBackend(Protocol):
 
     def load_state(self, path: str, optimizer: bool) -> Future[None]: ...
 
-    def save_weights_for_sampler(self, name: str) -> Future[SavedPath]: ...
+    def save_weights_for_sampler(self, name: str | Path) -> Future[SavedPath]: ...
+
+    def local(self, work: Callable[[Learner], T]) -> Future[T]: ...
 
     def sampler(self) -> SamplingBackend:
         """Of the weights as they will be when what was asked for so far is done."""
@@ -92,10 +103,16 @@ class TrainingBackend(Protocol):
 class ServiceBackend(Protocol):
     def train(self, base_model: str, options: LoraOptions, name: str | None) -> TrainingBackend: ...
 
-    def train_from(self, path: str, *, optimizer: bool) -> TrainingBackend: ...
+    def train_from(self, path: str, *, optimizer: bool, name: str | None) -> TrainingBackend: ...
 
     def sampler(self, model_path: str | None, base_model: str | None) -> SamplingBackend: ...
 
     def models(self) -> list[str]: ...
+
+    def save_checkpoint(
+        self, root: Path, step: int, meta: Mapping[str, Any], keep: int
+    ) -> Future[SavedPath]: ...
+
+    def restore_checkpoint(self, root: Path) -> Future[Restored]: ...
 
     def close(self) -> None: ...

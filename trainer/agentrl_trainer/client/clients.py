@@ -17,13 +17,15 @@ import asyncio
 import json
 import math
 import numbers
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
+from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.backend import (
     CustomLoss,
+    Data,
     SamplingBackend,
     ServiceBackend,
     TrainingBackend,
@@ -43,7 +45,10 @@ from agentrl_trainer.client.types import (
     SamplingParams,
     SavedPath,
 )
+from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LossConfig
+
+T = TypeVar("T")
 
 Prompt = ModelInput | Array
 """Tokens; a ModelInput or plain ids."""
@@ -177,16 +182,20 @@ class TrainingClient(_Made):
 
     def forward(
         self,
-        data: Sequence[Datum],
+        data: Data,
         loss_fn: str = "cross_entropy",
         loss_fn_config: LossConfig | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """The log-probs of the targets, and no gradient."""
+        """The log-probs of the targets, and no gradient.
+
+        ``data`` may, here and below, be the trainer's own rows (``agentrl_trainer.batches.Datum``)
+        where the backend is the local one.
+        """
         return APIFuture(self._backend.forward(data, loss_fn, loss_fn_config))
 
     async def forward_async(
         self,
-        data: Sequence[Datum],
+        data: Data,
         loss_fn: str = "cross_entropy",
         loss_fn_config: LossConfig | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
@@ -194,26 +203,28 @@ class TrainingClient(_Made):
 
     def forward_backward(
         self,
-        data: Sequence[Datum],
+        data: Data,
         loss_fn: str = "cross_entropy",
         loss_fn_config: LossConfig | None = None,
         *,
         normalize_by: float | None = 1.0,
+        logprobs: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Add the gradient of the loss to what ``optim_step`` will apply.
 
         The loss is a sum over tokens (``losses``), as in Tinker, divided by ``normalize_by``; None:
         by the number of tokens that count in ``data``, and ``loss:sum`` then is that mean.
+        ``logprobs`` False spares fetching them: ``loss_fn_outputs`` is empty then.
 
         Raises ValueError at once, naming datum, field and fix, for data that no loss can take.
         """
         return APIFuture(
-            self._backend.forward_backward(data, loss_fn, loss_fn_config, normalize_by)
+            self._backend.forward_backward(data, loss_fn, loss_fn_config, normalize_by, logprobs)
         )
 
     async def forward_backward_async(
         self,
-        data: Sequence[Datum],
+        data: Data,
         loss_fn: str = "cross_entropy",
         loss_fn_config: LossConfig | None = None,
         *,
@@ -273,8 +284,11 @@ class TrainingClient(_Made):
     async def load_state_with_optimizer_async(self, path: Folder) -> APIFuture[None]:
         return self.load_state_with_optimizer(path)
 
-    def save_weights_for_sampler(self, name: str) -> APIFuture[SavedPath]:
-        """Save the weights to sample with: locally a PEFT folder, which vLLM serves as well."""
+    def save_weights_for_sampler(self, name: str | Path) -> APIFuture[SavedPath]:
+        """Save the weights to sample with: locally a PEFT folder, which vLLM serves as well.
+
+        A ``Path`` in place of a name says where.
+        """
         return APIFuture(self._backend.save_weights_for_sampler(name))
 
     async def save_weights_for_sampler_async(self, name: str) -> APIFuture[SavedPath]:
@@ -310,6 +324,10 @@ class TrainingClient(_Made):
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite) + "\n")
 
+    def local(self, work: Callable[[Learner], T]) -> APIFuture[T]:
+        """Anything else that the learner can do, in its turn; of the local backend only."""
+        return APIFuture(self._backend.local(work))
+
     @property
     def folder(self) -> Path:
         """Where states, sampler weights and metrics go."""
@@ -331,9 +349,11 @@ class ServiceClient:
     """Where training and sampling clients come from.
 
     ``backend`` local: this process, with torch; ``folder`` is where states and metrics go, by
-    default a new one in ``runs/``. ``backend`` tinker: the official SDK (``pip install
-    'agentrl[tinker]'``), on Tinker itself or whatever speaks its protocol at ``base_url``; it is
-    the default where a ``base_url`` is given.
+    default a new one in ``runs/``. Its ``options`` are ``load_in_4bit`` (``model.load_base``) and those
+    of ``learner.Learner``: ``token_budget``, ``gradient_checkpointing``, ``value``.
+
+    ``backend`` tinker: the official SDK (``pip install 'agentrl[tinker]'``), on Tinker itself or
+    whatever speaks its protocol at ``base_url``; the default where a ``base_url`` is given.
     """
 
     def __init__(
@@ -394,16 +414,20 @@ class ServiceClient:
             self.create_lora_training_client, base_model, rank, seed, **options
         )
 
-    def create_training_client_from_state(self, path: Folder) -> TrainingClient:
+    def create_training_client_from_state(
+        self, path: Folder, *, name: str | None = None
+    ) -> TrainingClient:
         """A client that begins with weights which ``save_state`` wrote, and a new optimizer."""
-        return TrainingClient(self._backend.train_from(str(path), optimizer=False))
+        return TrainingClient(self._backend.train_from(str(path), optimizer=False, name=name))
 
     async def create_training_client_from_state_async(self, path: Folder) -> TrainingClient:
         return await asyncio.to_thread(self.create_training_client_from_state, path)
 
-    def create_training_client_from_state_with_optimizer(self, path: Folder) -> TrainingClient:
+    def create_training_client_from_state_with_optimizer(
+        self, path: Folder, *, name: str | None = None
+    ) -> TrainingClient:
         """A client that goes on exactly where ``save_state`` was called."""
-        return TrainingClient(self._backend.train_from(str(path), optimizer=True))
+        return TrainingClient(self._backend.train_from(str(path), optimizer=True, name=name))
 
     async def create_training_client_from_state_with_optimizer_async(
         self, path: Folder
@@ -424,6 +448,26 @@ class ServiceClient:
     ) -> SamplingClient:
         client = await asyncio.to_thread(self.create_sampling_client, model_path, base_model)
         return await client
+
+    def save_checkpoint(
+        self,
+        root: Folder,
+        step: int,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        keep: int = 2,
+    ) -> APIFuture[SavedPath]:
+        """All adapters of this service, their optimizers and the random states, as one checkpoint
+        that is whole or does not exist (``agentrl_trainer.checkpoint``); local backend only."""
+        return APIFuture(self._backend.save_checkpoint(Path(root), step, meta or {}, keep))
+
+    def restore_checkpoint(self, root: Folder) -> APIFuture[Restored]:
+        """Go back to the newest whole checkpoint below ``root``, if there is one.
+
+        The same clients must have been made as when it was saved. What comes back says which it
+        was, and which were passed over because they are torn.
+        """
+        return APIFuture(self._backend.restore_checkpoint(Path(root)))
 
     def supported_models(self) -> list[str]:
         """Base models known to work. Locally any other causal language model may be asked for."""

@@ -18,14 +18,23 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from agentrl_trainer import learner as engine
-from agentrl_trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from agentrl_trainer.client.backend import CustomLoss
+from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.checkpoint import (
+    Checkpoint,
+    Restored,
+    latest_checkpoint,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+)
+from agentrl_trainer.client.backend import CustomLoss, Data
 from agentrl_trainer.client.futures import map_future, waiting_forbidden
 from agentrl_trainer.client.rows import check_loss, outputs, to_rows
 from agentrl_trainer.client.types import (
@@ -69,10 +78,15 @@ class LocalBase:
     """
 
     def __init__(
-        self, name: str, device: str, dtype: str, learner_options: Mapping[str, Any]
+        self,
+        name: str,
+        device: str,
+        dtype: str,
+        load_in_4bit: bool,
+        learner_options: Mapping[str, Any],
     ) -> None:
         self.name = name
-        self._where = {"device": device, "dtype": dtype}
+        self._load = partial(load_base, name, device=device, dtype=dtype, load_in_4bit=load_in_4bit)
         self._learner_options = learner_options
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"agentrl-train-{name}")
         self._lock = threading.Lock()
@@ -96,7 +110,7 @@ class LocalBase:
     def training(self) -> BaseModel:
         with self._lock:
             if self._training is None:
-                self._training = load_base(self.name, **self._where)
+                self._training = self._load()
                 self.linears = [
                     path
                     for path, module in self._training.model.named_modules()
@@ -108,7 +122,7 @@ class LocalBase:
     def sampler(self) -> SamplerEngine:
         with self._lock:
             if self._engine is None:
-                self._engine = SamplerEngine(load_base(self.name, **self._where))
+                self._engine = SamplerEngine(self._load())
                 self._engine.start()
             return self._engine
 
@@ -128,6 +142,12 @@ class LocalBase:
             )
         else:
             self.learner.add_adapter(name, rank=rank, alpha=alpha, targets=targets, seed=seed)
+
+    def trained(self) -> Learner:
+        """On the base's thread."""
+        if self.learner is None:
+            raise ValueError("nothing trains over this model: create a training client first")
+        return self.learner
 
     def serve(self, folder: Folder) -> str:
         """Load a PEFT folder into the sampler, under a name of its own."""
@@ -151,10 +171,11 @@ class LocalService:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        load_in_4bit: bool = False,
         **learner_options: Any,
     ) -> None:
         self.folder = Path(folder) if folder is not None else _new_folder()
-        self._where = (device, dtype, learner_options)
+        self._where = (device, dtype, load_in_4bit, learner_options)
         self._bases: dict[str, LocalBase] = {}
         self._names: set[str] = set()
         self._lock = threading.Lock()
@@ -178,10 +199,10 @@ class LocalService:
             self._names.add(name)
         return LocalTraining(base, name, self.folder / name, options)
 
-    def train_from(self, path: str, *, optimizer: bool) -> LocalTraining:
+    def train_from(self, path: str, *, optimizer: bool, name: str | None) -> LocalTraining:
         meta = _state(path).meta
         saved = {**meta["lora"], "user_metadata": None}
-        client = self.train(meta["base_model"], LoraOptions(**saved), None)
+        client = self.train(meta["base_model"], LoraOptions(**saved), name)
         client.load_state(path, optimizer).result()
         return client
 
@@ -201,6 +222,36 @@ class LocalService:
 
     def models(self) -> list[str]:
         return sorted({TINY_MODEL, *self._bases})
+
+    def save_checkpoint(
+        self, root: Path, step: int, meta: Mapping[str, Any], keep: int
+    ) -> Future[SavedPath]:
+        base = self._only_base()
+
+        def work() -> SavedPath:
+            state = base.trained().state_dict()
+            return SavedPath(str(save_checkpoint(root, step, tensors=state, meta=meta, keep=keep)))
+
+        return base.run(work)
+
+    def restore_checkpoint(self, root: Path) -> Future[Restored]:
+        base = self._only_base()
+
+        def work() -> Restored:
+            found = latest_checkpoint(root)
+            if found.folder is None:
+                return Restored(None, {}, found.torn)
+            checkpoint = load_checkpoint(found.folder)
+            base.trained().load_state_dict(checkpoint.tensors)
+            restore_rng(checkpoint.rng)
+            return Restored(checkpoint.step, checkpoint.meta, found.torn)
+
+        return base.run(work)
+
+    def _only_base(self) -> LocalBase:
+        if len(self._bases) != 1:
+            raise ValueError(f"a checkpoint is of one base model; this has {[*self._bases]}")
+        return next(iter(self._bases.values()))
 
     def close(self) -> None:
         for base in self._bases.values():
@@ -237,13 +288,12 @@ class LocalTraining:
 
     @property
     def learner(self) -> Learner:
-        assert self.base.learner is not None, "an adapter was added when the client was made"
-        return self.base.learner
+        return self.base.trained()
 
     # ---- learning
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None
+        self, data: Data, loss_fn: str, config: LossConfig | None
     ) -> Future[ForwardBackwardOutput]:
         check_loss(loss_fn, config)
         rows = self._rows(data, None)
@@ -263,30 +313,21 @@ class LocalTraining:
 
     def forward_backward(
         self,
-        data: Sequence[Datum],
+        data: Data,
         loss_fn: str,
         config: LossConfig | None,
         normalize_by: float | None,
+        logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
         check_loss(loss_fn, config)
         if normalize_by is not None and not normalize_by > 0:
             raise ValueError(f"normalize_by must be above 0, or None; not {normalize_by}")
         rows = self._rows(data, loss_fn)
-        return self.forward_backward_rows(rows, loss_fn, config, normalize_by)
-
-    def forward_backward_rows(
-        self,
-        rows: Sequence[engine.Datum],
-        loss_fn: str,
-        config: LossConfig | None,
-        normalize_by: float | None,
-    ) -> Future[ForwardBackwardOutput]:
-        """``forward_backward`` of the learner's own rows."""
 
         def work() -> ForwardBackwardOutput:
-            found = [[0.0] * len(row.tokens) for row in rows]
+            found = [[0.0] * len(row.tokens) for row in rows] if logprobs else None
             stats = self.learner.forward_backward(rows, loss_fn, config, normalize_by, found)
-            return ForwardBackwardOutput(outputs(found), _metrics(stats, loss_fn), stats)
+            return ForwardBackwardOutput(outputs(found or []), _metrics(stats, loss_fn), stats)
 
         return self.base.run(self._accumulates(work))
 
@@ -335,7 +376,10 @@ class LocalTraining:
 
         return guarded
 
-    def _rows(self, data: Sequence[Datum], loss_fn: str | None) -> list[engine.Datum]:
+    def local(self, work: Callable[[Learner], T]) -> Future[T]:
+        return self.base.run(lambda: work(self.learner))
+
+    def _rows(self, data: Data, loss_fn: str | None) -> list[Row]:
         return to_rows(data, self.name, loss_fn, self._vocabulary, self._context)
 
     # ---- weights
@@ -367,8 +411,8 @@ class LocalTraining:
 
         return self.base.run(work)
 
-    def save_weights_for_sampler(self, name: str) -> Future[SavedPath]:
-        target = self._target(SAMPLERS, name, overwrite=True)
+    def save_weights_for_sampler(self, name: str | Path) -> Future[SavedPath]:
+        target = name if isinstance(name, Path) else self._target(SAMPLERS, name, overwrite=True)
 
         def work() -> SavedPath:
             save_adapter(self.learner.model, self.name, target)
@@ -594,7 +638,7 @@ def _targets(linears: Sequence[str], options: LoraOptions) -> str | list[str]:
     return found
 
 
-def _state(path: str) -> Any:
+def _state(path: str) -> Checkpoint:
     latest = latest_checkpoint(path)
     if latest.folder is None:
         why = "; ".join(f"{folder.name}: {fault}" for folder, fault in latest.torn.items())

@@ -7,12 +7,14 @@ targets is position i + 1 of the row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl_trainer import batches
 from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.client.backend import Data
 from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
 from agentrl_trainer.losses import LOSSES, LossConfig
 
@@ -29,9 +31,9 @@ def check_loss(loss_fn: str, config: LossConfig | None) -> None:
 
 
 def to_rows(
-    data: Sequence[Datum], adapter: str, loss_fn: str | None, vocabulary: int, context: int
+    data: Data, adapter: str, loss_fn: str | None, vocabulary: int, context: int
 ) -> list[Row]:
-    """The learner's rows. ``loss_fn`` None: only log-probs are wanted.
+    """The learner's rows; they pass as they are. ``loss_fn`` None: only log-probs are wanted.
 
     Raises ValueError, naming the datum, the field and the fix.
     """
@@ -39,6 +41,9 @@ def to_rows(
         raise ValueError("data is empty: give at least one Datum")
     rows: list[Row] = []
     for index, datum in enumerate(data):
+        if isinstance(datum, Row):
+            rows.append(datum if datum.adapter == adapter else replace(datum, adapter=adapter))
+            continue
         try:
             rows.append(to_row(datum, adapter, loss_fn))
             _check_tokens(rows[-1].tokens, vocabulary, context)
