@@ -83,7 +83,7 @@ def _slope(model: PreTrainedModel) -> Slope:
     plain = type(embedding) is nn.Linear and embedding.bias is None
     if not plain or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return partial(_slope_by_autograd, head)
-    return partial(_slope_in_place, embedding.weight, _logit_factor(model))
+    return partial(_slope_in_place, embedding, _logit_factor(model))
 
 
 def _slope_by_autograd(
@@ -97,13 +97,17 @@ def _slope_by_autograd(
 
 
 def _slope_in_place(
-    weight: Tensor, factor: float, hidden: Tensor, targets: Tensor, temperatures: Tensor | None
+    embedding: nn.Linear,
+    factor: float,
+    hidden: Tensor,
+    targets: Tensor,
+    temperatures: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of a log-softmax is a one-hot vector less the softmax, which takes the place of
     the logits: a quarter of autograd's memory."""
     scale = factor if temperatures is None else (factor / temperatures)[:, None]
     scaled = temperatures is not None or factor != 1.0  # a pass over all logits
-    logits = F.linear(hidden, weight).float()
+    logits = embedding(hidden).float()
     if scaled:
         logits *= scale
     logits -= logits.amax(-1, keepdim=True)
@@ -113,7 +117,7 @@ def _slope_in_place(
     logits.scatter_add_(1, targets[:, None], torch.ones_like(picked)[:, None])
     if scaled:
         logits *= scale
-    return picked - total.log(), logits.to(weight.dtype) @ weight
+    return picked - total.log(), logits.to(embedding.weight.dtype) @ embedding.weight
 
 
 class _FrozenHead(torch.autograd.Function):
