@@ -35,6 +35,7 @@ class Sampled:
     version: int | None = None  # the oldest: an adapter may be swapped in mid-answer
     mixed_versions: bool = False
     finish: FinishEvent | None = None
+    cut_at_call: bool = False  # ended where a second tool call began, which nobody had asked for
 
     def add(self, event: TokenEvent, *, tops: bool) -> None:
         if not self.ids:
@@ -95,6 +96,8 @@ class CallRecord:
         params = call.params
         if sampled.mixed_versions:
             params = {**params, "mixed_versions": True}
+        if sampled.cut_at_call:
+            params = {**params, "cut_at_second_call": True}
         if sampled.finish is not None and sampled.finish.log_mass is not None:
             params = {**params, "constrained_log_mass": sampled.finish.log_mass}
         return replace(
