@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.asgi import Write
 from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
-from agentrl_proxy.choice_stream import ChoiceStream
+from agentrl_proxy.choice_stream import ChoiceReader, ChoiceStream
 from agentrl_proxy.constraints import Constraint, Constraints
 from agentrl_proxy.continuity import Key, Prompt, remember_reply, render_prompt
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
@@ -79,6 +79,7 @@ class Job(Accepted):
     adapter: str | None
     record: CallRecord
     first_choice: int
+    one_call: bool  # the answer ends where a second tool call begins
 
     @property
     def is_chat(self) -> bool:
@@ -172,6 +173,11 @@ class ChatService:
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
             if params.seed is None:
                 params = replace(params, seed=derived_seed(attempt.seed, seq))
+        one_call = bool(constraint is None and request.tools and not request.parallel_tool_calls)
+        one_call = one_call and deps.renderer.tells_calls_apart
+        not_enforced = request.wants_of_calls if constraint is None else []
+        if one_call:
+            not_enforced.remove("parallel_tool_calls")
         version = None if adapter is None else deps.sampler.adapters.get(adapter)
         first_choice = 0 if bare is None else bare.first_choice
         record = open_calls(
@@ -187,7 +193,7 @@ class ChatService:
             continued=prompt.continued,
             constrained=None if constraint is None else constraint.kind,
             branched=None if prompt.branched is None else prompt.branched.value,
-            not_enforced=request.wants_of_calls if constraint is None else (),
+            not_enforced=not_enforced,
             params=params,
             request=request.raw,
             headers=headers,
@@ -205,7 +211,7 @@ class ChatService:
             answer = memory.begin(body, headers.get("idempotency-key"))
         return Job(
             caller, memory, answer, heading, slot, request, prompt, params, constraint, adapter,
-            record, first_choice,
+            record, first_choice, one_call,
         )  # fmt: skip
 
     def render(self, request: ChatRequest, caller: Caller, headers: Mapping[str, str]) -> Prompt:
@@ -305,10 +311,12 @@ class ChatService:
         tools = job.request.tools or False
         sampled = [Sampled() for _ in range(job.params.n)]
         parsers: list[Parser] = [
-            renderer.parser(tools=tools, opened=job.prompt.opened) if job.is_chat else PlainText()
+            renderer.parser(tools=tools, opened=job.prompt.opened, one_call=job.one_call)
+            if job.is_chat
+            else PlainText()
             for _ in sampled
         ]
-        streams = None
+        streams = readers = None
         if write is not None:
             streams = [
                 ChoiceStream(
@@ -323,15 +331,21 @@ class ChatService:
                 )
                 for i, parser in enumerate(parsers)
             ]
+            readers = streams
+        elif job.one_call:
+            readers = [ChoiceReader(renderer, parser, job.params.stop) for parser in parsers]
         try:
-            await self._sample(job, sampled, streams)
+            await self._sample(job, sampled, parsers, readers)
             texts = [self._text(one, job.params) for one in sampled]
-            if streams is not None:
-                for stream in streams:
-                    stream.feed_rest()
+            if readers is not None:
+                for reader in readers:
+                    reader.feed_rest()
             else:
                 for parser, text in zip(parsers, texts, strict=True):
                     parser.feed(text)
+            for i, parser in enumerate(parsers):
+                if parser.ended_at >= 0:
+                    texts[i], sampled[i].cut_at_call = parser.text, True
             replies = [parser.finish() for parser in parsers]
             withdrawn = [parser.withdrawn if streams else [] for parser in parsers]
             response = self._response(job, sampled, replies, withdrawn)
@@ -370,7 +384,11 @@ class ChatService:
         return response
 
     async def _sample(
-        self, job: Job, sampled: list[Sampled], streams: list[ChoiceStream] | None
+        self,
+        job: Job,
+        sampled: list[Sampled],
+        parsers: Sequence[Parser],
+        readers: Sequence[ChoiceStream | ChoiceReader] | None,
     ) -> None:
         tops = job.params.top_logprobs > 0
         unfinished = len(sampled)
@@ -378,6 +396,8 @@ class ChatService:
         try:
             async for event in events:
                 one = sampled[event.choice]
+                if one.finish is not None:
+                    continue  # ended here already, while the other choices go on
                 if isinstance(event, FinishEvent):
                     one.finish = event
                     unfinished -= 1
@@ -391,8 +411,14 @@ class ChatService:
                 one.add(event, tops=tops)
                 if job.heading.fingerprint is None:
                     job.heading.fingerprint = _fingerprint(job.adapter, event.adapter_version)
-                if streams is not None:
-                    await streams[event.choice].push(one)
+                if readers is None:
+                    continue
+                await readers[event.choice].push(one)
+                if parsers[event.choice].ended_at >= 0:
+                    one.finish = FinishEvent(event.choice, "stop")
+                    unfinished -= 1
+                    if not unfinished:
+                        break
         finally:
             if job.memory is not None and job.memory.spent is not None:
                 job.memory.spent.tokens += sum(len(one.ids) for one in sampled)
@@ -460,7 +486,9 @@ class ChatService:
         """Keeps the conversation for its next turn. The answer is durable: nothing may fail it."""
         renderer, stop = self.deps.renderer, job.params.stop
         try:
-            cut = bool(stop) and first_stop(renderer.decode(one.ids), stop) is not None
+            cut = one.cut_at_call or (
+                bool(stop) and first_stop(renderer.decode(one.ids), stop) is not None
+            )
             remember_reply(
                 renderer, memory.conversations, job.prompt, message, one.ids, text, cut=cut
             )

@@ -18,6 +18,24 @@ from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.replies import Parser, Reply, joined
 
 
+class ChoiceReader:
+    """One choice that is only read while it is sampled: its answer will leave as a whole."""
+
+    def __init__(self, renderer: Renderer, parser: Parser, stop: tuple[str, ...]) -> None:
+        self._renderer = renderer
+        self._parser = parser
+        self._tokens = Detokenizer(renderer.decode_raw, stop)
+
+    async def push(self, one: Sampled) -> None:
+        token_id = one.ids[-1]
+        piece = "" if self._renderer.is_hidden(token_id) else self._tokens.push(token_id)
+        if piece:
+            self._parser.feed(piece)
+
+    def feed_rest(self) -> None:
+        self._parser.feed(self._tokens.finish())
+
+
 class ChoiceStream:
     """One choice of a streamed answer: tokens in, chunks out."""
 

@@ -5,11 +5,18 @@ A table instead of a pydantic model: the model costs a third more CPU per reques
 texts name Python types. Fields nobody here knows are ignored, as frameworks send many.
 
 ``tool_choice`` none means that the model does not see the tools at all: it cannot call what it
-does not know, and nothing has to be masked. ``parallel_tool_calls`` false and a function's
-``strict`` are enforced wherever a grammar is (see constraints), and not for ``tool_choice`` auto
-by itself: frameworks send both with every request (openai-agents, langchain), so every answer of
-such an agent, its free text too, would be drawn from a masked policy that is not the one that is
-trained. The call then says so in ``params["not_enforced"]``.
+does not know, and nothing has to be masked.
+
+``parallel_tool_calls`` false is enforced by a grammar where there is one (see constraints), and for
+``tool_choice`` auto by ending the answer where a second call begins, as a stop string would: no
+mask, the raw policy's log-probs, every sampled token recorded (``params["cut_at_second_call"]``).
+
+A function's ``strict`` is enforced wherever a grammar is, and not for ``tool_choice`` auto by
+itself: frameworks send it with every request (openai-agents, langchain), so every call of such an
+agent would be drawn from a masked policy that is not the one that is trained, which never learns
+the form that the mask writes for it; and an answer that breaks a schema is a failure that a reward
+should see. The call says so in ``params["not_enforced"]``, as it does of parallel calls with
+templates whose calls cannot be told apart while they are written.
 """
 
 from __future__ import annotations

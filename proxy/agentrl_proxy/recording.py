@@ -36,6 +36,7 @@ class Sampled:
     versions: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
     """(first token, version) of each stretch that one version sampled."""
     finish: FinishEvent | None = None
+    cut_at_call: bool = False  # ended where a second tool call began, which nobody had asked for
 
     def add(self, event: TokenEvent, *, tops: bool) -> None:
         if not self.versions or event.adapter_version != self.versions[-1][1]:
@@ -95,6 +96,8 @@ class CallRecord:
         if len(sampled.versions) > 1:
             stretches = [list(stretch) for stretch in sampled.versions]
             params = {**params, "mixed_versions": True, "versions": stretches}
+        if sampled.cut_at_call:
+            params = {**params, "cut_at_second_call": True}
         if sampled.finish is not None and sampled.finish.log_mass is not None:
             params = {**params, "constrained_log_mass": sampled.finish.log_mass}
         return replace(

@@ -119,14 +119,21 @@ class Renderer:
     def decode_raw(self, ids: Sequence[int]) -> str:
         return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
-    def parser(self, *, tools: Tools, opened: bool = True) -> ReplyParser:
+    @property
+    def tells_calls_apart(self) -> bool:
+        """Whether a reply's calls are told apart while they are written."""
+        return self._format.streams_calls
+
+    def parser(self, *, tools: Tools, opened: bool = True, one_call: bool = False) -> ReplyParser:
         """Reads one reply's text, in pieces or at once.
 
         Args:
             opened: whether the prompt ended with ``generation_prompt``. DeepSeek's templates open
                 no turn after a tool's result.
+            one_call: whether the reply ends where a second tool call begins.
         """
-        return ReplyParser(self._format if opened else self._unopened, tools=tools)
+        format = self._format if opened else self._unopened
+        return ReplyParser(format, tools=tools, one_call=one_call)
 
     @property
     def reasoning_marks(self) -> tuple[str, str] | None:

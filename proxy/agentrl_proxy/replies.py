@@ -139,9 +139,16 @@ class _OpenCall:
 
 
 class ReplyParser:
-    """Reads one reply. ``feed`` returns what may be shown now, ``finish`` the whole reply."""
+    """Reads one reply. ``feed`` returns what may be shown now, ``finish`` the whole reply.
 
-    def __init__(self, format: ReplyFormat, *, tools: Tools) -> None:
+    Args:
+        one_call: the reply ends where a second call begins, see ``ended_at``. For notations that
+            tell calls apart while they are written (``ReplyFormat.streams_calls``).
+    """
+
+    def __init__(self, format: ReplyFormat, *, tools: Tools, one_call: bool = False) -> None:
+        self._one_call = one_call
+        self.ended_at = -1  # where in the text the second call began that was one too many
         self._format = format
         self._tools = tools
         self._stream: Any = None  # made on the first text that could be more than plain
@@ -167,6 +174,8 @@ class ReplyParser:
 
     def feed(self, text: str) -> Reply:
         """Takes the next piece; returns what has become certain."""
+        if self.ended_at >= 0:
+            return Reply()
         self._raw += text
         if self._in_plain and not any(char in text for char in self._format.plain_without):
             # Whitespace at the end could belong to a tool call that follows.
@@ -186,7 +195,7 @@ class ReplyParser:
         """The whole reply. What ``feed`` did not show yet is in ``remainder``."""
         if self._in_plain:
             return Reply(content=self._raw)
-        if not self._malformed:
+        if not self._malformed and self.ended_at < 0:
             try:
                 self._take(self._started().finalize()[1])
                 self._calls += [_tool_call(value) for value in self._values]
@@ -202,6 +211,11 @@ class ReplyParser:
             kept = self._before_calls
             self._content = self._content[:kept] + self._content[kept:].rstrip()
         return Reply(self._content, self._reasoning.rstrip(), self._calls)
+
+    @property
+    def text(self) -> str:
+        """What was read, up to where the reply ended."""
+        return self._raw if self.ended_at < 0 else self._raw[: self.ended_at].rstrip()
 
     def remainder(self, whole: Reply) -> Reply:
         """What of the whole reply has not been shown."""
@@ -250,7 +264,7 @@ class ReplyParser:
                 continue  # marks that say nothing
             elif self._format.streams_calls:
                 self._take_call(event)
-                if self._malformed:
+                if self._malformed or self.ended_at >= 0:
                     return
             else:
                 self._holding = True
@@ -267,6 +281,9 @@ class ReplyParser:
             opening = self._format.loaded(True).fields["tool_calls"].open_re
             found = opening.search(self._raw, self._read_to)
             assert found is not None  # the parser has just seen it
+            if self._one_call and self._calls:
+                self.ended_at = found.start()
+                return
             self._open = _OpenCall(found.groupdict().get("name"), found.start())
             self._read_to = found.end()
             return
@@ -340,15 +357,16 @@ class PlainText:
     """A ReplyParser for text that is no message."""
 
     def __init__(self) -> None:
-        self._text = ""
+        self.text = ""
+        self.ended_at = -1
         self.withdrawn: list[ToolCall] = []
 
     def feed(self, text: str) -> Reply:
-        self._text += text
+        self.text += text
         return Reply(content=text)
 
     def finish(self) -> Reply:
-        return Reply(content=self._text)
+        return Reply(content=self.text)
 
     def remainder(self, whole: Reply) -> Reply:
         return Reply()

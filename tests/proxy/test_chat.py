@@ -494,4 +494,4 @@ def test_what_auto_does_not_enforce_is_recorded(gateway: Running) -> None:
         )
     plain, asked = gateway.calls(gateway.claims[0])
     assert "not_enforced" not in plain.params
-    assert asked.params["not_enforced"] == ["parallel_tool_calls", "strict"]
+    assert asked.params["not_enforced"] == ["strict"]

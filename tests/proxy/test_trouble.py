@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from scripted_sampler import OPERATOR_KEY, Running
 from test_access import BODY, error_of, post
 from test_chat import USER, client
 
+from agentrl_proxy.asgi import _SseSender
 from agentrl_proxy.connection import Limits
 from agentrl_proxy.sampler import FinishEvent, RefusedError, SamplingParams, TokenEvent
 from agentrl_tracer.schemas import CallState, SkipReason
@@ -162,6 +164,49 @@ def test_a_slow_answer_is_no_slow_request(start: Any) -> None:
     assert gateway.stats["completed"] == 2
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_trickling_body_is_not_waited_for(start: Any, chunked: bool) -> None:
+    """A byte now and then keeps no connection: the whole request has to be here in time."""
+    gateway: Running = start(limits=Limits(receive_s=0.8))
+    how = {"transfer_encoding": "chunked"} if chunked else {"content_length": 1000}
+    with connected(gateway) as sock:
+        sock.sendall(head(**how))
+        began = time.monotonic()
+        sock.settimeout(0.1)
+        answer = b""
+        while not answer and time.monotonic() - began < 10:
+            if not send_all(sock, b"1\r\n \r\n" if chunked else b" "):
+                break
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                answer = sock.recv(65536)
+        took = time.monotonic() - began
+    assert 0.7 < took < 6
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+    assert (gateway.stats["accepted"], gateway.stats["in_flight"]) == (0, 0)
+
+
+def test_an_endless_body_is_cut_off(start: Any) -> None:
+    """Without a declared length, too: read to the limit, refused, and none of it kept."""
+    gateway: Running = start(max_body_bytes=200_000)
+    assert post(gateway.url + CHAT, OPERATOR_KEY).status_code == 200
+    before = resident_kib()
+    piece = b"%x\r\n%b\r\n" % (65536, b" " * 65536)
+    for _ in range(10):
+        with connected(gateway) as sock:
+            sock.sendall(head(transfer_encoding="chunked"))
+            sent = 0
+            while sent < 1000 and send_all(sock, piece):  # 65 MB, if it takes them
+                sent += 1
+                sock.settimeout(0.001)
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    if sock.recv(12):
+                        break
+                sock.settimeout(20)
+        assert sent < 1000
+    assert resident_kib() - before < 10_000
+    assert gateway.stats["accepted"] == 1
+
+
 # --- clients that do not read
 
 
@@ -230,6 +275,43 @@ def test_an_answer_nobody_reads_does_not_stay(start: Any) -> None:
         time.sleep(1.2)
         received = len(read_all(sock))
     assert received < 6000 * 1000  # the rest is gone
+
+
+def test_clients_that_stop_reading_leave_nothing_behind(start: Any) -> None:
+    """Twenty at once: all are dropped, their sampling ends, and their buffers and tasks go."""
+    gateway: Running = start(limits=Limits(stall_s=1.0), context_length=10_000_000)
+    [word] = gateway.renderer.encode(" there")
+    gateway.deps.sampler = sampler = Endless(word)
+    claim = gateway.claims[0]
+    body = BODY | {"stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 1_000_000}
+    content = json.dumps(body).encode()
+    path = f"/rollouts/{claim.rollout_id}{CHAT}"
+    count = 20
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            sock = stack.enter_context(connected(gateway, receive_buffer=4096))
+            sock.sendall(head(path, claim.key, content_length=len(content)) + content)
+        wait_until(lambda: gateway.stats["in_flight"] == count)
+        wait_until(lambda: gateway.stats["in_flight"] == 0, 60)
+        taken = sampler.taken
+        time.sleep(0.5)
+        assert sampler.taken == taken
+    calls = gateway.calls(claim)
+    assert len(calls) == gateway.stats["cancelled"] == count
+    assert {(call.state, call.skip_reason) for call in calls} == {
+        (CallState.CANCELLED, SkipReason.CLIENT_DISCONNECTED)
+    }
+    assert abs(sum(len(call.response_ids) for call in calls) - taken) <= count
+    memory = gateway.app.state.gateway.attempts.get(claim.attempt_id)
+    assert memory.in_flight == 0
+    assert not any(same.running for same in memory.same.values())
+
+    def held() -> int:
+        gc.collect()
+        return sum(type(one) is _SseSender for one in gc.get_objects())
+
+    wait_until(lambda: held() <= 1)  # the event loop may keep its latest
+    assert gateway.store.accounting(gateway.run_id).adds_up
 
 
 # --- the sampler says no, or nothing any more

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import Learner, with_extra
-from agentrl_trainer.update import UpdateSettings, prepare, update
+from agentrl_trainer.update import UpdateSettings, prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning"),
@@ -113,7 +113,7 @@ def test_passes_are_measured_against_the_policy_that_sampled() -> None:
     move_off_start(trainer)
     cold = on_policy(trainer, data())
     ready = prepare(trainer, warm(cold), UpdateSettings(epochs=2))
-    passes = update(trainer, ready, UpdateSettings(epochs=2), trainer.adam)
+    passes = [trainer.step(ready, "importance_sampling") for _ in range(2)]
     assert passes[0].max_logprob_difference < 1e-5
     assert passes[1].max_logprob_difference > 1e-3
 

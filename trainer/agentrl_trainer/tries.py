@@ -280,6 +280,7 @@ def _flex(
     """[1, U, H, D]. No key is gathered and no mask held: the kernel asks where to look."""
 
     def capped(score: Tensor, *_places: Tensor) -> Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
     out = _kernel(query.device.type)(
