@@ -128,6 +128,35 @@ def runner(agent: Agent = None, *, settings: JoinSettings) -> None:
     join(agent, settings, console)
 
 
+@app.command(name="tinker-server")
+def tinker_server(
+    *models: str, folder: Path = Path("runs/tinker"), host: str = "127.0.0.1", port: int = 8787
+) -> None:
+    """Run scripts for Tinker's SDK on this machine: a server that speaks its protocol.
+
+    Anybody who reaches it may use it: any key is accepted.
+
+    Args:
+        models: Base models that it says it has; others may be asked for all the same.
+        folder: Where states and sampler weights are saved.
+        host: Address to listen on.
+        port: Port to listen on.
+    """
+    import torch
+    import uvicorn
+
+    from agentrl.tinker_server import create_app
+
+    torch.set_num_threads(1)  # training and sampling threads share the cores
+    named = list(models) or ["agentrl-tiny"]
+    console.print(
+        f"Run your scripts with\n\nTINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-local\n",
+        soft_wrap=True,
+        highlight=False,
+    )
+    uvicorn.run(create_app(folder, named), host=host, port=port, log_level="warning")
+
+
 @app.command
 def serve(*, settings: ServeConfig | None = None) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""

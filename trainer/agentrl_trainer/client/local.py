@@ -39,7 +39,6 @@ from agentrl_trainer.client.futures import map_future, waiting_forbidden
 from agentrl_trainer.client.rows import check_loss, outputs, to_rows
 from agentrl_trainer.client.types import (
     AdamParams,
-    Datum,
     Folder,
     ForwardBackwardOutput,
     LoraOptions,
@@ -332,14 +331,15 @@ class LocalTraining:
         return self.base.run(self._accumulates(work))
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], function: CustomLoss
+        self, data: Data, function: CustomLoss
     ) -> Future[ForwardBackwardOutput]:
+        ours: Any = data
         rows = self._rows(data, None)
         found: list[list[float]] = []
 
         def of_targets(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
             found.extend(row.tolist() for row in logprobs)
-            return function(data, [row[1:] for row in logprobs])
+            return function(ours, [row[1:] for row in logprobs])
 
         def work() -> ForwardBackwardOutput:
             stats, metrics = self.learner.forward_backward_custom(rows, of_targets)

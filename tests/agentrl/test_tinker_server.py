@@ -1,0 +1,241 @@
+"""Tinker's official SDK against our server, and the client API's tinker backend over both.
+
+The SDK lives in an environment of its own: AGENTRL_TEST_TINKER_PYTHON is its python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+from agentrl.tinker_server import create_app, wire
+from agentrl_trainer.client import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+    ServiceClient,
+)
+
+PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
+needs_sdk = pytest.mark.skipif(
+    PYTHON is None,
+    reason="set AGENTRL_TEST_TINKER_PYTHON to the python of a virtual environment with tinker",
+)
+TINY = "agentrl-tiny"
+ROW = [5, 9, 300, 41, 77, 12, 600, 3]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    config = uvicorn.Config(create_app(tmp_path, [TINY]), port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    (socket,) = server.servers[0].sockets
+    yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def post(url: str, route: str, body: Any) -> Any:
+    kind = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return httpx.post(f"{url}/api/v1/{route}", timeout=60, **kind)
+
+
+def settled(url: str, promise: Any) -> httpx.Response:
+    return post(url, "retrieve_future", {"request_id": promise.json()["request_id"]})
+
+
+def request_of(model: str, sequence: int, datum: Datum, loss: str = "cross_entropy") -> bytes:
+    message = wire._CLASS["ForwardBackwardRequest"](model_id=model, seq_id=sequence, loss_fn=loss)
+    made = message.data.add()
+    tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int32).tobytes()
+    made.model_input.add().encoded_text.tokens = tokens
+    for name, values in datum.loss_fn_inputs.items():
+        tensor = made.loss_fn_inputs.add(key=name).value
+        whole = name == "target_tokens"
+        tensor.dense = np.asarray(values, dtype=np.int64 if whole else np.float32).tobytes()
+        tensor.dtype = 2 if whole else 1
+    return message.SerializeToString()
+
+
+def test_the_protocol(url: str, tmp_path: Path) -> None:
+    """Without the SDK: sessions, a model, learning, saving, and what is wrong."""
+    session = post(url, "create_session", {}).json()["session_id"]
+    lora = {"rank": 4, "seed": 3, "train_unembed": True}
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": TINY, "lora_config": lora}
+    model = settled(url, post(url, "create_model", asked)).json()["model_id"]
+    assert post(url, "get_info", {"model_id": model}).json()["lora_rank"] == 4
+
+    datum = Datum(ModelInput.from_ints(ROW[:-1]), {"target_tokens": ROW[1:]})
+    promise = post(url, "forward_backward", request_of(model, 1, datum))
+    again = post(url, "forward_backward", request_of(model, 1, datum))
+    assert promise.json() == again.json()  # a retry is not learned from twice
+    answer = settled(url, promise)
+    assert answer.headers["content-type"] == wire.PROTOBUF
+    output = wire._CLASS["ForwardBackwardOutput"].FromString(answer.content)
+    loss = {metric.key: metric.value for metric in output.metrics}["loss:sum"]
+    adam = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-3}}
+    norm = settled(url, post(url, "optim_step", adam)).json()["metrics"]["grad_norm"]
+    with ServiceClient(folder=tmp_path / "local") as service:
+        client = service.create_lora_training_client(TINY, rank=4, seed=3)
+        here = client.forward_backward([datum]).result()
+        assert loss == here.metrics["loss:sum"]
+        assert norm == client.optim_step(AdamParams(1e-3)).result().metrics["grad_norm"]
+
+    bad = Datum(datum.model_input, {"target_tokens": ROW[:-1]})
+    failed = settled(url, post(url, "forward_backward", request_of(model, 3, bad))).json()
+    assert failed["category"] == "user"
+    assert "moved by one" in failed["error"]
+    saved = {"model_id": model, "seq_id": 4, "path": "one"}
+    path = settled(url, post(url, "save_weights", saved)).json()["path"]
+    assert path == f"tinker://{model}/weights/one"
+    outside = {"model_id": model, "path": "tinker://../../weights", "optimizer": True}
+    assert "path: " in settled(url, post(url, "load_weights", outside)).json()["error"]
+    assert post(url, "retrieve_future", {"request_id": "none"}).status_code == 410
+
+
+def test_an_output_without_rows() -> None:
+    assert wire.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))
+
+
+SDK = """
+import json, sys, tinker
+from tinker import types
+url, row = sys.argv[1], json.loads(sys.argv[2])
+service = tinker.ServiceClient(base_url=url, api_key="tml-test")
+client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=3).result()
+datum = types.Datum(model_input=types.ModelInput.from_ints(row[:-1]),
+                    loss_fn_inputs={"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)})
+losses = []
+for _ in range(3):
+    done = client.forward_backward([datum, datum], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    losses.append(done.result().metrics["loss:sum"])
+sampler = client.save_weights_and_get_sampling_client().result()
+params = types.SamplingParams(max_tokens=6, temperature=0.0)
+response = sampler.sample(types.ModelInput.from_ints(row), 2, params).result()
+scores = sampler.compute_logprobs(types.ModelInput.from_ints(row)).result()
+state = client.save_state("s").result().path
+again = service.create_training_client_from_state_with_optimizer(state).result()
+forward = again.forward([datum], "cross_entropy").result()
+custom = again.forward_backward_custom([datum], lambda d, lp: (-lp[0].sum(), {"mine": 2.0}))
+print(json.dumps({
+    "losses": losses,
+    "tokens": [list(s.tokens) for s in response.sequences],
+    "scores": scores,
+    "forward": forward.loss_fn_outputs[0]["logprobs"].data,
+    "custom": custom.result().metrics,
+    "tokenizer": client.get_tokenizer().encode("I am 7."),
+}))
+"""
+
+
+@pytest.mark.tinker
+@needs_sdk
+def test_the_official_sdk_learns_what_the_local_client_does(url: str, tmp_path: Path) -> None:
+    assert PYTHON is not None
+    done = subprocess.run(
+        [PYTHON, "-c", SDK, url, json.dumps(ROW)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    datum = Datum(ModelInput.from_ints(ROW[:-1]), {"target_tokens": ROW[1:]})
+    with ServiceClient(folder=tmp_path / "local") as service:
+        client = service.create_lora_training_client(TINY, rank=4, seed=3)
+        losses = []
+        for _ in range(3):
+            losses.append(client.forward_backward([datum, datum]).result().metrics["loss:sum"])
+            client.optim_step(AdamParams(learning_rate=1e-2)).result()
+        assert found["losses"] == losses
+        expected = client.forward([datum]).result().loss_fn_outputs[0]["logprobs"]
+        assert found["forward"] == pytest.approx(expected.tolist(), abs=1e-6)
+        assert found["scores"][1:] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert found["scores"][0] is None
+        assert found["custom"]["mine"] == 2.0
+        assert found["custom"]["loss:sum"] == pytest.approx(-expected.sum(), rel=1e-5)
+        assert found["tokens"][0] == found["tokens"][1]
+        assert found["tokenizer"] == client.get_tokenizer().encode("I am 7.")
+
+
+HOSTED = """
+import json, sys
+from agentrl import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+url, row, folder = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+found = []
+for base_url in (None, url):
+    key = {} if base_url is None else {"api_key": "tml-test"}
+    with ServiceClient(base_url, folder=f"{folder}/{base_url is None}", **key) as service:
+        client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=3)
+        datum = Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]})
+        losses = []
+        for _ in range(2):
+            done = client.forward_backward([datum])
+            client.optim_step(AdamParams(learning_rate=1e-2)).result()
+            losses.append(done.result().metrics["loss:sum"])
+        sampler = client.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=6, temperature=0.0)
+        replies = sampler.sample_batch([row, row[:4]], 2, params).result()
+        scores = sampler.compute_logprobs_batch([row, row[:3]]).result()
+        custom = client.forward_backward_custom([datum], lambda d, lp: (-lp[0].sum(), {}))
+        state = client.save_state("s").result().path
+        again = service.create_training_client_from_state_with_optimizer(state)
+        client.log(step=1, loss=losses[-1])
+        found.append({
+            "losses": losses,
+            "tokens": [s.tokens for r in replies for s in r.sequences],
+            "scores": [[round(x, 4) for x in s[1:]] for s in scores],
+            "custom": round(custom.result().metrics["loss:sum"], 3),
+            "forward": again.forward([datum]).result().loss_fn_outputs[0]["logprobs"].tolist(),
+            "model": client.get_info().model_name,
+        })
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.tinker
+@needs_sdk
+def test_both_backends_give_the_same(url: str, tmp_path: Path) -> None:
+    assert PYTHON is not None
+    packages = next((Path(PYTHON).parent.parent / "lib").glob("python*/site-packages"))
+    # Ours first, with its own versions; the SDK and what only it needs come from its environment.
+    path = os.pathsep.join([*(p for p in sys.path if p), str(packages)])
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTED, url, json.dumps(ROW), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    local, hosted = json.loads(done.stdout.splitlines()[-1])
+    assert hosted == local
