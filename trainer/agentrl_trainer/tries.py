@@ -306,9 +306,9 @@ def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: in
     found: list[list[Tensor]] = []
     try:
         for flex in (False, True):
-            own = [x.clone().requires_grad_() for x in states]
+            own = q, k, v = [x.clone().requires_grad_() for x in states]
             with torch.enable_grad():
-                out, _ = trie_attention(nn.Module(), *own, None, trie=replace(trie, flex=flex))
+                out, _ = trie_attention(nn.Module(), q, k, v, None, trie=replace(trie, flex=flex))
                 found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
     except Exception as error:  # what a compiler can raise nobody knows
         return f"flex_attention cannot be used: {type(error).__name__}: {error}"
