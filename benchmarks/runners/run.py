@@ -103,10 +103,11 @@ def measure(runners: int, rollouts: int, per_process: int) -> Row:
 def agentlightning(python: str, runners: int, rollouts: int) -> Row:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env["AGENTRL_BENCHMARK_START"] = str(time.time())
-    done = subprocess.run(
-        [python, str(HERE / "agentlightning_instant.py"), str(runners), str(rollouts)],
-        capture_output=True, text=True, check=False, timeout=600, env=env,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:  # it leaves a log where it runs
+        done = subprocess.run(
+            [python, str(HERE / "agentlightning_instant.py"), str(runners), str(rollouts)],
+            capture_output=True, text=True, check=False, timeout=600, env=env, cwd=folder,
+        )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"Agent-lightning measured nothing:\n{done.stderr[-2000:]}")
