@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -22,6 +23,7 @@ from peft import LoraModel, PeftModel
 from safetensors.torch import load_file
 
 from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError
+from agentrl_trainer.sampler.lean import side_by_side
 
 MERGE_BELOW = 200_000_000
 """Parameters of the base model up to which adapters are merged (float32 only)."""
@@ -55,18 +57,25 @@ class AdapterWeights(Protocol):
     def drop(self, prepared: Prepared) -> None: ...
 
 
-def adapter_weights(base: BaseModel, merge_below: int = MERGE_BELOW) -> AdapterWeights:
-    small = sum(p.numel() for p in base.model.parameters()) < merge_below
-    return MergedWeights(base) if small and base.dtype == torch.float32 else PeftWeights(base)
+def merges(base: BaseModel, merge_below: int = MERGE_BELOW) -> bool:
+    """Whether adapters are to be merged into copies of the weights."""
+    size = sum(p.numel() for p in base.model.parameters())
+    return size < merge_below and base.dtype == torch.float32
 
 
 class MergedWeights:
-    def __init__(self, base: BaseModel) -> None:
+    """``joined``: linear layers whose weights are always given as parts of one tensor."""
+
+    def __init__(
+        self, base: BaseModel, joined: Sequence[Sequence[torch.nn.Linear]] = ()
+    ) -> None:
         self._linears = {
             name: module
             for name, module in base.model.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
+        names = {module: name for name, module in self._linears.items()}
+        self._joined = [[names[module] for module in group] for group in joined]
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._linears.items()}
         self._changed: set[str] = set()
@@ -87,6 +96,10 @@ class MergedWeights:
                 )
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
+        for group in self._joined:
+            if not merged.keys().isdisjoint(group):
+                parts = [merged.get(name, self._original[name]) for name in group]
+                merged.update(zip(group, side_by_side(parts), strict=True))
         return Prepared(folder, merged)
 
     def install(self, prepared: Prepared) -> None:

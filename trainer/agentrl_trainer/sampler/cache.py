@@ -85,7 +85,11 @@ class _RowLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
-        return self._rows.write(self._index, key_states, value_states)
+        return self._rows.write(
+            self._index,
+            key_states.transpose(1, 2).flatten(0, 1),
+            value_states.transpose(1, 2).flatten(0, 1),
+        )
 
     # The engine passes a ready 4D mask and positions, so the model never needs these; they say the
     # truth for a model that asks anyway.
@@ -109,6 +113,7 @@ class RowCache(Cache):
         self._keys, self._values = self._empty(0, 0)
         # Set by begin(): the flat slots new tokens go to, and how much of the rows is attended to.
         self._targets = torch.empty(0, dtype=torch.long)
+        self._batch = 0
         self.view = 0
 
     @property
@@ -119,25 +124,22 @@ class RowCache(Cache):
     def time(self) -> int:
         return self._keys.shape[2]
 
-    def begin(self, targets: torch.Tensor, view: int) -> None:
+    def begin(self, targets: torch.Tensor, batch: int, view: int) -> None:
         """Prepare a forward: ``targets`` ``[batch * new]`` flat slots (row * time + position)."""
         self._targets = targets
+        self._batch = batch
         self.view = view
 
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = keys.shape[0]
+        """``[batch * new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
         stored_k, stored_v = self._keys[layer], self._values[layer]
-        stored_k.view(-1, *stored_k.shape[2:]).index_copy_(
-            0, self._targets, keys.transpose(1, 2).flatten(0, 1)
-        )
-        stored_v.view(-1, *stored_v.shape[2:]).index_copy_(
-            0, self._targets, values.transpose(1, 2).flatten(0, 1)
-        )
+        stored_k.view(-1, *stored_k.shape[2:]).index_copy_(0, self._targets, keys)
+        stored_v.view(-1, *stored_v.shape[2:]).index_copy_(0, self._targets, values)
         return (
-            stored_k[:batch, : self.view].transpose(1, 2),
-            stored_v[:batch, : self.view].transpose(1, 2),
+            stored_k[: self._batch, : self.view].transpose(1, 2),
+            stored_v[: self._batch, : self.view].transpose(1, 2),
         )
 
     def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:

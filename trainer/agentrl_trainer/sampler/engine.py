@@ -20,7 +20,13 @@ from pathlib import Path
 import torch
 
 from agentrl_trainer.model import BaseModel
-from agentrl_trainer.sampler.adapters import MERGE_BELOW, adapter_weights
+from agentrl_trainer.sampler.adapters import (
+    MERGE_BELOW,
+    AdapterWeights,
+    MergedWeights,
+    PeftWeights,
+    merges,
+)
 from agentrl_trainer.sampler.cache import Budget, PrefixStore
 from agentrl_trainer.sampler.forward import Forward
 from agentrl_trainer.sampler.grammar import Grammars
@@ -84,8 +90,12 @@ class SamplerEngine:
         a bridge to another loop can buffer events and hand them over once a round.
         """
         self.base = base
-        self._forward = Forward(base)
-        self._weights = adapter_weights(base, merge_below)
+        merge = merges(base, merge_below)
+        self._forward = Forward(base, lean=merge)
+        lean = self._forward.lean
+        self._weights: AdapterWeights = (
+            MergedWeights(base, lean.joined() if lean else ()) if merge else PeftWeights(base)
+        )
         self._budget = Budget(kv_tokens or default_budget(self._forward.shape, base.context_length))
         self._scheduler = Scheduler(
             forward=self._forward,
