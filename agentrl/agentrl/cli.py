@@ -173,6 +173,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
                 agents=settings.adapter_of_agent,
                 device=settings.device,
                 dtype=settings.dtype,
+                load_in_4bit=settings.load_in_4bit,
                 operator_key=settings.operator_key,
                 run_id=None,
                 max_tokens=settings.max_tokens,

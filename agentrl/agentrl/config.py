@@ -148,6 +148,11 @@ class ModelConfig(_Config):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter(group=_MODEL)] = (
         Field("auto", description="Precision of the base model; the adapter trains in float32.")
     )
+    load_in_4bit: Annotated[bool, Parameter(group=_MODEL)] = Field(
+        False,
+        description="The base model's linear layers in 4 bits (NF4, as in QLoRA), by bitsandbytes; "
+        "a quarter of bfloat16's memory.",
+    )
     sampler: Annotated[Literal["embedded", "vllm"], Parameter(group=_MODEL)] = Field(
         "embedded",
         description="What samples: the embedded engine, or a vLLM server.",
@@ -239,6 +244,11 @@ class ModelConfig(_Config):
             raise ValueError("vllm_url: this server runs already; drop vllm_python and vllm_args")
         if self.vllm_key_env and not self.vllm_url:
             raise ValueError("vllm_key_env: is for vllm_url; the server we start needs no key")
+        if self.load_in_4bit and self.sampler == "vllm":
+            raise ValueError(
+                "load_in_4bit: vLLM would sample from another model than the trainer's, for its 4 "
+                'bits are not the same; use sampler = "embedded"'
+            )
         return self
 
     def gateway_limits(self) -> dict[str, Any]:

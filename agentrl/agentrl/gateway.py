@@ -55,6 +55,7 @@ class GatewaySettings:
     operator_key: str | None
     run_id: str | None
     max_tokens: int
+    load_in_4bit: bool = False
     temperature: float = 1.0
     models: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Other models: OtherModelConfig's fields by name. Keys stay in the environment."""
@@ -165,7 +166,12 @@ def _make_sampler(settings: GatewaySettings) -> tuple[EmbeddedSampler | VllmSamp
         return sampler, facts.tokenizer
     from agentrl.embedded import EmbeddedSampler
 
-    base = load_base(settings.model, device=settings.device, dtype=settings.dtype)
+    base = load_base(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        load_in_4bit=settings.load_in_4bit,
+    )
     return EmbeddedSampler(base), base.tokenizer
 
 

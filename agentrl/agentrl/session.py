@@ -90,6 +90,7 @@ class Session:
             agents={} if base_only else config.adapter_of_agent,
             device=config.device,
             dtype=config.dtype,
+            load_in_4bit=config.load_in_4bit,
             operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
             run_id=self.run_id,
             max_tokens=config.max_tokens,

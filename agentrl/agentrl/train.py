@@ -371,7 +371,12 @@ class Training:
         import torch
 
         torch.set_num_threads(1)  # gateway and runners want the other cores
-        self.base = load_base(self.config.model, device=self.config.device, dtype=self.config.dtype)
+        self.base = load_base(
+            self.config.model,
+            device=self.config.device,
+            dtype=self.config.dtype,
+            load_in_4bit=self.config.load_in_4bit,
+        )
         self.learner = Learner(
             self.base,
             adapters=tuple(self.adapters),

@@ -197,7 +197,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
 def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ModelError, match="bitsandbytes"):
-        load_base("agentrl-tiny", device="cpu", four_bit=True)
+        load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
 
 
 def test_a_base_in_four_bits_learns() -> None:
@@ -205,7 +205,7 @@ def test_a_base_in_four_bits_learns() -> None:
     from agentrl_trainer.batches import Datum
     from agentrl_trainer.learner import AdamParams, Learner
 
-    base = load_base("agentrl-tiny", device="cpu", four_bit=True)
+    base = load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
     kinds = {type(m).__name__ for m in base.model.modules()}
     assert "Linear4bit" in kinds
     learner = Learner(base, rank=4, adam=AdamParams(lr=1e-2))

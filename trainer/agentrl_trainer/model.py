@@ -117,12 +117,12 @@ def load_facts(name: str) -> ModelFacts:
 
 
 def load_base(
-    name: str, *, device: str = "auto", dtype: str = "auto", four_bit: bool = False
+    name: str, *, device: str = "auto", dtype: str = "auto", load_in_4bit: bool = False
 ) -> BaseModel:
     """Load a decoder-only chat model in evaluation mode, its weights frozen.
 
     ``device`` "auto": the first GPU, else the CPU. ``dtype`` "auto": the checkpoint's own type on a
-    GPU, float32 on a CPU (where half precision is slower and less exact). ``four_bit``: linear
+    GPU, float32 on a CPU (where half precision is slower and less exact). ``load_in_4bit``: linear
     layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in ``dtype``.
     """
     source = resolve_model(name)
@@ -130,11 +130,17 @@ def load_base(
     target = _device(device)
     kind = _dtype(dtype, target)
     disable_progress_bar()  # ours is the display that people look at
-    if four_bit:
+    if load_in_4bit:
         options = {"quantization_config": _four_bit(kind), "device_map": {"": target}}
-        model = _load(
-            name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
-        )
+        try:
+            model = _load(
+                name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
+            )
+        except (ImportError, RuntimeError, NotImplementedError) as error:
+            raise ModelError(
+                f"load_in_4bit: bitsandbytes cannot do this on {target}: {error}. Choose another "
+                "device, or leave load_in_4bit out."
+            ) from error
     else:
         model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
         model = model.to(target)
@@ -344,9 +350,15 @@ def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
 def _device(device: str) -> torch.device:
     if device != "auto":
         try:
-            return torch.device(device)
+            found = torch.device(device)
         except RuntimeError as error:
             raise ModelError(f"device: {device!r} is no torch device: {error}") from error
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise ModelError(
+                f"device: {device!r} is not there: torch {torch.__version__} sees "
+                f"{torch.cuda.device_count()} GPUs. Use auto or cpu, or install torch with CUDA."
+            )
+        return found
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -361,7 +373,12 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
 
 def _four_bit(dtype: torch.dtype | str) -> BitsAndBytesConfig:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError("model: 4 bits need bitsandbytes; `pip install bitsandbytes`.")
+        raise ModelError(
+            "load_in_4bit: needs bitsandbytes, which is not installed: `pip install bitsandbytes`, "
+            "or leave load_in_4bit out."
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise ModelError("load_in_4bit: needs accelerate: `pip install accelerate`.")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -60,15 +60,14 @@ class AdapterWeights(Protocol):
 def merges(base: BaseModel, merge_below: int = MERGE_BELOW) -> bool:
     """Whether adapters are to be merged into copies of the weights."""
     size = sum(p.numel() for p in base.model.parameters())
-    return size < merge_below and base.dtype == torch.float32
+    quantized = getattr(base.model, "is_quantized", False)  # its weights cannot be added to
+    return size < merge_below and base.dtype == torch.float32 and not quantized
 
 
 class MergedWeights:
     """``joined``: linear layers whose weights are always given as parts of one tensor."""
 
-    def __init__(
-        self, base: BaseModel, joined: Sequence[Sequence[torch.nn.Linear]] = ()
-    ) -> None:
+    def __init__(self, base: BaseModel, joined: Sequence[Sequence[torch.nn.Linear]] = ()) -> None:
         self._linears = {
             name: module
             for name, module in base.model.named_modules()

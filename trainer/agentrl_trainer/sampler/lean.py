@@ -43,20 +43,23 @@ class Joined:
         self.linears = linears
         for linear, part in zip(linears, side_by_side([x.weight for x in linears]), strict=True):
             linear.weight.data = part
-        self._first = torch.empty(0)
-        self._weight = self._first
-        self.weight()
+        self._parts: list[Tensor] = []
+        self._places: list[int] = []
+        self._weight = torch.empty(0)
         biases = [x.bias for x in linears]
         self.bias = None if biases[0] is None else torch.cat([cast(Tensor, b) for b in biases])
 
     def weight(self) -> Tensor:
-        parts = [x.weight.data for x in self.linears]
-        # Holding the first part keeps its memory from being another's at the same address.
-        if parts[0].data_ptr() != self._first.data_ptr():
-            self._first = parts[0]
+        places = [linear.weight.data_ptr() for linear in self.linears]
+        if places != self._places:
+            # Held, so that their memory does not become another's at the same address.
+            self._parts = parts = [x.weight.data for x in self.linears]
+            self._places = places
             rows = sum(part.shape[0] for part in parts)
-            whole = parts[0].as_strided((rows, parts[0].shape[1]), parts[0].stride())
-            self._weight = whole if _adjacent(parts) else torch.cat(parts)
+            if _adjacent(parts):
+                self._weight = parts[0].as_strided((rows, parts[0].shape[1]), parts[0].stride())
+            else:
+                self._weight = torch.cat(parts)
         return self._weight
 
 
