@@ -3,7 +3,9 @@
     python benchmarks/trainer/run.py --trl-python /tmp/trlvenv/bin/python [--case NAME ...]
 
 Every measurement is a process of its own, one after the other; TRL runs with each of ``--rows`` as
-its micro-batch size and its best counts. Writes ``results/latest.json`` and prints a table.
+its micro-batch size and its best counts. Writes ``results/trainer.md`` and ``.json`` after each
+case, so that one that fails or is interrupted costs only itself. The whole step, with rollouts, is
+measured by ``benchmarks/end_to_end``.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from benchmarks.trainer.cases import CASES, MODEL, vocabulary  # noqa: E402
+from benchmarks.trainer.cases import CASES, MODEL, Row, vocabulary  # noqa: E402
+
+TARGETS = {"4x8, 64+64": 1.3, "8x8, 512+32": 4.0, "agent, a row per call": 8.0}
+"""TRL's tokens/s, times this. An agent's calls are rows unless something merges them."""
 
 SAME = 1e-4
 """Largest difference of the mean log-probs that passes for the same model on the same tokens."""
@@ -68,25 +75,72 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"agentrl": ours, "trl": theirs}
 
 
-def table(results: dict[str, Any]) -> str:
-    lines = [
-        "| case | agentrl CPU s | TRL CPU s (rows) | CPU ratio | wall ratio | trained tokens/s, "
-        "agentrl / TRL | peak MB over the model, agentrl / TRL |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+def unique_and_total(rows: list[Row]) -> tuple[int, int]:
+    """Tokens of one trie of the rows, and of the rows: the bound of what sharing can gain."""
+    total = unique = 0
+    before: list[int] = []
+    for row in sorted([*row.prompt, *row.completion] for row in rows):
+        shared = next((i for i, (a, b) in enumerate(zip(before, row)) if a != b), len(before))  # noqa: B905
+        total, unique, before = total + len(row), unique + len(row) - shared, row
+    return unique, total
+
+
+HEADS = [
+    "case", "tokens, unique / all", "agentrl CPU s", "TRL CPU s (its micro-batch)", "CPU ratio",
+    "trained tokens/s, agentrl / TRL", "ratio", "peak MB over the loaded model, agentrl / TRL",
+]  # fmt: skip
+
+
+def line(case: str, result: dict[str, Any]) -> list[str]:
+    unique, total = unique_and_total(CASES[case]())
+    if "failed" in result:
+        return [case, f"{unique:,} / {total:,}", result["failed"], *[""] * (len(HEADS) - 3)]
+    ours = result["agentrl"]
+    best = min(result["trl"], key=lambda one: one["cpu_seconds"])
+    quickest = min(result["trl"], key=lambda one: one["seconds"])
+    rate, their_rate = (one["trained_tokens"] / one["seconds"] for one in (ours, quickest))
+    leanest = min(one["megabytes_on_top_of_the_model"] for one in result["trl"])
+    return [
+        case,
+        f"{unique:,} / {total:,}",
+        f"{ours['cpu_seconds']:.2f}",
+        f"{best['cpu_seconds']:.2f} ({best['rows']} rows)",
+        f"{best['cpu_seconds'] / ours['cpu_seconds']:.1f}",
+        f"{rate:.0f} / {their_rate:.0f}",
+        f"**{rate / their_rate:.1f}**",
+        f"{ours['megabytes_on_top_of_the_model']:.0f} / {leanest:.0f}",
     ]
-    for case, result in results.items():
-        ours = result["agentrl"]
-        best = min(result["trl"], key=lambda one: one["cpu_seconds"])
-        quickest = min(result["trl"], key=lambda one: one["seconds"])
-        rate, their_rate = (one["trained_tokens"] / one["seconds"] for one in (ours, quickest))
-        memory = [one["megabytes_on_top_of_the_model"] for one in (ours, best)]
-        lines.append(
-            f"| {case} | {ours['cpu_seconds']:.2f} | {best['cpu_seconds']:.2f} ({best['rows']}) "
-            f"| **{best['cpu_seconds'] / ours['cpu_seconds']:.1f}** "
-            f"| {quickest['seconds'] / ours['seconds']:.1f} | {rate:.0f} / {their_rate:.0f} "
-            f"| {memory[0]:.0f} / {memory[1]:.0f} |"
-        )
-    return "\n".join(lines)
+
+
+def goals(results: dict[str, Any]) -> list[list[str]]:
+    lines: list[list[str]] = []
+    for case, factor in TARGETS.items():
+        result = results.get(case, {"failed": "not run"})
+        if "failed" in result:
+            lines.append([f"{case}: times TRL's tokens/s", f"{factor}", result["failed"], "no"])
+            continue
+        ratio = min(one["seconds"] for one in result["trl"]) / result["agentrl"]["seconds"]
+        met = "yes" if ratio >= factor else "**no**"
+        lines.append([f"{case}: times TRL's tokens/s", f"≥ {factor}", f"{ratio:.1f}", met])
+    return lines
+
+
+def markdown(results: dict[str, Any], about: dict[str, Any]) -> str:
+    def written(heads: list[str], lines: list[list[str]]) -> list[str]:
+        ruler = "|".join("---" if i == 0 else "--:" for i in range(len(heads)))
+        return [f"| {' | '.join(heads)} |", f"|{ruler}|", *(f"| {' | '.join(x)} |" for x in lines)]
+
+    return "\n".join(
+        [
+            f"{about['date']}, {about['machine']}, {about['threads']} thread(s), best of "
+            f"{about['repeats']}, load average before the run {about['load']}.",
+            "",
+            *written(HEADS, [line(case, result) for case, result in results.items()]),
+            "",
+            *written(["goal", "target", "measured", "met"], goals(results)),
+            "",
+        ]
+    )
 
 
 def main() -> None:
@@ -96,13 +150,29 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[8, 32])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
+    about = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "threads": options.threads,
+        "repeats": options.repeats,
+    }
+    options.results.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for case in options.case:
-        results[case] = compare(case, options)
-        print(table({case: results[case]}).splitlines()[-1], flush=True)
-    (HERE / "results" / "latest.json").write_text(json.dumps(results, indent=2))
-    print(table(results))
+        try:
+            results[case] = compare(case, options)
+        except (subprocess.CalledProcessError, AssertionError) as error:
+            results[case] = {"failed": f"failed: {error}"}
+        print(" | ".join(line(case, results[case])), flush=True)
+        record = {"about": about, "cases": results}
+        (options.results / "trainer.json").write_text(json.dumps(record, indent=2) + "\n")
+        (options.results / "trainer.md").write_text(markdown(results, about))
+    print(markdown(results, about))
+    if any("failed" in result for result in results.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
