@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from benchmarks.trainer.cases import CASES, RANK, Row
-from benchmarks.trainer.measure import report
+from cases import CASES, RANK, Row
+from measure import report
 from transformers import AutoModelForCausalLM
 
 from agentrl_trainer.batches import Datum

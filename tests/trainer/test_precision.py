@@ -1,4 +1,4 @@
-"""Base models in half precision and in 4 bits: what stays in float32, and how far two engines agree.
+"""Base models in half precision and in 4 bits: what stays in float32, and how two engines agree.
 
 The sampler and the trainer are two engines over the same weights; in fewer bits their sums round
 differently, and the correction of off-policy samples (``sampler_trainer_kl``) has to be small.

@@ -10,6 +10,7 @@ at a time. Not every model allows both; which do is found out by looking (``why_
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl_trainer.batches import MicroBatch
-from agentrl_trainer.tries import ATTENTION, Trie, pack_trie
+from agentrl_trainer.tries import ATTENTION, Trie, pack_trie, why_no_flex
 
 MAX_LOGITS = 2**24
 """Most elements of logits held at once: 64 MB in float32."""
@@ -32,7 +33,8 @@ class TokenLogprobs:
     """``MicroBatch -> [N]`` float32: the log-prob of each trained token given those before it.
 
     ``why_padded`` and ``why_all_logits`` say what about this model forbids tries and chunks of
-    logits; None where they are used. Construction runs the model over a few tokens.
+    logits, ``why_no_flex`` what forbids flex_attention over tries (a GPU's); none where they are
+    used. Construction runs the model over a few tokens.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_logits: int = MAX_LOGITS) -> None:
@@ -40,6 +42,7 @@ class TokenLogprobs:
         self.max_logits = max_logits
         self.why_all_logits = why_not_by_parts(model)
         self.why_padded = self.why_all_logits or why_no_tries(model)
+        self.why_no_flex = self.why_padded or _why_no_flex(model)
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         if self.why_all_logits is not None:
@@ -49,9 +52,8 @@ class TokenLogprobs:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, hidden] the decoder's output where a trained token is predicted."""
-        return decoder_states(self.model, batch.input_ids, batch.position_ids, batch.trie)[
-            batch.places
-        ]
+        trie = batch.trie and replace(batch.trie, flex=not self.why_no_flex)
+        return decoder_states(self.model, batch.input_ids, batch.position_ids, trie)[batch.places]
 
     def of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """[N] the targets' log-probs, never holding more than ``max_logits`` logits."""
@@ -211,9 +213,7 @@ def _compare_trie(model: PreTrainedModel, config: Any) -> str | None:
         found = decoder_states(model, ids, depths, trie)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         return f"its attention rejects a trie: {error}"
-    if _slides(config) and not any(
-        block.knows_window(config.sliding_window) for block in trie.blocks
-    ):
+    if _slides(config) and not trie.knows_window(config.sliding_window):
         return "its attention does not tell its sliding window"
     scale = max(float(states.abs().max()) for states in expected)
     limit = 1e-4 if model.dtype == torch.float32 else 0.1
@@ -222,6 +222,14 @@ def _compare_trie(model: PreTrainedModel, config: Any) -> str | None:
         if not worst <= limit * max(scale, 1.0):
             return f"a trie's hidden states differ by {worst:.2g} from those of rows"
     return None
+
+
+def _why_no_flex(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return why_no_flex(model.device, model.dtype, heads, groups, dim)
 
 
 def _slides(config: Any) -> bool:

@@ -8,19 +8,28 @@ In a transformer only attention looks beyond a token, so every other layer simpl
 trie as if it were one row. In attention, the queries of a branch meet the keys of their whole row,
 which are gathered from wherever in the trie they were computed; gradients of a shared prefix add up
 on the way back. This is exact: nothing but the order of floating-point sums differs from rows.
+On a GPU ``flex_attention`` does the same without gathering: sorted rows make "this key is on that
+query's path" two comparisons.
 
 Shapes: U tokens of the trie, n rows of a block, q queries and k keys per row, H heads, D head size.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    _mask_mod_signature,
+    create_block_mask,
+    flex_attention,
+)
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -74,9 +83,41 @@ class Trie:
 
     blocks: list[Block]
     order: Tensor  # [U] where each token is among the queries of all blocks
+    depths: Tensor  # [U] each token's position in its rows
+    ends: Tensor  # [U] one past the last token whose row goes through this one
+    flex: bool = False  # attention by ``flex_attention``, without ``blocks``
+    _masks: dict[int | None, BlockMask] = field(default_factory=dict[int | None, BlockMask])
 
     def to(self, device: torch.device) -> Trie:
-        return Trie([block.to(device) for block in self.blocks], self.order.to(device))
+        moved = (x.to(device, non_blocking=True) for x in (self.order, self.depths, self.ends))
+        return Trie([block.to(device) for block in self.blocks], *moved, flex=self.flex)
+
+    def sees(self, window: int | None) -> _mask_mod_signature:
+        """Whether a query sees a key, as flex_attention asks it.
+
+        All that goes through a token stands in one piece behind it, since rows are sorted.
+        """
+        depths, ends = self.depths, self.ends
+
+        def see(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            path = (key <= query) & (query < ends[key])
+            return path if window is None else path & (depths[query] - depths[key] < window)
+
+        return see
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """``sees`` by blocks, of which empty ones are left out; made once for all layers."""
+        if window not in self._masks:
+            size = len(self.ends)
+            self._masks[window] = create_block_mask(
+                self.sees(window), None, None, size, size, self.ends.device,
+                _compile=self.ends.is_cuda,  # else the whole [U, U] is held for a moment
+            )  # fmt: skip
+        return self._masks[window]
+
+    def knows_window(self, window: int | None) -> bool:
+        """Whether an attention layer has come by that has it."""
+        return window in self._masks or any(b.knows_window(window) for b in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +135,27 @@ def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
     tokens: list[int] = []
     depths: list[int] = []
     paths: list[list[int]] = []
+    ends: list[int] = []
     branches: list[tuple[int, int]] = []  # first place in the trie, first depth
     for at, row in enumerate(rows):
         shared = common_prefix(rows[at - 1], row) if at else 0
+        for left in paths[-1][shared:] if at else ():
+            ends[left] = len(tokens)
+        ends.extend([0] * (len(row) - shared))
         own = range(len(tokens), len(tokens) + len(row) - shared)
         branches.append((len(tokens), shared))
         paths.append([*(paths[-1][:shared] if at else ()), *own])
         tokens.extend(row[shared:])
         depths.extend(range(shared, len(row)))
-    return PackedTrie(tokens, depths, paths, _plan(branches, paths, len(tokens)))
+    ends = [end or len(tokens) for end in ends]
+    blocks, order = _plan(branches, paths, len(tokens))
+    trie = Trie(blocks, order, torch.tensor(depths), torch.tensor(ends))
+    return PackedTrie(tokens, depths, paths, trie)
 
 
-def _plan(branches: list[tuple[int, int]], paths: list[list[int]], size: int) -> Trie:
+def _plan(
+    branches: list[tuple[int, int]], paths: list[list[int]], size: int
+) -> tuple[list[Block], Tensor]:
     blocks: list[Block] = []
     order = torch.empty(size, dtype=torch.int64)
     done = 0
@@ -127,7 +177,7 @@ def _plan(branches: list[tuple[int, int]], paths: list[list[int]], size: int) ->
         # Padded queries stay where keys are: beyond a sliding window they would see nothing (NaN).
         depths = (starts[:, None] + torch.arange(q)).clamp(max=keys.shape[1] - 1)
         blocks.append(Block(queries, keys, depths, causal=not bool(starts.any())))
-    return Trie(blocks, order)
+    return blocks, order
 
 
 def _alike(shapes: list[tuple[int, int]]) -> list[list[int]]:
@@ -189,6 +239,8 @@ def trie_attention(
     for name in ("s_aux", "sinks", "position_bias"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")
+    if trie.flex:
+        return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
     queries, keys, values = (_by_token(x) for x in (query, key, value))
     parts: list[Tensor] = []
     for block in trie.blocks:
@@ -208,6 +260,63 @@ def trie_attention(
         parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = torch.cat(parts).index_select(0, trie.order)
     return joined.view(1, len(trie.order), query.shape[1], value.shape[-1]), None
+
+
+@functools.cache
+def _kernel(device: str) -> Any:
+    """``flex_attention``; compiled on a GPU, where else it would hold all scores."""
+    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    trie: Trie,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[1, U, H, D]. No key is gathered and no mask held: the kernel asks where to look."""
+
+    def capped(score: Tensor, *_places: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    out = _kernel(query.device.type)(
+        query, key, value, score_mod=None if softcap is None else capped,
+        block_mask=trie.block_mask(window), scale=scaling, enable_gqa=True,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: int, dim: int) -> str:
+    """ "" if ``flex_attention`` computes a trie as the blocks do, gradients too, else why not.
+
+    H query and ``groups`` key heads of size ``dim``. Compiles the kernels.
+    """
+    if device.type != "cuda":
+        return "flex_attention has no gradients here"
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]]
+    trie = pack_trie(rows).trie.to(device)
+    size = len(trie.ends)
+    random = torch.Generator("cpu").manual_seed(0)
+    shapes = [(1, h, size, dim) for h in (heads, groups, groups)]
+    states = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
+    found: list[list[Tensor]] = []
+    try:
+        for flex in (False, True):
+            own = [x.clone().requires_grad_() for x in states]
+            with torch.enable_grad():
+                out, _ = trie_attention(nn.Module(), *own, None, trie=replace(trie, flex=flex))
+                found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
+    except Exception as error:  # what a compiler can raise nobody knows
+        return f"flex_attention cannot be used: {type(error).__name__}: {error}"
+    limit = 2e-3 if dtype == torch.float32 else 5e-2
+    for by_blocks, by_flex in zip(*found, strict=True):
+        scale = max(1.0, float(by_blocks.abs().max()))
+        if not float((by_blocks - by_flex).abs().max()) <= limit * scale:
+            return "flex_attention computes something else"
+    return ""
 
 
 def _by_token(states: Tensor) -> Tensor:

@@ -140,8 +140,8 @@ class LeanDecoder:
     def __call__(
         self, rows: RowCache, ids: Tensor, positions: Tensor, mask: Tensor, end: int
     ) -> Tensor:
-        """``ids`` and ``positions`` [B, T], these less than ``end``; ``mask`` [B, 1, T, view], added
-        to the scores."""
+        """``ids`` and ``positions`` [B, T], these less than ``end``; ``mask`` [B, 1, T, view] is
+        added to the scores."""
         batch, new = ids.shape
         cos, sin = self._rotation(positions, end)
         hidden = F.embedding(ids.flatten(), self.embedding)
