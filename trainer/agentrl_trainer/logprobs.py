@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -27,6 +27,9 @@ MAX_LOGITS = 2**24
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states [n, hidden] to logits [n, vocabulary]."""
+Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Hidden states [n, hidden] and targets [n] to the targets' log-probs [n] in float32, and the
+gradient [n, hidden] of each with respect to its own hidden state."""
 
 
 class TokenLogprobs:
@@ -64,7 +67,42 @@ class TokenLogprobs:
             return torch.cat([_pick(head(h), t) for h, t in parts])
         if any(p.requires_grad for p in embedding.parameters()):
             return _recomputed(head, hidden, targets, step)
-        return cast(Tensor, _FrozenHead.apply(head, hidden, targets, step))
+        return cast(Tensor, _FrozenHead.apply(_slope(self.model), hidden, targets, step))
+
+
+def _slope(model: PreTrainedModel) -> Slope:
+    """How the log-probs and their gradients come about under this model's frozen head."""
+    head, embedding = _head(model), _output_embedding(model)
+    plain = type(embedding) is nn.Linear and embedding.bias is None
+    if not plain or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        return lambda hidden, targets: _slope_by_autograd(head, hidden, targets)
+    factor = _logit_factor(model)
+    return lambda hidden, targets: _slope_in_place(embedding.weight, factor, hidden, targets)
+
+
+def _slope_by_autograd(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        own = hidden.detach().requires_grad_()
+        picked = _pick(head(own), targets)
+        (slope,) = torch.autograd.grad(picked.sum(), own)
+    return picked.detach(), slope
+
+
+def _slope_in_place(
+    weight: Tensor, factor: float, hidden: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a log-softmax is a one-hot vector less the softmax, which takes the place of
+    the logits: a quarter of autograd's memory."""
+    logits = F.linear(hidden, weight).float()
+    if factor != 1.0:
+        logits *= factor
+    logits -= logits.amax(-1, keepdim=True)
+    picked = logits.gather(1, targets[:, None])[:, 0]
+    total = logits.exp_().sum(-1)
+    logits *= -1.0 / total[:, None]
+    logits.scatter_add_(1, targets[:, None], torch.ones_like(picked)[:, None])
+    slope = logits.to(weight.dtype) @ weight
+    return picked - total.log(), slope * factor if factor != 1.0 else slope
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -76,16 +114,12 @@ class _FrozenHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, head: Head, hidden: Tensor, targets: Tensor, step: int) -> Tensor:
+    def forward(ctx: Any, slope: Slope, hidden: Tensor, targets: Tensor, step: int) -> Tensor:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         slopes = torch.empty_like(hidden)
         for start in range(0, len(targets), step):
             part = slice(start, start + step)
-            with torch.enable_grad():
-                own = hidden[part].detach().requires_grad_()
-                picked = _pick(head(own), targets[part])
-                (slopes[part],) = torch.autograd.grad(picked.sum(), own)
-            logprobs[part] = picked.detach()
+            logprobs[part], slopes[part] = slope(hidden[part], targets[part])
         ctx.save_for_backward(slopes)
         return logprobs
 
@@ -120,10 +154,8 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 def _head(model: PreTrainedModel) -> Head:
     """The output embedding, and what some families do to logits after it."""
     embedding = _output_embedding(model)
-    config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
+    factor = _logit_factor(model)
 
     def logits(hidden: Tensor) -> Tensor:
         found = embedding(hidden)
@@ -134,6 +166,12 @@ def _head(model: PreTrainedModel) -> Head:
         return found
 
     return logits
+
+
+def _logit_factor(model: PreTrainedModel) -> float:
+    config = model.config.get_text_config()
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    return factor / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
 
 
 def decoder_states(
