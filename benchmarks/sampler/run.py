@@ -53,7 +53,6 @@ from agentrl_trainer.sampler import (
     Token,
 )
 
-
 HERE = Path(__file__).parent
 TARGET = 3.0
 """Times the tokens/s of ``generate`` as a user of LoRA calls it: with PEFT."""
@@ -172,7 +171,7 @@ def vllm(python: str, folder: Path, prompts: list[list[int]], lengths: list[int]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [python, str(HERE / "vllm_side.py"), str(folder), str(asked)], env=kept | settings,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=900, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1][:200])

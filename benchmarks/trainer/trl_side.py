@@ -33,8 +33,8 @@ def trainer_for(
     config = GRPOConfig(
         output_dir=scratch, per_device_train_batch_size=8, num_generations=8, use_cpu=use_cpu,
         bf16=False, gradient_checkpointing=gradient_checkpointing, report_to="none",
-        disable_tqdm=True, loss_type="dapo", scale_rewards="none", beta=0.0, max_steps=1, logging_strategy="no",
-        save_strategy="no",
+        disable_tqdm=True, loss_type="dapo", scale_rewards="none", beta=0.0, max_steps=1,
+        logging_strategy="no", save_strategy="no",
     )  # fmt: skip
     return GRPOTrainer(
         model=model,
