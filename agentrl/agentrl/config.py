@@ -388,7 +388,10 @@ class LearningConfig(_Config):
         2, ge=1, description="Groups that shrank below this many scored rollouts are skipped."
     )
     learning_rate: Annotated[float | None, Parameter(group=_LEARNING)] = Field(
-        None, gt=0, description="Adam's learning rate; by default chosen by the model's size."
+        None,
+        gt=0,
+        description="Adam's learning rate; by default chosen by the model's size and "
+        "alpha. It suits any rank.",
     )
     schedule: Annotated[Literal["constant", "linear", "cosine"], Parameter(group=_LEARNING)] = (
         Field("constant", description="How the learning rate falls over the steps of the run.")
