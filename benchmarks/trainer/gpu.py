@@ -5,11 +5,12 @@
 
 Forward and backward of a GRPO step in bfloat16 with float32 adapters of rank 32, in trained
 tokens/s, and as a share of the card's peak (``--peak-tflops`` where the card is not known here).
-The share counts what a model *has* to compute for unique tokens: 4 flops a frozen weight and token
-(forward, and the gradient of the input; there is none of the weight), 6 an adapter weight, attention over
-each token's path, and the output embedding at trained positions. TRL's share is of the same useful
-flops, so that computing a prefix again is no merit. Every measurement is a process of its own; what
-does not fit or fails is listed and the rest goes on. Writes ``results/gpu.md`` and ``.json``.
+The share counts what a model *has* to compute for unique tokens: 4 flops a frozen weight and
+token (forward, and the gradient of the input; there is none of the weight), 6 an adapter weight,
+attention over each token's path, and the output embedding at trained positions. TRL's share is of
+the same useful flops, so that computing a prefix again is no merit. Every measurement is a process
+of its own; what does not fit or fails is listed and the rest goes on. Writes ``results/gpu.md`` and
+``.json``.
 """
 
 from __future__ import annotations
