@@ -115,16 +115,17 @@ def line(case: str, result: dict[str, Any]) -> list[str]:
 def goals(results: dict[str, Any]) -> list[list[str]]:
     lines: list[list[str]] = []
     for case, factor in TARGETS.items():
+        goal = f"{case}: times TRL's tokens/s"
         if case not in results:
-            lines.append([f"{case}: times TRL's tokens/s", f"≥ {factor}", "not run", ""])
+            lines.append([goal, f"≥ {factor}", "not run", ""])
             continue
         result = results[case]
         if "failed" in result:
-            lines.append([f"{case}: times TRL's tokens/s", f"≥ {factor}", result["failed"], "**no**"])
+            lines.append([goal, f"≥ {factor}", result["failed"], "**no**"])
             continue
         ratio = min(one["seconds"] for one in result["trl"]) / result["agentrl"]["seconds"]
         met = "yes" if ratio >= factor else "**no**"
-        lines.append([f"{case}: times TRL's tokens/s", f"≥ {factor}", f"{ratio:.1f}", met])
+        lines.append([goal, f"≥ {factor}", f"{ratio:.1f}", met])
     return lines
 
 

@@ -77,7 +77,7 @@ def _slope(model: PreTrainedModel) -> Slope:
     if not plain or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return lambda hidden, targets: _slope_by_autograd(head, hidden, targets)
     factor = _logit_factor(model)
-    return lambda hidden, targets: _slope_in_place(embedding.weight, factor, hidden, targets)
+    return lambda hidden, targets: _slope_in_place(embedding, factor, hidden, targets)
 
 
 def _slope_by_autograd(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,11 +89,11 @@ def _slope_by_autograd(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Ten
 
 
 def _slope_in_place(
-    weight: Tensor, factor: float, hidden: Tensor, targets: Tensor
+    embedding: nn.Linear, factor: float, hidden: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradient of a log-softmax is a one-hot vector less the softmax, which takes the place of
     the logits: a quarter of autograd's memory."""
-    logits = F.linear(hidden, weight).float()
+    logits = embedding(hidden).float()
     if factor != 1.0:
         logits *= factor
     logits -= logits.amax(-1, keepdim=True)
@@ -101,7 +101,7 @@ def _slope_in_place(
     total = logits.exp_().sum(-1)
     logits *= -1.0 / total[:, None]
     logits.scatter_add_(1, targets[:, None], torch.ones_like(picked)[:, None])
-    slope = logits.to(weight.dtype) @ weight
+    slope = logits.to(embedding.weight.dtype) @ embedding.weight
     return picked - total.log(), slope * factor if factor != 1.0 else slope
 
 
