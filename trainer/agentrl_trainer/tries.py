@@ -279,8 +279,10 @@ def _flex(
 ) -> Tensor:
     """[1, U, H, D]. No key is gathered and no mask held: the kernel asks where to look."""
 
+    cap = softcap or 1.0
+
     def capped(score: Tensor, *_places: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return cap * torch.tanh(score / cap)
 
     out = _kernel(query.device.type)(
         query, key, value, score_mod=None if softcap is None else capped,
@@ -306,8 +308,9 @@ def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: in
     try:
         for flex in (False, True):
             own = [x.clone().requires_grad_() for x in states]
+            q, k, v = own
             with torch.enable_grad():
-                out, _ = trie_attention(nn.Module(), *own, None, trie=replace(trie, flex=flex))
+                out, _ = trie_attention(nn.Module(), q, k, v, None, trie=replace(trie, flex=flex))
                 found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
     except Exception as error:  # what a compiler can raise nobody knows
         return f"flex_attention cannot be used: {type(error).__name__}: {error}"
