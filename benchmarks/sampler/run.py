@@ -175,7 +175,9 @@ def vllm(python: str, folder: Path, prompts: list[list[int]], lengths: list[int]
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1][:200])
-    return Took(json.loads(done.stdout.splitlines()[-1])["seconds"], None)
+    # vLLM writes its log there too, and goes on while it ends.
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith('{"seconds"')]
+    return Took(json.loads(line)["seconds"], None)
 
 
 @torch.inference_mode()
