@@ -19,7 +19,7 @@ from agentrl_tracer.schemas import Accounting, Json, Outcomes
 
 if TYPE_CHECKING:
     from agentrl.evaluate import Scores
-    from agentrl.train import Summary
+    from agentrl.summary import Summary
 
 
 def training_report(summary: Summary) -> Panel:

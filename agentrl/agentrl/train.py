@@ -8,26 +8,19 @@ it, the new adapter is published after it, and a resumed run undoes what came af
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from agentrl.algorithm import REFERENCE, step_settings, update_settings, value_params
 from agentrl.config import TrainConfig
 from agentrl.display import TrainDisplay
-from agentrl.metrics import DIFFERENCE, HELD_OUT, HELD_OUT_REWARD, OPTIONAL, REWARD
-from agentrl.picture import draw_learning_curve
+from agentrl.metrics import HELD_OUT, HELD_OUT_REWARD
 from agentrl.rollout_stream import (
     RolloutStream,
-    StepRollouts,
-    staleness_metrics,
-    tasks_in_order,
 )
-from agentrl.run_folder import RunFolder
 from agentrl.session import (
     RunError,
     Session,
@@ -35,10 +28,11 @@ from agentrl.session import (
     outcomes_in_words,
     plan_evaluation,
 )
+from agentrl.step_row import finite_numbers, step_row
+from agentrl.summary import Summary, summarise
 from agentrl.trackers import MAY_HOLD_SECRETS, Trackers
 from agentrl_tracer.schemas import (
     Call,
-    CallState,
     Json,
     Outcomes,
     Purpose,
@@ -50,9 +44,8 @@ from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
 from agentrl_trainer.learner import StepStats
 from agentrl_trainer.model import BaseModel
 from agentrl_trainer.rewards import rollout_rewards
-from agentrl_trainer.schedules import schedule_factor
+from agentrl_trainer.schedules import default_learning_rate, schedule_factor
 from agentrl_trainer.step import StepBatch
-from agentrl_trainer.trajectories import token_versions
 from agentrl_trainer.update import prepare
 
 
@@ -69,46 +62,6 @@ class Clock:
             yield
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - started
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the agent's model said to one held-out task, before and after."""
-
-    prompt: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """How a run ended."""
-
-    folder: RunFolder
-    adapter: Path
-    steps: int
-    reward_first: float
-    reward_last: float
-    held_out: list[tuple[int, float]]
-    replies: list[Reply]
-    seconds: dict[str, float]
-
-
-def default_learning_rate(parameters: int, alpha: float = 32.0) -> float:
-    """Adam's learning rate for LoRA, by the size of the base model.
-
-    A power law through two points: 1.5e-3 at 0.85 million parameters, measured on agentrl-tiny, and
-    4e-5 at 4 billion, the usual recommendation (ten times that of full fine-tuning).
-
-    The rank does not enter. The update is alpha / rank times the sum of ``rank`` products, and
-    Adam moves each of them by the same amount whatever the rank: their mean moves as one of them
-    does (Schulman et al., "LoRA Without Regret", 2025, which finds the best rate the same from rank
-    4 to 512). Alpha does: with B at zero the first updates are alpha times the rate, so that both
-    points, which are of alpha 32, hold for the product.
-    """
-    small, large = (0.85e6, 1.5e-3), (4e9, 4e-5)
-    exponent = math.log(large[1] / small[1]) / math.log(large[0] / small[0])
-    return min(5e-3, small[1] * (parameters / small[0]) ** exponent) * 32.0 / alpha
 
 
 class Training:
@@ -182,7 +135,16 @@ class Training:
         self.stream.close()
         self.session.begin_stop()  # it takes a moment, in which the picture is drawn
         with self.clock("picture"):
-            summary = self._finish(step)
+            summary = summarise(
+                self.folder,
+                self.store,
+                self.run_id,
+                step,
+                model=self.config.model,
+                adapters=self.adapters,
+                eval_ids=self.eval_ids,
+                seconds=self.clock.spent,
+            )
         self.store.end_run(self.run_id, "finished")
         self.trackers.close()
         self.service.close()
@@ -205,7 +167,17 @@ class Training:
             self.store.settle(trained=dict.fromkeys(batch.trained, step), skipped=batch.skipped)
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
         self._tell_failures(rollouts, batch, outcomes)
-        row = self._row(step, taken, calls, batches, stats, outcomes, clock)
+        row = step_row(
+            step,
+            taken=taken,
+            calls=calls,
+            batches=batches,
+            stats=stats,
+            outcomes=outcomes,
+            seconds=clock.spent,
+            learning_rate=self._learning_rate(step),
+            max_staleness=self.config.max_staleness,
+        )
         self._log(step, row)
         with clock("checkpoint"):
             self._checkpoint(step)
@@ -311,55 +283,9 @@ class Training:
                 f"{small} of {len(batch.groups)} groups shrank below min_group: not trained"
             )
 
-    def _row(
-        self,
-        step: int,
-        taken: StepRollouts,
-        calls: list[Call],
-        batches: AdapterBatches,
-        stats: Mapping[str, StepStats | None],
-        outcomes: Outcomes,
-        clock: Clock,
-    ) -> dict[str, Any]:
-        """The step in numbers; of several adapters, each one's under its name as well."""
-        batch = batches.whole()
-        sampled = sum(len(call.response_ids) for call in calls)
-        row: dict[str, Any] = {
-            "step": step,
-            **batch.metrics(),
-            **outcomes.metrics(),
-            "calls": len(calls),
-            "calls/trained": len(batch.trained),
-            "tokens/sampled": sampled,
-            # Where rollouts ran while the step before learned, that time counts as well.
-            "tokens_per_second": sampled / (clock.spent["rollouts"] + taken.overlapped),
-            **staleness_metrics(
-                [
-                    step - 1 - version
-                    for call in calls
-                    if call.id in batch.trained
-                    for version in token_versions(call)
-                ],
-                max_staleness=self.config.max_staleness,
-                taken=taken,
-            ),
-            DIFFERENCE: max((s.max_logprob_difference for s in stats.values() if s), default=0.0),
-            "seconds/rollouts": clock.spent["rollouts"],
-            "seconds/update": clock.spent["update"],
-            "learning_rate": self._learning_rate(step),
-        }
-        for name, one in stats.items():
-            prefix = "" if len(stats) == 1 else f"{name}/"
-            if prefix:
-                part = batches.by_adapter[name]
-                row |= {prefix + key: value for key, value in part.metrics().items()}
-                row[prefix + "calls/trained"] = len(part.trained)
-            row |= {prefix + key: value for key, value in _update_metrics(one).items()}
-        return row
-
     def _log(self, step: int, row: Mapping[str, Any]) -> None:
         self.folder.append_metrics(row)
-        self.store.log_metrics(self.run_id, step, _finite_numbers(row))
+        self.store.log_metrics(self.run_id, step, finite_numbers(row))
         self.trackers.log(step, row)
 
     # ---- evaluation
@@ -470,114 +396,6 @@ class Training:
             client.save_weights_for_sampler(path).result()
             self.session.publish(name, step, str(path), step)
 
-    # ---- the end
-
-    def _finish(self, step: int) -> Summary:
-        rows = self.folder.read_metrics()
-        if self.folder.adapter.exists():
-            shutil.rmtree(self.folder.adapter)
-        for name in self.adapters:
-            final = self.folder.adapter if len(self.adapters) == 1 else self.folder.adapter / name
-            shutil.copytree(self.folder.adapter_version(name, step), final)
-        draw_learning_curve(rows, f"{self.folder.name}: {self.config.model}", self.folder.picture)
-        rewards = [row[REWARD] for row in rows if REWARD in row]
-        accounting = self.store.accounting(self.run_id)
-        summary = Summary(
-            folder=self.folder,
-            adapter=self.folder.adapter,
-            steps=step,
-            reward_first=rewards[0] if rewards else math.nan,
-            reward_last=rewards[-1] if rewards else math.nan,
-            held_out=sorted(self._held_out().items()),
-            replies=self._replies(step),
-            seconds={name: round(value, 2) for name, value in self.clock.spent.items()},
-        )
-        self.folder.write_json(
-            self.folder.summary,
-            {
-                "steps": step,
-                "held_out": summary.held_out,
-                "reward": rewards,
-                "seconds": summary.seconds,
-                "calls": {
-                    "proxied": accounting.proxied,
-                    "recorded": accounting.recorded,
-                    "trained": accounting.trained,
-                    "skipped": accounting.skipped,
-                    "adds_up": accounting.adds_up,
-                },
-            },
-        )
-        return summary
-
-    def _replies(self, step: int, count: int = 4) -> list[Reply]:
-        """Replies to the same held-out tasks before the first step and after the last."""
-        before, after = (self._first_calls(at) for at in (0, step))
-        shared = [task for task in self.eval_ids if task in before and task in after]
-        return [
-            Reply(_prompt(before[task]), _answer(before[task]), _answer(after[task]))
-            for task in shared[:count]
-        ]
-
-    def _first_calls(self, step: int) -> dict[str, Call]:
-        """The first answered call of each evaluation rollout of a step, by task."""
-        rollouts = self.store.rollouts(self.run_id, step=step, purpose=Purpose.EVAL)
-        by_id = {rollout.id: rollout.task_id for rollout in rollouts}
-        found: dict[str, Call] = {}
-        for call in self.store.calls(rollout_ids=list(by_id)):
-            if call.state is CallState.COMPLETED and call.rollout_id:
-                found.setdefault(by_id[call.rollout_id], call)
-        return found
-
 
 def steps_of_one_epoch(tasks: int, batch_size: int) -> int:
     return math.ceil(tasks / batch_size)
-
-
-def tasks_of_step(step: int, tasks: int, batch_size: int, seed: int) -> list[int]:
-    """Which tasks step ``step`` (from 1) trains on, where none is replaced."""
-    return tasks_in_order((step - 1) * batch_size, batch_size, tasks, seed)
-
-
-def _update_metrics(stats: StepStats | None) -> dict[str, Any]:
-    """An adapter's update in numbers; nothing where there was none."""
-    if stats is None:
-        return {}
-    return {
-        "tokens/trained": stats.tokens,
-        "tokens/total": stats.tokens_total,
-        "tokens/unique": stats.tokens_unique,
-        "tokens/saved_by_sharing": stats.tokens_saved,
-        "loss": stats.loss,
-        "entropy": stats.entropy,
-        "ratio/mean": stats.ratio_mean,
-        "ratio/max": stats.ratio_max,
-        "clip_fraction": stats.clip_fraction,
-        "sampler_trainer/kl": stats.sampler_trainer_kl,
-        "sampler_trainer/mean_logprob_difference": stats.mean_logprob_difference,
-        "grad_norm": stats.grad_norm,
-        "step_refused": float(stats.skipped_non_finite),
-        **{OPTIONAL[name]: value for name, value in stats.metrics.items()},
-    }
-
-
-def _prompt(call: Call) -> str:
-    messages = (call.request or {}).get("messages") or [{}]
-    return str(messages[-1].get("content", ""))
-
-
-def _answer(call: Call) -> str:
-    choices = (call.response or {}).get("choices") or [{}]
-    message = choices[0].get("message", {})
-    tools = [tool.get("function", {}) for tool in message.get("tool_calls") or []]
-    said = [f"{tool.get('name')}({tool.get('arguments')})" for tool in tools]
-    return " ".join(filter(None, [message.get("content"), *said]))
-
-
-def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """What a database column takes: numbers, and no NaN."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }

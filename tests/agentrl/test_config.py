@@ -12,13 +12,15 @@ from pydantic import ValidationError
 
 from agentrl.config import ConfigError, ServeConfig, TrainConfig, explain, tables_as_json
 from agentrl.gateway import other_model
+from agentrl.rollout_stream import tasks_in_order
 from agentrl.run_folder import RunFolder
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
 from agentrl.runner.handle import runner_environment
 from agentrl.tasks import load_tasks
-from agentrl.train import default_learning_rate, steps_of_one_epoch, tasks_of_step
+from agentrl.train import steps_of_one_epoch
 from agentrl_tracer.schemas import Claim, Purpose
+from agentrl_trainer.schedules import default_learning_rate
 
 
 def agentrl(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -100,13 +102,12 @@ def test_tasks_are_read_and_bad_lines_named(tmp_path: Path) -> None:
 
 
 def test_every_epoch_visits_every_task_once() -> None:
-    steps = steps_of_one_epoch(10, 4)
-    assert steps == 3
-    seen = [task for step in range(1, 6) for task in tasks_of_step(step, 10, 4, seed=3)]
-    assert sorted(seen[:10]) == sorted(seen[10:20]) == list(range(10))
-    assert seen[:10] != seen[10:20]
-    assert tasks_of_step(2, 10, 4, seed=3) == tasks_of_step(2, 10, 4, seed=3)
-    assert tasks_of_step(2, 10, 4, seed=3) != tasks_of_step(2, 10, 4, seed=4)
+    assert steps_of_one_epoch(10, 4) == 3
+    seen = tasks_in_order(0, 20, 10, seed=3)
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
+    assert tasks_in_order(4, 4, 10, seed=3) == seen[4:8]
+    assert tasks_in_order(4, 4, 10, seed=4) != seen[4:8]
 
 
 def test_learning_rate_falls_with_size() -> None:
