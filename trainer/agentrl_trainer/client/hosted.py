@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from agentrl_trainer.checkpoint import Latest
+from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.backend import CustomLoss, Data
 from agentrl_trainer.client.futures import gather, map_future
 from agentrl_trainer.client.types import (
@@ -87,7 +87,7 @@ class HostedService:
     ) -> Future[SavedPath]:
         _local_only("save_checkpoint", "save_state")
 
-    def restore_checkpoint(self, root: Path) -> Future[Latest]:
+    def restore_checkpoint(self, root: Path) -> Future[Restored]:
         _local_only("restore_checkpoint", "load_state")
 
     def close(self) -> None:
