@@ -57,7 +57,8 @@ def run(example: Example) -> dict[str, str]:
         if not shutil.which("npm"):
             return {"example": example.name, "problem": "there is no npm here"}
         folder = ROOT / "examples" / "node_agent"
-        subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, check=True)
+        if subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder).returncode:
+            return {"example": example.name, "problem": "npm ci failed"}
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     # No OMP_NUM_THREADS and the like: as a newcomer would run it.
     done = subprocess.run(example.command(), cwd=ROOT, check=False)
@@ -67,16 +68,21 @@ def run(example: Example) -> dict[str, str]:
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     summary = json.loads((RUNS / example.name / "summary.json").read_text())
     held_out, sums = summary["held_out"], summary["calls"]
-    return {
+    row = {
         "example": example.name,
         "steps": str(summary["steps"]),
         "wall s": f"{wall:.0f}",
         "CPU s": f"{cpu:.0f}",
-        "held-out before": f"{held_out[0][1]:.0%}",
-        "held-out after": f"{held_out[-1][1]:.0%}",
+        "held-out before": f"{held_out[0][1]:.0%}" if held_out else "",
+        "held-out after": f"{held_out[-1][1]:.0%}" if held_out else "",
         "calls": f"{sums['recorded']} = {sums['trained']} trained + "
-        f"{sum(sums['skipped'].values())} skipped{'' if sums['adds_up'] else ' DOES NOT ADD UP'}",
+        f"{sum(sums['skipped'].values())} skipped",
     }
+    if not held_out:
+        row["problem"] = "nothing held out was tried"
+    if not sums["adds_up"]:
+        row["problem"] = "calls do not add up"
+    return row
 
 
 def table(rows: list[dict[str, str]]) -> str:

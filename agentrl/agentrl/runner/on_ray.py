@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +29,7 @@ _ANSWER_S = 5.0  # longest wait for an actor's answer
 _PLACED_S = 30.0  # after which runners without a place are worth a warning
 _REACH_S = 10.0
 _START_TRIES = 3
+_AGAIN_S = 10.0  # before an actor that is dead for good gets a successor
 
 
 class _RayRunner:
@@ -56,6 +57,17 @@ class _RayRunner:
 
     def stop(self) -> None:
         self._pool.stop()
+
+
+@dataclass(slots=True)
+class _Place:
+    """A runner's, whichever actor has it."""
+
+    actor: Any
+    answer: Any  # to whether it is alive; None: it died, and has no successor yet
+    heard: bool = False  # Ray has found a place for it
+    died: bool = False  # and has not worked since
+    again_at: float = 0.0
 
 
 class RayPool:
@@ -90,15 +102,19 @@ class RayPool:
         self._start()
 
     def _start(self) -> None:
-        search = [folder for folder in sys.path if folder]
-        # Ray revives an actor that dies; what its runner had under way loses its lease.
-        actor = self._ray.remote(max_restarts=-1, num_cpus=1)(_RayRunner)
-        one = replace(self._config, runners=1).to_json()
-        self._actors: list[Any] = [actor.remote(one, search) for _ in range(self._config.runners)]
-        self._answers: dict[Any, Any] = {a: a.alive.remote() for a in self._actors}
+        self._places = [_Place(*self._new()) for _ in range(self._config.runners)]
         self._some_alive = True
         self._next_look = 0.0
         self._warn_at = time.monotonic() + _PLACED_S
+        self._told: set[str] = set()
+
+    def _new(self) -> tuple[Any, Any]:
+        """An actor, and its answer to come."""
+        search = [folder for folder in sys.path if folder]
+        # Ray revives an actor that dies; what its runner had under way loses its lease.
+        kind = self._ray.remote(max_restarts=-1, num_cpus=1)(_RayRunner)
+        actor = kind.remote(replace(self._config, runners=1).to_json(), search)
+        return actor, actor.alive.remote()
 
     def alive(self) -> bool:
         """Whether some runner works, or still waits for Ray to place it."""
@@ -106,30 +122,47 @@ class RayPool:
         if now < self._next_look:
             return self._some_alive
         self._next_look = now + _LOOK_S
-        asked = list(self._answers.values())
-        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=0)
-        answered = set(ready)
+        asked = [place.answer for place in self._places if place.answer is not None]
+        answered = set(self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ())
         works = False
-        waiting = 0
-        for actor, answer in self._answers.items():
-            if answer not in answered:
+        waiting = unplaced = 0
+        for place in self._places:
+            if place.answer in answered:
+                works |= self._hear(place, now)
+            elif place.answer is None and now > place.again_at:
+                place.actor, place.answer = self._new()
+            elif place.answer is not None and not place.died:
                 waiting += 1
-                continue
-            try:
-                self._ray.get(answer)
-                works = True
-            except self._ray.exceptions.RayError as error:
-                logger.warning("a runner on Ray: %s", str(error).strip().splitlines()[-1])
-            self._answers[actor] = actor.alive.remote()
-        if waiting and now > self._warn_at:
+                unplaced += not place.heard
+        if unplaced and now > self._warn_at:
             self._warn_at = float("inf")
             cpus = self._ray.cluster_resources().get("CPU", 0)
             logger.warning(
                 "%d of %d runners wait for a place: the Ray cluster has %g CPUs, and a runner "
-                "asks for one", waiting, len(self._actors), cpus,
+                "asks for one", unplaced, len(self._places), cpus,
             )  # fmt: skip
         self._some_alive = works or waiting > 0
         return self._some_alive
+
+    def _hear(self, place: _Place, now: float) -> bool:
+        """Whether the runner works, by the answer that is there; asks it again."""
+        try:
+            self._ray.get(place.answer)
+        except self._ray.exceptions.RayError as error:
+            said = str(error).strip() or type(error).__name__
+            why = said.splitlines()[-1]
+            if why not in self._told:  # once, not every two seconds
+                self._told.add(why)
+                logger.warning("a runner on Ray: %s", why)
+            if isinstance(error, self._ray.exceptions.ActorDiedError):
+                place.died = True
+                place.answer, place.again_at = None, now + _AGAIN_S
+            else:  # Ray is reviving it
+                place.answer = place.actor.alive.remote()
+            return False
+        place.heard, place.died = True, False
+        place.answer = place.actor.alive.remote()
+        return True
 
     def restart(self) -> None:
         self.restarts += 1
@@ -137,13 +170,13 @@ class RayPool:
         self._start()
 
     def begin_stop(self) -> None:
-        for actor in self._actors:
-            actor.stop.remote()
+        for place in self._places:
+            place.actor.stop.remote()
 
     def stop(self) -> None:
         self._ray.wait(
-            [actor.stop.remote() for actor in self._actors],
-            num_returns=len(self._actors),
+            [place.actor.stop.remote() for place in self._places],
+            num_returns=len(self._places),
             timeout=_ANSWER_S,
         )
         self._kill()
@@ -152,8 +185,8 @@ class RayPool:
 
     def log_tail(self, lines: int = 20) -> str:
         ready, _ = self._ray.wait(
-            [actor.log_tail.remote(lines) for actor in self._actors],
-            num_returns=len(self._actors),
+            [place.actor.log_tail.remote(lines) for place in self._places],
+            num_returns=len(self._places),
             timeout=_ANSWER_S,
         )
         with contextlib.suppress(self._ray.exceptions.RayError):
@@ -161,8 +194,8 @@ class RayPool:
         return ""
 
     def _kill(self) -> None:
-        for actor in self._actors:
-            self._ray.kill(actor)
+        for place in self._places:
+            self._ray.kill(place.actor)
 
 
 def _join_or_start(ray: Any, runners: int) -> None:
@@ -172,9 +205,15 @@ def _join_or_start(ray: Any, runners: int) -> None:
     aborts if a busy machine takes longer (ray-project/ray#65983): so it gets several tries.
     """
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    with contextlib.suppress(ConnectionError):
+    try:
         ray.init(address="auto", **settings)
         return
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise ValueError(
+                f"runners: no Ray cluster answers at RAY_ADDRESS {address}: {error} Start it, or "
+                "unset RAY_ADDRESS to have one started here"
+            ) from error
     for left in reversed(range(_START_TRIES)):
         try:
             ray.init(
