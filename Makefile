@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 # torch goes first and by itself: left to a resolver, its default build pulls gigabytes of CUDA.
 TORCH := torch==2.13.0
 DEMO_RUN ?= hello
+# Two files of tests at a time: most of them wait for processes they have started.
+PYTEST ?= -n 2 --dist loadfile
 
 .PHONY: demo examples test check lock clean help
 .DEFAULT_GOAL := help
