@@ -235,13 +235,6 @@ class RolloutStream:
     def _wait_for(self, step: int, count: int, on_progress: OnProgress) -> list[_Group]:
         """The ``count`` first groups that are finished; fewer when there are no more."""
         count = min(count, len(self._groups))
-        # Left to the next step, these would be older than they may be. Synchronously: all are.
-        needed = {
-            i
-            for group in self._groups
-            if self._never_older and step - group.version > self._max_staleness
-            for i in group.ids
-        }
         ids = [i for group in self._groups for i in group.ids]
         finished: list[_Group] = []
 
@@ -249,13 +242,31 @@ class RolloutStream:
             nonlocal finished
             unfinished = self._store.unfinished_ids(ids)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
-            enough = len(finished) >= count and unfinished.isdisjoint(needed)
+            enough = len(finished) >= count and self._leaves_none_too_old(step, finished[:count])
             total = count * self._group_size
             done = sum(len(set(g.ids) - unfinished) for g in self._groups)
             return (total if enough else min(done, total)), total, enough
 
         self._executor.wait(look, on_progress)
         return finished[:count]
+
+    def _leaves_none_too_old(self, step: int, chosen: Sequence[_Group]) -> bool:
+        """Whether later steps, of a batch each, can take the other groups while they may.
+
+        A group's last step is ``version + 1 + max_staleness``. Groups are queued, and so chosen, in
+        the order of their last steps: nobody else could be chosen instead.
+        """
+        if not self._never_older:
+            return True
+        left = [
+            group.version + 1 + self._max_staleness - step
+            for group in self._groups
+            if group not in chosen
+        ]
+        return all(
+            sum(last <= later for last in left) <= later * self._batch_size
+            for later in range(self._max_staleness + 1)
+        )
 
     def _hand_over(self, step: int, taken: Sequence[_Group]) -> list[list[Rollout]]:
         """Out of the stream and into the step, in the store's books as well; by group."""

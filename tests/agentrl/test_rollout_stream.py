@@ -5,6 +5,8 @@ The store is real; runners are played here: ``Hands`` ends rollouts in whatever 
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,6 +100,33 @@ def test_never_more_than_so_many_steps_ahead(hands: Hands) -> None:
         assert len(hands.queued) == min(step + 2, 5) * BATCH * GROUP
         assert taken.ahead == (min(step + 2, 5) - step) * BATCH
         assert {r.step for r in taken.rollouts} == {step}
+    assert source.under_way() == (0, 0)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_who_waits_is_never_older(hands: Hands, max_staleness: int, seed: int) -> None:
+    """Whatever the order in which groups get finished, and after an interruption too."""
+    luck = random.Random(seed)
+    slowness = defaultdict(lambda: luck.random() - 1.5 * (luck.random() < 0.3))
+    hands.order = lambda group: slowness[group]
+    options = {"steps": 12, "max_staleness": max_staleness, "never_older": True}
+    source = stream(hands, **options)
+    queued_at: dict[str, int] = {}
+    for step in range(1, 13):
+        if step == 6:
+            hands.store.cancel(hands.run_id, "interrupted")
+            hands.claims.clear()
+            state = source.state()
+            source = stream(hands, **options)
+            source.restore(5, state)
+            queued_at = {}
+        known = len(hands.queued)
+        taken = source.take(step, nothing)
+        queued_at |= {new.group_id: step - 1 for new in hands.queued[known:]}
+        ages = [step - 1 - queued_at[group] for group in hands.groups(taken)]
+        assert len(ages) == BATCH
+        assert max(ages) <= max_staleness
     assert source.under_way() == (0, 0)
 
 

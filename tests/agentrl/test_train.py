@@ -48,7 +48,13 @@ class Run:
             "runners": 2,
             "lease": 2,
         } | settings
-        self.argv = [sys.executable, "-m", "agentrl.cli", "train", f"{HERE / 'agents.py'}:{agent}"]
+        self.argv = [
+            sys.executable,
+            "-m",
+            "agentrl.cli",
+            "train",
+            f"{HERE / 'train_agents.py'}:{agent}",
+        ]
         for name, value in settings.items():
             self.argv += [f"--{name.replace('_', '-')}", str(value)]
         self.folder = RunFolder(folder / RUN)
