@@ -97,8 +97,12 @@ class AlgorithmConfig(BaseModel):
     kl_reference: Annotated[Path | None, Parameter(group=_GROUP)] = Field(
         None, description="PEFT folder of the reference adapter; by default the base model."
     )
-    correction: Annotated[Literal["none", "truncate", "mask"], Parameter(group=_GROUP)] = Field(
-        "none", description="Importance weights for what another policy sampled: off-policyness."
+    correction: Annotated[Literal["none", "truncate", "mask"] | None, Parameter(group=_GROUP)] = (
+        Field(
+            None,
+            description="Importance weights for what another policy sampled: by default none, and "
+            "truncate where stale answers are to be corrected.",
+        )
     )
     correction_level: Annotated[
         Literal["token", "sequence", "geometric"] | None, Parameter(group=_GROUP)
@@ -182,9 +186,10 @@ class AlgorithmConfig(BaseModel):
     def given_options(self) -> dict[str, float | str]:
         """The loss's options that were set, as the learner takes them."""
         names = (*LOSS_OPTIONS[self.loss], *_SHARED_OPTIONS)
-        return {
+        found = {
             name: value for name in names if (value := getattr(self, name)) is not None
         }  # what is None is left to the loss
+        return found | {"correction": correction(self)}
 
     @property
     def compares(self) -> bool:
@@ -219,9 +224,17 @@ def _check_dependencies(config: AlgorithmConfig) -> None:
         elif other == "kl_coef":
             fits = config.kl_coef > 0
         else:
-            fits = getattr(config, other) in needed
+            given = correction(config) if other == "correction" else getattr(config, other)
+            fits = given in needed
         if not fits:
             raise ValueError(f"{name} has no effect: it needs {words}")
+
+
+def correction(config: AlgorithmConfig) -> Literal["none", "truncate", "mask"]:
+    # Only training has a staleness.
+    ahead, stale = getattr(config, "max_staleness", 0), getattr(config, "stale", None)
+    corrects = ahead > 0 and stale in (None, "correct")
+    return config.correction or ("truncate" if corrects else "none")
 
 
 def length_normalization(

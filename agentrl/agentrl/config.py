@@ -416,8 +416,11 @@ class LearningConfig(_Config):
     max_length: Annotated[int | None, Parameter(group=_LEARNING)] = Field(
         None, ge=2, description="Longest trajectory in tokens; by default the model's context."
     )
-    micro_batch_tokens: Annotated[int, Parameter(group=_LEARNING)] = Field(
-        16384, ge=64, description="Tokens per forward and backward pass: lower it to save memory."
+    micro_batch_tokens: Annotated[int | None, Parameter(group=_LEARNING)] = Field(
+        None,
+        ge=64,
+        description="Tokens per forward and backward pass: lower it to save memory. By default "
+        "4096 on a CPU, 16384 on a GPU.",
     )
     gradient_checkpointing: Annotated[bool, Parameter(group=_LEARNING)] = Field(
         False, description="Compute layers twice rather than keep what the backward needs."
@@ -520,12 +523,10 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
         if self.stale is not None and not self.max_staleness:
             raise ValueError("stale has no effect: it needs a max_staleness above 0")
         if self.max_staleness and self.stale in (None, "correct") and self.correction == "none":
-            if "correction" in self.model_fields_set:
-                raise ValueError(
-                    "correction 'none' and stale 'correct' contradict each other: leave correction "
-                    "out, or set stale to drop or wait"
-                )
-            self.correction = "truncate"
+            raise ValueError(
+                "correction 'none' and stale 'correct' contradict each other: leave correction "
+                "out, or set stale to drop or wait"
+            )
         return self
 
 

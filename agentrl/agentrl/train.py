@@ -240,7 +240,7 @@ class Training:
                 self.display.note("the loss or gradient was not finite: the step was not applied")
                 if first is None:
                     batch.refuse(SkipReason.NON_FINITE_STEP)
-                return first or stats
+                return replace(first or stats, skipped_non_finite=True)
             first = first or stats
         return first
 
@@ -256,7 +256,7 @@ class Training:
         """Of the base and one adapter: how many others train beside it is of no account."""
         others = [f".{name}." for name in (*list(self.adapters)[1:], REFERENCE)]
         return sum(
-            parameter.numel()
+            parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
             for name, parameter in self.base.model.named_parameters()
             if not any(other in name for other in others)
         )

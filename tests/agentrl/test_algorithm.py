@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from agentrl.algorithm import (
     LOSS_OPTIONS,
     AlgorithmConfig,
+    correction,
     step_settings,
     update_settings,
     value_params,
@@ -113,10 +114,13 @@ def test_asynchronous_settings() -> None:
     done = config(max_staleness=1)
     assert update_settings(done, epochs=1).loss_config["correction"] == "truncate"
     again = TrainConfig.model_validate(done.model_dump())  # as a resumed run reads it
-    assert again.correction == "truncate"
-    assert config(max_staleness=1, stale="wait").correction == "none"
-    assert config(max_staleness=1, stale="drop", correction="mask").correction == "mask"
-    assert config().correction == "none"
+    assert correction(again) == "truncate"
+    assert correction(config(max_staleness=1, correction_high=5)) == "truncate"
+    assert correction(config(max_staleness=1, stale="wait")) == "none"
+    assert correction(config(max_staleness=1, stale="drop", correction="mask")) == "mask"
+    assert correction(config()) == "none"
+    resumed = TrainConfig.model_validate(config().model_dump() | {"max_staleness": 1})
+    assert correction(resumed) == "truncate"
     for options, message in (
         ({"stale": "drop"}, "it needs a max_staleness above 0"),
         ({"max_staleness": 1, "correction": "none"}, "contradict each other"),
