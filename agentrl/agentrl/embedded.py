@@ -20,7 +20,7 @@ from agentrl_proxy.sampler import (
     SamplingParams,
     TokenEvent,
 )
-from agentrl_trainer.model import BaseModel
+from agentrl_trainer.model import BaseModel, ModelError
 from agentrl_trainer.sampler import (
     Event,
     Finished,
@@ -72,7 +72,10 @@ class EmbeddedSampler:
         self.engine.load_adapter(name, version, path).result()
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        prepared = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
+        try:
+            prepared = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
+        except ModelError as error:  # what is in the folder does not fit
+            raise RefusedError("invalid_parameter", str(error)) from error
         await asyncio.wrap_future(prepared)
 
     async def sample(

@@ -220,6 +220,14 @@ def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str
     return []
 
 
+@dataclass(frozen=True, slots=True)
+class LoadProblem:
+    """Why the gateway has not loaded an adapter."""
+
+    text: str
+    refused: bool  # asking again would not help; else it may be there later
+
+
 class Gateway:
     """A supervised gateway process, and the operator's client to it.
 
@@ -273,15 +281,21 @@ class Gateway:
                 return answer.json()
         return None
 
-    def try_load_adapter(self, name: str, version: int, path: str) -> str | None:
-        """Asks for a hot-swap; None when done, else what went wrong (for now, perhaps)."""
+    def try_load_adapter(self, name: str, version: int, path: str) -> LoadProblem | None:
+        """Asks for a hot-swap; None when done, else what went wrong."""
         try:
             answer = self._client.post(
                 "/admin/adapters", json={"name": name, "version": version, "path": path}
             )
         except httpx.HTTPError as error:
-            return f"{type(error).__name__}: {error}"
-        return None if answer.status_code == 200 else answer.text
+            return LoadProblem(f"{type(error).__name__}: {error}", refused=False)
+        if answer.status_code == 200:
+            return None
+        try:
+            text = str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            text = answer.text
+        return LoadProblem(text, refused=answer.status_code // 100 == 4)
 
     def log_tail(self) -> str:
         return self._process.log_tail()

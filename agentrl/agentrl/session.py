@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from agentrl.runner.on_ray import RayPool
 
 _POLL_S = 0.03
+_LONGEST_POLL_S = 1.0  # of what is published, for a sampler that is away
+_TELL_AFTER_S, _TELL_AGAIN_S = 5.0, 60.0  # of waiting for it
+_REFUSED_S = 3.0  # until we believe it: a dying vLLM refuses too, and a shared folder may lag
 _SWEEP_S = 0.5  # between looks for expired leases
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _VLLM_READY_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
@@ -240,17 +243,33 @@ class Session:
                 )
             time.sleep(_POLL_S)
 
-    def publish(self, name: str, version: int, path: str, step: int) -> None:
+    def publish(
+        self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]
+    ) -> None:
         """Makes a saved adapter the one that answers; returns when the sampler has it.
 
         The store is told first: a gateway that restarts in between loads it from there.
+
+        Args:
+            on_trouble: is told, now and then, what it is waiting for.
+
+        Raises:
+            RunError: the sampler refuses it, or keeps dying.
         """
         self.store.publish_adapter(self.run_id, name, version, path, step)
-        restarts = self._restarts()
+        what, restarts = f"adapter {name}@{version}", self._restarts()
+        tell_at, refused_since, pause = time.monotonic() + _TELL_AFTER_S, None, _POLL_S
         while problem := self.gateway.try_load_adapter(name, version, path):
-            if self._restarts() - restarts >= _HOPELESS_RESTARTS:
-                raise RunError(f"adapter {name}@{version} cannot be published: {problem}")
-            time.sleep(_POLL_S)
+            now = time.monotonic()
+            refused_since = (refused_since or now) if problem.refused else None
+            refused = refused_since is not None and now - refused_since >= _REFUSED_S
+            if refused or self._restarts() - restarts >= _HOPELESS_RESTARTS:
+                raise RunError(f"{what} cannot be published: {problem.text}")
+            if now >= tell_at:
+                on_trouble(f"{what} is not published yet: {problem.text}")
+                tell_at = now + _TELL_AGAIN_S
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
 
     def execute(
         self, new: Sequence[NewRollout], on_progress: Callable[[int, int], None]

@@ -394,7 +394,7 @@ class Training:
         for name, client in self.clients.items():
             path = self.folder.adapter_version(name, step)
             client.save_weights_for_sampler(path).result()
-            self.session.publish(name, step, str(path), step)
+            self.session.publish(name, step, str(path), step, self.display.note)
 
 
 def steps_of_one_epoch(tasks: int, batch_size: int) -> int:

@@ -29,9 +29,9 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -54,11 +54,21 @@ _POLL_S = 1.0
 _SILENCE_S = 60.0  # a server that has not answered for so long is dead; a busy one is slower
 _PATIENCE_S = 4.0  # of a publication, for a server that is down
 _LOAD_S = 25.0  # for an adapter; with the patience less than what publishes waits
+_CONNECT_S = 10.0
+_LOOK_S = 10.0  # for what the watch asks
 _KEEP_ALIVE_S = 2.0  # less than vLLM's 5: a connection that it is about to close must not be used
 _NEVER = -math.inf
+_LOST_ADAPTERS = "it has lost its adapters"
+_IN_VAIN = 3  # restorations that change nothing, before we say so
+_NOT_LISTED = (
+    "it does not list what it loaded: several processes seem to answer at this URL, each with "
+    "adapters of its own; start vLLM with --api-server-count 1, and one server per URL"
+)
 _TOKENS_PER_CHUNK = 8
 """A chunk costs both sides about as much as a token does to sample on a GPU. The first and last
 ones come at once; of a cancelled answer up to one chunk's tokens are not recorded."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -95,15 +105,17 @@ class VllmSampler:
         self._base = ""  # the server's name of the base model
         self._enforces_grammars = False
         self._loads: dict[str, _Load] = {}
-        self._there: set[str] = set()  # LoRA names to be unloaded in the end
+        self._there: set[str] = set()  # LoRA names that the server may have: unloaded in the end
         self._replacing = threading.Lock()  # the event loop and the watch both do
         self._swaps = 0
         self._recoveries = 0
+        self._in_vain = 0  # restorations in a row that changed nothing
         self._in_flight = 0
         self._stats: dict[str, float] = {}
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the client is
         self._lifetime: AsyncGenerator[httpx.AsyncClient] | None = None
+        self._waits: set[asyncio.Timeout] = set()  # for the server; that loop's alone
         self._unloading: set[asyncio.Task[None]] = set()
         self._heard = _NEVER  # when the server last answered, unless it died since
         self._trouble = ""  # why it is not in use
@@ -166,8 +178,7 @@ class VllmSampler:
         """``load_adapter`` for where no event loop runs yet."""
         load = _fresh_load(name, version, path)
         with self._blocking() as server:
-            vllm_api.require_loaded(server.post("/v1/load_lora_adapter", json=load.request()))
-        self._there.add(load.lora)
+            self._load_on(server, load)
         self._loads[name] = load
         self._swaps += 1
 
@@ -175,15 +186,21 @@ class VllmSampler:
         """Loads it beside the one that answers now, then answers with it.
 
         Raises:
-            VllmError: the server does not take it.
-            RefusedError: there is no server now.
+            RefusedError: the server does not take it (``invalid_parameter``), or there is none now
+                (``stopped``).
         """
         await self._until_healthy()
         load = _fresh_load(name, version, path)
-        vllm_api.require_loaded(
-            await self._post("/v1/load_lora_adapter", load.request(), limit_s=_LOAD_S)
-        )
-        self._there.add(load.lora)
+        self._there.add(load.lora)  # first: one that nobody waited for may be loaded all the same
+        try:
+            asked = load.request()
+            answer = await self._post("/v1/load_lora_adapter", asked, limit_s=_LOAD_S)
+            vllm_api.require_loaded(answer, path)
+        except BaseException as error:
+            self._begin_unload(load.lora)
+            if isinstance(error, httpx.TransportError):
+                raise _unanswered(error) from error
+            raise
         with self._replacing:
             before = self._loads.get(name)
             self._loads[name] = load
@@ -196,13 +213,18 @@ class VllmSampler:
         deadline = time.monotonic() + _PATIENCE_S
         while not self.healthy:
             if time.monotonic() > deadline:
-                raise RefusedError("stopped", f"vLLM is out of use: {self._trouble}")
+                raise self._out_of_use()
             await asyncio.sleep(_POLL_START_S)
 
+    def _out_of_use(self) -> RefusedError:
+        return RefusedError("stopped", f"vLLM is out of use: {self._trouble or _silence()}")
+
     def _drop_if_unused(self, load: _Load) -> None:
-        if not load.replaced or load.users:
-            return
-        task = asyncio.get_running_loop().create_task(self._unload(load.lora))
+        if load.replaced and not load.users:
+            self._begin_unload(load.lora)
+
+    def _begin_unload(self, lora: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._unload(lora))
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
 
@@ -213,7 +235,8 @@ class VllmSampler:
             if answer.status_code != 404:  # a server that died has lost it anyway
                 answer.raise_for_status()
             self._there.discard(lora)
-        except httpx.HTTPError as error:  # it is never asked for again: no harm but its memory
+        except (httpx.HTTPError, RefusedError) as error:
+            # It is never asked for again: no harm but its memory.
             log.warning("vLLM did not unload %s: %s", lora, error)
 
     # ---- sampling
@@ -251,9 +274,7 @@ class VllmSampler:
             async for event in events:
                 yield event
         except httpx.TransportError as error:
-            raise RefusedError(
-                "stopped", f"vLLM does not answer: {type(error).__name__}: {error}"
-            ) from error
+            raise _unanswered(error) from error
         finally:
             await events.aclose()
             self._in_flight -= 1
@@ -266,10 +287,14 @@ class VllmSampler:
     ) -> AsyncGenerator[SampleEvent]:
         body |= {"stream": True, "stream_interval": _TOKENS_PER_CHUNK}
         client = await self._async()
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
+        request = client.build_request("POST", "/v1/completions", json=body)
+        answer = await self._while_it_lives(client.send(request, stream=True))
+        async with contextlib.aclosing(answer):
             if answer.status_code != 200:
-                raise vllm_api.refusal(answer.status_code, await answer.aread())
-            async for line in answer.aiter_lines():
+                content = await self._while_it_lives(answer.aread())
+                raise vllm_api.refusal(answer.status_code, content)
+            lines = answer.aiter_lines()
+            while (line := await self._while_it_lives(anext(lines, None))) is not None:
                 if not line.startswith("data: "):
                     continue
                 if line == "data: [DONE]":
@@ -350,18 +375,51 @@ class VllmSampler:
         )
 
     async def _async(self) -> httpx.AsyncClient:
-        """A client of the running event loop, which closes it when it ends."""
+        """A client of the running event loop, which closes it when it ends.
+
+        Raises:
+            RefusedError: the server is lost. What is asked nevertheless might wait for ever.
+        """
+        if not self.healthy:
+            raise self._out_of_use()
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             lifetime = self._new_client()
             client = await anext(lifetime)  # does not wait: nobody makes another meanwhile
             self._loop, self._lifetime, self._client = loop, lifetime, client
+            self._waits = set()
         return self._client
 
     async def _post(
         self, path: str, body: Mapping[str, Any], limit_s: float | None = None
     ) -> httpx.Response:
-        return await (await self._async()).post(path, json=body, timeout=limit_s)
+        client = await self._async()
+        timeout = httpx.Timeout(limit_s, connect=_CONNECT_S)
+        return await self._while_it_lives(client.post(path, json=body, timeout=timeout))
+
+    async def _while_it_lives(self, work: Awaitable[_T]) -> _T:
+        """What the server says, however long that takes: a lost one may not close its sockets.
+
+        Raises:
+            RefusedError: the watch has lost the server.
+        """
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._waits.add(wait)
+                try:
+                    return await work
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError as error:
+            if wait.expired():
+                raise self._out_of_use() from error
+            raise
+
+    def _end_waits(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._waits:
+            self._waits.pop().reschedule(now)
 
     async def _new_client(self) -> AsyncGenerator[httpx.AsyncClient]:
         """One client. An event loop that ends closes its generators, and this one its client."""
@@ -373,7 +431,7 @@ class VllmSampler:
             base_url=url,
             headers=self._headers,
             transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
-            timeout=httpx.Timeout(None, connect=10.0),  # an answer takes as long as it takes
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # an answer takes as long as it takes
         ) as client:
             yield client
 
@@ -390,30 +448,39 @@ class VllmSampler:
                     refused += 1  # twice: one may be a kept connection that timed out
                     if refused >= 2:
                         self._lost("it does not answer")
-                except httpx.TransportError:
-                    pass  # slow; how long that may last is ``healthy``'s to say
+                except httpx.TransportError:  # slow; how long that may last ``healthy`` says
+                    if self._heard != _NEVER and not self.healthy:
+                        self._lost(_silence())
                 except httpx.HTTPStatusError as error:
                     path, status = error.request.url.path, error.response.status_code
                     self._lost(f"{path} answers {status}")
-                except VllmError as error:
+                except (VllmError, RefusedError) as error:
                     self._lost(str(error))
                 except Exception as error:  # a watch that ended would never see it come back
                     log.debug("watching vLLM failed", exc_info=True)
                     self._lost(f"{type(error).__name__}: {error}")
 
     def _look_at(self, server: httpx.Client) -> None:
-        server.get("/health", timeout=10.0).raise_for_status()
-        new = self._heard == _NEVER
-        while (gone := self._missing(server)) or new:
+        server.get("/health", timeout=_LOOK_S).raise_for_status()
+        gone = self._missing(server)
+        if gone or self._heard == _NEVER:
             self._restore(server, gone)
-            new = False
+            if self._stopping.is_set():
+                return
+            if self._missing(server):  # the next round tries again
+                self._in_vain += 1
+                raise VllmError(_NOT_LISTED if self._in_vain >= _IN_VAIN else _LOST_ADAPTERS)
+            self._in_vain = 0
+            self._recoveries += 1
+            self._trouble = ""
+            log.warning("vLLM is back; loaded anew: %s", ", ".join(gone) or "nothing")
         self._heard = time.monotonic()
-        self._stats = vllm_api.read_metrics(server.get("/metrics").text)
+        self._stats = vllm_api.read_metrics(server.get("/metrics", timeout=_LOOK_S).text)
 
     def _missing(self, server: httpx.Client) -> dict[str, _Load]:
         """The adapters that the server should have and has not."""
         wanted = dict(self._loads)
-        models = server.get("/v1/models").raise_for_status().json()["data"]
+        models = server.get("/v1/models", timeout=_LOOK_S).raise_for_status().json()["data"]
         there = {model["id"] for model in models}
         gone = {name: load for name, load in wanted.items() if load.lora not in there}
         # One that was replaced since it was listed may have been unloaded: that is no loss.
@@ -421,28 +488,46 @@ class VllmSampler:
 
     def _restore(self, server: httpx.Client, gone: Mapping[str, _Load]) -> None:
         """Gives a server that was started anew what the one before it had."""
-        if gone:
-            self._lost("it has lost its adapters")
+        if gone and self._heard != _NEVER:
+            self._lost(_LOST_ADAPTERS)
         self._learn(server)
         for name, load in gone.items():
-            self._there.discard(load.lora)
+            if self._stopping.is_set():
+                return
+            self._unload_on(server, load.lora)  # another of its processes may have it
             again = _fresh_load(name, load.version, load.path)
-            vllm_api.require_loaded(server.post("/v1/load_lora_adapter", json=again.request()))
-            self._there.add(again.lora)
+            self._load_on(server, again)
             with self._replacing:
                 if current := self._loads.get(name) is load:
                     self._loads[name] = again
             if not current:  # a newer version was published meanwhile
-                server.post("/v1/unload_lora_adapter", json={"lora_name": again.lora})
-                self._there.discard(again.lora)
-        self._recoveries += 1
-        self._trouble = ""
-        log.warning("vLLM is back; loaded anew: %s", ", ".join(gone) or "nothing")
+                self._unload_on(server, again.lora)
+
+    def _load_on(self, server: httpx.Client, load: _Load) -> None:
+        self._there.add(load.lora)
+        answer = server.post("/v1/load_lora_adapter", json=load.request())
+        vllm_api.require_loaded(answer, load.path)
+
+    def _unload_on(self, server: httpx.Client, lora: str) -> None:
+        server.post("/v1/unload_lora_adapter", json={"lora_name": lora})
+        self._there.discard(lora)
 
     def _lost(self, why: str) -> None:
+        """Takes it out of use, and ends what waits for its answers: agents ask again."""
         if why != self._trouble:
             log.warning("vLLM is out of use: %s", why)
         self._heard, self._trouble = _NEVER, why
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # a loop that has ended waits for nothing
+                self._loop.call_soon_threadsafe(self._end_waits)
+
+
+def _unanswered(error: httpx.TransportError) -> RefusedError:
+    return RefusedError("stopped", f"vLLM does not answer: {type(error).__name__}: {error}")
+
+
+def _silence() -> str:
+    return f"it has not answered for {_SILENCE_S:g} s"
 
 
 def _fresh_load(name: str, version: int, path: str) -> _Load:

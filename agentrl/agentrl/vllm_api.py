@@ -41,6 +41,11 @@ NO_GRAMMARS = (
     """--structured-outputs-config '{"backend": "guidance"}'"""
 )
 
+_LOAD_ADVICE = (
+    "the server needs --enable-lora, --max-lora-rank no less than the adapter's rank, and must see "
+    "the run's folder under this very path"
+)
+
 
 class VllmError(RuntimeError):
     """The server cannot be used as it is; the message says what to change."""
@@ -145,9 +150,19 @@ def completion(
     return body
 
 
-def require_loaded(answer: httpx.Response) -> None:
-    if answer.status_code != 200:
-        raise VllmError(f"vLLM did not load it ({answer.status_code}): {_message(answer.content)}")
+def require_loaded(answer: httpx.Response, path: str) -> None:
+    """
+    Raises:
+        RefusedError: the server does not take the adapter. ``invalid_parameter``: nor will it when
+            asked again, unless its engine is dying, which vLLM says with a 400 too.
+    """
+    status = answer.status_code
+    if status == 200:
+        return
+    text = f"vLLM did not load {path} ({status}): {_message(answer.content)[:400]}"
+    if status // 100 != 4 or status in (408, 429):
+        raise RefusedError("stopped", text)
+    raise RefusedError("invalid_parameter", f"{text}; {_LOAD_ADVICE}")
 
 
 def _seed(seed: int) -> int:

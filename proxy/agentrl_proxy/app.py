@@ -196,8 +196,8 @@ class Gateway:
             raise invalid("path", "path must be a non-empty string")
         try:
             await self.deps.sampler.load_adapter(name, version, path)
-        except RefusedError as error:  # it is away, and the trainer asks again until it is back
-            log.warning("adapter %s@%d is not loaded yet: %s", name, version, error)
+        except RefusedError as error:  # 400: for good; 503: not yet, and the trainer asks again
+            log.warning("adapter %s@%d is not loaded: %s", name, version, error)
             raise refused_by_sampler(error.code, str(error)) from error
         except Exception as error:
             log.exception("loading adapter %s@%d failed", name, version)

@@ -111,7 +111,7 @@ class Sampler(Protocol):
         """Answer with this version from the next token on; return once that holds.
 
         Raises:
-            RefusedError: not now.
+            RefusedError: not now; or, ``invalid_parameter``, not this one.
         """
         ...
 

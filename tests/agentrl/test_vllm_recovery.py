@@ -6,13 +6,17 @@ import asyncio
 import json
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl import vllm
+from agentrl import session, vllm
+from agentrl.config import TrainConfig
+from agentrl.run_folder import RunFolder
 from agentrl.vllm import VllmSampler
 from agentrl_proxy.sampler import RefusedError, SamplingParams
 
@@ -21,16 +25,29 @@ CHOICE = {
     "logprobs": {"top_logprobs": [{"token_id:5": -0.5, "token_id:6": -1.0}]},
     "finish_reason": "length",
 }
+FIRST_CHUNK = {
+    "index": 0,
+    "token_ids": [5],
+    "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]},
+    "finish_reason": None,
+}
+RANK = "LoRA rank 32 is greater than max_lora_rank 16."
 
 
 class Server(ThreadingHTTPServer):
-    """Says about adapters and health what vLLM says. It samples nothing."""
+    """Says about adapters and health what vLLM says. Of answers it gives the first token."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.loras: dict[str, str] = {}  # path by name
         self.well = True
+        self.silent = False  # about health: connected, and no answer
+        self.lists = True
+        self.refusal: tuple[int, str] | None = None  # of loads
+        self.looks = self.loads = 0
+        self.updating: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by LoRA
+        self.released = threading.Event()  # what it left without an answer ends
         self.while_loading: Callable[[], None] = lambda: None
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -45,9 +62,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/health":
+            self.server.looks += 1
+            if self.server.silent:
+                self.server.released.wait()
             self._answer(200 if self.server.well else 503, {})
         elif self.path == "/v1/models":
-            names = ["base", *self.server.loras]
+            names = ["base", *(self.server.loras if self.server.lists else ())]
             self._answer(200, {"data": [{"id": name, "max_model_len": 64} for name in names]})
         elif self.path == "/openapi.json":
             self._answer(200, {"paths": {"/v1/load_lora_adapter": {}}})
@@ -57,14 +77,31 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/v1/load_lora_adapter":
+            self.server.loads += 1
+            if self.server.refusal is not None:
+                status, message = self.server.refusal
+                self._answer(status, {"error": {"message": message}})
+                return
             hook, self.server.while_loading = self.server.while_loading, lambda: None
-            hook()
-            self.server.loras[body["lora_name"]] = body["lora_path"]
+            with self.server.updating[body["lora_name"]]:
+                hook()
+                self.server.loras[body["lora_name"]] = body["lora_path"]
         elif self.path == "/v1/unload_lora_adapter":
-            self._answer(200 if self.server.loras.pop(body["lora_name"], None) else 404, {})
+            with self.server.updating[body["lora_name"]]:
+                had = self.server.loras.pop(body["lora_name"], None)
+            self._answer(200 if had else 404, {})
             return
         elif body["model"] not in ("base", *self.server.loras):
             self._answer(404, {"error": {"message": "The model does not exist."}})
+            return
+        elif body.get("stream"):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"data: {json.dumps({'choices': [FIRST_CHUNK]})}\n\n".encode())
+            self.server.released.wait()
+            return
+        elif "structured_outputs" in body and body["max_tokens"] > 2:  # an answer, not a probe
+            self.server.released.wait()
             return
         self._answer(200, {"choices": [CHOICE]})
 
@@ -82,6 +119,7 @@ def server() -> Iterator[Server]:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
+        server.released.set()
         server.shutdown()
         thread.join()
 
@@ -94,6 +132,8 @@ def sampler(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmSam
     sampler = VllmSampler(url, eos_ids=frozenset({2}), context_length=128)
     sampler.start(timeout_s=10)
     yield sampler
+    server.silent = False
+    server.released.set()
     sampler.stop()
     assert server.loras == {}
 
@@ -154,13 +194,13 @@ def test_a_version_published_during_recovery_wins(server: Server, sampler: VllmS
     assert list(server.loras.values()) == ["/2"]
 
 
-def test_an_adapter_that_is_gone_is_the_servers_fault(
-    server: Server, sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: VllmSampler) -> None:
     """Between a server's start and our noticing, it knows no adapter: agents must ask again."""
     sampler.load_now("policy", 1, "/1")
-    monkeypatch.setattr(vllm, "_POLL_S", 60)
-    time.sleep(0.2)
+    assert sampler._watch is not None
+    sampler._stopping.set()
+    sampler._watch.join()
+    assert sampler.healthy
     server.start_anew()
 
     async def ask() -> None:
@@ -181,3 +221,122 @@ def test_its_client_ends_with_its_event_loop(sampler: VllmSampler) -> None:
     assert first.is_closed
     assert second.is_closed
     assert first is not second
+
+
+@pytest.mark.parametrize("grammar", [None, 'start: "a"'])
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ({"well": False}, "/health answers 503"),
+        ({"silent": True}, "it has not answered for 1 s"),
+        ({"loras": {}}, "it has lost its adapters"),
+    ],
+)
+def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
+    server: Server,
+    sampler: VllmSampler,
+    monkeypatch: pytest.MonkeyPatch,
+    loss: dict[str, Any],
+    why: str,
+    grammar: str | None,
+) -> None:
+    sampler.load_now("policy", 1, "/1")
+    if "silent" in loss:
+        monkeypatch.setattr(vllm, "_SILENCE_S", 1.0)
+        monkeypatch.setattr(vllm, "_LOOK_S", 0.2)
+    params = SamplingParams(max_tokens=4, grammar=grammar)
+
+    async def answer() -> None:
+        async for _ in sampler.sample([1, 2], params, "policy"):
+            pass
+
+    async def lose() -> None:
+        answers = asyncio.gather(*(answer() for _ in range(3)), return_exceptions=True)
+        await asyncio.sleep(0.2)
+        assert not answers.done()
+        for name, value in loss.items():
+            setattr(server, name, value)
+        for error in await asyncio.wait_for(answers, 10):
+            assert isinstance(error, RefusedError)
+            assert (error.code, why in str(error)) == ("stopped", True), error
+        assert sampler.stats()["in_flight"] == 0
+        if "loras" not in loss:  # it is not back at once
+            with pytest.raises(RefusedError, match=why):
+                await answer()
+
+    asyncio.run(lose())
+
+
+def test_a_load_that_nobody_waited_for_is_unloaded(
+    server: Server, sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_LOAD_S", 0.2)
+    go_on = threading.Event()
+
+    def loading() -> None:
+        go_on.wait()
+
+    server.while_loading = loading
+
+    async def publish() -> None:
+        with pytest.raises(RefusedError, match="ReadTimeout") as refused:
+            await sampler.load_adapter("policy", 1, "/late")
+        assert refused.value.code == "stopped"
+        monkeypatch.setattr(vllm, "_LOAD_S", 10)
+        await sampler.load_adapter("policy", 1, "/again")
+        assert sampler._unloading
+        go_on.set()
+        await asyncio.gather(*sampler._unloading)
+
+    asyncio.run(publish())
+    eventually(lambda: list(server.loras.values()) == ["/again"])
+
+
+def test_a_server_that_does_not_list_what_it_loads_is_asked_once_a_round(
+    server: Server, sampler: VllmSampler
+) -> None:
+    """As where several processes share a URL, each with adapters of its own."""
+    sampler.load_now("policy", 1, "/1")
+    server.lists = False
+    eventually(lambda: "does not list what it loaded" in sampler._trouble)
+    eventually(lambda: server.loads >= 8)
+    assert server.loads <= server.looks
+    assert len(server.loras) <= 1
+    assert (sampler.healthy, sampler.stats()["recoveries"]) == (False, 0)
+    server.lists = True
+    eventually(lambda: sampler.healthy)
+    assert sampler.stats()["recoveries"] == 1
+    assert list(server.loras.values()) == ["/1"]
+
+
+def test_a_publication_that_is_refused_for_good_ends_the_run(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the server is in trouble it waits, and says so; what it refuses is an error."""
+    monkeypatch.setattr(session, "_TELL_AFTER_S", 1.0)
+    monkeypatch.setattr(session, "_REFUSED_S", 0.5)
+    config = TrainConfig(
+        agent="agents:mixed",
+        tasks=tmp_path / "tasks.jsonl",
+        sampler="vllm",
+        vllm_url=f"http://127.0.0.1:{server.server_address[1]}",
+        device="cpu",
+        runners=1,
+    )
+    told: list[str] = []
+
+    def on_trouble(message: str) -> None:
+        told.append(message)
+        server.refusal = (400, RANK)
+
+    server.refusal = (500, "out of memory")
+    with session.Session(RunFolder(tmp_path / "run"), config, "train") as running:
+        running.wait_ready()
+        with pytest.raises(session.RunError) as refused:
+            running.publish("policy", 1, "/adapters/1", 1, on_trouble)
+    assert len(told) == 1
+    assert "policy@1 is not published yet" in told[0]
+    assert "out of memory" in told[0]
+    for part in ("policy@1 cannot be published", RANK, "--max-lora-rank", "/adapters/1"):
+        assert part in str(refused.value)
+    assert server.loads < 20  # not one each 30 ms
