@@ -36,6 +36,7 @@ from agentrl_proxy.completions import CompletionWork, completion_request
 from agentrl_proxy.deps import GatewayDeps, GatewayStats
 from agentrl_proxy.elsewhere import (
     OtherCompletionWork,
+    OtherCountWork,
     chat_elsewhere,
     count_of_message,
     of_completion,
@@ -128,7 +129,7 @@ class Gateway:
         elsewhere = self.others.named(raw)
         if elsewhere is not None:
             asked = count_of_message(raw, elsewhere)
-            return json_response({"input_tokens": await self.others.count(asked, elsewhere)})
+            return WorkResponse(OtherCountWork(self.others, asked, elsewhere), stream=False)
         prompt = self.chat.render(count_request(raw), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl_proxy import wire
+from agentrl_proxy.asgi import Write
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.completions import (
     CHAT_ONLY,
@@ -29,7 +30,7 @@ from agentrl_proxy.completions import (
     check_legacy,
 )
 from agentrl_proxy.deps import OtherModel
-from agentrl_proxy.errors import invalid
+from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.messages import count_elsewhere, messages_elsewhere
 from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.other_models import OtherJob, OtherModels, OtherRequest
@@ -100,6 +101,24 @@ def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherReq
         for i, prompt in enumerate(prompts)
     ]
     return requests, dialect
+
+
+class OtherCountWork:
+    """A request to ``/v1/messages/count_tokens``: nothing is recorded, so nobody needs its answer
+    once its client has left."""
+
+    keep_alone = False
+
+    def __init__(self, service: OtherModels, request: OtherRequest, model: OtherModel) -> None:
+        self._service = service
+        self._request = request
+        self._model = model
+
+    async def run(self, write: Write | None) -> dict[str, int]:
+        return {"input_tokens": await self._service.count(self._request, self._model)}
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._request.dialect.failed(error)
 
 
 class OtherCompletionWork(PromptsWork[OtherJob]):

@@ -13,7 +13,7 @@ import orjson
 
 from agentrl_proxy import translation, wire
 from agentrl_proxy.errors import ApiError, invalid
-from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
+from agentrl_proxy.openai_types import ChatRequest, chat_request
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
@@ -33,12 +33,8 @@ _ERROR_TYPES = {
 }
 
 
-def parse_messages_request(body: bytes) -> ChatRequest:
-    """The request in a body of ``/v1/messages``, or an ApiError that names the wrong field."""
-    return messages_request(read_object(body))
-
-
 def messages_request(raw: dict[str, Any]) -> ChatRequest:
+    """The request of ``/v1/messages``, or an ApiError that names the wrong field."""
     _has_max_tokens(raw)
     return count_request(raw)
 
@@ -88,8 +84,24 @@ def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], M
     format = (raw.get("output_config") or {}).get("format") or raw.get("output_format")
     if format is not None:
         chat["response_format"] = _response_format(format)  # LiteLLM's requires every property
+    effort = (raw.get("output_config") or {}).get("effort")
+    if elsewhere is not None and effort is not None:
+        _put_effort(chat, effort, elsewhere)
     chat["stream"] = raw.get("stream")
     return chat, Messages(names)
+
+
+def _put_effort(chat: dict[str, Any], effort: Any, elsewhere: str) -> None:
+    """Hands on what LiteLLM does only with adaptive thinking. Which efforts there are, and whether
+    the model knows any, is the provider's to judge."""
+    if not isinstance(effort, str):
+        raise invalid("output_config.effort", "output_config.effort must be a string")
+    if elsewhere.startswith("anthropic/"):
+        # In the field's own name: reasoning_effort would become a budget for thinking.
+        if "reasoning_effort" not in chat:
+            chat["output_config"] = {"effort": effort}
+    elif "output_config" not in chat and chat.get("reasoning_effort") != "none":
+        chat["reasoning_effort"] = effort  # "none": the client wants no thinking at all
 
 
 def _response_format(format: Any) -> dict[str, Any]:
@@ -202,6 +214,8 @@ class Messages:
             for name, kind in (("thinking", "thinking_delta"), ("signature", "signature_delta")):
                 if block.get(name) and block["type"] == "thinking":
                     out += self._grow(begun, {"type": kind, name: block[name]})
+                    if name == "signature":  # it ends a block: what thinking follows is another
+                        out += self._close()
         if delta.get("content"):
             out += self._grow(
                 {"type": "text", "text": ""}, {"type": "text_delta", "text": delta["content"]}

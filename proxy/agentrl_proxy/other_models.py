@@ -50,10 +50,10 @@ _PASSED_ON = frozenset(
     [
         "messages", "audio", "frequency_penalty", "function_call", "functions",
         "logit_bias", "logprobs", "max_tokens", "max_completion_tokens", "modalities", "n",
-        "parallel_tool_calls", "prediction", "presence_penalty", "prompt_cache_key",
-        "reasoning_effort", "response_format", "safety_identifier", "seed", "service_tier",
-        "stop", "temperature", "thinking", "tool_choice", "tools", "top_k", "top_logprobs",
-        "top_p", "user", "verbosity", "web_search_options",
+        "output_config", "parallel_tool_calls", "prediction", "presence_penalty",
+        "prompt_cache_key", "reasoning_effort", "response_format", "safety_identifier", "seed",
+        "service_tier", "stop", "temperature", "thinking", "tool_choice", "tools", "top_k",
+        "top_logprobs", "top_p", "user", "verbosity", "web_search_options",
     ]
 )
 # fmt: on
@@ -158,26 +158,42 @@ class OtherModels:
 
     async def count(self, request: OtherRequest, model: OtherModel) -> int:
         """How long the prompt of a Messages request is: by the provider's own count where it has
-        one, else LiteLLM's estimate. (Anthropic calls its own an estimate, too.)"""
-        await self._ready_router()
+        one, else LiteLLM's estimate. (Anthropic calls its own an estimate, too.)
+
+        Raises:
+            ApiError: there are too many requests (429), it took too long (504) or failed (502).
+        """
+        slot = self._admission.enter(1)
+        try:
+            await self._ready_router()
+            return await self._counted(request, model)
+        finally:
+            slot.leave()
+
+    async def _counted(self, request: OtherRequest, model: OtherModel) -> int:
         import litellm
 
         said: Mapping[str, Any] = request.chat
         system = None
         if model.model.startswith("anthropic/"):
             said, system = request.raw, request.raw.get("system")
+        in_time = asyncio.timeout(model.timeout)
         try:
-            found = await litellm.acount_tokens(
-                model.model,
-                messages=said["messages"],
-                tools=said.get("tools"),
-                system=system,
-                api_key=model.api_key,
-                api_base=model.api_base,
-            )
+            async with in_time:
+                found = await litellm.acount_tokens(
+                    model.model,
+                    messages=said["messages"],
+                    tools=said.get("tools"),
+                    system=system,
+                    api_key=model.api_key,
+                    api_base=model.api_base,
+                )
         except Exception as error:
-            text = self._clean(f"{type(error).__name__}: {error}")
-            message = f"the tokens of a prompt to {request.name!r} were not counted: {text}"
+            message = f"the tokens of a prompt to {request.name!r} were not counted"
+            if in_time.expired():
+                message += f" within {model.timeout:g} s"
+                raise ApiError(504, message, kind="server_error", code="provider_timeout") from None
+            message += self._clean(f": {type(error).__name__}: {error}")
             raise ApiError(502, message, kind="server_error", code="provider_error") from None
         return found.total_tokens
 
@@ -423,8 +439,19 @@ def _placed(choice: dict[str, Any], job: OtherJob) -> dict[str, Any]:
         content = logprobs.get("content")
         if content is None and "tokens" in logprobs:
             content = _entries(logprobs)
-        choice["logprobs"] = {"refusal": None, **logprobs, "content": content or []}
+        content = [_filled(entry) for entry in content or ()]
+        choice["logprobs"] = {"refusal": None, **logprobs, "content": content}
     return choice
+
+
+def _filled(entry: dict[str, Any]) -> dict[str, Any]:
+    """A log-prob entry with all its fields. Some providers tell no bytes or no alternatives."""
+    tops = [_filled_token(top) for top in entry.get("top_logprobs") or ()]
+    return {**_filled_token(entry), "top_logprobs": tops}
+
+
+def _filled_token(one: dict[str, Any]) -> dict[str, Any]:
+    return {**_entry(one["token"], one["logprob"]), **one}
 
 
 def _entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
@@ -445,12 +472,30 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A tool call in a stream, as its provider began it."""
+
+    index: int  # ours
+    id: str
+    name: str
+
+    def is_followed_by(self, id: str, name: str) -> bool:
+        """Whether a piece with this id and name (empty: none) begins another call. One without a
+        name does not, whatever its id: some servers make a new id for every piece."""
+        if not name:
+            return False
+        return id != self.id if id else name != self.name
+
+
 class _Deltas:
     """A provider's deltas as OpenAI's. Some repeat a call's id and name in every piece, which would
-    begin another call; LiteLLM repeats a thought's whole text with its signature."""
+    begin another call; some begin another call under an index that had one (LiteLLM's Ollama
+    counts anew in every chunk); LiteLLM repeats a thought's whole text with its signature."""
 
     def __init__(self) -> None:
-        self._calls = set[tuple[int, int]]()  # begun, by choice and index
+        self._calls: dict[tuple[int, int], _Begun] = {}  # the latest by choice and their index
+        self._count: dict[int, int] = {}  # of calls begun, by choice
         self._thinking = set[int]()  # choices that are in the middle of a thought
 
     def tidied(self, delta: dict[str, Any], choice: int) -> dict[str, Any]:
@@ -462,13 +507,17 @@ class _Deltas:
         return tidy
 
     def _call(self, call: dict[str, Any], choice: int) -> dict[str, Any]:
-        index, function = call.get("index", 0), call.get("function") or {}
+        place, function = (choice, call.get("index", 0)), call.get("function") or {}
+        said_id, name = call.get("id") or "", function.get("name") or ""
         arguments = function.get("arguments") or ""
-        if (choice, index) in self._calls:
-            return {"index": index, "function": {"arguments": arguments}}
-        self._calls.add((choice, index))
-        call_id = call.get("id") or f"call_{secrets.token_hex(12)}"
-        function = {"name": function.get("name") or "", "arguments": arguments}
+        known = self._calls.get(place)
+        if known is not None and not known.is_followed_by(said_id, name):
+            return {"index": known.index, "function": {"arguments": arguments}}
+        index = self._count.get(choice, 0)
+        self._count[choice] = index + 1
+        self._calls[place] = _Begun(index, said_id, name)
+        call_id = said_id or f"call_{secrets.token_hex(12)}"
+        function = {"name": name, "arguments": arguments}
         return {"type": "function", "id": call_id, "index": index, "function": function}
 
     def _thought(self, block: dict[str, Any], choice: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import orjson
 
 from agentrl_proxy import translation, wire
 from agentrl_proxy.errors import ApiError, invalid
-from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
+from agentrl_proxy.openai_types import ChatRequest, chat_request
 
 # Refused unless null or false: the answer would be another one without them.
 _UNSUPPORTED = {
@@ -48,12 +48,8 @@ _INCOMPLETE = {
 }
 
 
-def parse_responses_request(body: bytes) -> ChatRequest:
-    """The request in a body of ``/v1/responses``, or an ApiError that names the wrong field."""
-    return responses_request(read_object(body))
-
-
 def responses_request(raw: dict[str, Any]) -> ChatRequest:
+    """The request of ``/v1/responses``, or an ApiError that names the wrong field."""
     chat, dialect = _chat(raw, None)
     request = chat_request(chat)
     request.raw = raw

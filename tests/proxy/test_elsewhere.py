@@ -7,7 +7,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import anthropic
@@ -27,6 +30,7 @@ from test_other_models import (  # noqa: F401
     said,
     trouble,
 )
+from test_trouble import connected, head, wait_until
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.deps import OtherModel
@@ -57,6 +61,17 @@ def forget_clients() -> Iterator[None]:
 
     litellm.in_memory_llm_clients_cache.flush_cache()
     gc.collect()
+
+
+def streaming(*deltas: dict[str, Any], logprobs: Any = None) -> bytes:
+    """OpenAI's chunks of these deltas, of a provider that does not tell its usage."""
+    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "gpt-9"}
+    choices = [
+        *({"delta": delta, "logprobs": logprobs, "finish_reason": None} for delta in deltas),
+        {"delta": {}, "finish_reason": "stop"},
+    ]
+    chunks = [{**heading, "choices": [{"index": 0, **one}]} for one in choices]
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks).encode() + b"data: [DONE]\n\n"
 
 
 def claude(running: Running) -> anthropic.Anthropic:
@@ -235,6 +250,7 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
     """Anthropic's API refuses a tool's result whose turn lacks the thinking as it was signed."""
     blocks: list[Any] = [
         {"type": "thinking", "thinking": "Hm. Well.", "signature": "c2lnbmVk"},
+        {"type": "thinking", "thinking": "So be it.", "signature": "YWdhaW4="},
         {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {"q": "x"}},
     ]
     usage = {"input_tokens": 7, "output_tokens": 5, "cache_read_input_tokens": 3,
@@ -242,19 +258,23 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
     message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x",
                "stop_sequence": None}  # fmt: skip
     whole = {**message, "content": blocks, "stop_reason": "tool_use", "usage": usage}
-    thinking = [
-        {"type": "thinking_delta", "thinking": "Hm. "},
-        {"type": "thinking_delta", "thinking": "Well."},
-        {"type": "signature_delta", "signature": "c2lnbmVk"},
-    ]
+    thinking, more = (
+        [
+            {"type": "thinking_delta", "thinking": block["thinking"][:4]},
+            {"type": "thinking_delta", "thinking": block["thinking"][4:]},
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+        for block in blocks[:2]
+    )
     call = [{"type": "input_json_delta", "partial_json": piece} for piece in ('{"q":', ' "x"}')]
-    begun = [{**blocks[0], "thinking": "", "signature": ""}, {**blocks[1], "input": {}}]
+    begun = [{"type": "thinking", "thinking": "", "signature": ""}] * 2
+    begun += [{**blocks[2], "input": {}}]
     events: list[Any] = [
         {"type": "message_start",
          "message": {**message, "content": [], "stop_reason": None,
                      "usage": {**usage, "output_tokens": 1}}},
     ]  # fmt: skip
-    for i, deltas in enumerate((thinking, call)):
+    for i, deltas in enumerate((thinking, more, call)):
         events += [
             {"type": "content_block_start", "index": i, "content_block": begun[i]},
             *({"type": "content_block_delta", "index": i, "delta": delta} for delta in deltas),
@@ -278,10 +298,9 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
                     answer = made.get_final_message()
             else:
                 answer = api.messages.create(messages=messages, **settings)
-            thought, use = answer.content
-            assert (thought.type, use.type) == ("thinking", "tool_use")
-            assert (thought.thinking, thought.signature) == ("Hm. Well.", "c2lnbmVk")
-            assert use.input == {"q": "x"}
+            *thoughts, use = answer.content
+            assert [thought.model_dump() for thought in thoughts] == blocks[:2]
+            assert (use.type, use.input) == ("tool_use", {"q": "x"})
             counted = answer.usage
             assert (counted.input_tokens, counted.cache_read_input_tokens) == (7, 3)
             content = [block.model_dump() for block in answer.content]
@@ -294,8 +313,7 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
     sent = [one["body"] for one in upstream.seen]
     assert [body["thinking"]["budget_tokens"] for body in sent] == [1024, 1024]
     [back] = [m for m in sent[1]["messages"] if m["role"] == "assistant"]
-    first = back["content"][0]
-    assert (first["thinking"], first["signature"]) == ("Hm. Well.", "c2lnbmVk")
+    assert back["content"][:2] == blocks[:2]
     assert [total(call) for call in recorded(gateway, 2)] == [15, 15]
 
 
@@ -310,6 +328,75 @@ def test_tokens_are_counted(gateway: Running, provider: Running) -> None:
     assert 0 < few < 20
     assert 400 < many < 700
     assert recorded(gateway, 0) == provider.sampler.requests == []
+
+
+def test_a_count_has_bounds(start: Any, faulty: Any) -> None:
+    """It takes a place, gives it back when its client leaves, and ends with the model's timeout."""
+    slow = Event()
+
+    def late(_: Any) -> dict[str, Any]:
+        slow.wait(30)
+        return {}
+
+    upstream = faulty((200, late))
+    other = OtherModel("openai/x", upstream.url, SECRET, timeout=0.7)
+    others = {"answerer": other, "patient": replace(other, timeout=60)}
+    gateway: Running = start(other_models=others, max_concurrent=1)
+    claim = gateway.claims[0]
+    url = gateway.base_url(claim) + "/messages/count_tokens"
+    asked = {"model": "answerer", "messages": USER}
+    try:
+        with httpx.Client(headers={"authorization": f"Bearer {claim.key}"}, timeout=60) as api:
+            began = time.monotonic()
+            tardy = api.post(url, json=asked)  # LiteLLM is imported meanwhile
+            error = tardy.json()["error"]
+            assert (tardy.status_code, tardy.json()["type"]) == (504, "error")
+            assert error["type"] == "api_error"
+            assert "'answerer' were not counted within 0.7 s" in error["message"]
+            assert time.monotonic() - began < 20
+            with connected(gateway) as sock:
+                body = json.dumps(asked | {"model": "patient"}).encode()
+                path = httpx.URL(url).path
+                sock.sendall(head(path, claim.key, content_length=len(body)) + body)
+                wait_until(lambda: len(upstream.seen) == 2)
+                refused = api.post(url, json=asked)
+                assert refused.status_code == 429
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+            left = time.monotonic()
+            wait_until(lambda: api.post(url, json=asked).status_code == 504)
+            assert time.monotonic() - left < 10
+    finally:
+        slow.set()
+    recorded(gateway, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "thinking", "told"),
+    [
+        ("openai/x", None, {"reasoning_effort": "low"}),
+        ("openai/x", {"type": "adaptive"}, {"reasoning_effort": "low"}),
+        ("openai/x", {"type": "enabled", "budget_tokens": 9000}, {"reasoning_effort": "low"}),
+        ("openai/x", {"type": "disabled"}, {"reasoning_effort": "none"}),
+        ("anthropic/claude-opus-4-6", None, {"output_config": {"effort": "low"}}),
+        ("anthropic/claude-opus-4-6", {"type": "adaptive"}, {"output_config": {"effort": "low"}}),
+        (
+            "anthropic/claude-opus-4-5",
+            {"type": "enabled", "budget_tokens": 1024},
+            {"output_config": {"effort": "low"}},
+        ),
+    ],
+)
+def test_effort_is_handed_on(
+    start: Any, faulty: Any, model: str, thinking: Any, told: dict[str, Any]
+) -> None:
+    upstream = faulty((500, trouble("what it was asked is enough")))
+    other = OtherModel(model, upstream.url.removesuffix("/v1"), SECRET, num_retries=0)
+    gateway: Running = start(other_models={"answerer": other})
+    body = {"model": "answerer", "max_tokens": 2000, "messages": USER, "thinking": thinking}
+    assert post(gateway, "/messages", {**body, "output_config": {"effort": 3}}).status_code == 400
+    post(gateway, "/messages", {**body, "output_config": {"effort": "low"}})
+    [sent] = [one["body"] for one in upstream.seen]
+    assert {k: sent[k] for k in ("reasoning_effort", "output_config") if k in sent} == told
 
 
 # --- Completions
@@ -374,6 +461,36 @@ def test_logprobs_of_a_completion(start: Any, provider: Running, kind: str) -> N
     assert "".join(logprobs.tokens) == answer.choices[0].text
     assert logprobs.top_logprobs is not None
     assert len(logprobs.top_logprobs) == 3
+
+
+@pytest.mark.parametrize("entry", [{"bytes": None, "top_logprobs": []}, {}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, entry: Any) -> None:
+    """OpenAI's bytes may be null; LiteLLM's Gemini tells neither them nor alternatives."""
+    entries = [{"token": token, "logprob": -0.5, **entry} for token in ("grü", "ße")]
+    logprobs = {"content": entries, "refusal": None}
+    whole = said("grüße")
+    whole["choices"][0]["logprobs"] = logprobs
+    pieces = streaming({"content": "grüße"}, logprobs=logprobs)
+    upstream = faulty((200, pieces if stream else whole))
+    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(other_models={"answerer": other})
+    for retries in ("0", "1"):
+        with client(gateway) as api:
+            made: Any = api.completions.create(
+                model="answerer", prompt="Hi", logprobs=0, stream=stream,
+                extra_headers={"x-stainless-retry-count": retries},
+            )  # fmt: skip
+            told = [one.choices[0].logprobs for one in (made if stream else [made]) if one.choices]
+        [one] = [logprobs for logprobs in told if logprobs is not None]
+        assert (one.tokens, one.text_offset) == (["grü", "ße"], [0, 3])
+        assert (one.token_logprobs, one.top_logprobs) == ([-0.5, -0.5], [{}, {}])
+    [call] = recorded(gateway, 1)
+    assert call.response is not None
+    [first, _] = call.response["choices"][0]["logprobs"]["content"]
+    assert first == {
+        "token": "grü", "logprob": -0.5, "bytes": [*"grü".encode()], "top_logprobs": [],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1], [2]], [], None, [""] * 200])
@@ -569,26 +686,12 @@ def test_tokens_of_other_models_count(
     assert len(provider.sampler.requests) == len(calls)
 
 
-def silent() -> bytes:
-    """A stream whose provider does not tell its usage."""
-    deltas = [
-        ({"role": "assistant", "content": "fi"}, None),
-        ({"content": "ne"}, None),
-        ({}, "stop"),
-    ]
-    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "gpt-9"}
-    chunks = [
-        {**heading, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-        for delta, reason in deltas
-    ]
-    return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks).encode() + b"data: [DONE]\n\n"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_usage_is_made_up(start: Any, faulty: Any, stream: bool) -> None:
     """LiteLLM estimates what it is not told; a record, a budget and an answer have no estimates."""
     whole = {k: v for k, v in said("fine").items() if k != "usage"}
-    upstream = faulty((200, silent() if stream else whole))
+    pieces = streaming({"role": "assistant", "content": "fi"}, {"content": "ne"})
+    upstream = faulty((200, pieces if stream else whole))
     other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
     gateway: Running = start(other_models={"answerer": other}, max_tokens_per_rollout=100)
     with client(gateway) as api:

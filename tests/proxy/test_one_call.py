@@ -77,7 +77,11 @@ def test_a_cut_answer_is_gone_on_from_what_was_kept(gateway: Running) -> None:
     prompt = gateway.renderer.decode_raw(second.prompt_ids)
     assert prompt.count("köln") == 1
     assert "50.9 N" in prompt
-    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    # All that was sampled but what began the second call: exactly these tokens.
+    assert second.params["continued"] is True
+    begun = len(gateway.renderer.encode("\n<tool_call>\n"))
+    known = first.prompt_ids + first.response_ids[:-begun]
+    assert second.prompt_ids[: len(known)] == known
 
 
 def test_each_choice_ends_on_its_own(gateway: Running) -> None:

@@ -270,6 +270,65 @@ def test_tools_pass_through(gateway: Running, provider: Running, stream: bool) -
     assert after.choices[0].message.content == "Not found."
 
 
+def test_streamed_calls_that_share_an_index(start: Any, faulty: Any) -> None:
+    """Ollama tells each call in a chunk of its own; LiteLLM gives each a new id and index 0."""
+    calls = [{"name": "search", "arguments": {"q": q}} for q in ("a", "b")]
+    calls += [{"name": "other", "arguments": {}}]
+    lines: list[Any] = [
+        {"message": {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}}
+        for call in calls
+    ]
+    lines += [{"message": {"role": "assistant", "content": ""}, "done_reason": "stop"}]
+    data = "".join(
+        json.dumps({"model": "x", "done": one is lines[-1], **one}) + "\n" for one in lines
+    ).encode()
+    upstream = faulty((200, data))
+    other = OtherModel("ollama_chat/x", upstream.url.removesuffix("/v1"), num_retries=0)
+    gateway: Running = start(other_models={"answerer": other})
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="answerer", messages=USER, tools=TOOLS, stream=True
+        )
+        told = streamed(made)[1]
+    recorded = only_call(gateway).response
+    assert recorded is not None
+    kept = recorded["choices"][0]["message"]["tool_calls"]
+    assert len({call["id"] for call in kept}) == 3
+    assert [call["id"] for call in kept] == [call.id for call in told]
+    for found, said_of_it in zip(kept, told, strict=True):
+        assert found["function"]["arguments"] == said_of_it.function.arguments
+    assert [
+        {"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}
+        for c in kept
+    ] == calls
+
+
+def test_a_new_id_alone_begins_no_call(start: Any, faulty: Any) -> None:
+    """Some servers make up an id for every piece of one call; the name is in the first only."""
+    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "x"}
+    pieces = [
+        {"id": "1", "type": "function", "function": {"name": "search", "arguments": ""}},
+        {"id": "2", "type": "function", "function": {"arguments": '{"q":'}},
+        {"id": "3", "type": "function", "function": {"arguments": ' "a"}'}},
+    ]
+    deltas: list[Any] = [{"tool_calls": [{"index": 0, **piece}]} for piece in pieces]
+    chunks = [
+        {**heading, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        for delta in deltas
+    ]
+    chunks += [
+        {**heading, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+    ]
+    upstream = faulty((200, "".join(f"data: {json.dumps(c)}\n\n" for c in chunks).encode()))
+    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(other_models={"answerer": other})
+    with client(gateway) as api:
+        [call] = streamed(
+            api.chat.completions.create(model="answerer", messages=USER, tools=TOOLS, stream=True)
+        )[1]
+    assert (call.id, call.function.arguments) == ("1", '{"q": "a"}')
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_retries_are_the_routers(start: Any, faulty: Any, stream: bool) -> None:
     upstream = faulty((500, trouble("a bad day")), (500, trouble("again")), (200, said("fine")))

@@ -16,7 +16,7 @@ import pytest
 from scripted_sampler import Running
 
 from agentrl_proxy import translation
-from agentrl_proxy.responses import parse_responses_request
+from agentrl_proxy.responses import responses_request
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 
 TOOLS: Any = [
@@ -265,7 +265,7 @@ def test_fields_that_become_those_of_a_chat(gateway: Running) -> None:
         "tool_choice": {"type": "function", "name": "search"},
         "text": {"format": {"type": "json_schema", **schema}},
     }
-    chat = parse_responses_request(json.dumps(body).encode())
+    chat = responses_request(body)
     made = [(message["role"], message.get("content")) for message in chat.messages]
     assert made[0] == ("developer", "d")
     assert [role for role, _ in made] == ["developer", "user", "assistant", "tool", "tool"]
