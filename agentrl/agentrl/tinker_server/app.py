@@ -53,7 +53,7 @@ class TinkerServer:
 
     def finish(self, session: str) -> None:
         """Let go of what a session had. The adapters it trained stay with their base."""
-        for model_id in [key for key in self.models if key.startswith(f"{session}:")]:
+        for model_id in [key for key in [*self.models] if key.startswith(f"{session}:")]:
             del self.models[model_id]
         self.samplers.release(f"{session}:")
         self.promises.release(f"{session}:")
