@@ -35,8 +35,8 @@ def rollouts(
     for (prompt, sequence), score in zip(said, scores, strict=True):
         row, context = prompt + sequence.tokens, [0.0] * (len(prompt) - 1)
         taught = [
-            ours - theirs
-            for ours, theirs in zip(score[len(prompt) :], sequence.logprobs, strict=True)
+            teachers - students
+            for teachers, students in zip(score[len(prompt) :], sequence.logprobs, strict=True)
         ]
         divergence += [-value for value in taught]
         inputs = {

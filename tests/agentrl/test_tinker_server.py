@@ -5,6 +5,7 @@ The SDK lives in an environment of its own: AGENTRL_TEST_TINKER_PYTHON is its py
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,18 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI, HTTPException
 
 from agentrl.tinker_server import create_app, wire
+from agentrl.tinker_server.app import TinkerServer, _last
+from agentrl.tinker_server.promises import Answer, Promises
+from agentrl.tinker_server.samplers import Samplers
 from agentrl_trainer.client import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
     ModelInput,
+    SampleResponse,
     ServiceClient,
 )
 
@@ -48,8 +55,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    config = uvicorn.Config(create_app(tmp_path, [TINY]), port=0, log_level="warning")
+def app(tmp_path: Path) -> FastAPI:
+    return create_app(tmp_path, [TINY])
+
+
+@pytest.fixture
+def url(app: FastAPI) -> Iterator[str]:
+    config = uvicorn.Config(app, port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -116,7 +128,162 @@ def test_the_protocol(url: str, tmp_path: Path) -> None:
     assert path == f"tinker://{model}/weights/one"
     outside = {"model_id": model, "path": "tinker://../../weights", "optimizer": True}
     assert "path: " in settled(url, post(url, "load_weights", outside)).json()["error"]
+    taken = settled(url, post(url, "save_weights", saved | {"seq_id": 5})).json()
+    assert taken["category"] == "user"
+    assert "take another name" in taken["error"]
+    absent = post(url, "optim_step", adam | {"model_id": "s:train:9"})
+    assert absent.status_code == 404
     assert post(url, "retrieve_future", {"request_id": "none"}).status_code == 410
+
+
+def begun(session: str, number: int, **more: Any) -> dict[str, Any]:
+    lora = {"rank": 4, "seed": 3}
+    asked = {"session_id": session, "model_seq_id": number, "base_model": TINY}
+    return {**asked, "lora_config": lora, **more}
+
+
+def test_a_repeated_creation_is_one_creation(
+    app: FastAPI, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it still loads, which the SDK does not wait for."""
+    server: TinkerServer = app.state.server
+    made: list[Any] = []
+    may_go_on = threading.Event()
+    create = server.service.create_lora_training_client
+
+    def slow(*args: Any, **options: Any) -> Any:
+        may_go_on.wait(30)
+        made.append(create(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(server.service, "create_lora_training_client", slow)
+    with ThreadPoolExecutor(3) as several:
+        answers = list(several.map(lambda _: post(url, "create_model", begun("s1", 0)), range(3)))
+    assert len({answer.json()["request_id"] for answer in answers}) == 1
+    assert not made
+    may_go_on.set()
+    model = settled(url, answers[0]).json()["model_id"]
+    saved = settled(url, post(url, "save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+    asked = begun("s1", 1, path=saved.json()["path"], optimizer=True)
+    answers = [post(url, "load_weights", asked) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    assert settled(url, answers[0]).json()["model_id"] == "s1:train:1"
+    assert len(made) == 1
+    assert set(server.models) == {"s1:train:0", "s1:train:1"}
+
+
+def test_a_finished_session_leaves_nothing(app: FastAPI, url: str) -> None:
+    server: TinkerServer = app.state.server
+    model = settled(url, post(url, "create_model", begun("s1", 0))).json()["model_id"]
+    unnamed = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    settled(url, post(url, "save_weights_for_sampler", unnamed))
+    asked = {"session_id": "s1", "sampling_session_seq_id": 1, "base_model": TINY}
+    based = post(url, "create_sampling_session", asked)
+    assert based.json()["sampling_session_id"] == "s1:sample:1"
+    wrong = asked | {"sampling_session_seq_id": 2, "base_model": "./no-such-model"}
+    refused = post(url, "create_sampling_session", wrong)
+    assert refused.status_code == 422
+    assert "no-such-model" in refused.json()["detail"]
+    assert httpx.get(f"{url}/api/v1/samplers/s1:sample:0").json()["base_model"] == TINY
+    assert server.promises.kept > 0
+    post(url, "sessions/s1/finish", {"reason": {"type": "success"}})
+    assert not server.models
+    assert server.promises.kept == 0
+    assert not server.samplers.loaded
+    assert httpx.get(f"{url}/api/v1/samplers/s1:sample:1").status_code == 404
+
+
+def done(answer: Answer) -> Future[Answer]:
+    future: Future[Answer] = Future()
+    future.set_result(answer)
+    return future
+
+
+def test_a_repetition_waits_until_the_work_has_its_place() -> None:
+    promises = Promises()
+    entered, may_go_on = threading.Event(), threading.Event()
+    runs: list[int] = []
+
+    def work() -> Future[Answer]:
+        entered.set()
+        may_go_on.wait(30)
+        runs.append(1)
+        return done({"done": True})
+
+    with ThreadPoolExecutor(2) as several:
+        first = several.submit(promises.make, "m", 1, work)
+        entered.wait(30)
+        second = several.submit(promises.make, "m", 1, work)
+        time.sleep(0.1)
+        assert not second.done()
+        may_go_on.set()
+        assert first.result() == second.result()
+    assert runs == [1]
+    for _ in range(2):  # its delivery may have failed
+        assert asyncio.run(promises.answer(first.result())) == {"done": True}
+
+
+async def test_what_work_raises_is_its_result() -> None:
+    promises = Promises()
+
+    def raises(error: Exception) -> Any:
+        def work() -> Future[Answer]:
+            raise error
+
+        return work
+
+    for error, category in ((FileExistsError("a"), "user"), (OSError("disk"), "server")):
+        answer = await promises.answer(promises.make("m", None, raises(error)))
+        assert answer == {"error": f"{type(error).__name__}: {error}", "category": category}
+    with pytest.raises(HTTPException):
+        promises.make("m", 1, raises(HTTPException(404, "no model")))
+    again = promises.make("m", 1, lambda: done({"now": "there"}))
+    assert await promises.answer(again) == {"now": "there"}
+
+
+async def test_results_are_bounded_delivered_ones_go_first() -> None:
+    promises = Promises(result_bytes=100)
+    first, second = (promises.make("m", i, lambda: done(b"x" * 40)) for i in range(2))
+    assert len(await promises.answer(second)) == 40
+    third = promises.make("m", 2, lambda: done(b"x" * 40))
+    with pytest.raises(HTTPException, match="no longer"):
+        await promises.answer(second)
+    assert len(await promises.answer(first)) == len(await promises.answer(third)) == 40
+    assert promises.make("m", 1, lambda: done(b"")) == second  # still not done a second time
+
+
+def test_which_samplers_are_kept(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        training = service.create_lora_training_client(TINY, rank=4)
+        path = training.save_weights_for_sampler("a").result().path
+        loads: list[str] = []
+
+        def load(uri: str) -> Any:
+            loads.append(uri)
+            return service.create_sampling_client(model_path=uri)
+
+        samplers = Samplers(load, kept=2)
+        samplers.add_base("s:base", service.create_sampling_client(base_model=TINY))
+        for name in "abc":
+            samplers.add(f"s:{name}", load(path), path)
+        samplers.add("s:1", training.save_weights_and_get_sampling_client(), None)
+        samplers.add("s:2", training.save_weights_and_get_sampling_client(), None)
+        samplers.get("s:1")
+        samplers.add("s:3", training.save_weights_and_get_sampling_client(), None)
+        assert samplers.loaded == ["s:b", "s:c", "s:1", "s:3"]
+        samplers.get("s:base")
+        with pytest.raises(HTTPException, match="saved nowhere"):
+            samplers.get("s:2")
+        assert len(samplers.get("s:a").compute_logprobs(ROW).result()) == len(ROW)  # made again
+        assert len(loads) == 4
+        assert samplers.loaded == ["s:c", "s:1", "s:3", "s:a"]
+
+
+def test_the_last_log_probs_of_a_prompt() -> None:
+    scores = SampleResponse([], [None, -1.0, -2.0])
+    kept = {count: _last(scores, count).prompt_logprobs for count in (None, 0, 1, 5)}
+    whole = [None, -1.0, -2.0]
+    assert kept == {None: whole, 0: [None] * 3, 1: [None, None, -2.0], 5: whole}
 
 
 def test_an_output_without_rows() -> None:

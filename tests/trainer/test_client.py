@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from agentrl_trainer.client import (
 from agentrl_trainer.client.rows import from_row, to_row
 from agentrl_trainer.learner import Learner
 from agentrl_trainer.model import load_base
+from agentrl_trainer.values import ValueParams
 
 TINY = "agentrl-tiny"
 ROW = [5, 9, 300, 41, 77, 12, 600, 3]
@@ -261,6 +264,118 @@ def test_a_loss_that_waits_for_its_own_thread_is_told(shared: TrainingClient) ->
         shared.forward_backward_custom([supervised()], waits).result()
     with pytest.raises(RuntimeError, match="nothing was updated"):
         shared.optim_step().result()
+
+
+def test_a_loss_may_wait_for_no_other_operation_of_its_base(
+    service: ServiceClient, shared: TrainingClient
+) -> None:
+    params = SamplingParams(max_tokens=2)
+    waits = [
+        lambda: shared.save_weights_and_get_sampling_client().result(),
+        lambda: shared.save_weights_and_get_sampling_client().sample(ROW, 1, params).result(),
+        lambda: shared.save_weights_and_get_sampling_client().compute_logprobs(ROW).result(),
+        lambda: service.create_lora_training_client(TINY, rank=4, name="in-a-loss"),
+        lambda: asyncio.run(shared.forward([supervised()]).result_async()),
+    ]
+    for wait in waits:
+
+        def loss(data: Any, logprobs: Any, wait: Any = wait) -> Any:
+            return wait()
+
+        with pytest.raises(RuntimeError, match="wait for itself"):
+            shared.forward_backward_custom([supervised()], loss).result(30)
+        with pytest.raises(RuntimeError, match="nothing was updated"):
+            shared.optim_step().result()
+    # What was refused was not done either, and its name is free.
+    assert service.create_lora_training_client(TINY, rank=4, name="in-a-loss").model_id
+
+
+def test_a_loss_may_wait_for_a_sampler_and_for_another_base(
+    service: ServiceClient, shared: TrainingClient, tmp_path: Path
+) -> None:
+    sampler = shared.save_weights_and_get_sampling_client().result()
+    with ServiceClient(folder=tmp_path) as other:
+        elsewhere = other.create_lora_training_client(TINY, rank=4)
+
+        def loss(data: Any, logprobs: Any) -> Any:
+            sampled = sampler.sample(ROW, 1, SamplingParams(max_tokens=2, stop=[])).result()
+            scores = sampler.compute_logprobs(ROW).result()
+            there = elsewhere.forward([supervised()]).result().loss_fn_outputs
+            known = {"tokens": len(sampled.sequences[0].tokens), "rows": len(there)}
+            return logprobs[0].sum() * scores[1], known
+
+        found = shared.forward_backward_custom([supervised()], loss).result(60).metrics
+    assert (found["tokens"], found["rows"]) == (2, 1)
+    shared.optim_step(AdamParams(learning_rate=0)).result()
+
+
+def test_a_creation_that_failed_does_not_block_its_name(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        for _ in range(2):  # the first client of a base, and one beside another
+            with pytest.raises(ValueError, match="nowhere"):
+                service.create_lora_training_client(TINY, rank=4, name="a", targets=["nowhere"])
+            service.create_lora_training_client(TINY, rank=4)
+        made = service.create_lora_training_client(TINY, rank=4, name="a")
+        assert made.forward([supervised()]).result().loss_fn_outputs
+
+
+def test_a_state_with_a_value_function_goes_into_another_client(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path, value=ValueParams()) as service:
+        first = service.create_lora_training_client(TINY, rank=4, seed=1)
+        returns = engine.with_extra([replace(RL_ROW, adapter="model-1")], returns=[[1.0] * 8])
+        first.forward_backward(returns, "importance_sampling")
+        first.optim_step(AdamParams(learning_rate=1e-2)).result()
+        path = first.save_state("one").result().path
+        second = service.create_training_client_from_state_with_optimizer(path)
+        third = service.create_lora_training_client(TINY, rank=4, seed=9)
+        third.load_state(path).result()
+
+        def values(client: TrainingClient) -> list[list[float]]:
+            row = replace(RL_ROW, adapter=client.model_id)
+            return client.local(lambda learner: learner.values([row])).result()
+
+        assert values(first) == values(second) == values(third)
+        assert max(map(abs, values(first)[0])) > 0
+
+        def state(client: TrainingClient) -> dict[str, torch.Tensor]:
+            found = client.local(lambda learner: learner.state_dict([client.model_id])).result()
+            return {key.replace(client.model_id, "x"): found[key] for key in found}
+
+        ours, theirs = state(first), state(second)
+        assert ours.keys() == theirs.keys()
+        assert any(key.startswith("exp_avg/value.x/") for key in ours)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_client_is_dropped_whatever_its_thread_holds(tmp_path: Path) -> None:
+    """The garbage collector may run anywhere, also where the base's lock is held."""
+    with ServiceClient(folder=tmp_path) as service:
+        training = service.create_lora_training_client(TINY, rank=4)
+        base: Any = training._backend.base  # type: ignore[attr-defined]
+        held = [training.save_weights_and_get_sampling_client().result()]
+
+        def drop() -> None:
+            with base._lock:
+                held.clear()
+
+        thread = threading.Thread(target=drop, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+        service.create_sampling_client(base_model=TINY).compute_logprobs(ROW).result()
+        assert not base.sampler.adapters
+
+
+def test_a_sample_cannot_be_cancelled(service: ServiceClient) -> None:
+    client = service.create_sampling_client(base_model=TINY)
+    params = SamplingParams(max_tokens=8, stop=[])
+    for asked in (
+        client.sample(ROW, 1, params),
+        client.sample(ROW, 1, params, include_prompt_logprobs=True),
+        client.compute_logprobs(ROW),
+    ):
+        assert not asked.future().cancel()
+        assert asked.result()
 
 
 def test_a_step_that_is_not_finite_is_refused(shared: TrainingClient) -> None:

@@ -8,11 +8,10 @@ unless told otherwise.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from agentrl.tinker_server import wire
+from agentrl.tinker_server.promises import Answer, Json, Promises
+from agentrl.tinker_server.samplers import Samplers
 from agentrl_trainer.client import (
     AdamParams,
     SampleResponse,
-    SamplingClient,
     SamplingParams,
     ServiceClient,
     TrainingClient,
@@ -34,13 +34,7 @@ from agentrl_trainer.client.local import SAMPLERS, STATES
 from agentrl_trainer.model import resolve_model
 
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
-_FUTURES = 20_000
-_SAMPLERS = 32
-"""Unnamed samplers that are kept: the SDK does not tell when one is no longer needed."""
 _SCHEME = "tinker://"
-
-Json = dict[str, Any]
-Answer = bytes | Json
 
 
 class TinkerServer:
@@ -50,48 +44,23 @@ class TinkerServer:
         self.service = service
         self.folder = folder
         self.models: dict[str, TrainingClient] = {}
-        self.samplers: OrderedDict[str, tuple[SamplingClient, str | None]] = OrderedDict()
-        self.futures: OrderedDict[str, Future[Answer]] = OrderedDict()
-        self._asked: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self.samplers = Samplers(
+            lambda uri: service.create_sampling_client(model_path=self.path(uri))
+        )
+        self.promises = Promises()
+        # Loading a base model may take longer than the SDK waits for a request's answer.
+        self.loading = ThreadPoolExecutor(4, thread_name_prefix="agentrl-tinker-load")
 
-    # ---- futures
+    def finish(self, session: str) -> None:
+        """Let go of what a session had. The adapters it trained stay with their base."""
+        for model_id in [key for key in [*self.models] if key.startswith(f"{session}:")]:
+            del self.models[model_id]
+        self.samplers.release(f"{session}:")
+        self.promises.release(f"{session}:")
 
-    def promise(self, owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> str:
-        """Begin ``work``, once: a request that the SDK repeats has the number of its first try."""
-        key = (owner, sequence) if sequence is not None else None
-        if key is not None and key in self._asked:
-            return self._asked[key]
-        try:
-            future = work()
-        except ValueError as error:
-            future = Future()
-            future.set_exception(error)
-        request = secrets.token_hex(8)
-        self.futures[request] = future
-        if key is not None:
-            self._asked[key] = request
-        for known in (self.futures, self._asked):
-            while len(known) > _FUTURES:
-                known.popitem(last=False)
-        return request
-
-    async def retrieve(self, request: str) -> Response | Json:
-        future = self.futures.get(request)
-        if future is None:
-            raise HTTPException(410, f"there is no request {request!r}")
-        try:
-            waiting = asyncio.shield(asyncio.wrap_future(future))
-            answer = await asyncio.wait_for(waiting, _POLL_SECONDS)
-        except TimeoutError:
-            if not future.done():
-                return {"type": "try_again", "request_id": request, "queue_state": "active"}
-            answer = future.result()
-        except Exception as error:
-            category = "user" if isinstance(error, ValueError | FileExistsError) else "server"
-            return {"error": f"{type(error).__name__}: {error}", "category": category}
-        if isinstance(answer, bytes):
-            return Response(answer, media_type=wire.PROTOBUF)
-        return answer
+    def close(self) -> None:
+        self.loading.shutdown()
+        self.service.close()
 
     # ---- training
 
@@ -144,24 +113,28 @@ class TinkerServer:
             return map_future(saved.future(), lambda _: {"path": path})
         client = self.model(model_id).save_weights_and_get_sampling_client()
         session = model_id.partition(":")[0]
-        sampler = self.add_sampler(session, asked["sampling_session_seq_id"], client, None)
+        sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+        self.samplers.add(sampler, client, None)
         ready = client._backend.ready
         return map_future(ready, lambda _: {"sampling_session_id": sampler})
 
     def load(self, asked: Json) -> Future[Answer]:
+        model_id = asked.get("model_id")
+        if not model_id:
+            return self.loading.submit(self.load_model, asked)
+        client = self.model(model_id)
+        load = client.load_state_with_optimizer if asked["optimizer"] else client.load_state
+        loaded = load(str(self.path(asked["path"]))).future()
+        return map_future(loaded, lambda _: {"model_id": model_id})
+
+    def load_model(self, asked: Json) -> Json:
         path, optimizer = str(self.path(asked["path"])), bool(asked["optimizer"])
-        if model_id := asked.get("model_id"):
-            client = self.model(model_id)
-            load = client.load_state_with_optimizer if optimizer else client.load_state
-            return map_future(load(path).future(), lambda _: {"model_id": model_id})
         model_id = f"{asked['session_id']}:train:{asked['model_seq_id']}"
         made = self.service.create_training_client_from_state_with_optimizer
         if not optimizer:
             made = self.service.create_training_client_from_state
         self.models[model_id] = made(path, name=_folder_name(model_id))
-        done: Future[Answer] = Future()
-        done.set_result({"path": asked["path"], "model_id": model_id})
-        return done
+        return {"path": asked["path"], "model_id": model_id}
 
     def path(self, uri: str) -> Path:
         """Where ``tinker://model/kind/name`` is on disk; ValueError for anything else."""
@@ -175,36 +148,22 @@ class TinkerServer:
 
     # ---- sampling
 
-    def create_sampler(self, asked: Json) -> str:
+    def create_sampler(self, asked: Json) -> Json:
         uri = asked.get("model_path")
-        client = self.service.create_sampling_client(
-            model_path=self.path(uri) if uri else None,
-            base_model=None if uri else asked.get("base_model"),
-        )
-        return self.add_sampler(asked["session_id"], asked["sampling_session_seq_id"], client, uri)
-
-    def add_sampler(
-        self, session: str, sequence: int, client: SamplingClient, uri: str | None
-    ) -> str:
-        sampler = f"{session}:sample:{sequence}"
-        self.samplers[sampler] = (client, uri)
-        unnamed = [key for key, (_, path) in self.samplers.items() if path is None]
-        for key in unnamed[:-_SAMPLERS]:
-            del self.samplers[key]
-        return sampler
-
-    def sampler(self, sampler: str) -> tuple[SamplingClient, str | None]:
-        if sampler not in self.samplers:
-            raise HTTPException(
-                404, f"there is no sampler {sampler!r}: it may have been superseded"
-            )
-        return self.samplers[sampler]
+        sampler = f"{asked['session_id']}:sample:{asked['sampling_session_seq_id']}"
+        if uri:
+            client = self.service.create_sampling_client(model_path=self.path(uri))
+            self.samplers.add(sampler, client, uri)
+        else:
+            client = self.service.create_sampling_client(base_model=asked.get("base_model"))
+            self.samplers.add_base(sampler, client)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def sample(self, asked: Json) -> Future[Answer]:
         for name in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
             if asked.get(name):
                 raise ValueError(f"{name} is not known here")
-        client, _ = self.sampler(asked["sampling_session_id"])
+        client = self.samplers.get(asked["sampling_session_id"])
         chunks = asked["prompt"]["chunks"]
         if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
             raise ValueError("prompt: only tokens can be sampled from, no images or sound")
@@ -222,20 +181,27 @@ class TinkerServer:
 def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
     """The server. ``folder`` holds what is saved; ``models`` are those it says it has, though any
     causal language model may be asked for. ``options`` are ServiceClient's."""
-    app = FastAPI(title="agentrl", openapi_url=None)
     server = TinkerServer(ServiceClient(folder=folder, **options), folder)
+
+    @asynccontextmanager
+    async def closing(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(server.close)
+
+    app = FastAPI(title="agentrl", openapi_url=None, lifespan=closing)
+    app.state.server = server
 
     @app.exception_handler(ValueError)
     async def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"detail": str(error)}, 422)
 
+    async def promise(owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> str:
+        return await run_in_threadpool(server.promises.make, owner, sequence, work)
+
     async def promised(
         asked: Mapping[str, Any], owner: str, work: Callable[[Any], Future[Answer]]
     ) -> Json:
-        key = str(asked.get(owner))
-        request = await run_in_threadpool(
-            server.promise, key, asked.get("seq_id"), lambda: work(asked)
-        )
+        request = await promise(str(asked.get(owner)), asked.get("seq_id"), lambda: work(asked))
         return {"request_id": request}
 
     @app.get("/api/v1/healthz")
@@ -265,6 +231,7 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
 
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(session: str) -> Json:
+        await run_in_threadpool(server.finish, session)
         return {"session_id": session}
 
     @app.post("/api/v1/telemetry")
@@ -275,14 +242,12 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
     async def create_model(request: Request) -> Json:
         asked = await request.json()
 
-        def work() -> Future[Answer]:
-            done: Future[Answer] = Future()
-            done.set_result(server.create_model(asked))
-            return done
-
-        owner = f"{asked['session_id']}:create"
-        number = asked["model_seq_id"]
-        return {"request_id": await run_in_threadpool(server.promise, owner, number, work)}
+        request_id = await promise(
+            f"{asked['session_id']}:create",
+            asked["model_seq_id"],
+            lambda: server.loading.submit(server.create_model, asked),
+        )
+        return {"request_id": request_id}
 
     @app.post("/api/v1/get_info")
     async def get_info(request: Request) -> Json:
@@ -303,10 +268,10 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Json:
         asked = wire.ForwardBackward(await request.body())
-        promise = await run_in_threadpool(
-            server.promise, asked.model_id, asked.seq_id, lambda: server.train(asked)
+        request_id = await promise(
+            asked.model_id, asked.seq_id or None, lambda: server.train(asked)
         )
-        return {"request_id": promise, "model_id": asked.model_id}
+        return {"request_id": request_id, "model_id": asked.model_id}
 
     @app.post("/api/v1/optim_step")
     async def optim_step(request: Request) -> Json:
@@ -322,17 +287,34 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
 
     @app.post("/api/v1/load_weights")
     async def load_weights(request: Request) -> Json:
-        return await promised(await request.json(), "model_id", server.load)
+        asked = await request.json()
+        if asked.get("model_id"):
+            return await promised(asked, "model_id", server.load)
+        # A new model, numbered among the session's as create_model's are.
+        owner = f"{asked['session_id']}:create"
+        return {
+            "request_id": await promise(owner, asked["model_seq_id"], lambda: server.load(asked))
+        }
 
     @app.post("/api/v1/create_sampling_session")
     async def create_sampling_session(request: Request) -> Json:
-        sampler = await run_in_threadpool(server.create_sampler, await request.json())
-        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+        asked = await request.json()
+        request_id = await promise(
+            f"{asked['session_id']}:sampler",
+            asked["sampling_session_seq_id"],
+            lambda: server.loading.submit(server.create_sampler, asked),
+        )
+        answer = await server.promises.answer(request_id)
+        assert not isinstance(answer, bytes)
+        if "error" in answer:
+            # 422 whosever fault it is: the SDK repeats what it gets 500 for, to no avail.
+            raise HTTPException(422, answer["error"])
+        return answer
 
     @app.get("/api/v1/samplers/{sampler}")
     async def get_sampler(sampler: str) -> Json:
-        client, uri = server.sampler(sampler)
-        return {"sampler_id": sampler, "base_model": client.get_base_model(), "model_path": uri}
+        base_model, uri = server.samplers.describe(sampler)
+        return {"sampler_id": sampler, "base_model": base_model, "model_path": uri}
 
     @app.post("/api/v1/asample")
     async def sample(request: Request) -> Json:
@@ -343,7 +325,14 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
 
     @app.post("/api/v1/retrieve_future", response_model=None)
     async def retrieve_future(request: Request) -> Response | Json:
-        return await server.retrieve((await request.json())["request_id"])
+        asked = (await request.json())["request_id"]
+        try:
+            answer = await server.promises.answer(asked, _POLL_SECONDS)
+        except TimeoutError:
+            return {"type": "try_again", "request_id": asked, "queue_state": "active"}
+        if isinstance(answer, bytes):
+            return Response(answer, media_type=wire.PROTOBUF)
+        return answer
 
     return app
 
@@ -358,7 +347,8 @@ def _last(response: SampleResponse, count: int | None) -> SampleResponse:
     scores = response.prompt_logprobs
     if count is None or scores is None:
         return response
-    return SampleResponse(response.sequences, [None] * (len(scores) - count) + scores[-count:])
+    start = max(len(scores) - count, 0)
+    return SampleResponse(response.sequences, [None] * start + scores[start:])
 
 
 def _folder_name(model_id: str) -> str:

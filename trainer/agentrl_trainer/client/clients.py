@@ -30,7 +30,7 @@ from agentrl_trainer.client.backend import (
     ServiceBackend,
     TrainingBackend,
 )
-from agentrl_trainer.client.futures import APIFuture, gather, map_future
+from agentrl_trainer.client.futures import APIFuture, gather, map_future, wait
 from agentrl_trainer.client.types import (
     AdamParams,
     Array,
@@ -73,7 +73,7 @@ class SamplingClient(_Made):
 
     def result(self, timeout: float | None = None) -> Self:
         """Waits for its weights. Sampling may be asked for before."""
-        self._backend.ready.result(timeout)
+        wait(self._backend.ready, timeout)
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -475,7 +475,7 @@ class ServiceClient:
 
     def close(self) -> None:
         """End the threads. What was asked for is done before; clients are of no use after."""
-        self._backend.close()
+        self._backend.close(None)
 
     def __enter__(self) -> Self:
         return self
@@ -486,7 +486,7 @@ class ServiceClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._backend.close(error)
 
 
 def tokens_of(prompt: Prompt) -> list[int]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -29,14 +28,11 @@ class APIFuture(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Raises TimeoutError after ``timeout`` seconds; the operation goes on then."""
-        if getattr(_here, "forbidden", False) and not self._future.done():
-            raise RuntimeError(
-                "a loss function may not wait for another operation: it would wait for itself"
-            )
-        return self._future.result(timeout)
+        return wait(self._future, timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - as Tinker
         """``result``, without blocking the event loop."""
+        _refuse_waiting_for_itself(self._future)
         waiting = asyncio.shield(asyncio.wrap_future(self._future))
         return await asyncio.wait_for(waiting, timeout)
 
@@ -55,14 +51,59 @@ class APIFuture(Generic[T]):
         return self._future.done()
 
 
-@contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """On the thread that does the operations: there a wait for one would never end."""
-    _here.forbidden = True
-    try:
-        yield
-    finally:
-        _here.forbidden = False
+class Worker:
+    """One thread that does operations in order. There, a wait for one of them would never end."""
+
+    def __init__(self, name: str) -> None:
+        self._token = object()
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix=name, initializer=_work_for, initargs=(self._token,)
+        )
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future = self._executor.submit(work)
+        setattr(future, _WORKER, self._token)
+        return future
+
+    def shutdown(self) -> None:
+        """When everything that was asked for is done."""
+        self._executor.shutdown()
+
+
+def wait(future: Future[T], timeout: float | None = None) -> T:
+    """The result; RuntimeError on the thread of the worker that has yet to compute it."""
+    _refuse_waiting_for_itself(future)
+    return future.result(timeout)
+
+
+def follows(future: Future[T], *sources: Future[Any]) -> Future[T]:
+    """``future``, which cannot be done before ``sources`` are: ``wait`` then knows."""
+    setattr(future, _SOURCES, sources)
+    future.add_done_callback(lambda done: setattr(done, _SOURCES, ()))
+    return future
+
+
+_WORKER, _SOURCES = "_agentrl_worker", "_agentrl_sources"
+
+
+def _work_for(token: object) -> None:
+    _here.worker = token
+
+
+def _refuse_waiting_for_itself(future: Future[Any]) -> None:
+    here = getattr(_here, "worker", None)
+    if here is not None and _needs(future, here):
+        raise RuntimeError(
+            "a loss function may not wait for another operation: it would wait for itself"
+        )
+
+
+def _needs(future: Future[Any], worker: object) -> bool:
+    if future.done():
+        return False
+    if getattr(future, _WORKER, None) is worker:
+        return True
+    return any(_needs(source, worker) for source in getattr(future, _SOURCES, ()))
 
 
 def map_future(future: Future[S], convert: Callable[[S], T]) -> Future[T]:
@@ -76,7 +117,7 @@ def gather(futures: Sequence[Future[T]]) -> Future[list[T]]:
 
 
 def _follow(futures: Sequence[Future[S]], convert: Callable[[list[S]], T]) -> Future[T]:
-    whole: Future[T] = Future()
+    whole: Future[T] = follows(Future(), *futures)
     whole.set_running_or_notify_cancel()
 
     def finish() -> None:

@@ -90,8 +90,14 @@ class HostedService:
     def restore_checkpoint(self, root: Path) -> Future[Restored]:
         _local_only("restore_checkpoint", "load_state")
 
-    def close(self) -> None:
-        self._service.close()
+    def close(self, error: BaseException | None) -> None:
+        if error is None:
+            done = self._service.close("success")
+        elif isinstance(error, KeyboardInterrupt):
+            done = self._service.close("interrupted")
+        else:
+            done = self._service.close("errored", f"{type(error).__name__}: {error}")
+        done.result()
 
 
 class HostedTraining:
@@ -250,7 +256,8 @@ def _samples(done: Any) -> SampleResponse:
 
 
 def _concurrent(made: Any) -> Future[Any]:
-    return made if isinstance(made, Future) else made.future()
+    # The SDK's own future first: for now it is a Future too, which warns when used as one.
+    return made.future() if hasattr(made, "future") else made
 
 
 def _local_only(what: str, instead: str) -> NoReturn:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from agentrl_trainer.checkpoint import (
     save_checkpoint,
 )
 from agentrl_trainer.client.backend import CustomLoss, Data
-from agentrl_trainer.client.futures import map_future, waiting_forbidden
+from agentrl_trainer.client.futures import Worker, follows, map_future, wait
 from agentrl_trainer.client.rows import check_loss, outputs, to_rows
 from agentrl_trainer.client.types import (
     AdamParams,
@@ -87,7 +87,7 @@ class LocalBase:
         self.name = name
         self._load = partial(load_base, name, device=device, dtype=dtype, load_in_4bit=load_in_4bit)
         self._learner_options = learner_options
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"agentrl-train-{name}")
+        self._worker = Worker(f"agentrl-train-{name}")
         self._lock = threading.Lock()
         self._training: BaseModel | None = None
         self._engine: SamplerEngine | None = None
@@ -98,12 +98,7 @@ class LocalBase:
 
     def run(self, work: Callable[[], T]) -> Future[T]:
         """In its turn, on the base's thread."""
-
-        def guarded() -> T:
-            with waiting_forbidden():
-                return work()
-
-        return self._worker.submit(guarded)
+        return self._worker.submit(work)
 
     @property
     def training(self) -> BaseModel:
@@ -157,6 +152,12 @@ class LocalBase:
         sampler.load_adapter(name, 1, folder).result()
         return name
 
+    def unload(self, name: str) -> None:
+        """Forget served weights. Takes no lock: finalizers call it, whatever their thread holds."""
+        if self._engine is not None:
+            with contextlib.suppress(RequestError):  # the sampler has ended
+                self._engine.unload_adapter(name)
+
     def close(self) -> None:
         self._worker.shutdown()
         if self._engine is not None:
@@ -177,6 +178,7 @@ class LocalService:
         self._where = (device, dtype, load_in_4bit, learner_options)
         self._bases: dict[str, LocalBase] = {}
         self._names: set[str] = set()
+        self._made = 0
         self._lock = threading.Lock()
 
     def base(self, name: str) -> LocalBase:
@@ -189,20 +191,26 @@ class LocalService:
         base = self.base(base_model)
         base.training  # noqa: B018 - a name that is no model's fails here, not in a future
         with self._lock:
-            name = name or f"model-{len(self._names) + 1}"
+            self._made += 1
+            name = name or f"model-{self._made}"
             _check_name(name)
             if "." in name:
                 raise ValueError(f"name: {name!r} may not have dots")
             if name in self._names:
                 raise ValueError(f"name: {name!r} is taken by another client of this service")
             self._names.add(name)
-        return LocalTraining(base, name, self.folder / name, options)
+        try:
+            return LocalTraining(base, name, self.folder / name, options)
+        except BaseException:
+            with self._lock:
+                self._names.discard(name)
+            raise
 
     def train_from(self, path: str, *, optimizer: bool, name: str | None) -> LocalTraining:
         meta = _state(path).meta
         saved = {**meta["lora"], "user_metadata": None}
         client = self.train(meta["base_model"], LoraOptions(**saved), name)
-        client.load_state(path, optimizer).result()
+        wait(client.load_state(path, optimizer))
         return client
 
     def sampler(self, model_path: str | None, base_model: str | None) -> LocalSampling:
@@ -252,7 +260,7 @@ class LocalService:
             raise ValueError(f"a checkpoint is of one base model; this has {[*self._bases]}")
         return next(iter(self._bases.values()))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None) -> None:
         for base in self._bases.values():
             base.close()
 
@@ -281,9 +289,12 @@ class LocalTraining:
         )
         targets = _targets(base.linears, options)
         seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-        base.run(
-            lambda: base.add_adapter(name, options.rank, options.alpha, targets, seed)
-        ).result()
+        added = base.run(lambda: base.add_adapter(name, options.rank, options.alpha, targets, seed))
+        try:
+            wait(added)
+        except BaseException:
+            added.cancel()  # where nobody waits, nobody wants it
+            raise
 
     @property
     def learner(self) -> Learner:
@@ -465,7 +476,7 @@ class LocalSampling:
         check_params(ours)
         if not prompt_logprobs:
             return self._submitted(sampler, prompt, ours)
-        whole: Future[SampleResponse] = Future()
+        whole: Future[SampleResponse] = self._future()
         scored = self.logprobs([prompt])
 
         def with_scores(done: Future[SampleResponse]) -> None:
@@ -483,7 +494,7 @@ class LocalSampling:
     def _submitted(
         self, sampler: SamplerEngine, prompt: list[int], params: SampleParams
     ) -> Future[SampleResponse]:
-        gathering = _Gathering(params, self)
+        gathering = _Gathering(params, self, self._future())
 
         def submit(name: Future[str | None]) -> None:
             try:
@@ -496,7 +507,7 @@ class LocalSampling:
 
     def logprobs(self, rows: Sequence[list[int]]) -> Future[list[list[float | None]]]:
         sampler = self.base.sampler
-        whole: Future[list[list[float | None]]] = Future()
+        whole: Future[list[list[float | None]]] = self._future()
 
         def score(name: Future[str | None]) -> None:
             try:
@@ -515,6 +526,12 @@ class LocalSampling:
         self._name.add_done_callback(score)
         return whole
 
+    def _future(self) -> Future[Any]:
+        """Of something that needs the weights; it cannot be cancelled."""
+        future = follows(Future[Any](), self._name)
+        future.set_running_or_notify_cancel()
+        return future
+
     def tokenizer(self) -> Any:
         return self.base.sampler.base.tokenizer
 
@@ -522,8 +539,10 @@ class LocalSampling:
 class _Gathering:
     """One request's events, until all its sequences have ended."""
 
-    def __init__(self, params: SampleParams, client: LocalSampling) -> None:
-        self.future: Future[SampleResponse] = Future()
+    def __init__(
+        self, params: SampleParams, client: LocalSampling, future: Future[SampleResponse]
+    ) -> None:
+        self.future = future
         # Kept until the samples are there: when it goes its weights are unloaded.
         self._client: LocalSampling | None = client
         self._tokens: list[list[Token]] = [[] for _ in range(params.n)]
@@ -650,13 +669,14 @@ def _state(path: str) -> Checkpoint:
 
 
 def _renamed(state: Mapping[str, Tensor], before: str, after: str) -> dict[str, Tensor]:
-    """``kind/adapter/key`` of another adapter."""
-    parts = {key: key.split("/", 2) for key in state}
-    return {
-        f"{kind}/{after}/{key}": state[whole]
-        for whole, (kind, owner, key) in parts.items()
-        if owner == before
-    }
+    """``kind/owner/key`` of another adapter and its value function (``value.<adapter>``)."""
+    found: dict[str, Tensor] = {}
+    for whole, tensor in state.items():
+        kind, owner, key = whole.split("/", 2)
+        part, dot, adapter = owner.rpartition(".")  # no adapter's name has a dot
+        if adapter == before:
+            found[f"{kind}/{part}{dot}{after}/{key}"] = tensor
+    return found
 
 
 def _unload(base: LocalBase, name: Future[str | None]) -> None:
@@ -665,8 +685,7 @@ def _unload(base: LocalBase, name: Future[str | None]) -> None:
     def unload(done: Future[str | None]) -> None:
         loaded = None if done.exception() is not None else done.result()
         if loaded is not None:
-            with contextlib.suppress(RequestError):  # the sampler has ended
-                base.sampler.unload_adapter(loaded)
+            base.unload(loaded)
 
     name.add_done_callback(unload)
 

@@ -341,8 +341,7 @@ class SamplerEngine:
             self._woken = False
             self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
-            commands = list(self._commands)
-            self._commands.clear()
+            commands = self._taken()
         for command in commands:
             if not command.done.set_running_or_notify_cancel():
                 continue
@@ -354,13 +353,19 @@ class SamplerEngine:
                 command.done.set_result(result)
         return True
 
+    def _taken(self) -> list[_Command]:
+        """The commands so far. One by one: a finalizer on this very thread may add to them."""
+        taken: list[_Command] = []
+        while self._commands:
+            taken.append(self._commands.popleft())
+        return taken
+
     def _close(self) -> None:
         with self._changed:
             self._stopping = True
             left = [*self._scheduler.unfinished(), *self._inbox]
             self._inbox.clear()
-            commands = list(self._commands)
-            self._commands.clear()
+            commands = self._taken()
         why = None if self._died is None else f"the sampler died: {self._died!r}"
         for seq in left:
             self._scheduler.finish(seq, "error" if why else "cancelled", why)
