@@ -160,6 +160,9 @@ class OtherModels:
         """How long the prompt of a Messages request is: by the provider's own count where it has
         one, else LiteLLM's estimate. (Anthropic calls its own an estimate, too.)
 
+        An Anthropic model with an ``api_base`` is estimated: LiteLLM's counter for Anthropic would send its
+        key and the prompt to api.anthropic.com all the same.
+
         Raises:
             ApiError: there are too many requests (429), it took too long (504) or failed (502).
         """
@@ -173,18 +176,24 @@ class OtherModels:
     async def _counted(self, request: OtherRequest, model: OtherModel) -> int:
         import litellm
 
-        said: Mapping[str, Any] = request.chat
-        system = None
-        if model.model.startswith("anthropic/"):
-            said, system = request.raw, request.raw.get("system")
         in_time = asyncio.timeout(model.timeout)
         try:
             async with in_time:
+                own = model.model.startswith("anthropic/")
+                if own and model.api_base is not None:
+                    chat = request.chat
+                    return await asyncio.to_thread(
+                        litellm.token_counter,
+                        model=model.model,
+                        messages=chat["messages"],
+                        tools=chat.get("tools"),
+                    )
+                said: Mapping[str, Any] = request.raw if own else request.chat
                 found = await litellm.acount_tokens(
                     model.model,
                     messages=said["messages"],
                     tools=said.get("tools"),
-                    system=system,
+                    system=said.get("system") if own else None,
                     api_key=model.api_key,
                     api_base=model.api_base,
                 )

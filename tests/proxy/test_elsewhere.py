@@ -330,6 +330,27 @@ def test_tokens_are_counted(gateway: Running, provider: Running) -> None:
     assert recorded(gateway, 0) == provider.sampler.requests == []
 
 
+def test_a_count_goes_to_no_other_address(
+    start: Any, faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LiteLLM's counter for Anthropic knows one address: a key of another one stays here."""
+
+    async def elsewhere(*_: Any, **__: Any) -> None:
+        raise AssertionError("asked api.anthropic.com")
+
+    monkeypatch.setattr("litellm.acount_tokens", elsewhere)
+    upstream = faulty((500, {}))
+    other = OtherModel("anthropic/claude-opus-4-6", upstream.url, SECRET)
+    with claude(start(other_models={"answerer": other})) as api:
+        counted = api.messages.count_tokens(
+            model="answerer",
+            system="Be brief.",
+            messages=[{"role": "user", "content": "word " * 100}],
+        )
+    assert 90 < counted.input_tokens < 160
+    assert upstream.seen == []
+
+
 def test_a_count_has_bounds(start: Any, faulty: Any) -> None:
     """It takes a place, gives it back when its client leaves, and ends with the model's timeout."""
     slow = Event()
