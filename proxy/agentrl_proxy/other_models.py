@@ -160,8 +160,8 @@ class OtherModels:
         """How long the prompt of a Messages request is: by the provider's own count where it has
         one, else LiteLLM's estimate. (Anthropic calls its own an estimate, too.)
 
-        An Anthropic model with an ``api_base`` is estimated: LiteLLM's counter for Anthropic would send its
-        key and the prompt to api.anthropic.com all the same.
+        An Anthropic model with an ``api_base`` is estimated: LiteLLM's counter would send its key
+        and the prompt to api.anthropic.com all the same.
 
         Raises:
             ApiError: there are too many requests (429), it took too long (504) or failed (502).
