@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 TORCH := torch==2.13.0
 DEMO_RUN ?= hello
 # Two files of tests at a time: most of them wait for processes they have started.
-PYTEST ?= -n 2 --dist loadfile
+PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo examples test check lock clean help
 .DEFAULT_GOAL := help

@@ -633,7 +633,7 @@ async def test_a_vanished_client_cancels(
     assert (call.state, call.skip_reason) == (CallState.CANCELLED, SkipReason.NOT_TRAINABLE_MODEL)
     assert call.response is not None  # the part that had come
     assert call.params["usage_unknown"] == "the answer did not come to its end"
-    assert gateway.stats["in_flight"] == 0
+    wait_until(lambda: gateway.stats["in_flight"] == 0)
     assert gateway.store.accounting(gateway.run_id).adds_up
 
 

@@ -333,6 +333,7 @@ def test_postgresql_takes_what_sqlite_takes(start: Any, http: httpx.Client, post
     spent = gateway.store.spent(gateway.claims[0].attempt_id)
     assert spent[0] == len(gateway.calls(gateway.claims[0]))
     assert spent[1] > spent[0] > 10
+    assert sum(gateway.store.continuity(gateway.run_id)[gateway.claims[0].rollout_id].values()) > 10
 
 
 def test_everything_accepted_is_recorded(gateway: Running) -> None:

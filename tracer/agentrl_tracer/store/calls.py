@@ -45,20 +45,14 @@ _SET_PROXIED = (
 _LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(
     t.calls.c.attempt_id == sa.bindparam("attempt_id")
 )
-# Token ids are blobs of four bytes each; the choices of a request share its prompt, and what
-# somebody else's model is said to have used (a legacy completion's prompts have n choices each).
-_FIRST = t.calls.c.choice % sa.func.coalesce(t.calls.c.params["n"].as_integer(), 1) == 0
-_USED = sa.func.coalesce(t.calls.c.params["usage"]["total_tokens"].as_integer(), 0)
-_SPENT = sa.select(
-    sa.func.count(),
-    sa.func.coalesce(
-        sa.func.sum(
-            sa.func.length(t.calls.c.response_ids)
-            + sa.case((_FIRST, sa.func.length(t.calls.c.prompt_ids) + 4 * _USED), else_=0)
-        ),
-        0,
-    ),
+# JSON is read in Python: PostgreSQL extracts nothing from a document that has a NUL anywhere.
+_SIZES = sa.select(
+    t.calls.c.choice,
+    t.calls.c.params,
+    sa.func.length(t.calls.c.prompt_ids),
+    sa.func.length(t.calls.c.response_ids),
 ).where(t.calls.c.attempt_id == sa.bindparam("attempt_id"))
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +129,14 @@ class CallStore:
     def spent(self, attempt_id: str) -> tuple[int, int]:
         """How many calls an attempt has made, and how many tokens they used, prompts included."""
         with self.db.read() as c:
-            calls, size = c.execute(_SPENT, {"attempt_id": attempt_id}).one()
-        return calls, int(size) // 4
+            rows = c.execute(_SIZES, {"attempt_id": attempt_id}).all()
+        tokens = 0
+        for choice, params, prompt, response in rows:
+            tokens += response // _TOKEN_BYTES
+            if choice % (params.get("n") or 1) == 0:  # the choices of a prompt share it
+                usage = params.get("usage") or {}  # of other models, which tell no ids
+                tokens += prompt // _TOKEN_BYTES + (usage.get("total_tokens") or 0)
+        return len(rows), tokens
 
     def _keep(self, c: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
         dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]
@@ -180,25 +180,20 @@ class CallStore:
         not, or (beside ``continued``) why not with the last reply in it; see
         agentrl_proxy.continuity.Branch. Calls to other models have no prompt here.
         """
-        params = t.calls.c.params
-        continued, branched = params["continued"].as_boolean(), params["branched"].as_string()
-        query = (
-            sa.select(t.calls.c.rollout_id, continued, branched, sa.func.count())
-            .where(
-                t.calls.c.run_id == run_id,
-                t.calls.c.rollout_id.is_not(None),
-                t.calls.c.choice == 0,
-                params["continued"].as_string().is_not(None),
-            )
-            .group_by(t.calls.c.rollout_id, continued, branched)
+        query = sa.select(t.calls.c.rollout_id, t.calls.c.params).where(
+            t.calls.c.run_id == run_id,
+            t.calls.c.rollout_id.is_not(None),
+            t.calls.c.choice == 0,
         )
         found: dict[str, dict[str, int]] = {}
         with self.db.read() as c:
-            for rollout_id, was_continued, why, count in c.execute(query):
+            for rollout_id, params in c.execute(query):
+                if params.get("continued") is None:
+                    continue
                 counts = found.setdefault(rollout_id, {})
-                for name in ("continued" if was_continued else None, why):
+                for name in ("continued" if params["continued"] else None, params.get("branched")):
                     if name is not None:
-                        counts[name] = counts.get(name, 0) + count
+                        counts[name] = counts.get(name, 0) + 1
         return found
 
     def spans(self, rollout_id: str) -> list[Span]:
