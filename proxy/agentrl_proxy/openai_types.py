@@ -164,12 +164,8 @@ def read_object(body: bytes) -> dict[str, Any]:
     return raw
 
 
-def parse_chat_request(body: bytes) -> ChatRequest:
-    """The request in a body, or an ApiError that names the field that is wrong."""
-    return chat_request(read_object(body))
-
-
 def chat_request(raw: dict[str, Any]) -> ChatRequest:
+    """The checked request, or an ApiError that names the field that is wrong."""
     for name in raw.keys() & _FIELDS.keys():
         value = raw[name]
         if value is not None and not _FIELDS[name][0](value):

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import httpx
 import jsonschema
 import openai
-import orjson
 import pytest
 import torch
 from family_templates import FAMILIES
@@ -25,7 +24,7 @@ from agentrl_proxy.app import create_app
 from agentrl_proxy.constraints import Constraints, probe_tool_form
 from agentrl_proxy.deps import GatewayDeps
 from agentrl_proxy.errors import ApiError
-from agentrl_proxy.openai_types import parse_chat_request
+from agentrl_proxy.openai_types import chat_request
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.server import serving
 from agentrl_tracer.schemas import Call, NewRollout, Purpose
@@ -365,7 +364,7 @@ def test_developer_is_system(live: Live) -> None:
 
 
 def _request(**body: Any) -> Any:
-    return parse_chat_request(orjson.dumps({"model": "m", "messages": ASKED, **body}))
+    return chat_request({"model": "m", "messages": ASKED, **body})
 
 
 LLAMA = """{%- for m in messages -%}
