@@ -93,6 +93,9 @@ class InstantSampler:
 
 def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     """The gateway's process."""
+    from agentrl.gateway import import_gateway
+
+    import_gateway()
     from transformers import AutoTokenizer
 
     from agentrl_proxy.app import create_app

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+import orjson
+
 from agentrl_proxy.continuity import Conversations
 
 MAX_ATTEMPTS = 10_000
@@ -26,21 +28,12 @@ RETRY_WITHIN_S = 90.0  # clients that were refused come back sooner, or not at a
 
 @dataclass(slots=True)
 class Answer:
-    """One request of an attempt, being answered or answered."""
+    """One request of an attempt, being answered."""
 
     key: bytes
     done: asyncio.Future[dict[str, Any]]
     waiting: int = 0  # retries that wait for it: it must then outlive its own client
     claims: int = 0  # retries that have ever waited for it
-
-
-@dataclass(slots=True)
-class _Same:
-    """Identical requests. Each is a sample of its own, and a retry is a retry of one of them."""
-
-    running: list[Answer] = field(default_factory=list[Answer])  # oldest first
-    latest: Answer | None = None  # answered
-    unanswered: list[float] = field(default_factory=list[float])  # when each failed or was refused
 
 
 @dataclass(slots=True)
@@ -61,7 +54,17 @@ class Attempt:
     patience: float = QUIET_S  # how long it has to be quiet to be looked at
     spent: Spent | None = None  # None: not asked the store yet
     conversations: Conversations = field(default_factory=Conversations)
-    same: OrderedDict[bytes, _Same] = field(default_factory=OrderedDict[bytes, _Same])
+    # By what was asked. Identical requests are samples of their own; a retry is one of theirs.
+    _running: dict[bytes, list[Answer]] = field(default_factory=dict[bytes, list[Answer]])
+    _unanswered: dict[bytes, list[float]] = field(default_factory=dict[bytes, list[float]])
+    """When each failed or was refused."""
+    _answered: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict[bytes, bytes])
+    """The last answer of each, as JSON: its objects would take three times that."""
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return sum(map(len, self._running.values()))
 
     async def take_seq(self, first: Callable[[], Awaitable[int]]) -> int:
         """The next number in the order of acceptance; ``first`` asks the store where to begin."""
@@ -73,61 +76,74 @@ class Attempt:
         self.next_seq = seq + 1
         return seq
 
-    def earlier(self, body: bytes, idempotency_key: str | None = None) -> Answer | None:
-        """What a marked retry of this body is a retry of; None: it has to be sampled.
+    async def earlier(
+        self, body: bytes, idempotency_key: str | None = None
+    ) -> dict[str, Any] | None:
+        """The answer that a marked retry of this body asks for again, waited for if on its way.
 
-        With an idempotency key there is one request it can be. Without, several identical ones
-        may be about, and the retry belongs to one whose client got no answer. In that order: one
-        that failed or was refused (then it is sampled anew), one that runs (the oldest that no
-        other retry waits for), and the last one answered, whose answer may have been lost.
+        With an idempotency key there is one request it can be a retry of. Without, several
+        identical ones may be about, and the retry belongs to one whose client got no answer. In
+        that order: one that failed or was refused, one that runs (the oldest that no other retry
+        waits for), and the last one answered, whose answer may have been lost.
+
+        Returns:
+            None: it has to be sampled.
         """
-        same = self.same.get(_key(body, idempotency_key))
-        if same is None:
+        key = _key(body, idempotency_key)
+        if self._take_unanswered(key):
             return None
-        now = time.monotonic()
-        same.unanswered = [at for at in same.unanswered if now - at < RETRY_WITHIN_S]
-        if same.unanswered:
-            same.unanswered.pop(0)
-            return None
-        if same.running:
-            return min(same.running, key=lambda answer: (answer.waiting, answer.claims))
-        return same.latest
+        running = self._running.get(key)
+        if running:
+            return await _shared(min(running, key=lambda answer: (answer.waiting, answer.claims)))
+        packed = self._answered.get(key)
+        return None if packed is None else orjson.loads(packed)
 
     def begin(self, body: bytes, idempotency_key: str | None = None) -> Answer:
         answer = Answer(_key(body, idempotency_key), asyncio.get_running_loop().create_future())
-        self._same(answer.key).running.append(answer)
+        self._running.setdefault(answer.key, []).append(answer)
         return answer
 
     def answered(self, answer: Answer, response: dict[str, Any]) -> None:
-        same = self._same(answer.key)
-        if answer in same.running:
-            same.running.remove(answer)
-        same.latest = answer
+        """From now on its retries get this response."""
+        self._end(answer)
         answer.done.set_result(response)
+        # A copy: orjson's bytes keep the buffer of 8 KB that they were written into.
+        self._answered[answer.key] = bytes(memoryview(orjson.dumps(response)))
+        self._answered.move_to_end(answer.key)
+        if len(self._answered) > MAX_ANSWERS:
+            self._answered.popitem(last=False)
 
     def abandon(self, answer: Answer) -> None:
         """It failed or was cancelled: a retry samples again."""
-        same = self._same(answer.key)
-        if answer in same.running:
-            same.running.remove(answer)
+        self._end(answer)
         if not answer.done.done():
             answer.done.cancel()
             if not answer.waiting:  # else its retry is here already
-                same.unanswered.append(time.monotonic())
+                self._to_be_retried(answer.key)
 
     def refused(self, body: bytes, idempotency_key: str | None) -> None:
         """It was told to come back: its retry must not be taken for another's."""
-        self._same(_key(body, idempotency_key)).unanswered.append(time.monotonic())
+        self._to_be_retried(_key(body, idempotency_key))
 
-    def _same(self, key: bytes) -> _Same:
-        same = self.same.get(key)
-        if same is None:
-            same = self.same[key] = _Same()
-            if len(self.same) > MAX_ANSWERS:
-                self.same.popitem(last=False)
-        else:
-            self.same.move_to_end(key)
-        return same
+    def _end(self, answer: Answer) -> None:
+        running = self._running.get(answer.key, [])
+        if answer in running:
+            running.remove(answer)
+            if not running:
+                del self._running[answer.key]
+
+    def _to_be_retried(self, key: bytes) -> None:
+        self._unanswered.setdefault(key, []).append(time.monotonic())
+        if len(self._unanswered) > MAX_ANSWERS:
+            del self._unanswered[next(iter(self._unanswered))]
+
+    def _take_unanswered(self, key: bytes) -> bool:
+        """Whether such a request got no answer lately. Its retry takes its place."""
+        now = time.monotonic()
+        recent = [at for at in self._unanswered.pop(key, ()) if now - at < RETRY_WITHIN_S]
+        if len(recent) > 1:
+            self._unanswered[key] = recent[1:]
+        return bool(recent)
 
 
 class Attempts:
@@ -173,6 +189,20 @@ class Attempts:
             if not expired or oldest.in_flight:
                 return
             del self._by_id[attempt_id]
+
+
+async def _shared(answer: Answer) -> dict[str, Any] | None:
+    """The response of a request that another client began; None: it failed."""
+    answer.waiting += 1
+    answer.claims += 1
+    try:
+        return await asyncio.shield(answer.done)
+    except asyncio.CancelledError:
+        if answer.done.cancelled():
+            return None
+        raise
+    finally:
+        answer.waiting -= 1
 
 
 def _key(body: bytes, idempotency_key: str | None) -> bytes:

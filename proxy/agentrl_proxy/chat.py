@@ -159,7 +159,7 @@ class ChatService:
             heading = wire.Heading(new_id(request.dialect.id_prefix), request.model)
             heading.prompt_tokens = len(prompt.ids)
         else:
-            prompt = Prompt(bare.ids, [], Key(b"", b"", adapter), continued=False)
+            prompt = Prompt(bare.ids, [], Key(b"", b"", adapter), goes_on=None)
             heading = bare.heading
         params = self._params(request, caller, len(prompt.ids))
         if constraint is not None:
@@ -235,20 +235,8 @@ class ChatService:
         # The client closed the connection of the request that it repeats: let that be seen first.
         await asyncio.sleep(0)
         memory = self._attempts.get(caller.attempt.attempt_id)
-        answer = memory.earlier(body, headers.get("idempotency-key"))
-        if answer is None:
-            return None
-        answer.waiting += 1
-        answer.claims += 1
-        try:
-            response = await asyncio.shield(answer.done)
-        except asyncio.CancelledError:
-            if answer.done.cancelled():  # the first request failed: sample anew
-                return None
-            raise
-        finally:
-            answer.waiting -= 1
-        self.stats.replayed += 1
+        response = await memory.earlier(body, headers.get("idempotency-key"))
+        self.stats.replayed += response is not None
         return response
 
     def _params(self, request: ChatRequest, caller: Caller, prompt_tokens: int) -> SamplingParams:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -25,7 +26,7 @@ import orjson
 from agentrl_proxy.rendering import Message, Renderer
 
 MAX_CONVERSATIONS = 256  # per attempt; least recently used go first
-MAX_TOKENS = 2_000_000  # per attempt, four bytes each
+MAX_TOKENS = 2_000_000  # per attempt, four bytes each; those that turns share count for each
 
 
 class Branch(StrEnum):
@@ -54,6 +55,34 @@ class Key:
         return Key(_extend(self.messages, message), self.tools, self.adapter)
 
 
+class Said:
+    """The tokens of a remembered conversation: those of the one it goes on from, and its own.
+
+    So the turns of a conversation are held once, however long it gets.
+    """
+
+    __slots__ = ("_before", "_own", "length")
+
+    def __init__(self, ids: Sequence[int], before: Said | None = None) -> None:
+        """``ids``: all tokens. They begin with those of ``before``."""
+        shared = 0 if before is None else before.length
+        self._before = before
+        self._own = array("i", ids[shared:])
+        self.length = len(ids)
+
+    @property
+    def own_length(self) -> int:
+        return len(self._own)
+
+    def ids(self) -> list[int]:
+        parts: list[array[int]] = []
+        said: Said | None = self
+        while said is not None:
+            parts.append(said._own)
+            said = said._before
+        return list(chain.from_iterable(reversed(parts)))
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What the sampler gets, and what is needed to remember its reply."""
@@ -61,42 +90,46 @@ class Prompt:
     ids: list[int]
     messages: list[Message]  # normalised
     key: Key
-    continued: bool  # exact tokens of an earlier call, plus a delta
+    goes_on: Said | None  # it begins with these exact tokens of an earlier call; None: with no such
     branched: Branch | None = None
     """None: it goes on from the last reply in it. Both may hold: an edit far down keeps what was
     before it."""
     opened: bool = True  # it ends with the template's generation prompt
+
+    @property
+    def continued(self) -> bool:
+        return self.goes_on is not None
 
 
 class Conversations:
     """What one attempt's conversations were, token for token. Bounded."""
 
     def __init__(self) -> None:
-        self._tokens: OrderedDict[Key, array[int]] = OrderedDict()
+        self._said: OrderedDict[Key, Said] = OrderedDict()
         self._total = 0
         # Only to say why a conversation branched.
         self._said_with: dict[bytes, Key] = {}
         self._asked: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._said)
 
-    def put(self, key: Key, ids: Sequence[int]) -> None:
-        old = self._tokens.pop(key, None)
-        self._total += len(ids) - (0 if old is None else len(old))
-        self._tokens[key] = array("i", ids)
+    def put(self, key: Key, said: Said) -> None:
+        old = self._said.pop(key, None)
+        self._total += said.length - (0 if old is None else old.length)
+        self._said[key] = said
         self._said_with[key.messages] = key
-        while self._tokens and (len(self._tokens) > MAX_CONVERSATIONS or self._total > MAX_TOKENS):
-            dropped, tokens = self._tokens.popitem(last=False)
-            self._total -= len(tokens)
-            if self._said_with.get(dropped.messages) == dropped:
-                del self._said_with[dropped.messages]
+        while self._said and (len(self._said) > MAX_CONVERSATIONS or self._total > MAX_TOKENS):
+            key, said = self._said.popitem(last=False)
+            self._total -= said.length
+            if self._said_with.get(key.messages) == key:
+                del self._said_with[key.messages]
 
-    def get(self, key: Key) -> array[int] | None:
-        ids = self._tokens.get(key)
-        if ids is not None:
-            self._tokens.move_to_end(key)
-        return ids
+    def get(self, key: Key) -> Said | None:
+        said = self._said.get(key)
+        if said is not None:
+            self._said.move_to_end(key)
+        return said
 
     def asked(self, key: Key) -> None:
         self._asked[key.messages] = None
@@ -125,28 +158,28 @@ def render_prompt(
     opened = text.endswith(renderer.generation_prompt)
     keys = _keys(normal, tools, adapter)
 
-    def made(ids: list[int], continued: bool, branched: Branch | None) -> Prompt:
-        return Prompt(ids, normal, keys[-1], continued, branched, opened)
+    def made(ids: list[int], goes_on: Said | None, branched: Branch | None) -> Prompt:
+        return Prompt(ids, normal, keys[-1], goes_on, branched, opened)
 
     if conversations is None:
-        return made(renderer.encode(text), False, Branch.NO_ROLLOUT)
+        return made(renderer.encode(text), None, Branch.NO_ROLLOUT)
     if not len(conversations):
-        return made(renderer.encode(text), False, Branch.FIRST_CALL)
+        return made(renderer.encode(text), None, Branch.FIRST_CALL)
     # The longest remembered beginning. It ends with an assistant's reply.
     ends = [i for i in range(len(normal), 0, -1) if normal[i - 1]["role"] == "assistant"]
     if not ends:
-        return made(renderer.encode(text), False, Branch.NEW_CONVERSATION)
+        return made(renderer.encode(text), None, Branch.NEW_CONVERSATION)
     for count in ends:
         known = conversations.get(keys[count])
         if known is None:
             continue
-        ids = _continue(renderer, known, normal[:count], tools, text)
+        ids = _continue(renderer, known.ids(), normal[:count], tools, text)
         if ids is not None:
             branched = None
             if count != ends[0]:
                 branched = _reason(conversations, normal, keys, ends)
-            return made(ids, True, branched)
-    return made(renderer.encode(text), False, _reason(conversations, normal, keys, ends))
+            return made(ids, known, branched)
+    return made(renderer.encode(text), None, _reason(conversations, normal, keys, ends))
 
 
 def remember_reply(
@@ -173,12 +206,12 @@ def remember_reply(
         kept.pop()  # the turn's end is written by the template, see _continue
     normal = renderer.normalise([reply])[0]
     conversations.asked(prompt.key)
-    conversations.put(prompt.key.then(normal), [*prompt.ids, *kept])
+    conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.goes_on))
 
 
 def _continue(
     renderer: Renderer,
-    known: array[int],
+    known: list[int],
     beginning: list[Message],
     tools: list[dict[str, Any]] | None,
     whole: str,

@@ -15,6 +15,7 @@ from agentrl_proxy.continuity import (
     Branch,
     Conversations,
     Key,
+    Said,
     remember_reply,
     render_prompt,
 )
@@ -219,12 +220,21 @@ def test_a_template_that_rewrites_history_is_respected(tokenizer: Any) -> None:
         assert after.ids == renderer.render(more)
 
 
+def test_turns_hold_their_tokens_once() -> None:
+    turns = [Said(range(1000))]
+    for turn in range(1, 500):
+        turns.append(Said(range(1000 + 10 * turn), turns[-1]))
+    assert turns[-1].ids() == [*range(1000 + 10 * 499)]
+    assert turns[7].ids() == [*range(1070)]
+    assert {turn.own_length for turn in turns[1:]} == {10}
+
+
 def test_memory_is_bounded() -> None:
     known = Conversations()
     keys = [Key(str(i).encode(), b"", None) for i in range(1000)]
     for key in keys:
         known.asked(key)
-        known.put(key, range(10))
+        known.put(key, Said(range(10)))
     assert len(known) <= 256
     assert known.get(keys[999]) is not None
     assert known.said_with(keys[999].messages) == keys[999]
@@ -232,5 +242,5 @@ def test_memory_is_bounded() -> None:
     assert known.get(keys[0]) is None
     assert known.said_with(keys[0].messages) is None
     assert not known.was_asked(keys[0].messages)
-    known.put(Key(b"huge", b"", None), range(3_000_000))
+    known.put(Key(b"huge", b"", None), Said(range(3_000_000)))
     assert len(known) == 0
