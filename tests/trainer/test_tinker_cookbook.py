@@ -13,11 +13,9 @@ be compared here. Where the two differ by design, the test says so and checks th
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -47,6 +45,7 @@ from agentrl_trainer.schedules import default_learning_rate, schedule_factor
 from agentrl_trainer.step import StepBatch, StepSettings, assemble, normalize_lengths
 from agentrl_trainer.trajectories import Rules
 from agentrl_trainer.values import with_gae
+from peer import Ask, peer
 
 PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
 pytestmark = [
@@ -58,40 +57,14 @@ pytestmark = [
 ]
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 SETTINGS = StepSettings(adapters=frozenset({"policy"}), max_length=10_000)
-Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """``ask(function, **arguments)`` of tinker_cookbook_formulas.py: one process, for importing the
-    cookbook takes seconds."""
     assert PYTHON is not None
-    home = tmp_path_factory.mktemp("cookbook")
-    log = home / "log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [PYTHON, str(Path(__file__).with_name("tinker_cookbook_formulas.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "HOME": str(home)},
-            cwd=home,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def ask(function: str, **arguments: Any) -> Any:
-            process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            assert answer, log.read_text()
-            return json.loads(answer)
-
+    script = Path(__file__).with_name("tinker_cookbook_formulas.py")
+    with peer(PYTHON, script, tmp_path_factory.mktemp("cookbook")) as ask:
         yield ask
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(timeout=30)
 
 
 @pytest.fixture
@@ -348,7 +321,9 @@ def test_a_turn_that_does_not_train_stays_as_context(ask: Ask) -> None:
     theirs = [as_row(one) for one in ask("training_data", groups=made)]
     # They leave the sampler's log-probs where the mask is off; ours are 0 there.
     cleaned = [
-        replace(row, logprobs=[q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)])
+        replace(
+            row, logprobs=[q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)]
+        )
         for row in theirs
     ]
     assert cleaned != theirs
