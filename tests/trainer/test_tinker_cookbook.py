@@ -50,6 +50,7 @@ from peer import Ask, peer
 PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
 pytestmark = [
     pytest.mark.tinker,
+    pytest.mark.timeout(400),  # on a busy machine the import alone can take minutes
     pytest.mark.skipif(
         PYTHON is None,
         reason="AGENTRL_TEST_TINKER_PYTHON names no Python with tinker and tinker-cookbook",
@@ -669,16 +670,15 @@ def test_learning_rates_fall_as_theirs(ask: Ask, name: Any, steps: int) -> None:
     ("model", "parameters"),
     [("Qwen/Qwen3-4B-Instruct-2507", 4e9), ("Qwen/Qwen3-8B", 8e9), ("Qwen/Qwen3-32B", 32e9)],
 )
-def test_our_default_learning_rate_is_the_more_careful_one(
+def test_our_default_learning_rate_is_that_of_their_rl_loop(
     ask: Ask, model: str, parameters: float
 ) -> None:
-    """A difference by design: theirs is 10 times a rate for supervised fine-tuning, and hardly
-    falls with size (hidden size ** -0.08 for Qwen); ours is the usual one of reinforcement
-    learning, and falls with the number of parameters."""
-    theirs = ask("learning_rate", model=model)
-    assert theirs["over_full"] == 10.0
-    ratio = theirs["lr"] / default_learning_rate(int(parameters))
-    assert 10 < ratio < 35
+    """A difference by design: what get_lr recommends is a rate of supervised fine-tuning, which
+    hardly falls with size (hidden size ** -0.08 for Qwen). Their own RL loop takes a tenth of it,
+    and so do we; ours falls with the number of parameters."""
+    theirs, mine = ask("learning_rate", model=model), default_learning_rate(int(parameters))
+    assert 10 < theirs["recommended"] / mine < 35
+    assert 0.9 < theirs["rl_loop"] / mine < 2.6
 
 
 def test_pass_at_k_is_theirs(ask: Ask) -> None:

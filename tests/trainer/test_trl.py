@@ -36,9 +36,12 @@ from agentrl_trainer.step import LengthNormalization, normalize_lengths
 from peer import Ask, peer
 
 PYTHON = os.environ.get("AGENTRL_TRL_PYTHON") or (sys.executable if find_spec("trl") else None)
-pytestmark = pytest.mark.skipif(
-    PYTHON is None, reason="no TRL here, and AGENTRL_TRL_PYTHON names no Python with it"
-)
+pytestmark = [
+    pytest.mark.timeout(400),  # on a busy machine the import alone can take minutes
+    pytest.mark.skipif(
+        PYTHON is None, reason="no TRL here, and AGENTRL_TRL_PYTHON names no Python with it"
+    ),
+]
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 
 
@@ -331,29 +334,35 @@ def test_logprobs_and_entropy_are_trls(ask: Ask, temperature: float) -> None:
     rng = random.Random(0)
     base = load_base("agentrl-tiny", device="cpu", dtype="float32")
     row = [rng.randrange(300, 2000) for _ in range(12)]
+    warm = {"temperature": [temperature] * 12} if temperature != 1 else {}
+    datum = Datum(row, [False] + [True] * 11, [0.0] * 12, [0.0] * 12, extra=warm)
+    (packed,) = pack([datum], token_budget=64)
+    ours = TokenLogprobs(base.model, max_logits=5 * 2048)
     with torch.no_grad():
         logits = base.model(torch.tensor([row])).logits[0, :-1]
-    mask = [False] + [True] * 11
-    warm = {"temperature": [temperature] * 12} if temperature != 1 else {}
-    datum = Datum(row, mask, [0.0] * 12, [0.0] * 12, extra=warm)
-    (packed,) = pack([datum], token_budget=64)
-    ours = TokenLogprobs(base.model)
-    with torch.no_grad():
-        found = ours(packed)
+        hidden, scored = ours.hidden(packed), ours(packed)
     theirs = ask("logprobs", logits=logits.tolist(), targets=row[1:], temperature=temperature)
-    close(found, theirs["logprobs"], rel=2e-6)
+    close(scored, theirs["logprobs"], rel=2e-6)
+    # In training they come with their gradient, by another way.
+    hidden.requires_grad_()
+    trained = ours.of_hidden(hidden, packed.targets, packed.temperatures)
+    close(trained.detach(), theirs["logprobs"], rel=2e-6)
+    trained.sum().backward()
+    assert hidden.grad is not None
+    weight = base.model.get_output_embeddings().weight.double()
+    slope = torch.tensor(theirs["gradient"], dtype=torch.float64) @ weight
+    torch.testing.assert_close(hidden.grad.double(), slope, rtol=1e-5, atol=1e-5)
     if temperature != 1:
         return
     # We report minus the mean log-prob of what was sampled, TRL the entropy of the whole
     # distribution: that is the first one's expectation.
-    with torch.no_grad():
-        hidden = ours.hidden(packed)
-        vocabulary = torch.arange(logits.shape[1])
-        for at in (0, 5, 10):
+    vocabulary = torch.arange(logits.shape[1])
+    for at in (0, 5, 10):
+        with torch.no_grad():
             lp = ours.of_hidden(hidden[at].expand(len(vocabulary), -1), vocabulary)
-            everywhere = torch.ones_like(lp, dtype=torch.bool)
-            expected = token_sums(lp * lp.exp(), torch.zeros_like(lp), everywhere)["logprob"]
-            close(-expected, theirs["entropy"][at], rel=1e-5)
+        everywhere = torch.ones_like(lp, dtype=torch.bool)
+        expected = token_sums(lp * lp.exp(), torch.zeros_like(lp), everywhere)["logprob"]
+        close(-expected, theirs["entropy"][at], rel=1e-5)
 
 
 # ---- preferences, distillation

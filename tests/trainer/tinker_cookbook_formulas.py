@@ -18,6 +18,7 @@ from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.eval.benchmarks._runner import _compute_pass_at_k
 from tinker_cookbook.preference.train_dpo import compute_dpo_loss
+from tinker_cookbook.recipes import rl_loop
 from tinker_cookbook.rl import data_processing, metric_util, metrics
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
@@ -164,8 +165,11 @@ def schedule(name: str, steps: int) -> list[float]:
 
 
 def learning_rate(model: str) -> dict:
-    factor = hyperparam_utils.get_lora_lr_over_full_finetune_lr(model)
-    return {"lr": hyperparam_utils.get_lr(model), "over_full": factor}
+    """Recommended for the model, and the default of the RL loop, whatever the model."""
+    return {
+        "recommended": hyperparam_utils.get_lr(model),
+        "rl_loop": rl_loop.Config().learning_rate,
+    }
 
 
 def pass_at_k(rewards: dict[str, list[float]], ks: list[int]) -> list[float]:

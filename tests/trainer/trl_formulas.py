@@ -182,10 +182,15 @@ def advantages(trainer: str, args: dict, rewards: list[list[float]]) -> dict:
 
 
 def logprobs(logits: list[list[float]], targets: list[int], temperature: float) -> dict:
-    """In double precision."""
-    scores = torch.tensor(logits)[None]
-    picked = selective_log_softmax(scores, torch.tensor(targets)[None], temperature)
-    return {"logprobs": picked[0].tolist(), "entropy": entropy_from_logits(scores)[0].tolist()}
+    """In double precision; ``gradient`` is that of the log-probs' sum."""
+    scores = torch.tensor(logits, requires_grad=True)
+    picked = selective_log_softmax(scores[None], torch.tensor(targets)[None], temperature)[0]
+    picked.sum().backward()
+    return {
+        "logprobs": picked.tolist(),
+        "gradient": scores.grad.tolist(),
+        "entropy": entropy_from_logits(scores).tolist(),
+    }
 
 
 def dpo(policy: list[list[float]], reference: list[float], beta: float) -> dict:
