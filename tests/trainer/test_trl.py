@@ -1,28 +1,144 @@
-"""The same losses in TRL: run by the Python that AGENTRL_TRL_PYTHON names, where TRL is installed.
+"""The same in TRL: advantages, losses with their gradients, log-probs and metrics.
 
-TRL pins other versions than we do, so it lives in a virtual environment of its own; without one
-these tests are skipped.
+TRL is in the dev extra, so these tests run where that is installed. AGENTRL_TRL_PYTHON names
+another Python to run TRL with; where there is neither they are skipped:
+
+    uv venv /tmp/trl && uv pip install --python /tmp/trl 'trl>=1.16,<2' peft
+    AGENTRL_TRL_PYTHON=/tmp/trl/bin/python pytest tests/trainer/test_trl.py
+
+TRL 1.16 has no PPO with a value function, no DPPO, no MaxRL and no credit by turn: those have their
+references in test_losses.py and test_advantages.py alone. Where the two differ by design, the test
+says so and checks the difference.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
-import subprocess
-from functools import cache
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.losses import LOSSES
+from agentrl_tracer.schemas import SkipReason
+from agentrl_trainer.advantages import Scaling, group_advantages, whiten_groups
+from agentrl_trainer.batches import Datum, pack
+from agentrl_trainer.logprobs import TokenLogprobs
+from agentrl_trainer.losses import LOSSES, token_sums
+from agentrl_trainer.model import load_base
 from agentrl_trainer.step import LengthNormalization, normalize_lengths
+from peer import Ask, peer
 
-PYTHON = os.environ.get("AGENTRL_TRL_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="AGENTRL_TRL_PYTHON names no Python with TRL")
+PYTHON = os.environ.get("AGENTRL_TRL_PYTHON") or (sys.executable if find_spec("trl") else None)
+pytestmark = [
+    pytest.mark.timeout(400),  # on a busy machine the import alone can take minutes
+    pytest.mark.skipif(
+        PYTHON is None, reason="no TRL here, and AGENTRL_TRL_PYTHON names no Python with it"
+    ),
+]
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    assert PYTHON is not None
+    script = Path(__file__).with_name("trl_formulas.py")
+    with peer(PYTHON, script, tmp_path_factory.mktemp("trl")) as ask:
+        yield ask
+
+
+def close(found: Any, expected: Any, rel: float = 1e-9) -> None:
+    torch.testing.assert_close(
+        torch.as_tensor(found, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        rtol=rel,
+        atol=1e-12,
+    )
+
+
+# ---- advantages
+
+
+def rewards(seed: int, count: int = 4, size: int = 5) -> list[list[float]]:
+    rng = random.Random(seed)
+    return [[rng.gauss(group, 2) for _ in range(size)] for group in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_grpo_advantages_are_trls(ask: Ask, seed: int, scale: str) -> None:
+    given = [*rewards(seed), [0.0, 0.0, 0.0, 0.0, 1.0], [2.0] * 5]
+    theirs = ask("advantages", trainer="grpo", args={"scale_rewards": scale}, rewards=given)
+    how = {"normalize_std": scale == "group", "scaling": Scaling(ddof=1, epsilon=1e-4)}
+    mine = [group_advantages(group, **how) for group in given]
+    close([group.advantages for group in mine], theirs["advantages"])
+    # A difference by design: TRL trains on the zeros of a group in which all earned the same.
+    assert {*mine[-1].skipped} == {SkipReason.ZERO_ADVANTAGE}
+    assert theirs["metrics"]["frac_reward_zero_std"] == pytest.approx(1 / len(given))
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_a_missing_reward_leaves_the_group_as_in_trl(ask: Ask, trainer: str) -> None:
+    """TRL gives the rollout advantage 0; ours does not train, with a reason."""
+    missing = math.nan
+    given = [[1.0, missing, 4.0, 0.0], [missing, missing, 2.0, missing], [0.0, 1.0, 1.0, 1.0]]
+    args = {"scale_rewards": "none"} if trainer == "grpo" else {}
+    theirs = ask("advantages", trainer=trainer, args=args, rewards=given)
+    mine = [group_advantages(group, estimator=trainer) for group in given]
+    close([[value or 0.0 for value in group.advantages] for group in mine], theirs["advantages"])
+    for group, earned in zip(mine, given, strict=True):
+        reasons = [why is SkipReason.NO_REWARD for why in group.skipped]
+        assert reasons == [math.isnan(reward) for reward in earned]
+    assert mine[1].skipped[2] is SkipReason.SMALL_GROUP  # nobody left to compare with
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [2, 5])
+def test_rloo_advantages_are_trls(ask: Ask, seed: int, size: int) -> None:
+    given = rewards(seed, size=size)
+    theirs = ask("advantages", trainer="rloo", args={}, rewards=given)
+    mine = [group_advantages(group, estimator="rloo") for group in given]
+    close([group.advantages for group in mine], theirs["advantages"])
+
+
+def test_whitening_over_the_step_is_trls(ask: Ask) -> None:
+    given = rewards(5)
+    args = {"normalize_advantages": True}
+    theirs = ask("advantages", trainer="rloo", args=args, rewards=given)["advantages"]
+    rloo = [group_advantages(group, estimator="rloo") for group in given]
+    mine = whiten_groups(rloo, Scaling(ddof=1, epsilon=1e-4))
+    close([group.advantages for group in mine], theirs)
+    # With a group in which all earned the same, TRL counts its zeros in the deviation; we do not.
+    constant = [*given, [1.0] * 5]
+    theirs = ask("advantages", trainer="rloo", args=args, rewards=constant)["advantages"]
+    assert abs(theirs[0][0]) > 1.05 * abs(mine[0].advantages[0] or 0.0)
+    extended = [*rloo, group_advantages(constant[-1], estimator="rloo")]
+    again = whiten_groups(extended, Scaling(ddof=1, epsilon=1e-4))
+    close([group.advantages for group in again[:-1]], [group.advantages for group in mine])
+
+
+def test_reinforce_plus_plus_divides_by_another_deviation_than_trls_batch(ask: Ask) -> None:
+    """TRL divides by that of the step's rewards, the paper by that of its advantages: in the first
+    hard and easy tasks count too."""
+    given = rewards(6)
+    theirs = ask("advantages", trainer="grpo", args={"scale_rewards": "batch"}, rewards=given)
+    centred = [group_advantages(group, estimator="reinforce++") for group in given]
+    scaling = Scaling(ddof=1, epsilon=1e-4)
+    mine = [group.advantages for group in whiten_groups(centred, scaling)]
+    of_rewards = scaling.divisor([reward for group in given for reward in group])
+    of_advantages = scaling.divisor([a or 0.0 for group in centred for a in group.advantages])
+    assert of_rewards > 1.1 * of_advantages
+    scaled = torch.tensor(mine, dtype=torch.float64) * of_advantages / of_rewards
+    close(scaled, theirs["advantages"])
+
+
+# ---- losses
 
 CONSTANT = 16
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
@@ -96,37 +212,25 @@ def batch() -> dict[str, Any]:
     return {
         "logprobs": logprobs,
         "old": rows(0.3, logprobs),
+        "sampled": rows(0.4, logprobs),
         "reference": rows(0.3, logprobs),
         "mask": [[t < length for t in range(width)] for length in LENGTHS],
         "advantages": [1.2, -0.7, -0.9, 0.4],
     }
 
 
-@cache
-def trl() -> dict[str, Any]:
-    """All cases in one process: importing TRL takes seconds."""
-    cases = [{**batch(), "args": args} for args, *_ in CASES.values()]
-    done = subprocess.run(
-        [PYTHON, str(Path(__file__).with_name("trl_losses.py"))],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_value_and_gradient_are_trls(name: str) -> None:
-    _, loss, config, how = CASES[name]
-    given = batch()
+def value_and_gradient(
+    loss: str, config: dict[str, float | str], how: LengthNormalization, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Ours: the loss per token as the learner makes it of ``batch()``, and its sums per token."""
+    given = batch() | more
     mask = torch.tensor(given["mask"])
-    columns = {key: torch.tensor(given[key], dtype=torch.float64) for key in ("old", "reference")}
+    columns = {
+        name: torch.tensor(given[name], dtype=torch.float64)
+        for name in ("old", "sampled", "reference")
+    }
     lp = torch.tensor(given["logprobs"], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor(given["advantages"], dtype=torch.float64)[:, None].expand_as(lp)
-
     datums = [
         Datum([0] * 10, [False, *row], [0.0] * 10, [0.0] * 10, extra={}) for row in given["mask"]
     ]
@@ -134,22 +238,183 @@ def test_value_and_gradient_are_trls(name: str) -> None:
     weights = torch.tensor(
         [d.extra.get("weights", [1.0] * 10)[1:] for d in weighted], dtype=torch.float64
     )
-    total, _ = LOSSES[loss](
+    corrects = config.get("correction", "none") != "none"
+    total, sums = LOSSES[loss](
         lp,
-        columns["old"],
+        columns["sampled"] if corrects else columns["old"],
         advantages,
         mask,
         config,
         weights=weights,
+        proximal=columns["old"] if corrects else None,
         reference=columns["reference"],
     )
     value = total / mask.sum()
     value.backward()
-    expected = trl()[name]
     assert lp.grad is not None
-    assert torch.tensor(expected["gradient"]).abs().max() > 0.01
-    torch.testing.assert_close(
-        lp.grad, torch.tensor(expected["gradient"], dtype=torch.float64), rtol=1e-5, atol=1e-7
-    )
+    per_token = {name: float(found) / int(mask.sum()) for name, found in sums.items()}
+    return value.detach(), lp.grad, per_token
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_value_gradient_and_metrics_are_trls(ask: Ask, name: str) -> None:
+    args, loss, config, how = CASES[name]
+    theirs = ask("loss", args=args, batch=batch())
+    value, gradient, per_token = value_and_gradient(loss, config, how)
+    assert torch.tensor(theirs["gradient"]).abs().max() > 0.01
+    close(gradient, theirs["gradient"])
     if name != "unbiased kl":  # we report the estimator itself, TRL its product with the ratio
-        assert value.item() == pytest.approx(expected["loss"], rel=1e-5)
+        close(value, theirs["loss"])
+    if name == "kl":
+        assert per_token["kl_reference"] == pytest.approx(theirs["metrics"]["kl"], rel=1e-9)
+    # TRL's region counts neither what cispo clips of bad tokens, nor the second side of the clip,
+    # and sequences rather than their tokens.
+    if loss == "ppo" and name != "two-sided clip":
+        clipped = theirs["metrics"]["clip_ratio/region_mean"]
+        assert per_token["clipped"] == pytest.approx(clipped, rel=1e-6)
+        assert clipped > 0
+
+
+# Each mode with bounds that bite in ``batch()``, and its KL, which TRL does not correct either.
+CORRECTIONS: dict[str, dict[str, float | str]] = {
+    "token_truncate": {"correction": "truncate", "correction_level": "token"},
+    "token_mask": {"correction": "mask", "correction_level": "token"},
+    "sequence_truncate": {"correction": "truncate", "correction_level": "sequence"},
+    "sequence_mask": {"correction": "mask", "correction_level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.2), (0.8, 1.3), (0.0, 100.0)])
+@pytest.mark.parametrize("mode", list(CORRECTIONS))
+def test_the_off_policy_correction_is_trls(
+    ask: Ask, mode: str, low: float, high: float, loss_type: str
+) -> None:
+    """From rewards and the sampler's log-probs to the gradient: advantages, importance weights of
+    the policy before the update, the loss around it, and the KL beside it."""
+    earned = [1.0, 0.0, -0.5, 3.0]
+    args, loss, config, how = CASES["kl" if loss_type == "dapo" else "cispo"]
+    theirs = ask(
+        "corrected_loss",
+        args={
+            **args,
+            "scale_rewards": "none",
+            "vllm_importance_sampling_mode": mode,
+            "vllm_importance_sampling_clip_min": low or None,
+            "vllm_importance_sampling_clip_max": high,
+        },
+        batch=batch(),
+        rewards=earned,
+    )
+    bounds = {"correction_low": low, "correction_high": high}
+    correction = {**CORRECTIONS[mode], **bounds}
+    value, gradient, per_token = value_and_gradient(
+        loss, {**config, **correction}, how, advantages=group_advantages(earned).advantages
+    )
+    close(value, theirs["loss"])
+    close(gradient, theirs["gradient"])
+    assert (per_token["dropped"] > 0) == (high < 100)
+    if mode.startswith("token"):  # the other ones TRL averages over sequences
+        mean = theirs["metrics"]["sampling/importance_sampling_ratio/mean"]
+        assert per_token["correction"] == pytest.approx(mean, rel=1e-6)
+    # The same of the difference between the two engines: ours is reported of the policy at hand,
+    # which in a step's first update is the one of before.
+    _, _, first = value_and_gradient(loss, {**config, **correction}, how, logprobs=batch()["old"])
+    mean = theirs["metrics"]["sampling/sampling_logp_difference/mean"]
+    assert first["difference"] == pytest.approx(mean, rel=1e-6)
+
+
+# ---- log-probs, entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_entropy_are_trls(ask: Ask, temperature: float) -> None:
+    """Of the model that ships. Ours come from its hidden states, without all logits at once, in
+    single precision; TRL's from the logits."""
+    rng = random.Random(0)
+    base = load_base("agentrl-tiny", device="cpu", dtype="float32")
+    row = [rng.randrange(300, 2000) for _ in range(12)]
+    warm = {"temperature": [temperature] * 12} if temperature != 1 else {}
+    datum = Datum(row, [False] + [True] * 11, [0.0] * 12, [0.0] * 12, extra=warm)
+    (packed,) = pack([datum], token_budget=64)
+    ours = TokenLogprobs(base.model, max_logits=5 * 2048)
+    with torch.no_grad():
+        logits = base.model(torch.tensor([row])).logits[0, :-1]
+        hidden, scored = ours.hidden(packed), ours(packed)
+    theirs = ask("logprobs", logits=logits.tolist(), targets=row[1:], temperature=temperature)
+    close(scored, theirs["logprobs"], rel=2e-6)
+    # In training they come with their gradient, by another way.
+    hidden.requires_grad_()
+    trained = ours.of_hidden(hidden, packed.targets, packed.temperatures)
+    close(trained.detach(), theirs["logprobs"], rel=2e-6)
+    trained.sum().backward()
+    assert hidden.grad is not None
+    weight = base.model.get_output_embeddings().weight.double()
+    slope = torch.tensor(theirs["gradient"], dtype=torch.float64) @ weight
+    torch.testing.assert_close(hidden.grad.double(), slope, rtol=1e-5, atol=1e-5)
+    if temperature != 1:
+        return
+    # We report minus the mean log-prob of what was sampled, TRL the entropy of the whole
+    # distribution: that is the first one's expectation.
+    vocabulary = torch.arange(logits.shape[1])
+    for at in (0, 5, 10):
+        with torch.no_grad():
+            lp = ours.of_hidden(hidden[at].expand(len(vocabulary), -1), vocabulary)
+        everywhere = torch.ones_like(lp, dtype=torch.bool)
+        expected = token_sums(lp * lp.exp(), torch.zeros_like(lp), everywhere)["logprob"]
+        close(-expected, theirs["entropy"][at], rel=1e-5)
+
+
+# ---- preferences, distillation
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(RECIPES))
+    yield import_module
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_dpo_is_trls(ask: Ask, recipe: Callable[[str], Any], beta: float) -> None:
+    rng = random.Random(1)
+    policy = [[-rng.expovariate(1.0) for _ in range(6)] for _ in range(8)]
+    reference = [sum(row) + rng.gauss(0, 2) for row in policy]
+    chosen_first = [*policy[0::2], *policy[1::2]]
+    sums = [*reference[0::2], *reference[1::2]]
+    theirs = ask("dpo", policy=chosen_first, reference=sums, beta=beta)
+    logprobs = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in policy]
+    known = torch.tensor(reference, dtype=torch.float64)
+    loss, metrics = recipe("dpo").dpo_loss(beta, known)([], logprobs)
+    loss.backward()
+    close(loss.detach(), theirs["loss"])
+    slopes = [row.grad.tolist() for row in logprobs if row.grad is not None]
+    close([*slopes[0::2], *slopes[1::2]], theirs["gradient"])
+    # TRL's margin is one of rewards: beta times ours.
+    margin = theirs["metrics"]["rewards/margins"]
+    assert beta * metrics["margin"] == pytest.approx(margin, rel=1e-9)
+
+
+def test_on_policy_distillation_is_trls(ask: Ask) -> None:
+    """Of sampled tokens, on policy: the recipe's advantages (teacher less student) under importance
+    sampling have the gradient of TRL's, and as weights of cross-entropy its value."""
+    rng = random.Random(2)
+    logits = [[[rng.gauss(0, 1) for _ in range(5)] for _ in range(4)] for _ in range(3)]
+    targets = [[rng.randrange(5) for _ in range(4)] for _ in range(3)]
+    mask = [[True] * 4, [True, True, False, False], [True, False, False, False]]
+    teacher = [[-rng.expovariate(1.0) for _ in range(4)] for _ in range(3)]
+    theirs = ask("distillation", logits=logits, targets=targets, mask=mask, teacher=teacher)
+
+    scores = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    lp = scores.log_softmax(-1).gather(-1, torch.tensor(targets)[..., None])[..., 0]
+    on = torch.tensor(mask)
+    taught = torch.tensor(teacher, dtype=torch.float64) - lp.detach()
+    loss, sums = LOSSES["importance_sampling"](lp, lp.detach(), taught, on, {})
+    (loss / on.sum()).backward()
+    assert scores.grad is not None
+    close(scores.grad, theirs["gradient"])
+    value, _ = LOSSES["cross_entropy"](lp.detach(), lp.detach(), taught, on, {})
+    close(value / sums["tokens"], theirs["loss"])
+    mean = theirs["metrics"]["iw_opd/mean_advantage"]
+    assert float(taught[on].mean()) == pytest.approx(mean)

@@ -1,0 +1,703 @@
+"""The same quantities in tinker-cookbook, which computes them in an environment of its own.
+
+It wants other versions of transformers than we do (0.5.8: below 5.6), so it cannot live in the dev
+extra. AGENTRL_TEST_TINKER_PYTHON names the python that has it; without one these tests are skipped:
+
+    uv venv /tmp/tinker && uv pip install --python /tmp/tinker 'tinker>=0.38' tinker-cookbook==0.5.8
+    AGENTRL_TEST_TINKER_PYTHON=/tmp/tinker/bin/python pytest tests/trainer/test_tinker_cookbook.py
+
+The cookbook rounds to float32, so the numbers given to both sides are float32 to begin with. The
+losses themselves are computed by Tinker's servers and are in neither package: only their names can
+be compared here. Where the two differ by design, the test says so and checks the difference.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.evaluate import score
+from agentrl_tracer.schemas import (
+    Call,
+    CallState,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    SkipReason,
+)
+from agentrl_trainer import batches
+from agentrl_trainer.advantages import discounted_returns, group_advantages, token_advantages
+from agentrl_trainer.client import AdamParams, Datum, ModelInput, SampledSequence, ServiceClient
+from agentrl_trainer.client.rows import from_row, to_row
+from agentrl_trainer.losses import LOSSES, kl_penalty
+from agentrl_trainer.schedules import default_learning_rate, schedule_factor
+from agentrl_trainer.step import StepBatch, StepSettings, assemble, normalize_lengths
+from agentrl_trainer.trajectories import Rules
+from agentrl_trainer.values import with_gae
+from peer import Ask, peer
+
+PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
+pytestmark = [
+    pytest.mark.tinker,
+    pytest.mark.timeout(400),  # on a busy machine the import alone can take minutes
+    pytest.mark.skipif(
+        PYTHON is None,
+        reason="AGENTRL_TEST_TINKER_PYTHON names no Python with tinker and tinker-cookbook",
+    ),
+]
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+SETTINGS = StepSettings(adapters=frozenset({"policy"}), max_length=10_000)
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    assert PYTHON is not None
+    script = Path(__file__).with_name("tinker_cookbook_formulas.py")
+    with peer(PYTHON, script, tmp_path_factory.mktemp("cookbook")) as ask:
+        yield ask
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(RECIPES))
+    yield import_module
+    torch.set_num_threads(threads)
+
+
+def single(value: float) -> float:
+    """The nearest float32."""
+    return float(np.float32(value))
+
+
+def close(found: Any, expected: Any, rel: float = 1e-6) -> None:
+    torch.testing.assert_close(
+        torch.tensor(found, dtype=torch.float64),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=rel,
+        atol=1e-7,
+    )
+
+
+# ---- records that both sides read: groups of members, each with turns and a final reward
+
+Turn = dict[str, Any]
+Member = dict[str, Any]
+
+
+def turn(rng: random.Random, prompt: list[int]) -> Turn:
+    count = rng.choice([1, 1, 2, 5])
+    return {
+        "prompt": prompt,
+        "response": tokens(rng, count),
+        "logprobs": [single(-rng.expovariate(1.0) - 0.01) for _ in range(count)],
+        "reward": rng.choice([0.0, 0.0, 0.25, -0.5]),
+    }
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1, 50_000) for _ in range(count)]
+
+
+def whole(turn: Turn) -> list[int]:
+    return turn["prompt"] + turn["response"]
+
+
+def conversation(rng: random.Random, root: list[int]) -> list[Turn]:
+    """Turns that append (now and then nothing), rewrite history, branch off, or ask again."""
+    turns = [turn(rng, root)]
+    continued: list[Turn] = []
+    for _ in range(rng.randrange(5)):
+        how = rng.choice(["append", "append", "append", "rewrite", "branch", "again"])
+        if how == "append":
+            prompt = whole(turns[-1]) + tokens(rng, rng.choice([0, 1, 4]))
+            continued.append(turns[-1])
+        elif how == "branch" and continued:
+            # From a turn that already goes on elsewhere: see the difference tested below.
+            prompt = whole(rng.choice(continued)) + tokens(rng, 3)
+        elif how == "again":
+            prompt = list(turns[-1]["prompt"])
+        else:
+            prompt = tokens(rng, rng.choice([1, 6]))
+        turns.append(turn(rng, prompt))
+    return turns
+
+
+def groups(seed: int) -> list[list[Member]]:
+    rng = random.Random(seed)
+    made: list[list[Member]] = []
+    for size in (1, 2, 4, 8):
+        root = tokens(rng, rng.choice([1, 7]))
+        group = [
+            {"turns": conversation(rng, root), "final": rng.choice([0.0, 1.0, 2.5, -1.0])}
+            for _ in range(size)
+        ]
+        made.append(group)
+    # Everybody earned the same, for the same turns.
+    alike = [{"turns": [turn(rng, tokens(rng, 3))], "final": 1.0} for _ in range(3)]
+    for member in alike:
+        member["turns"][0]["reward"] = 0.0
+    return [*made, alike]
+
+
+def total(member: Member) -> float:
+    return sum(turn["reward"] for turn in member["turns"]) + member["final"]
+
+
+def rollout(name: str, group: str) -> Rollout:
+    return Rollout(
+        name, "run", group, group, Purpose.TRAIN, 1, 0, 0, RolloutState.SUCCEEDED, None, 1,
+        f"{name}-a", 0.0, 0.0, 0.0,
+    )  # fmt: skip
+
+
+def call(of: str, at: int, turn: Turn) -> Call:
+    return Call(
+        id=f"{of}-{at}", response_id=f"{of}-{at}", choice=0, run_id="run", rollout_id=of,
+        attempt_id=f"{of}-a", seq=at, agent="helper" if turn.get("masked") else "main",
+        model="policy", adapter="policy", adapter_version=0, state=CallState.COMPLETED,
+        prompt_ids=turn["prompt"], response_ids=turn["response"],
+        response_logprobs=turn["logprobs"], finish_reason="stop", params={}, request=None,
+        response=None, error=None, trace_id=None, span_id=None, started_at=0.0, ended_at=1.0,
+    )  # fmt: skip
+
+
+def ours(made: list[list[Member]], settings: StepSettings = SETTINGS) -> StepBatch:
+    """The same as records of a step, through the function that ``agentrl train`` uses."""
+    rollouts: list[Rollout] = []
+    calls: list[Call] = []
+    rewards: list[Reward] = []
+    for g, group in enumerate(made):
+        for m, member in enumerate(group):
+            name = f"{g}-{m}"
+            attempt = f"{name}-a"
+            rollouts.append(rollout(name, f"group{g}"))
+            for t, turn in enumerate(member["turns"]):
+                one = f"{name}-{t}"
+                calls.append(call(name, t, turn))
+                rewards.append(
+                    Reward(attempt, name, "turn", turn["reward"], f"{one}-r", response_id=one)
+                )
+            rewards.append(Reward(attempt, name, "final", member["final"], f"{name}-r"))
+    return assemble(rollouts, calls, rewards, settings)
+
+
+def as_row(theirs: dict[str, Any]) -> batches.Datum:
+    """Their datum, as our client API understands it."""
+    inputs = {name: values for name, values in theirs.items() if name != "model_input"}
+    return to_row(
+        Datum(ModelInput.from_ints(theirs["model_input"]), inputs), "policy", "importance_sampling"
+    )
+
+
+def same_rows(found: list[batches.Datum], expected: list[batches.Datum]) -> None:
+    assert [row.tokens for row in found] == [row.tokens for row in expected]
+    assert [row.mask for row in found] == [row.mask for row in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        close(mine.logprobs, theirs.logprobs)
+        close(mine.advantages, theirs.advantages)
+
+
+# ---- advantages
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_are_compute_advantages(ask: Ask, seed: int) -> None:
+    rng = random.Random(seed)
+    rewards = [[rng.gauss(0, 3) for _ in range(size)] for size in (2, 3, 8, 64)]
+    rewards += [[1.0], [0.0, 0.0, 0.0], [1e6, 1e6 + 1.0], [0.0, 0.0, 0.0, 1.0]]
+    mine = [group_advantages(group) for group in rewards]
+    for group, theirs in zip(mine, ask("advantages", rewards=rewards), strict=True):
+        close(group.advantages, theirs)
+    # A difference by design: what carries no signal is skipped, with its reason. Theirs trains, on
+    # zeros, unless the group is filtered out before.
+    reasons = [set(group.skipped) for group in mine]
+    assert reasons[4:6] == [{SkipReason.SMALL_GROUP}, {SkipReason.ZERO_ADVANTAGE}]
+    assert all(why == {None} for why in reasons[:4] + reasons[6:])
+
+
+def test_dividing_by_the_deviation_is_ours_alone(ask: Ask) -> None:
+    rewards = [0.0, 1.0, 1.0, 4.0]
+    (theirs,) = ask("advantages", rewards=[rewards])
+    scaled = group_advantages(rewards, normalize_std=True).advantages
+    deviation = float(np.std(rewards, ddof=1))
+    close([value * (deviation + 1e-6) for value in scaled if value is not None], theirs)
+
+
+def test_a_missing_reward_leaves_the_group_instead_of_spoiling_it(ask: Ask) -> None:
+    (theirs,) = ask("advantages", rewards=[[1.0, math.nan, 0.0]])
+    assert all(math.isnan(value) for value in theirs)
+    assert group_advantages([1.0, math.nan, 0.0]).advantages == [0.5, None, -0.5]
+
+
+def test_groups_that_differ_by_float_noise_alone_are_constant(ask: Ask) -> None:
+    """0.1 + 0.2 and 0.3: theirs takes the difference for a signal."""
+    spoken = turn(random.Random(0), [1, 2])
+    noisy = [
+        {"turns": [spoken | {"reward": 0.1}], "final": 0.2},
+        {"turns": [spoken | {"reward": 0.3}], "final": 0.0},
+    ]
+    theirs = [abs(a) for one in ask("training_data", groups=[noisy]) for a in one["advantages"]]
+    assert 0 < max(theirs) < 1e-15
+    assert set(ours([noisy]).skipped.values()) == {SkipReason.ZERO_ADVANTAGE}
+
+
+# ---- from turns to datums
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_datums_are_those_of_assemble_training_data(ask: Ask, seed: int) -> None:
+    made = groups(seed)
+    batch = ours(made)
+    theirs = [as_row(datum) for datum in ask("training_data", groups=made)]
+    assert len(theirs) > 5
+    same_rows(batch.datums, theirs)
+    # And back: what we train on is a datum of theirs.
+    for mine, datum in zip(batch.datums, ask("training_data", groups=made), strict=True):
+        back = from_row(mine)
+        assert back.model_input.to_ints() == datum["model_input"]
+        assert list(back.loss_fn_inputs["target_tokens"]) == datum["target_tokens"]
+        close(list(back.loss_fn_inputs["logprobs"]), datum["logprobs"])
+
+
+def test_append_only_turns_are_one_datum_on_both_sides(ask: Ask) -> None:
+    rng = random.Random(1)
+    turns = [turn(rng, [5, 6, 7])]
+    for _ in range(11):
+        turns.append(turn(rng, whole(turns[-1]) + tokens(rng, 4)))
+    other = {"turns": [turn(rng, [5, 6, 7])], "final": 9.0}
+    made = [[{"turns": turns, "final": 0.0}, other]]
+    assert len(ask("training_data", groups=made)) == len(ours(made).datums) == 2
+
+
+def test_interleaved_agents_are_put_together_by_ours_and_cut_up_by_theirs(ask: Ask) -> None:
+    """A1 B1 A2 B2: the cookbook looks at neighbours only, so it computes each prefix again. Each
+    sampled token trains once on either side, with the same credit."""
+    rng = random.Random(2)
+    first, second = turn(rng, [1, 2, 3]), turn(rng, [9, 8, 7])
+    turns = [first, second]
+    turns += [turn(rng, [*whole(first), 4]), turn(rng, [*whole(second), 6])]
+    made = [
+        [{"turns": turns, "final": 1.0}, {"turns": [turn(rng, [1])], "final": 0.0}],
+    ]
+    mine, theirs = ours(made).datums, [as_row(one) for one in ask("training_data", groups=made)]
+    assert (len(mine), len(theirs)) == (2 + 1, 4 + 1)
+
+    def trained(rows: list[batches.Datum]) -> list[tuple[int, float, float]]:
+        return sorted(
+            (row.tokens[at], round(row.logprobs[at], 6), round(row.advantages[at], 6))
+            for row in rows
+            for at, on in enumerate(row.mask)
+            if on
+        )
+
+    assert trained(mine) == trained(theirs)
+
+
+def test_a_turn_that_does_not_train_stays_as_context(ask: Ask) -> None:
+    """Theirs masks turns that could not be parsed, ours those of agents that are not selected."""
+    rng = random.Random(3)
+    first = turn(rng, [1, 2, 3])
+    hidden = turn(rng, [*whole(first), 4]) | {"masked": True}
+    last = turn(rng, [*whole(hidden), 5, 6])
+    made = [
+        [
+            {"turns": [first, hidden, last], "final": 1.0},
+            {"turns": [turn(rng, [1, 2, 3])], "final": 0.0},
+        ]
+    ]
+    batch = ours(made, replace(SETTINGS, rules=Rules(skip_agents=("helper",))))
+    assert batch.skipped == {"0-0-1": SkipReason.OTHER_AGENT}
+    theirs = [as_row(one) for one in ask("training_data", groups=made)]
+    # They leave the sampler's log-probs where the mask is off; ours are 0 there.
+    cleaned = [
+        replace(
+            row, logprobs=[q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)]
+        )
+        for row in theirs
+    ]
+    assert cleaned != theirs
+    same_rows(batch.datums, cleaned)
+
+
+def test_a_recipe_makes_the_datum_that_the_cookbook_makes(
+    ask: Ask, recipe: Callable[[str], Any]
+) -> None:
+    rng = random.Random(4)
+    one, other = turn(rng, [3, 1, 4, 1, 5]), turn(rng, [3, 1, 4, 1, 5])
+    made = [[{"turns": [one], "final": 1.0}, {"turns": [other], "final": -1.0}]]
+    credit = ask("advantages", rewards=[[total(member) for member in made[0]]])[0]
+    for spoken, advantage, theirs in zip(
+        (one, other), credit, ask("training_data", groups=made), strict=True
+    ):
+        said = SampledSequence(spoken["response"], spoken["logprobs"], "stop")
+        mine = recipe("delta_logp").datum(spoken["prompt"], said, advantage)
+        row = to_row(mine, "policy", "importance_sampling")
+        same_rows([row], [as_row(theirs)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_are_those_of_compute_trajectory_metrics(ask: Ask, seed: int) -> None:
+    made = groups(seed)
+    batch, theirs = ours(made), ask("trajectory_metrics", groups=made)
+    mine = batch.metrics()
+    assert mine["reward/mean"] == pytest.approx(theirs["env/all/reward/total"], rel=1e-9)
+    mixed = theirs["env/all/by_group/frac_mixed"] * len(made)
+    assert mine["groups/used"] == pytest.approx(mixed)
+    constant = theirs["env/all/by_group/frac_all_good"] + theirs["env/all/by_group/frac_all_bad"]
+    # A group of one is constant for them; for us it has a reason of its own.
+    alike = mine["groups/zero_advantage"] + mine["groups/small_group"]
+    assert alike == pytest.approx(constant * len(made))
+    assert len(batch.trained) + len(batch.skipped) == theirs["env/all/total_turns"]
+    assert len(batch.rewards) == theirs["env/all/total_episodes"]
+    kept = [group for group in made if len({round(total(one), 9) for one in group}) > 1]
+    sampled = ask("trajectory_metrics", groups=kept)["env/all/total_ac_tokens"]
+    assert sum(datum.trained for datum in batch.datums) == sampled
+
+
+# ---- the KL to the sampler, to a reference, to a teacher
+
+
+def rows(seed: int, lengths: tuple[int, ...] = (2, 3, 9, 40)) -> list[dict[str, Any]]:
+    """Sequences of several turns; log-probs and advantages belong to all but the first token."""
+    rng = random.Random(seed)
+    made: list[dict[str, Any]] = []
+    for length in lengths:
+        targets = length - 1
+        mask = [1.0 if rng.random() < 0.6 else 0.0 for _ in range(targets)]
+        mask[-1] = 1.0
+        advantage = single(rng.gauss(0, 1))
+        made.append(
+            {
+                "tokens": tokens(rng, length),
+                "mask": mask,
+                "logprobs": [single(-rng.expovariate(1.0)) * on for on in mask],
+                "advantages": [advantage * on for on in mask],
+            }
+        )
+    return made
+
+
+def scores(seed: int, made: list[dict[str, Any]], spread: float = 0.3) -> list[list[float | None]]:
+    """Another model's log-probs of the same sequences; the first token has none."""
+    rng = random.Random(seed + 1000)
+    return [
+        [None, *(single(min(q, -0.01) - abs(rng.gauss(0, spread))) for q in row["logprobs"])]
+        for row in made
+    ]
+
+
+def padded(made: list[list[float]]) -> torch.Tensor:
+    width = max(map(len, made))
+    return torch.tensor([row + [0.0] * (width - len(row)) for row in made], dtype=torch.float64)
+
+
+def columns(made: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sampler's log-probs, advantages and mask, [rows, longest]."""
+    names = ("logprobs", "advantages", "mask")
+    sampled, advantages, mask = (padded([row[name] for row in made]) for name in names)
+    return sampled, advantages, mask.bool()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kl_and_entropy_are_those_of_compute_kl_sample_train(ask: Ask, seed: int) -> None:
+    made = rows(seed)
+    others = [[0.0 if lp is None else lp for lp in row[1:]] for row in scores(seed, made)]
+    theirs = ask("kl_sample_train", rows=made, training=others)
+    sampled, advantages, mask = columns(made)
+    lp = padded(others)
+    _, sums = LOSSES["importance_sampling"](lp, sampled, advantages, mask, {})
+    count = int(sums["tokens"])
+    k1 = float(sums["kl_k1"]) / count
+    assert k1 == pytest.approx(theirs["optim/kl_sample_train_v1"], rel=1e-6)
+    nothing = torch.zeros_like(lp)
+    k2 = kl_penalty(lp, sampled, nothing, estimator="k2", gradient="direct")
+    assert float(k2[mask].mean()) == pytest.approx(theirs["optim/kl_sample_train_v2"], rel=1e-6)
+    # They report the sampler's entropy, we the trainer's: apart by the first estimate of the KL.
+    entropy = -float(sums["logprob"]) / count
+    assert entropy == pytest.approx(theirs["optim/entropy"] + k1, rel=1e-6)
+    # The same formula, of the policy after the update.
+    after = ask("post_kl", rows=made, scores=scores(seed, made))
+    assert k1 == pytest.approx(after["kl_pre_post_v1"], rel=1e-6)
+
+
+def test_our_kl_and_theirs_agree_where_the_engines_do(ask: Ask) -> None:
+    """We report k3, never negative and unbiased; half the square is its second-order term."""
+    made = rows(7)
+    near = [
+        [None, *(single(q - 1e-3 * (1 + at % 3)) for at, q in enumerate(row["logprobs"]))]
+        for row in made
+    ]
+    others = [[0.0 if lp is None else lp for lp in row[1:]] for row in near]
+    theirs = ask("kl_sample_train", rows=made, training=others)
+    sampled, advantages, mask = columns(made)
+    _, sums = LOSSES["importance_sampling"](padded(others), sampled, advantages, mask, {})
+    k3 = float(sums["kl_k3"]) / int(sums["tokens"])
+    assert k3 == pytest.approx(theirs["optim/kl_sample_train_v2"], rel=2e-3)
+    assert k3 != pytest.approx(theirs["optim/kl_sample_train_v2"], rel=1e-5)
+
+
+def gradient(
+    sampled: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, **more: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of importance sampling on policy, with respect to the log-probs."""
+    lp = sampled.clone().requires_grad_()
+    config, reference = more.get("config", {}), more.get("reference")
+    loss, sums = LOSSES["importance_sampling"](
+        lp, sampled, advantages, mask, config, reference=reference
+    )
+    (found,) = torch.autograd.grad(loss, lp)
+    return found, sums
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("coef", [0.1, 2.0])
+def test_kl_to_a_reference_has_the_gradient_of_incorporate_kl_penalty(
+    ask: Ask, seed: int, coef: float
+) -> None:
+    """Theirs puts the KL into the advantages, ours into the loss. On policy that is the same, up to
+    their baseline: they centre the penalty over the batch, which adds coef * KL everywhere."""
+    made = rows(seed)
+    known = scores(seed, made)
+    theirs = ask("kl_penalty", rows=made, scores=known, coef=coef, discount=0.0)
+    sampled, advantages, mask = columns(made)
+    reference = padded([[lp or 0.0 for lp in row[1:]] for row in known])
+    config = {"kl_coef": coef, "kl_estimator": "k1"}
+    mine, sums = gradient(sampled, advantages, mask, config=config, reference=reference)
+    mean = theirs["metrics"]["kl_policy_base"]
+    assert float(sums["kl_reference"]) / int(sums["tokens"]) == pytest.approx(mean, rel=1e-6)
+
+    penalised = padded([datum["advantages"] for datum in theirs["data"]])
+    expected, _ = gradient(sampled, penalised, mask)
+    assert not torch.allclose(mine, expected, atol=1e-3)
+    close((mine - coef * mean * mask).tolist(), expected.tolist())
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 0.99, 1.0])
+def test_discounted_sums_are_theirs(ask: Ask, discount: float) -> None:
+    rng = random.Random(5)
+    for length in (1, 2, 30):
+        rewards = [rng.gauss(0, 1) for _ in range(length)]
+        theirs = ask("discounted", values=rewards, discount=discount)
+        close(discounted_returns(rewards, discount), theirs, rel=1e-12)
+        # Advantages of a value function that predicts 0, with lambda 1.
+        mine, _ = token_advantages(rewards, [0.0] * length, discount=discount, trace=1.0)
+        close(mine, theirs, rel=1e-12)
+
+
+def test_a_discounted_penalty_of_theirs_reaches_the_context_and_ours_does_not(ask: Ask) -> None:
+    """With kl_discount_factor their sums run over the tokens of the environment too: those get an
+    advantage, and count as steps in time. Ours go from one sampled token to the next."""
+    made = rows(8)
+    known = scores(8, made)
+    theirs = ask("distillation", rows=made, scores=known, coef=1.0, discount=0.9)
+    outside = [
+        abs(advantage)
+        for row, datum in zip(made, theirs["data"], strict=True)
+        for advantage, on in zip(datum["advantages"], row["mask"], strict=True)
+        if not on
+    ]
+    assert max(outside) > 0.1
+    for row, found in zip(made, known, strict=True):
+        mask = [False, *(on > 0 for on in row["mask"])]
+        taught = [0.0, *((lp or 0.0) - q for lp, q in zip(found[1:], row["logprobs"], strict=True))]
+        zeros = [0.0] * len(mask)
+        plain = batches.Datum(row["tokens"], mask, zeros, zeros, extra={"rewards": taught})
+        (mine,) = with_gae([plain], [zeros], discount=0.9, trace=1.0)
+        assert not any(a for a, on in zip(mine.advantages, mask, strict=True) if not on)
+        sampled = [reward for reward, on in zip(taught, mask, strict=True) if on]
+        alone = ask("discounted", values=sampled, discount=0.9)
+        close([a for a, on in zip(mine.advantages, mask, strict=True) if on], alone)
+
+
+def test_a_student_is_taught_what_on_policy_distillation_teaches(
+    ask: Ask, recipe: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Our recipe's datums, by the model that ships, and their reverse KL of the same log-probs."""
+    distillation, sft = recipe("distillation"), recipe("sft")
+    with ServiceClient(folder=tmp_path) as service:
+        tutor = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1, name="teacher")
+        sft.fine_tune(tutor, 1, 4, 1e-2)
+        teacher = tutor.save_weights_and_get_sampling_client()
+        student = service.create_sampling_client(base_model="agentrl-tiny")
+        data, divergence = distillation.rollouts(student, teacher, step=1, batch=3, group=2)
+        mine = [to_row(datum, "policy", "importance_sampling") for datum in data]
+        known = teacher.compute_logprobs_batch([row.tokens for row in mine]).result()
+    made = [
+        {
+            "tokens": row.tokens,
+            "mask": [float(on) for on in row.mask[1:]],
+            "logprobs": row.logprobs[1:],
+            "advantages": [0.0] * (len(row.tokens) - 1),
+        }
+        for row in mine
+    ]
+    theirs = ask("distillation", rows=made, scores=known, coef=1.0, discount=0.0)
+    assert divergence == pytest.approx(theirs["metrics"]["teacher_kl"], rel=1e-6)
+    assert abs(divergence) > 1e-4
+    for row, datum in zip(mine, theirs["data"], strict=True):
+        close(row.advantages[1:], datum["advantages"])
+
+
+# ---- preferences and supervised fine-tuning
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+@pytest.mark.parametrize("pairs", [1, 5])
+def test_dpo_loss_gradient_and_margin_are_those_of_compute_dpo_loss(
+    ask: Ask, recipe: Callable[[str], Any], pairs: int, beta: float
+) -> None:
+    rng = random.Random(pairs)
+    policy = [
+        [-rng.expovariate(1.0) for _ in range(rng.choice([1, 3, 8]))] for _ in range(2 * pairs)
+    ]
+    reference = [sum(row) + rng.gauss(0, 2) for row in policy]
+    theirs = ask("dpo", policy=policy, reference=reference, beta=beta)
+    logprobs = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in policy]
+    known = torch.tensor(reference, dtype=torch.float64)
+    loss, metrics = recipe("dpo").dpo_loss(beta, known)([], logprobs)
+    loss.backward()
+    assert loss.item() == pytest.approx(theirs["loss"], rel=1e-9)
+    for row, expected in zip(logprobs, theirs["gradient"], strict=True):
+        assert row.grad is not None
+        close(row.grad.tolist(), expected, rel=1e-9)
+    # Their margin is one of rewards (beta times a log-ratio), ours one of log-ratios.
+    assert beta * metrics["margin"] == pytest.approx(theirs["margin"], rel=1e-9)
+    rewards = theirs["chosen_reward"] - theirs["rejected_reward"]
+    assert rewards == pytest.approx(theirs["margin"])
+
+
+def test_supervised_loss_is_compute_mean_nll(ask: Ask, tmp_path: Path) -> None:
+    """What training reports, of the model that ships, and theirs of the log-probs it returns."""
+    rng = random.Random(6)
+    data, given = [], []
+    for length in (2, 5, 30):
+        row = [rng.randrange(300, 2000) for _ in range(length)]
+        weights = [single(rng.choice([0.0, 1.0, 0.25])) for _ in row]
+        weights[-1] = 1.0
+        data.append(supervised(row, weights))
+        given.append(weights[1:])
+    total_weight = sum(map(sum, given))
+    with ServiceClient(folder=tmp_path) as service:
+        client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=0)
+        done = client.forward_backward(data, "cross_entropy", normalize_by=total_weight).result()
+        client.optim_step(AdamParams(learning_rate=1e-3)).result()
+    logprobs = [output["logprobs"].tolist() for output in done.loss_fn_outputs]
+    theirs = ask("mean_nll", logprobs=logprobs, weights=given)
+    assert done.metrics["loss:sum"] == pytest.approx(theirs, rel=1e-6)
+    assert theirs > 1
+
+
+def supervised(row: list[int], weights: list[float]) -> Datum:
+    inputs = {"target_tokens": row[1:], "weights": weights[1:]}
+    return Datum(ModelInput.from_ints(row[:-1]), inputs)
+
+
+@pytest.mark.parametrize("length", [2, 9])
+def test_supervised_datums_are_theirs(ask: Ask, length: int) -> None:
+    rng = random.Random(length)
+    row = tokens(rng, length)
+    weights = [0.0] * (length // 2) + [1.0] * (length - length // 2)
+    theirs = ask("supervised", tokens=row, weights=weights, reduction="none")
+    mine = to_row(supervised(row, weights), "policy", "cross_entropy")
+    assert mine.tokens == [*theirs["model_input"], theirs["target_tokens"][-1]]
+    assert mine.tokens[1:] == theirs["target_tokens"]
+    assert mine.advantages[1:] == theirs["weights"]
+
+
+def test_the_recipe_weighs_tokens_as_theirs_does(
+    ask: Ask, recipe: Callable[[str], Any], tmp_path: Path
+) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        tokenizer = service.create_sampling_client(base_model="agentrl-tiny").get_tokenizer()
+    mine = recipe("sft").example(tokenizer, 417)
+    common = recipe("common")
+    asked = common.question(tokenizer, 417)
+    answered = common.answer(tokenizer, "I am 417.")
+    weights = [0.0] * len(asked) + [1.0] * len(answered)
+    theirs = ask("supervised", tokens=asked + answered, weights=weights, reduction="none")
+    assert mine.model_input.to_ints() == theirs["model_input"]
+    assert mine.loss_fn_inputs["target_tokens"] == theirs["target_tokens"]
+    assert mine.loss_fn_inputs["weights"] == theirs["weights"]
+
+
+def test_the_mean_over_sequences_has_the_weights_of_their_mean_reduction(ask: Ask) -> None:
+    """Theirs divides a row's weights by their sum, and sums over rows; ours is the mean over rows,
+    in weights whose sum over the step is the number of its tokens."""
+    rng = random.Random(9)
+    made = [tokens(rng, length) for length in (2, 5, 12)]
+    masks = [[0.0] * (len(row) // 2) + [1.0] * (len(row) - len(row) // 2) for row in made]
+    datums = [
+        batches.Datum(
+            row,
+            [on > 0 for on in mask],
+            [0.0] * len(row),
+            mask,
+        )
+        for row, mask in zip(made, masks, strict=True)
+    ]
+    weighted = normalize_lengths(datums, ["a", "b", "c"], "sequence")
+    count = sum(datum.trained for datum in datums)
+    for row, mask, mine in zip(made, masks, weighted, strict=True):
+        theirs = ask("supervised", tokens=row, weights=mask, reduction="mean")
+        own = [weight * on for weight, on in zip(mine.extra["weights"][1:], mask[1:], strict=True)]
+        close([weight * len(made) / count for weight in own], theirs["weights"])
+
+
+# ---- settings and evaluation
+
+
+@pytest.mark.parametrize("steps", [1, 2, 17])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_learning_rates_fall_as_theirs(ask: Ask, name: Any, steps: int) -> None:
+    """They count steps from 0, we from 1. Warm-up is ours alone."""
+    theirs = ask("schedule", name=name, steps=steps)
+    close([schedule_factor(name, step + 1, steps) for step in range(steps)], theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("Qwen/Qwen3-4B-Instruct-2507", 4e9), ("Qwen/Qwen3-8B", 8e9), ("Qwen/Qwen3-32B", 32e9)],
+)
+def test_our_default_learning_rate_is_that_of_their_rl_loop(
+    ask: Ask, model: str, parameters: float
+) -> None:
+    """A difference by design: what get_lr recommends is a rate of supervised fine-tuning, which
+    hardly falls with size (hidden size ** -0.08 for Qwen). Their own RL loop takes a tenth of it,
+    and so do we; ours falls with the number of parameters."""
+    theirs, mine = ask("learning_rate", model=model), default_learning_rate(int(parameters))
+    assert 10 < theirs["recommended"] / mine < 35
+    assert 0.9 < theirs["rl_loop"] / mine < 2.6
+
+
+def test_pass_at_k_is_theirs(ask: Ask) -> None:
+    rng = random.Random(11)
+    samples = 8
+    rewards = {f"task{t}": [float(rng.random() < t / 6) for _ in range(samples)] for t in range(7)}
+    rollouts, emitted = [], []
+    for task, outcomes in rewards.items():
+        for i, value in enumerate(outcomes):
+            name = f"{task}-{i}"
+            rollouts.append(rollout(name, task))
+            emitted.append(Reward(f"{name}-a", name, "reward", value, name))
+    mine = score(rollouts, emitted, 1.0).pass_at
+    assert sorted(mine) == [1, 2, 4, 8]
+    close(list(mine.values()), ask("pass_at_k", rewards=rewards, ks=list(mine)), rel=1e-12)
+
+
+def test_losses_have_the_names_of_the_sdk(ask: Ask) -> None:
+    named = set(ask("losses"))
+    # ``custom`` is forward_backward_custom.
+    assert named - LOSSES.keys() == {"custom", "stable_reinforce"}
+    assert LOSSES.keys() - named == {"dppo"}

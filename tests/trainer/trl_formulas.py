@@ -1,0 +1,261 @@
+"""Runs with a Python that has TRL: its trainers' formulas on given numbers, a JSON line each.
+
+No model: a trainer gets its log-probs from a stand-in for the forward pass, and everything after
+that is TRL's code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.iw_opd import IWOPDTrainer
+from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+# What is made of lists of floats is made in double precision.
+torch.set_default_dtype(torch.float64)
+
+_ALONE = SimpleNamespace(
+    num_processes=1,
+    process_index=0,
+    device="cpu",
+    sync_gradients=True,
+    gather=lambda x: x,
+    gather_for_metrics=lambda x: x,
+    reduce=lambda x, **_: x,
+)
+
+
+def stand_in() -> SimpleNamespace:
+    return SimpleNamespace(training=True, is_gradient_checkpointing=False)
+
+
+def made(kind: type, args: object, **attributes: object) -> object:
+    """A trainer without a model, as far as its formulas look."""
+    trainer = object.__new__(kind)
+    trainer.__dict__.update(
+        args=args,
+        beta=args.beta,
+        accelerator=_ALONE,
+        model=stand_in(),
+        ref_model=stand_in(),
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        _metrics={"train": defaultdict(list)},
+        **attributes,
+    )
+    return trainer
+
+
+def online(config: type, kind: type, args: dict, **attributes: object) -> object:
+    """A GRPO or RLOO trainer."""
+    args = config(output_dir="unused", bf16=False, use_cpu=True, report_to=[], **args)
+    args.steps_per_generation = 1
+    return made(
+        kind,
+        args,
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon_high if args.epsilon_high is not None else args.epsilon,
+        num_iterations=1,
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        log_multimodal=False,
+        reward_weights=torch.ones(1),
+        reward_func_names=["reward"],
+        reward_funcs=[None],
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        _logs=defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)},
+        _pending_extra_logs={},
+        _pending_metrics={},
+        **attributes,
+    )
+
+
+def grpo(args: dict, **attributes: object) -> GRPOTrainer:
+    trainer = online(GRPOConfig, GRPOTrainer, args, **attributes)
+    args = trainer.args
+    trainer.__dict__.update(
+        loss_type=args.loss_type,
+        importance_sampling_level=args.importance_sampling_level,
+        scale_rewards=args.scale_rewards,
+        multi_objective_aggregation="sum_then_normalize",
+        max_completion_length=args.max_completion_length,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=args.use_vllm,
+        vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
+        vllm_importance_sampling_mode=args.vllm_importance_sampling_mode,
+        vllm_importance_sampling_clip_min=args.vllm_importance_sampling_clip_min,
+        vllm_importance_sampling_clip_max=args.vllm_importance_sampling_clip_max,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        _entropy_bonus_enabled=False,
+        entropy_coef=0.0,
+    )
+    return trainer
+
+
+def metrics_of(trainer: object) -> dict:
+    return {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+def loss(args: dict, batch: dict) -> dict:
+    """GRPO's loss from the log-probs of three policies: of now, of before, of the reference."""
+    lp = torch.tensor(batch["logprobs"], requires_grad=True)
+    mask = torch.tensor(batch["mask"])
+    trainer = grpo(args)
+    trainer._get_per_token_logps_and_entropies = lambda *_a, **_k: (lp, torch.zeros_like(lp), None)
+    inputs = {
+        "prompt_ids": torch.zeros(len(lp), 1, dtype=torch.long),
+        "prompt_mask": torch.ones(len(lp), 1, dtype=torch.long),
+        "completion_ids": torch.zeros(lp.shape, dtype=torch.long),
+        "completion_mask": mask.long(),
+        "advantages": torch.tensor(batch["advantages"]),
+        "old_per_token_logps": torch.tensor(batch["old"]),
+        "num_items_in_batch": mask.sum(),
+    }
+    if trainer.beta:
+        inputs["ref_per_token_logps"] = torch.tensor(batch["reference"])
+    value = trainer._compute_loss(trainer.model, inputs)
+    value.backward()
+    return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
+
+
+def corrected_loss(args: dict, batch: dict, rewards: list[float]) -> dict:
+    """From rewards and what vLLM sampled to the loss: TRL corrects for the way from the sampler to
+    the policy of before. One group; ``mask`` rows begin with their tokens."""
+    lp = torch.tensor(batch["logprobs"], requires_grad=True)
+    lengths = [sum(row) for row in batch["mask"]]
+    trainer = grpo({**args, "use_vllm": True}, num_generations=len(rewards))
+    now = stand_in()
+    found = {
+        id(trainer.model): torch.tensor(batch["old"]),
+        id(trainer.ref_model): torch.tensor(batch["reference"]),
+        id(now): lp,
+    }
+    trainer._get_per_token_logps_and_entropies = lambda model, *_a, **_k: (
+        found[id(model)],
+        torch.zeros_like(lp),
+        None,
+    )
+    sampled = [row[:length] for row, length in zip(batch["sampled"], lengths, strict=True)]
+    answers = [[1] * length for length in lengths]
+    trainer._generate = lambda _: (
+        [[1]] * len(lengths), answers, None, answers, sampled, {}, None, None,
+    )  # fmt: skip
+    trainer._calculate_rewards = lambda *_: torch.tensor(rewards)[:, None]
+    inputs = trainer._generate_and_score_completions([{"prompt": "?"} for _ in rewards])
+    value = trainer._compute_loss(now, inputs)
+    value.backward()
+    return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
+
+
+def advantages(trainer: str, args: dict, rewards: list[list[float]]) -> dict:
+    """Of groups of one size, for trainer ``grpo`` or ``rloo``. NaN is a missing reward."""
+    flat = [reward for group in rewards for reward in group]
+    one = {"num_generations": len(rewards[0])}
+    answers = [[1]] * len(flat)
+    if trainer == "grpo":
+        ours = grpo(args, **one)
+        ours._generate = lambda _: (answers, answers, None, answers, None, {}, None, None)
+    else:
+        ours = online(
+            RLOOConfig,
+            RLOOTrainer,
+            args,
+            **one,
+            normalize_advantages=args.get("normalize_advantages", False),
+            reward_clip_range=None,
+        )
+        ours._generate = lambda _: (answers, answers, answers)
+    nothing = torch.zeros(len(flat), 1)
+    ours._get_per_token_logps_and_entropies = lambda *_a, **_k: (nothing, nothing, None)
+    ours._calculate_rewards = lambda *_: torch.tensor(flat)[:, None]
+    found = ours._generate_and_score_completions([{"prompt": "?"} for _ in flat])
+    rows = found["advantages"].view(len(rewards), -1).tolist()
+    return {"advantages": rows, "metrics": metrics_of(ours)}
+
+
+def logprobs(logits: list[list[float]], targets: list[int], temperature: float) -> dict:
+    """In double precision; ``gradient`` is that of the log-probs' sum."""
+    scores = torch.tensor(logits, requires_grad=True)
+    picked = selective_log_softmax(scores[None], torch.tensor(targets)[None], temperature)[0]
+    picked.sum().backward()
+    return {
+        "logprobs": picked.tolist(),
+        "gradient": scores.grad.tolist(),
+        "entropy": entropy_from_logits(scores).tolist(),
+    }
+
+
+def dpo(policy: list[list[float]], reference: list[float], beta: float) -> dict:
+    """Rows of log-probs of answers of one length, the chosen before the rejected; of the reference
+    their sums."""
+    lp, known = torch.tensor(policy, requires_grad=True), torch.tensor(reference)
+    trainer = made(
+        DPOTrainer,
+        DPOConfig(output_dir="unused", bf16=False, use_cpu=True, report_to=[], beta=beta),
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    nothing = torch.zeros_like(lp)
+    outputs = SimpleNamespace(
+        log_probs=lp, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
+    )
+    ids = torch.ones(len(policy), len(policy[0]) + 1, dtype=torch.long)
+    mask = ids.clone()
+    mask[:, 0] = 0
+    inputs = {"input_ids": ids, "attention_mask": ids, "completion_mask": mask}
+    inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = known.chunk(2)
+    value = trainer._compute_loss(lambda **_: outputs, inputs, False)
+    value.backward()
+    return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
+
+
+def distillation(
+    logits: list, targets: list[list[int]], mask: list[list[bool]], teacher: list[list[float]]
+) -> dict:
+    """On-policy distillation by sampled tokens. IW-OPD without its weights of positions."""
+    scores = torch.tensor(logits, requires_grad=True)
+    trainer = object.__new__(IWOPDTrainer)
+    trainer.__dict__.update(
+        temperature=1.0,
+        iw_opd_gamma=0.0,
+        iw_opd_epsilon=1e-8,
+        model=stand_in(),
+        _metrics={"train": defaultdict(list)},
+    )
+    tokens = torch.tensor(targets)
+    value = trainer._compute_iw_opd_loss(
+        scores,
+        tokens,
+        tokens.masked_fill(~torch.tensor(mask), -100),
+        torch.tensor(teacher),
+    )
+    value.backward()
+    return {
+        "loss": value.item(),
+        "gradient": scores.grad.tolist(),
+        "metrics": metrics_of(trainer),
+    }
+
+
+if __name__ == "__main__":
+    # Only answers go to stdout, whatever the libraries print.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        question = json.loads(line)
+        result = globals()[question["function"]](**question["arguments"])
+        answers.write(json.dumps(result) + "\n")
+        answers.flush()
