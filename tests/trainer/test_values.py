@@ -40,7 +40,7 @@ def rows(seed: int, lengths: tuple[int, ...]) -> tuple[list[Datum], list[list[fl
 
 
 def plain_gae(rewards: Column, values: Column, discount: float, trace: float) -> Column:
-    """arXiv:1506.02438, equations 10 and 16, each advantage as the sum that defines it."""
+    """arXiv:1506.02438, equation 16, each advantage as the sum that defines it."""
     count = len(rewards)
     following = [*values[1:], 0.0]
     surprise = [rewards[t] + discount * following[t] - values[t] for t in range(count)]
