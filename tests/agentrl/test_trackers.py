@@ -2,8 +2,8 @@
 
 TensorBoard is part of the development environment and is read back by its own reader. W&B and
 trackio are read back wherever they are installed: here, or in the environment whose python is
-AGENTRL_TEST_TRACKERS_PYTHON (``pip install wandb trackio pydantic cyclopts``). What they are told is
-tested without them too.
+AGENTRL_TEST_TRACKERS_PYTHON (with wandb, trackio and agentrl's own dependencies). What they are
+told is tested without them too.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ from pathlib import Path
 from agentrl.run_folder import RunFolder
 from agentrl.trackers import Trackers
 
-name, folder, rows, begin = sys.argv[1], RunFolder(Path(sys.argv[2])), *map(json.loads, sys.argv[3:])
+name, folder = sys.argv[1], RunFolder(Path(sys.argv[2]))
+rows, begin = map(json.loads, sys.argv[3:])
 notes = []
 trackers = Trackers([name], folder, {"seed": 3}, notes.append)
 trackers.begin(**begin)
@@ -168,7 +169,8 @@ from trackio.sqlite_storage import SQLiteStorage
 
 [run] = SQLiteStorage.get_runs("agentrl")
 rows = SQLiteStorage.get_logs("agentrl", run)
-print(json.dumps({"run": run, "rows": rows, "config": SQLiteStorage.get_run_config("agentrl", run)}))
+config = SQLiteStorage.get_run_config("agentrl", run)
+print(json.dumps({"run": run, "rows": rows, "config": config}))
 """
 
 # LevelDB's log format: blocks of 32 KiB, in them records of checksum, length, kind and bytes.
