@@ -217,6 +217,7 @@ def run(python: str, script: str, *arguments: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.trackers
 def test_trackio_for_real(folder: RunFolder, tmp_path: Path) -> None:
     python = python_with("trackio")
     env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
@@ -238,6 +239,7 @@ def test_trackio_for_real(folder: RunFolder, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.trackers
 def test_wandb_for_real_offline(folder: RunFolder) -> None:
     python = python_with("wandb")
     env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
