@@ -31,6 +31,7 @@ from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
     from agentrl.runner.on_ray import RayPool
+
 _POLL_S = 0.03
 _LONGEST_POLL_S = 1.0  # of what is published, for a sampler that is away
 _TELL_AFTER_S, _TELL_AGAIN_S = 5.0, 60.0  # of waiting for it
