@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
+    from agentrl_trainer.advantages import Scaling
     from agentrl_trainer.step import StepSettings
     from agentrl_trainer.update import UpdateSettings
     from agentrl_trainer.values import ValueParams
@@ -120,7 +121,9 @@ class AlgorithmConfig(BaseModel):
         Parameter(group=_GROUP),
     ] = Field("grpo", description="How rewards become advantages.")
     normalize_std: Annotated[bool, Parameter(group=_GROUP)] = Field(
-        False, description="Divide advantages by the group's standard deviation."
+        False,
+        description="Divide advantages by the group's standard deviation (of gae: centre and scale "
+        "them over the tokens of the step).",
     )
     std_ddof: Annotated[Literal[0, 1] | None, Parameter(group=_GROUP)] = Field(
         None, description="That deviation divides by n - ddof; by default 1."
@@ -247,6 +250,15 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
+def _scaling(config: AlgorithmConfig) -> Scaling:
+    from agentrl_trainer.advantages import Scaling
+
+    return Scaling(
+        ddof=1 if config.std_ddof is None else config.std_ddof,
+        epsilon=_or(config.std_epsilon, 1e-6),
+    )
+
+
 def step_settings(
     config: AlgorithmConfig,
     *,
@@ -256,7 +268,6 @@ def step_settings(
     max_tokens: int,
 ) -> StepSettings:
     """How records become datums, as configured."""
-    from agentrl_trainer.advantages import Scaling
     from agentrl_trainer.step import StepSettings
     from agentrl_trainer.trajectories import Rules
 
@@ -266,10 +277,7 @@ def step_settings(
         estimator=config.estimator,
         normalize_std=config.normalize_std,
         min_group=min_group,
-        scaling=Scaling(
-            ddof=1 if config.std_ddof is None else config.std_ddof,
-            epsilon=_or(config.std_epsilon, 1e-6),
-        ),
+        scaling=_scaling(config),
         discount=_or(config.discount, 1.0),
         step_weight=_or(config.step_weight, 1.0),
         length_normalization=length_normalization(config),
@@ -286,6 +294,7 @@ def update_settings(config: AlgorithmConfig, *, epochs: int) -> UpdateSettings:
         discount=_or(config.discount, 1.0),
         trace=_or(config.gae_lambda, 0.95),
         whiten=config.normalize_std,
+        scaling=_scaling(config),
     )
     return UpdateSettings(
         loss=config.loss,

@@ -65,6 +65,9 @@ def train(
 
     Runs the agent on tasks against the model, compares the rewards it emits, updates the
     adapter, swaps it into the model, and again.
+
+    It learns on this machine, with torch and PEFT. Hosted Tinker is for loops of your own, by
+    ServiceClient(backend="tinker"); docs/client.md says what is missing here.
     """
     from agentrl.display import TrainDisplay
     from agentrl.report import serve_command, training_report

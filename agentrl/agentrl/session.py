@@ -15,6 +15,7 @@ from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import FORWARD_HEADERS, Gateway, GatewaySettings, import_gateway
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
+from agentrl.upkeep import Upkeep
 from agentrl.vllm_server import planned_server
 from agentrl_tracer.schemas import (
     AttemptState,
@@ -35,7 +36,6 @@ _POLL_S = 0.03
 _LONGEST_POLL_S = 1.0  # of what is published, for a sampler that is away
 _TELL_AFTER_S, _TELL_AGAIN_S = 5.0, 60.0  # of waiting for it
 _REFUSED_S = 3.0  # until we believe it: a dying vLLM refuses too, and a shared folder may lag
-_SWEEP_S = 0.5  # between looks for expired leases
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _VLLM_READY_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
@@ -111,6 +111,7 @@ class Session:
         self.started = time.perf_counter()
         self.gateway: Gateway
         self.pool: PoolHandle | RayPool
+        self.upkeep: Upkeep
 
     def _register(self, kind: str) -> str:
         """The run's id: made now, or the one the folder already has."""
@@ -168,6 +169,7 @@ class Session:
                 ),
             ),
         )
+        self.upkeep = Upkeep(self.store, self.pool)
         try:
             if self._imports_torch:  # the runners load meanwhile
                 import_gateway()
@@ -268,18 +270,20 @@ class Session:
             if now >= tell_at:
                 on_trouble(f"{what} is not published yet: {problem.text}")
                 tell_at = now + _TELL_AGAIN_S
+            self.upkeep.look()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
 
     def execute(
         self, new: Sequence[NewRollout], on_progress: Callable[[int, int], None]
     ) -> list[Rollout]:
-        """Runs rollouts to their end; ``on_progress`` gets (finished, all).
+        """Runs rollouts to their end, ahead of the queue; ``on_progress`` gets (finished, all).
 
         Raises:
             RunError: the runners or the gateway keep dying and nothing gets finished.
         """
-        ids = self.enqueue(new)
+        # Before what nobody waits for: rollouts of later steps may be queued by the hundred.
+        ids = self.store.enqueue(self.run_id, new, first=True)
 
         def look() -> tuple[int, int, bool]:
             done = len(ids) - self.store.unfinished(ids)
@@ -304,13 +308,8 @@ class Session:
             RunError: the runners or the gateway keep dying and nothing gets finished.
         """
         finished, restarts = -1, self._restarts()
-        next_sweep = 0.0
         while True:
-            if time.monotonic() >= next_sweep:
-                self.store.expire_leases()
-                next_sweep = time.monotonic() + _SWEEP_S
-            if not self.pool.alive():
-                self.pool.restart()
+            self.upkeep.look()
             done, total, enough = look()
             if done > finished:
                 finished, restarts = done, self._restarts()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.metrics import DIFFERENCE, OPTIONAL
+from agentrl.metrics import DIFFERENCE, LAST_EPOCH, OPTIONAL
 from agentrl.rollout_stream import StepRollouts, staleness_metrics
 from agentrl_tracer.schemas import Call, Outcomes
 from agentrl_trainer.adapters import AdapterBatches
@@ -20,7 +20,7 @@ def step_row(
     taken: StepRollouts,
     calls: Sequence[Call],
     batches: AdapterBatches,
-    stats: Mapping[str, StepStats | None],
+    passes: Mapping[str, Sequence[StepStats]],
     outcomes: Outcomes,
     seconds: Mapping[str, float],
     learning_rate: float,
@@ -28,9 +28,11 @@ def step_row(
 ) -> dict[str, Any]:
     """Of several adapters, each one's numbers are there under its name as well.
 
+    What each number is, docs/metrics.md says.
+
     Args:
-        stats: each adapter's first pass; None: there was nothing to learn from.
-        seconds: wall-clock time of ``rollouts`` and ``update``.
+        passes: what each adapter's epochs saw; none: there was nothing to learn from.
+        seconds: wall-clock time of ``rollouts``, ``update`` and whatever else was measured.
     """
     batch = batches.whole()
     sampled = sum(len(call.response_ids) for call in calls)
@@ -53,39 +55,56 @@ def step_row(
             max_staleness=max_staleness,
             taken=taken,
         ),
-        DIFFERENCE: max((s.max_logprob_difference for s in stats.values() if s), default=0.0),
-        "seconds/rollouts": seconds["rollouts"],
-        "seconds/update": seconds["update"],
+        DIFFERENCE: max(
+            (epochs[0].max_logprob_difference for epochs in passes.values() if epochs), default=0.0
+        ),
         "learning_rate": learning_rate,
+        **seconds_row(seconds),
     }
-    for name, one in stats.items():
-        prefix = "" if len(stats) == 1 else f"{name}/"
+    for name, epochs in passes.items():
+        prefix = "" if len(passes) == 1 else f"{name}/"
         if prefix:
             part = batches.by_adapter[name]
             row |= {prefix + key: value for key, value in part.metrics().items()}
             row[prefix + "calls/trained"] = len(part.trained)
-        row |= {prefix + key: value for key, value in _update_metrics(one).items()}
+        row |= {prefix + key: value for key, value in _update_metrics(epochs).items()}
     return row
 
 
-def _update_metrics(stats: StepStats | None) -> dict[str, Any]:
+def seconds_row(spent: Mapping[str, float]) -> dict[str, float]:
+    """Wall-clock time as metrics."""
+    return {f"seconds/{name}": seconds for name, seconds in spent.items()}
+
+
+def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:
     """An adapter's update in numbers; nothing where there was none."""
-    if stats is None:
+    if not epochs:
         return {}
+    first, last = epochs[0], epochs[-1]
+    row = {
+        "tokens/trained": first.tokens,
+        "tokens/total": first.tokens_total,
+        "tokens/unique": first.tokens_unique,
+        "tokens/saved_by_sharing": first.tokens_saved,
+        "sampler_trainer/mean_logprob_difference": first.mean_logprob_difference,
+        "step_refused": float(last.skipped_non_finite),
+        **_policy_metrics(first),
+    }
+    if len(epochs) > 1:
+        row |= {LAST_EPOCH + name: value for name, value in _policy_metrics(last).items()}
+    return row
+
+
+def _policy_metrics(stats: StepStats) -> dict[str, Any]:
+    """What changes from epoch to epoch, as the policy moves."""
     return {
-        "tokens/trained": stats.tokens,
-        "tokens/total": stats.tokens_total,
-        "tokens/unique": stats.tokens_unique,
-        "tokens/saved_by_sharing": stats.tokens_saved,
         "loss": stats.loss,
         "entropy": stats.entropy,
         "ratio/mean": stats.ratio_mean,
         "ratio/max": stats.ratio_max,
         "clip_fraction": stats.clip_fraction,
         "sampler_trainer/kl": stats.sampler_trainer_kl,
-        "sampler_trainer/mean_logprob_difference": stats.mean_logprob_difference,
         "grad_norm": stats.grad_norm,
-        "step_refused": float(stats.skipped_non_finite),
         **{OPTIONAL[name]: value for name, value in stats.metrics.items()},
     }
 

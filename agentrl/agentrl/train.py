@@ -1,8 +1,10 @@
 """``agentrl train``: roll out, learn, publish, evaluate, until the steps are done.
 
 The loop is ``Training.run`` and ``Training._step``; read those two. What must survive a crash is
-ordered so that the checkpoint is the last word on a step: verdicts and metrics are written before
-it, the new adapter is published after it, and a resumed run undoes what came after the newest one.
+ordered so that the checkpoint is the last word on a step: verdicts are written before it, its row
+of metrics is in it, the new adapter is published after it, and a resumed run undoes what came after
+the newest one. The row is logged last, because it says how long all of that took; where a run died
+before, the checkpoint's is logged when it is resumed.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.algorithm import REFERENCE, step_settings, update_settings, value_params
 from agentrl.config import TrainConfig
 from agentrl.display import TrainDisplay
-from agentrl.metrics import HELD_OUT, HELD_OUT_REWARD
+from agentrl.metrics import HELD_OUT, HELD_OUT_REWARD, REWARD
 from agentrl.rollout_stream import (
     RolloutStream,
 )
@@ -28,7 +30,7 @@ from agentrl.session import (
     outcomes_in_words,
     plan_evaluation,
 )
-from agentrl.step_row import finite_numbers, step_row
+from agentrl.step_row import finite_numbers, seconds_row, step_row
 from agentrl.summary import Summary, summarise
 from agentrl.trackers import MAY_HOLD_SECRETS, Trackers
 from agentrl_tracer.schemas import (
@@ -40,13 +42,15 @@ from agentrl_tracer.schemas import (
     SkipReason,
 )
 from agentrl_trainer.adapters import AdapterBatches, AdapterRule, assemble_adapters
-from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
+from agentrl_trainer.client import AdamParams, APIFuture, ServiceClient, TrainingClient
 from agentrl_trainer.learner import StepStats
 from agentrl_trainer.model import BaseModel
 from agentrl_trainer.rewards import rollout_rewards
 from agentrl_trainer.schedules import default_learning_rate, schedule_factor
 from agentrl_trainer.step import StepBatch
 from agentrl_trainer.update import prepare
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -62,6 +66,10 @@ class Clock:
             yield
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - started
+
+    def add(self, other: Clock) -> None:
+        for name, seconds in other.spent.items():
+            self.spent[name] = self.spent.get(name, 0.0) + seconds
 
 
 class Training:
@@ -160,9 +168,12 @@ class Training:
             )
         rollouts = taken.rollouts
         self.display.phase("learning", ahead=self.stream.under_way if taken.ahead else None)
+        parts = Clock()
         with clock("update"):
             calls, batches = self._collect(step, rollouts)
-            stats = {name: self._learn(step, batch) for name, batch in batches.by_adapter.items()}
+            passes = {
+                name: self._learn(step, batch, parts) for name, batch in batches.by_adapter.items()
+            }
             batch = batches.whole()
             self.store.settle(trained=dict.fromkeys(batch.trained, step), skipped=batch.skipped)
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
@@ -172,19 +183,19 @@ class Training:
             taken=taken,
             calls=calls,
             batches=batches,
-            stats=stats,
+            passes=passes,
             outcomes=outcomes,
-            seconds=clock.spent,
+            seconds=clock.spent | parts.spent,
             learning_rate=self._learning_rate(step),
             max_staleness=self.config.max_staleness,
         )
-        self._log(step, row)
         with clock("checkpoint"):
-            self._checkpoint(step)
+            self._checkpoint(step, row)
         with clock("publish"):
             self._publish(step)
-        for name, seconds in clock.spent.items():
-            self.clock.spent[name] = self.clock.spent.get(name, 0.0) + seconds
+        row |= seconds_row(clock.spent)
+        self._log(step, row)
+        self.clock.add(clock)
         self.display.step(row, self.store.accounting(self.run_id))
 
     def _collect(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
@@ -211,38 +222,47 @@ class Training:
         batch = self._collect(step, group)[1].whole()
         return bool(batch.trained) or SkipReason.ZERO_ADVANTAGE not in batch.skipped.values()
 
-    def _learn(self, step: int, batch: StepBatch) -> StepStats | None:
-        """Updates one adapter; the statistics are of the first epoch, before any update."""
+    def _learn(self, step: int, batch: StepBatch, clock: Clock) -> list[StepStats]:
+        """Updates one adapter. What each epoch saw, the first before any update; the last one may
+        not have been applied (``skipped_non_finite``). Nothing where there is nothing to learn."""
+        passes: list[StepStats] = []
         if not batch.datums:
-            return None
+            return passes
         client = self.clients[batch.datums[0].adapter]
         adam = AdamParams(self._learning_rate(step), grad_clip_norm=self.config.max_grad_norm)
         settings = update_settings(self.config, epochs=self.config.epochs)
         # What depends on the policy before the update: references, values, advantages of GAE.
-        batch.datums = client.local(lambda own: prepare(own, batch.datums, settings)).result()
-        first: StepStats | None = None
-        for _ in range(settings.epochs):
-            done = client.forward_backward(
-                batch.datums,
-                settings.loss,
-                settings.loss_config,
-                normalize_by=None,  # the tokens of the whole step
-                logprobs=False,
+        with clock("prepare"):
+            batch.datums = self._result(
+                client.local(lambda own: prepare(own, batch.datums, settings))
             )
-            stepped = client.optim_step(adam).result().metrics
+        for epoch in range(settings.epochs):
+            with clock("forward_backward"):
+                added = client.forward_backward(
+                    batch.datums,
+                    settings.loss,
+                    settings.loss_config,
+                    normalize_by=None,  # the tokens of the whole step
+                    logprobs=False,
+                )
+                done = self._result(added)
+            with clock("optimizer"):
+                stepped = self._result(client.optim_step(adam)).metrics
             refused = bool(stepped["skipped_non_finite"])
-            stats = replace(
-                done.result().stats,
-                grad_norm=stepped["grad_norm"],
-                skipped_non_finite=refused,
+            passes.append(
+                replace(done.stats, grad_norm=stepped["grad_norm"], skipped_non_finite=refused)
             )
             if refused:
                 self.display.note("the loss or gradient was not finite: the step was not applied")
-                if first is None:
+                if not epoch:
                     batch.refuse(SkipReason.NON_FINITE_STEP)
-                return replace(first or stats, skipped_non_finite=True)
-            first = first or stats
-        return first
+                break
+        return passes
+
+    def _result(self, asked: APIFuture[T]) -> T:
+        """What is computed on the learner's thread; runners and leases are looked after meanwhile:
+        rollouts of the next steps may be under way."""
+        return self.session.upkeep.result(asked.future())
 
     def _learning_rate(self, step: int) -> float:
         peak = self.config.learning_rate or default_learning_rate(
@@ -292,9 +312,13 @@ class Training:
 
     def _evaluate_if_due(self, step: int) -> None:
         due = step % self.config.eval_every == 0 or step == self.steps
-        if not self.eval_ids or not due or step in self._held_out():
+        if not self.eval_ids or not due:
             return
-        with self.clock("evaluation"):
+        if (known := self._held_out().get(step)) is not None:  # before this run was resumed
+            self.display.evaluated(step, known)
+            return
+        clock = Clock()
+        with clock("evaluation"):
             rollouts = self.session.execute(
                 plan_evaluation(
                     self.eval_ids,
@@ -306,7 +330,12 @@ class Training:
                 lambda done, total: self.display.phase("evaluation", done, total),
             )
             accuracy, mean = self._score(rollouts)
-        row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean}
+            if not self.config.max_staleness:
+                # What it leaves in the sampler's prefix cache would change the last bits of what
+                # follows, and a run that is resumed here does not evaluate again.
+                self._swap(step)
+        self.clock.add(clock)
+        row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean, **seconds_row(clock.spent)}
         self._log(step, row)
         self.display.evaluated(step, accuracy)
         for reason, count in list(failures(rollouts).items())[:2]:
@@ -371,29 +400,54 @@ class Training:
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
         step = found.step or 0
         self.stream.restore(step, found.meta.get("rollouts"))
-        self.store.supersede(self.run_id, after_step=step)
-        self.store.cancel(self.run_id, "the run was resumed", after_step=step)
-        self.store.drop_adapters_after(self.run_id, step)
-        # This step's evaluation is made again as well: it leaves prefixes in the sampler's cache,
-        # and what follows shall be what it would have been, to the last bit.
-        self.folder.keep_metrics(
-            lambda row: row["step"] < step or (row["step"] == step and HELD_OUT not in row)
+        rows = self.folder.read_metrics()
+        self.store.cancel(
+            self.run_id,
+            "the run was resumed",
+            after_step=step,
+            # What a killed evaluation had done of this step is made again.
+            evaluated=any(row["step"] == step and HELD_OUT in row for row in rows),
         )
+        self.store.supersede(self.run_id, after_step=step)
+        self.store.drop_adapters_after(self.run_id, step)
+        self._restore_metrics(step, rows, found.meta.get("row"))
         return step
 
-    def _checkpoint(self, step: int) -> None:
-        self.service.save_checkpoint(
+    def _restore_metrics(
+        self, step: int, rows: Sequence[Mapping[str, Any]], last: Mapping[str, Any] | None
+    ) -> None:
+        """Each row up to ``step`` once, everywhere. ``last`` is that step's, from its checkpoint:
+        without the seconds of what came after, it stands in where the process died before it was
+        logged."""
+        self.folder.keep_metrics(lambda row: row["step"] <= step)
+        self.store.drop_metrics_after(self.run_id, step)
+        self.trackers.begin(step if rows else None, rows)
+        of_step = [row for row in rows if row["step"] == step]
+        for row in of_step:  # it may have died between the file and the store
+            self.store.log_metrics(self.run_id, step, finite_numbers(row))
+        if last is not None and not any(REWARD in row for row in of_step):
+            self._log(step, last)
+
+    def _checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
+        saved = self.service.save_checkpoint(
             self.folder.checkpoints,
             step,
-            meta={"run_id": self.run_id, "rollouts": self.stream.state()},
+            meta={"run_id": self.run_id, "rollouts": self.stream.state(), "row": row},
             keep=self.config.keep_checkpoints,
-        ).result()
+        )
+        self._result(saved)
 
     def _publish(self, step: int) -> None:
         """Saves each adapter as version ``step`` and swaps it into the sampler."""
         for name, client in self.clients.items():
             path = self.folder.adapter_version(name, step)
-            client.save_weights_for_sampler(path).result()
+            self._result(client.save_weights_for_sampler(path))
+        self._swap(step)
+
+    def _swap(self, step: int) -> None:
+        """Makes the adapters as saved in ``step`` the ones that answer, with an empty cache."""
+        for name in self.clients:
+            path = self.folder.adapter_version(name, step)
             self.session.publish(name, step, str(path), step, self.display.note)
 
 

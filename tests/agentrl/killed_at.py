@@ -76,8 +76,24 @@ def publishing(step: int) -> None:
     around(session.Gateway, "try_load_adapter", load)
 
 
+def evaluating(step: int) -> None:
+    """After the step: some of its evaluation is finished, the rest is not."""
+
+    def execute(original: Any, self: Any, new: Any, on_progress: Any) -> Any:
+        def progress(done: int, total: int) -> None:
+            on_progress(done, total)
+            if NOW["step"] == step and 0 < done < total:
+                die()
+
+        return original(self, new, progress)
+
+    around(session.Session, "execute", execute)
+
+
 NOW = {"step": 0}
-MOMENTS = {moment.__name__: moment for moment in (rollouts, optimizer, writing, publishing)}
+MOMENTS = {
+    moment.__name__: moment for moment in (rollouts, optimizer, writing, publishing, evaluating)
+}
 
 
 def main() -> None:

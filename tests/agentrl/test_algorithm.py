@@ -90,6 +90,8 @@ def test_settings_reach_the_trainer() -> None:
             discount=0.99,
             gae_lambda=0.9,
             normalize_std=True,
+            std_ddof=0,
+            std_epsilon=1e-4,
         ),
         epochs=3,
     )
@@ -99,6 +101,7 @@ def test_settings_reach_the_trainer() -> None:
     assert (options["correction"], options["correction_level"]) == ("mask", "sequence")
     assert done.gae is not None
     assert (done.gae.discount, done.gae.trace, done.gae.whiten) == (0.99, 0.9, True)
+    assert (done.gae.scaling.ddof, done.gae.scaling.epsilon) == (0, 1e-4)
     assert value_params(config(estimator="gae", value_lr=0.5)) == ValueParams(lr=0.5)
 
     step = settings(estimator="dr_grpo", truncated="skip", skip_agents=["title"])

@@ -42,6 +42,16 @@ def test_a_wrong_value_names_field_value_and_choices() -> None:
         assert part in done.stderr, done.stderr
 
 
+def test_the_help_says_where_it_trains() -> None:
+    done = agentrl("train", "--help")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "learns on this machine" in said
+    assert 'ServiceClient(backend="tinker")' in said
+    assert (Path(__file__).parents[2] / "docs" / "client.md").is_file()
+    assert "docs/client.md" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

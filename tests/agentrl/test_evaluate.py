@@ -1,4 +1,4 @@
-"""What comes after training: evaluating any model or checkpoint, exporting, other trackers."""
+"""What comes after training: evaluating any model or checkpoint, exporting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from peft import PeftModel
 
 from agentrl.config import ConfigError
 from agentrl.run_folder import RunFolder, find_adapters
-from agentrl.trackers import Trackers
 from agentrl_trainer.model import attach_adapter, load_base, lora_config, save_adapter
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello"
@@ -108,29 +107,3 @@ def test_other_models_are_evaluated_with_intervals(served: str, tmp_path: Path) 
     assert "pass@2" in said
     assert "95 % interval" in said
     assert "no [models.ours]" in cli("eval", "--config", config, "--answered-by", "ours", code=2)
-
-
-def test_tensorboard_gets_the_metrics(run: RunFolder, tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    notes: list[str] = []
-    trackers = Trackers(["tensorboard"], run, {}, notes.append)
-    trackers.log(1, {"step": 1, "reward/mean": 0.5, "loss": float("nan"), "name": "x"})
-    trackers.log(2, {"step": 2, "reward/mean": 0.75})
-    trackers.close()
-    events = accumulator.EventAccumulator(str(run.root / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["reward/mean"]
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75)]
-    assert notes == []
-
-
-def test_a_tracker_that_fails_ends_no_run(run: RunFolder, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    blocked = RunFolder(tmp_path)
-    (tmp_path / "tensorboard").write_text("a file where its folder should be")
-    notes: list[str] = []
-    trackers = Trackers(["tensorboard"], blocked, {}, notes.append)
-    trackers.log(1, {"loss": 1.0})
-    trackers.close()
-    [note] = notes
-    assert note.startswith("tracker tensorboard was given up")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documented_metrics import undocumented
 from test_train import HERE, Run
 
 from agentrl_tracer.schemas import Purpose, RolloutState
@@ -78,9 +79,59 @@ def test_a_run_killed_at_every_moment_is_the_run(
         assert one.accounting().adds_up
         assert one.accounting().pending == 0
     assert run.accounting().trained == whole.accounting().trained
+    assert undocumented(whole.folder.read_metrics(), ["asker", "answerer"]) == {}
     if agent == "dull":
         assert sum(row.get("groups/resampled", 0) for row in whole.curve()) > 0
         assert all(row.get("groups/used", 2) == 2 for row in whole.curve())
+
+
+@pytest.mark.timeout(600)
+def test_an_evaluation_is_made_and_counted_once(tmp_path: Path) -> None:
+    """Killed in the middle of one, and after one; TensorBoard is asked as well."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings = {
+        "runners": 1, "steps": 2, "seed": 3, "eval_every": 1, "batch_size": 2, "group_size": 3,
+        "lease": 5, "trackers": "tensorboard",
+    }  # fmt: skip
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = Run(tmp_path / "whole", "mixed", **settings).finish()
+    run = Run(tmp_path / "killed", "mixed", **settings)
+    killed(run, "evaluating", 1)
+    assert len(run.folder.read_metrics()) == 2  # before training, and step 1
+    killed(run, "rollouts", 2)
+    before = run.store()
+    measured = before.rollouts(run.run_id, step=1, purpose=Purpose.EVAL)
+    run.resume()
+
+    assert run.curve() == whole.curve()
+    assert weights(run) == weights(whole)
+    after = run.store()
+    states = [r.state for r in after.rollouts(run.run_id, step=1, purpose=Purpose.EVAL)]
+    # Once in vain, once to the end, and not once more after that.
+    assert states == [r.state for r in measured]
+    assert states.count(RolloutState.SUCCEEDED) == states.count(RolloutState.CANCELLED) == 2
+    outcomes = after.outcomes(run.run_id, purpose=Purpose.EVAL)  # what `runs show` shows
+    assert outcomes.attempts == {"succeeded": 3 * 2}
+    skipped = {**run.accounting().skipped}
+    assert skipped.pop("superseded") > 0
+    assert skipped == whole.accounting().skipped
+    rows = after.metrics(run.run_id)
+    before.close()
+    after.close()
+    for one in run.folder.read_metrics():
+        names = {"seconds/evaluation"}
+        if "reward/mean" in one:
+            names = {f"seconds/{part}" for part in ("forward_backward", "checkpoint", "publish")}
+            assert one["seconds/forward_backward"] < one["seconds/update"]
+        assert names <= one.keys()
+        assert names <= rows[one["step"]].keys()
+    events = accumulator.EventAccumulator(str(run.folder.root / "tensorboard"))
+    events.Reload()
+    for name, steps in (("reward/mean", [1, 2]), ("eval/accuracy", [0, 1, 2])):
+        assert [event.step for event in events.Scalars(name)] == steps
+    assert {f"seconds/{part}" for part in ("optimizer", "publish")} <= {*events.Tags()["scalars"]}
+    assert undocumented(run.folder.read_metrics()) == {}
 
 
 @pytest.mark.timeout(600)
@@ -107,6 +158,7 @@ def test_an_asynchronous_run_that_is_killed_trains_nothing_twice(
         assert all(row["staleness/max"] <= 1 and row["staleness/beyond"] == 0 for row in rows)
     else:
         assert "correction/weight" in rows[1]  # truncated importance weights
+    assert undocumented(rows) == {}
     accounting = run.accounting()
     assert accounting.adds_up
     assert accounting.pending == 0

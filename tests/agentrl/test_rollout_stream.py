@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agentrl.rollout_stream import Look, RolloutStream, StepRollouts, tasks_in_order
+from agentrl.session import Session, plan_evaluation
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
 
@@ -222,3 +224,29 @@ def test_what_nobody_took_is_cancelled(hands: Hands) -> None:
     states = [r.state for r in hands.store.rollouts(hands.run_id, purpose=Purpose.TRAIN)]
     assert states.count(RolloutState.CANCELLED) == BATCH * GROUP
     assert source.under_way() == (0, 0)
+
+
+class Played(Session):
+    """A session whose one runner is played here."""
+
+    def __init__(self, hands: Hands) -> None:
+        self.store, self.run_id = hands.store, hands.run_id
+        self.ran: list[str] = []
+
+    def wait(self, look: Look, on_progress: Callable[[int, int], None]) -> None:
+        while not look()[2]:
+            claim = self.store.claim("hands", 60, self.run_id)
+            assert claim is not None
+            self.ran.append(claim.rollout_id)
+            self.store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+
+
+def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(hands: Hands) -> None:
+    source = stream(hands, max_staleness=2)
+    source.take(1, nothing)
+    ahead = hands.store.enqueue(hands.run_id, [replace(new) for new in hands.queued])
+    session = Played(hands)
+    done = session.execute(plan_evaluation(hands.task_ids, 1, 1, seed=3, temperature=0.0), nothing)
+    assert session.ran == [rollout.id for rollout in done]
+    assert {rollout.purpose for rollout in done} == {Purpose.EVAL}
+    assert hands.store.unfinished(ahead) == len(ahead)

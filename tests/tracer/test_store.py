@@ -101,6 +101,21 @@ def test_claims_follow_the_queue_and_give_each_rollout_once(store: Store) -> Non
     assert store.claim("runner", 30) is None
 
 
+def test_what_is_waited_for_is_claimed_first(store: Store) -> None:
+    run_id = start_run(store, rollouts=3)
+    running = claimed(store)
+    (task,) = store.add_tasks(run_id, "eval", [{"n": 8}])
+    evaluation = [NewRollout(task, "e", Purpose.EVAL, 1, i, seed=i) for i in range(2)]
+    first = store.enqueue(run_id, evaluation, first=True)
+    second = store.enqueue(run_id, evaluation, first=True)
+    training = [r.id for r in store.rollouts(run_id, purpose=Purpose.TRAIN)]
+    assert training[0] == running.rollout_id
+    claims = [claimed(store).rollout_id for _ in range(6)]
+    assert claims == [*second, *first, *training[1:]]
+    last = store.enqueue(run_id, evaluation)
+    assert [r.id for r in store.rollouts(run_id)][-2:] == last
+
+
 def claim_all(path: str, results: multiprocessing.Queue[list[str]]) -> None:
     store = Store(path, pooled=False)
     mine: list[str] = []
@@ -404,6 +419,37 @@ def test_a_resumed_run_supersedes_what_it_repeats(store: Store) -> None:
     assert store.rollouts(run_id)[0].state == RolloutState.CANCELLED
 
 
+def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
+    run_id = start_run(store, rollouts=1)
+    (task,) = store.add_tasks(run_id, "eval", [{"n": 8}])
+    new = [NewRollout(task, f"e{step}", Purpose.EVAL, step, 0, seed=1) for step in (0, 1, 2)]
+    store.enqueue(run_id, new)
+    for name in ("train 1", "eval 0", "eval 1", "eval 2"):
+        claim = claimed(store)
+        store.write_calls("boot", [], [call_of(claim, name)], 1)
+        store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+        if name.startswith("eval"):
+            store.settle(trained={}, skipped={name: SkipReason.EVALUATION})
+        else:
+            store.settle(trained={name: 1}, skipped={})
+
+    def standing() -> set[str]:
+        calls = store.calls(rollout_ids=[r.id for r in store.rollouts(run_id)])
+        return {call.id for call in calls if call.skip_reason != SkipReason.SUPERSEDED}
+
+    assert store.cancel(run_id, "resumed", after_step=1, evaluated=True) == 1
+    store.supersede(run_id, after_step=1)
+    assert standing() == {"train 1", "eval 0", "eval 1"}
+    assert store.cancel(run_id, "resumed", after_step=1, evaluated=False) == 2
+    store.supersede(run_id, after_step=1)
+    assert standing() == {"train 1", "eval 0"}
+    assert store.outcomes(run_id, purpose=Purpose.EVAL).attempts == {"succeeded": 1}
+    assert store.accounting(run_id).skipped == {
+        SkipReason.EVALUATION: 1,
+        SkipReason.SUPERSEDED: 2,
+    }
+
+
 def test_a_reward_delivered_twice_counts_once(store: Store) -> None:
     start_run(store)
     claim = claimed(store)
@@ -422,4 +468,6 @@ def test_adapters_and_metrics(store: Store) -> None:
     assert [a.version for a in store.latest_adapters(run_id)] == [1]
     store.log_metrics(run_id, 1, {"loss": 0.5})
     store.log_metrics(run_id, 1, {"loss": 0.25, "x": 1})
+    store.log_metrics(run_id, 2, {"loss": 0.5})
+    store.drop_metrics_after(run_id, 1)
     assert store.metrics(run_id) == {1: {"loss": 0.25, "x": 1.0}}

@@ -110,7 +110,8 @@ def reinforce(scores: Sequence[float]) -> list[float]:
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, compares=True, scales=True),
-    # The same advantages, never scaled; its other half is the constant length normalisation.
+    # Dr. GRPO, arXiv:2503.20783: the same advantages, never scaled; its other half is the constant
+    # length normalisation.
     "dr_grpo": Estimator(grpo, compares=True),
     "rloo": Estimator(rloo, compares=True, scales=True),
     # REINFORCE++-baseline, arXiv:2501.03262: the group's mean, then the step's deviation.

@@ -251,6 +251,9 @@ class Learner:
     ) -> OptimStats:
         """Apply the accumulated gradients, then forget them; of ``adapters``, or of all.
 
+        AdamW (arXiv:1711.05101), each adapter's gradient scaled down to ``grad_clip_norm`` before
+        (arXiv:1211.5063, section 3.2).
+
         If any of them, or a loss they came from, is not finite, nothing changes in any of these
         adapters. An adapter without gradients keeps its weights and its momenta.
         """

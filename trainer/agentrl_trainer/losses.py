@@ -1,6 +1,7 @@
 """Losses of a policy, token by token, summed: pure functions of tensors.
 
-Knows log-probs, not models. The semantics are Tinker's: with ``lp`` the trainer's log-prob of a
+Knows log-probs, not models. The semantics are Tinker's
+(https://tinker-docs.thinkingmachines.ai/losses): with ``lp`` the trainer's log-prob of a
 sampled token, ``q`` the sampler's, ``A`` its advantage and ``r = exp(lp - q)``,
 
     cross_entropy        -sum A * lp                      (A is the token's weight)
@@ -179,13 +180,18 @@ class Loss:
 
 
 def cross_entropy(tokens: Tokens, options: Options) -> tuple[Tensor, None]:
-    """Weighted negative log-likelihood: advantages are weights, ``sampling`` is for metrics."""
+    """Weighted negative log-likelihood, -sum w * lp: maximum likelihood where the weights are 1
+    (https://tinker-docs.thinkingmachines.ai/losses). Advantages are the weights, ``sampling`` is
+    for metrics."""
     return -(tokens.lp * tokens.advantages), None
 
 
 def importance_sampling(tokens: Tokens, options: Options) -> tuple[Tensor, None]:
-    """Policy gradient, corrected for having been sampled from q (Tinker's REINFORCE). On policy its
-    gradient is that of ``-sum A * lp``."""
+    """Policy gradient, corrected for having been sampled from q: PPO's objective without its clip,
+    L^CPI of arXiv:1707.06347, equation 6, which goes back to Kakade and Langford 2002
+    ("Approximately optimal approximate reinforcement learning"). Tinker's name and sum
+    (https://tinker-docs.thinkingmachines.ai/losses). On policy its gradient is that of
+    ``-sum A * lp``, REINFORCE: Williams 1992, doi:10.1007/BF00992696."""
     return -(tokens.log_ratio.exp() * tokens.advantages), None
 
 
@@ -304,9 +310,10 @@ def correction_weights(
 
     ``gap``: the proximal policy's log-probs minus the sampler's, 0 where the mask is off. A token's
     weight is exp(gap); at level ``sequence`` the product of its sequence's, at ``geometric`` their
-    geometric mean. ``truncate`` clamps it to the bounds (truncated importance sampling: Espeholt
-    et al., arXiv:1802.01561; for samplers that are not quite the trainer, Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training"). ``mask`` gives tokens, or
+    geometric mean. ``truncate`` clamps it to the bounds (truncated importance sampling: Ionides
+    2008, doi:10.1198/106186008X320456; of a policy's past: Espeholt et al.,
+    arXiv:1802.01561; for samplers that are not quite the trainer, Yao et al. 2025, "Your efficient
+    RL framework secretly brings you off-policy RL training"). ``mask`` gives tokens, or
     whole sequences, beyond the bounds weight 0 (masked importance sampling, as in IcePop,
     arXiv:2510.18855, and TRL's ``*_mask`` modes).
 

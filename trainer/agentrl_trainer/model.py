@@ -170,7 +170,8 @@ def evaluation_mode(model: Any) -> Any:
 
 
 def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
-    """LoRA without dropout; "all-linear" is every linear layer but the output embedding."""
+    """LoRA (arXiv:2106.09685) without dropout; "all-linear" is every linear layer but the output
+    embedding."""
     if rank < 1:
         raise ModelError(f"lora.rank: must be at least 1, not {rank}.")
     return LoraConfig(

@@ -106,7 +106,8 @@ def sampled_otherwise(call: Call) -> str | None:
 def importance(call: Call) -> float | None:
     """policy / sampling distribution of the whole answer, at most 1; None where it is not known.
 
-    Of a constrained answer it is the mass that the grammar left, see agentrl_proxy.constraints: at
+    Of a constrained answer it is the mass that the grammar left, the product over its tokens (see
+    agentrl_proxy.constraints; arXiv:2405.21047 on what masking does to the distribution): at
     temperature 1, the only one at which it is known.
     """
     kind, mass = sampled_otherwise(call), call.params.get("constrained_log_mass")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agentrl_trainer.advantages import Scaling
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LOSSES
@@ -21,6 +22,7 @@ class Gae:
     discount: float = 1.0
     trace: float = 0.95
     whiten: bool = False
+    scaling: Scaling = field(default_factory=Scaling)  # of whitening
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ def prepare(learner: Learner, datums: Sequence[Datum], settings: UpdateSettings)
             discount=how.discount,
             trace=how.trace,
             whiten=how.whiten,
+            scaling=how.scaling,
         )
     if options["kl_coef"]:
         done = learner.with_reference(done, settings.reference)

@@ -81,12 +81,16 @@ def with_gae(
     discount: float = 1.0,
     trace: float = 0.95,
     whiten: bool = False,
+    scaling: Scaling | None = None,
 ) -> list[Datum]:
     """The datums with advantages, ``values`` and ``returns``, from their ``rewards``.
 
     One step in time is one trained token: what an environment or another agent wrote in between
-    belongs to the transition. ``whiten``: centre and scale the advantages over the tokens of all
-    datums (as PPO implementations do per batch: arXiv:2005.12729).
+    belongs to the transition. ``whiten``: centre and scale the advantages over the trained tokens
+    of all datums, (A - mean) / (std + epsilon) with ``scaling``'s ddof and epsilon (as PPO
+    implementations do per batch: arXiv:2005.12729); the returns stay as they are.
+
+    Raises ValueError for a datum without ``rewards``.
     """
     results: list[tuple[list[int], list[float], list[float]]] = []
     for datum, row in zip(datums, values, strict=True):
@@ -109,7 +113,7 @@ def with_gae(
     if whiten:
         everything = [value for _, advantages, _ in results for value in advantages]
         mean = math.fsum(everything) / max(len(everything), 1)
-        divisor = Scaling().divisor(everything)
+        divisor = (scaling or Scaling()).divisor(everything)
     done: list[Datum] = []
     for datum, row, (at, advantages, returns) in zip(datums, values, results, strict=True):
         credit, targets = [0.0] * len(datum.tokens), [0.0] * len(datum.tokens)

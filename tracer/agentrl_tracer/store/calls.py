@@ -17,6 +17,7 @@ from agentrl_tracer.schemas import (
     Call,
     CallState,
     Reward,
+    RolloutState,
     SkipReason,
     Span,
 )
@@ -233,15 +234,23 @@ class CallStore:
     def supersede(self, run_id: str, after_step: int) -> int:
         """A resumed run repeats the steps after ``after_step``, and whatever was under way.
 
-        Calls that those steps trained on, and calls that nobody has judged, train no more.
+        Calls that those steps trained on, calls that nobody has judged, and whatever was said of
+        the calls of cancelled rollouts: they are counted as repeated, and as nothing else.
         """
         unjudged = sa.and_(t.calls.c.trained_step.is_(None), t.calls.c.skip_reason.is_(None))
+        cancelled = sa.select(t.rollouts.c.id).where(
+            t.rollouts.c.run_id == run_id, t.rollouts.c.state == RolloutState.CANCELLED
+        )
         with self.db.write() as c:
             changed = c.execute(
                 t.calls.update()
                 .where(
                     t.calls.c.run_id == run_id,
-                    sa.or_(unjudged, t.calls.c.trained_step > after_step),
+                    sa.or_(
+                        unjudged,
+                        t.calls.c.trained_step > after_step,
+                        t.calls.c.rollout_id.in_(cancelled),
+                    ),
                 )
                 .values(trained_step=None, skip_reason=SkipReason.SUPERSEDED)
             )

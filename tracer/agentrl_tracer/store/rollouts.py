@@ -99,12 +99,14 @@ def hash_key(key: str) -> str:
 class RolloutStore:
     db: Database
 
-    def enqueue(self, run_id: str, new: Sequence[NewRollout]) -> list[str]:
-        """Queues rollouts in order; returns their ids."""
+    def enqueue(self, run_id: str, new: Sequence[NewRollout], *, first: bool = False) -> list[str]:
+        """Queues rollouts in order, behind all others or (``first``) before them; returns their
+        ids."""
         now = time.time()
+        end = sa.func.min if first else sa.func.max
         with self.db.write() as c:
-            first = c.execute(sa.select(sa.func.coalesce(sa.func.max(t.rollouts.c.ordinal), 0)))
-            ordinal = first.scalar_one() + 1
+            found = c.execute(sa.select(sa.func.coalesce(end(t.rollouts.c.ordinal), 0)))
+            ordinal = found.scalar_one() + (-len(new) if first else 1)
             rows = [
                 {
                     **asdict(rollout),
@@ -210,8 +212,11 @@ class RolloutStore:
                 )
         return ids
 
-    def cancel(self, run_id: str, reason: str, *, after_step: int | None = None) -> int:
-        """Cancels the run's unfinished rollouts (those after ``after_step``: finished ones too).
+    def cancel(
+        self, run_id: str, reason: str, *, after_step: int | None = None, evaluated: bool = True
+    ) -> int:
+        """Cancels the run's unfinished rollouts (those after ``after_step``: finished ones too; and
+        those of its evaluation, unless that was ``evaluated`` to the end).
 
         Their attempts are sealed; says how many rollouts were cancelled.
         """
@@ -220,9 +225,11 @@ class RolloutStore:
             t.rollouts.c.state.in_([RolloutState.QUEUED, RolloutState.RUNNING]),
         )
         if after_step is not None:
-            doomed = sa.or_(
-                doomed, sa.and_(t.rollouts.c.run_id == run_id, t.rollouts.c.step > after_step)
-            )
+            repeated = t.rollouts.c.step > after_step
+            if not evaluated:
+                evaluation = t.rollouts.c.purpose == Purpose.EVAL
+                repeated = sa.or_(repeated, sa.and_(t.rollouts.c.step == after_step, evaluation))
+            doomed = sa.or_(doomed, sa.and_(t.rollouts.c.run_id == run_id, repeated))
         now = time.time()
         with self.db.write() as c:
             ids = sa.select(t.rollouts.c.id).where(doomed)

@@ -76,6 +76,13 @@ class RunStore:
                 t.adapters.delete().where(t.adapters.c.run_id == run_id, t.adapters.c.step > step)
             )
 
+    def drop_metrics_after(self, run_id: str, step: int) -> None:
+        """Forgets what was logged of later steps: a resumed run makes them again."""
+        with self.db.write() as c:
+            c.execute(
+                t.metrics.delete().where(t.metrics.c.run_id == run_id, t.metrics.c.step > step)
+            )
+
     def latest_adapters(self, run_id: str) -> list[AdapterVersion]:
         """The newest version of each adapter of the run."""
         with self.db.read() as c:

@@ -353,7 +353,8 @@ class ServiceClient:
     those of ``learner.Learner``: ``token_budget``, ``gradient_checkpointing``, ``value``.
 
     ``backend`` tinker: the official SDK (``pip install 'agentrl[tinker]'``), on Tinker itself or
-    whatever speaks its protocol at ``base_url``; the default where a ``base_url`` is given.
+    whatever speaks its protocol at ``base_url``; the default where a ``base_url`` is given. What
+    is for the local backend only says so; docs/client.md lists it. ``agentrl train`` is.
     """
 
     def __init__(

@@ -141,7 +141,8 @@ class ForwardBackwardOutput:
     loss_fn_outputs: list[dict[str, NDArray[np.float32]]]
     """For each datum ``{"logprobs": [T]}``, aligned with its target tokens."""
     metrics: dict[str, float]
-    """Each named ``what:how it adds up``: ``loss:sum``, ``entropy:mean``, ``ratio:max`` ..."""
+    """Each named ``what:how it adds up``: ``loss:sum``, ``entropy:mean``, ``ratio:max`` ... The
+    entropy is an estimate: minus the mean log-prob of the sampled tokens."""
     stats: Any = None
     """The local backend's ``learner.StepStats``; None from another."""
     loss_fn_output_type: str = "logprobs"

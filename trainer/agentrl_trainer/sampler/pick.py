@@ -162,6 +162,8 @@ def _sampled(
 def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """First index whose cumulative probability exceeds ``u`` times the total; ``[rows]``.
 
+    Inversion: Devroye 1986, "Non-Uniform Random Variate Generation", section III.2.
+
     float64: with 150,000 tokens a float32 running sum would lose the tail. A token of probability 0
     never moves the sum, so it is never the first to exceed anything.
     """
@@ -173,7 +175,8 @@ def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def _filtered_pick(
     probs: torch.Tensor, u: torch.Tensor, params: Sequence[SampleParams]
 ) -> torch.Tensor:
-    """Top-k, then top-p of what is left (renormalised), as everybody else does."""
+    """Top-k (arXiv:1805.04833), then top-p (arXiv:1904.09751, section 3.1) of what is left
+    (renormalised), as everybody else does."""
     vocab = probs.shape[1]
     # Stable, so that equally likely tokens are kept in the same order on every machine.
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
