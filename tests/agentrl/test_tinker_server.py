@@ -25,7 +25,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 
 from agentrl.tinker_server import create_app, wire
-from agentrl.tinker_server.app import TinkerServer, _last
+from agentrl.tinker_server.app import TinkerServer
 from agentrl.tinker_server.promises import Answer, Promises
 from agentrl.tinker_server.samplers import Samplers
 from agentrl_trainer.client import (
@@ -33,7 +33,6 @@ from agentrl_trainer.client import (
     Datum,
     ForwardBackwardOutput,
     ModelInput,
-    SampleResponse,
     ServiceClient,
 )
 
@@ -279,13 +278,6 @@ def test_which_samplers_are_kept(tmp_path: Path) -> None:
         assert samplers.loaded == ["s:c", "s:1", "s:3", "s:a"]
 
 
-def test_the_last_log_probs_of_a_prompt() -> None:
-    scores = SampleResponse([], [None, -1.0, -2.0])
-    kept = {count: _last(scores, count).prompt_logprobs for count in (None, 0, 1, 5)}
-    whole = [None, -1.0, -2.0]
-    assert kept == {None: whole, 0: [None] * 3, 1: [None, None, -2.0], 5: whole}
-
-
 def test_an_output_without_rows() -> None:
     assert wire.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))
 
@@ -361,21 +353,26 @@ url, row, folder = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 found = []
 for base_url in (None, url):
     key = {} if base_url is None else {"api_key": "tml-test"}
-    with ServiceClient(base_url, folder=f"{folder}/{base_url is None}", **key) as service:
+    with ServiceClient(base_url=base_url, folder=f"{folder}/{base_url is None}", **key) as service:
         client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=3)
         datum = Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]})
         losses = []
         for _ in range(2):
             done = client.forward_backward([datum])
-            client.optim_step(AdamParams(learning_rate=1e-2)).result()
+            client.optim_step(optim_params=AdamParams(learning_rate=1e-2)).result()
             losses.append(done.result().metrics["loss:sum"])
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client(name="unused")
         params = SamplingParams(max_tokens=6, temperature=0.0)
+        weights = client.save_weights_for_sampler("w", ttl_seconds=3600).result().path
+        saved = client.create_sampling_client(weights)
         replies = sampler.sample_batch([row, row[:4]], 2, params).result()
         scores = sampler.compute_logprobs_batch([row, row[:3]]).result()
-        custom = client.forward_backward_custom([datum], lambda d, lp: (-lp[0].sum(), {}))
-        state = client.save_state("s").result().path
+        custom = client.forward_backward_custom(
+            [datum], lambda d, lp: (-lp[0].sum(), {}), loss_type_input="logprobs"
+        )
+        state = client.save_state("s", ttl_seconds=3600, user_metadata={"a": "b"}).result().path
         again = service.create_training_client_from_state_with_optimizer(state)
+        last = sampler.compute_logprobs(row, prompt_logprobs_last_n=2).result()
         client.log(step=1, loss=losses[-1])
         found.append({
             "losses": losses,
@@ -384,6 +381,9 @@ for base_url in (None, url):
             "custom": round(custom.result().metrics["loss:sum"], 3),
             "forward": again.forward([datum]).result().loss_fn_outputs[0]["logprobs"].tolist(),
             "model": client.get_info().model_name,
+            "saved": saved.sample(row, 1, params).result().sequences[0].tokens,
+            "last": [x if x is None else round(x, 4) for x in last],
+            "models": service.supported_models(),
         })
 print(json.dumps(found))
 """

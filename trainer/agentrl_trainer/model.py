@@ -204,8 +204,8 @@ def attach_adapter(
         if isinstance(base, PeftModel):
             if name in base.peft_config:
                 raise ModelError(f"adapter: {name!r} is already attached to this model.")
-            others = next(iter(base.peft_config.values()))
-            config.base_model_name_or_path = others.base_model_name_or_path
+            # As PEFT itself does for the first one: our own name of the model.
+            config.base_model_name_or_path = cast(Any, base).base_model.model.name_or_path
             base.add_adapter(name, config)
             return base
         # PEFT writes this into adapter_config.json, and would write a path for a local folder.

@@ -24,13 +24,12 @@ from agentrl.tinker_server.promises import Answer, Json, Promises
 from agentrl.tinker_server.samplers import Samplers
 from agentrl_trainer.client import (
     AdamParams,
-    SampleResponse,
     SamplingParams,
     ServiceClient,
     TrainingClient,
 )
 from agentrl_trainer.client.futures import map_future
-from agentrl_trainer.client.local import SAMPLERS, STATES
+from agentrl_trainer.client.naming import SAMPLERS, STATES
 from agentrl_trainer.model import resolve_model
 
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
@@ -111,7 +110,9 @@ class TinkerServer:
             saved = self.model(model_id).save_weights_for_sampler(name)
             path = f"{_SCHEME}{model_id}/{SAMPLERS}/{name}"
             return map_future(saved.future(), lambda _: {"path": path})
-        client = self.model(model_id).save_weights_and_get_sampling_client()
+        client = self.model(model_id).save_weights_and_get_sampling_client(
+            kind=asked.get("kind") or "snapshot"
+        )
         session = model_id.partition(":")[0]
         sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
         self.samplers.add(sampler, client, None)
@@ -160,22 +161,22 @@ class TinkerServer:
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def sample(self, asked: Json) -> Future[Answer]:
-        for name in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
-            if asked.get(name):
-                raise ValueError(f"{name} is not known here")
         client = self.samplers.get(asked["sampling_session_id"])
         chunks = asked["prompt"]["chunks"]
         if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
             raise ValueError("prompt: only tokens can be sampled from, no images or sound")
-        last = asked.get("prompt_logprobs_last_n")
         sampled = client.sample(
             [token for chunk in chunks for token in chunk["tokens"]],
             asked.get("num_samples", 1),
             _sampling_params(asked["sampling_params"]),
             bool(asked.get("prompt_logprobs")),
+            asked.get("topk_prompt_logprobs", 0),
             asked.get("topk_sample_logprobs", 0),
+            asked.get("target_prompt_logprobs"),
+            asked.get("prompt_alt_tokens_k", 0),
+            asked.get("prompt_logprobs_last_n"),
         )
-        return map_future(sampled.future(), lambda done: wire.sample_response(_last(done, last)))
+        return map_future(sampled.future(), wire.sample_response)
 
 
 def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
@@ -340,15 +341,6 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
 def _sampling_params(asked: Json) -> SamplingParams:
     known = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
     return SamplingParams(**{name: asked[name] for name in known if name in asked})
-
-
-def _last(response: SampleResponse, count: int | None) -> SampleResponse:
-    """Only the log-probs of the prompt's last tokens, as asked for."""
-    scores = response.prompt_logprobs
-    if count is None or scores is None:
-        return response
-    start = max(len(scores) - count, 0)
-    return SampleResponse(response.sequences, [None] * start + scores[start:])
 
 
 def _folder_name(model_id: str) -> str:
