@@ -156,6 +156,18 @@ def load_base(
     )
 
 
+def checkpoint_dtype(name: str) -> torch.dtype:
+    """The type that a model's weights are stored in."""
+    source = resolve_model(name)
+    config, _ = _load_config(name, source)
+    for known in (config, config.get_text_config()):
+        if isinstance(found := getattr(known, "dtype", None), torch.dtype):
+            return found
+    # An older checkpoint that does not say: its weights do.
+    model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype="auto"))
+    return model.dtype
+
+
 def evaluation_mode(model: Any) -> Any:
     """``model.eval()``, but such that gradients may still pass through 4-bit layers.
 
