@@ -8,6 +8,8 @@ unless told otherwise.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from agentrl.tinker_server import wire
+from agentrl.tinker_server.leases import Leases
 from agentrl.tinker_server.promises import Answer, Json, Promises
 from agentrl.tinker_server.samplers import Samplers
 from agentrl_trainer.client import (
@@ -32,6 +35,8 @@ from agentrl_trainer.client.futures import map_future
 from agentrl_trainer.client.naming import SAMPLERS, STATES
 from agentrl_trainer.model import resolve_model
 
+log = logging.getLogger(__name__)
+
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
 _SCHEME = "tinker://"
 
@@ -39,9 +44,10 @@ _SCHEME = "tinker://"
 class TinkerServer:
     """What the SDK's clients hold on to, by id."""
 
-    def __init__(self, service: ServiceClient, folder: Path) -> None:
+    def __init__(self, service: ServiceClient, folder: Path, lease_seconds: float) -> None:
         self.service = service
         self.folder = folder
+        self.leases = Leases(lease_seconds)
         self.models: dict[str, TrainingClient] = {}
         self.samplers = Samplers(
             lambda uri: service.create_sampling_client(model_path=self.path(uri))
@@ -51,11 +57,27 @@ class TinkerServer:
         self.loading = ThreadPoolExecutor(4, thread_name_prefix="agentrl-tinker-load")
 
     def finish(self, session: str) -> None:
-        """Let go of what a session had. The adapters it trained stay with their base."""
+        """Let go of what a session had, adapters included. What it asked for before is done."""
+        self.leases.end(session)
         for model_id in [key for key in [*self.models] if key.startswith(f"{session}:")]:
-            del self.models[model_id]
+            self.models.pop(model_id).close()
         self.samplers.release(f"{session}:")
         self.promises.release(f"{session}:")
+
+    def finish_silent(self) -> None:
+        """As ``finish``, of all that have been silent for too long."""
+        for session in self.leases.take_silent():
+            log.warning(
+                "session %s was silent for %.0f s and has ended", session, self.leases.seconds
+            )
+            self.finish(session)
+
+    def keep(self, session: str, model_id: str, client: TrainingClient) -> None:
+        """Raises ValueError where the session has ended while the model was loaded."""
+        self.models[model_id] = client
+        if not self.leases.alive(session):
+            self.finish(session)
+            raise ValueError(f"session {session!r} has ended")
 
     def close(self) -> None:
         self.loading.shutdown()
@@ -66,7 +88,7 @@ class TinkerServer:
     def create_model(self, asked: Json) -> Json:
         lora = asked.get("lora_config") or {}
         model_id = f"{asked['session_id']}:train:{asked['model_seq_id']}"
-        self.models[model_id] = self.service.create_lora_training_client(
+        client = self.service.create_lora_training_client(
             asked["base_model"],
             rank=lora.get("rank", 32),
             seed=lora.get("seed"),
@@ -74,6 +96,7 @@ class TinkerServer:
             train_attn=lora.get("train_attn", True),
             name=_folder_name(model_id),  # train_unembed, the SDK's default, is left out
         )
+        self.keep(asked["session_id"], model_id, client)
         return {"model_id": model_id, "type": "create_model"}
 
     def model(self, model_id: str) -> TrainingClient:
@@ -113,8 +136,7 @@ class TinkerServer:
         client = self.model(model_id).save_weights_and_get_sampling_client(
             kind=asked.get("kind") or "snapshot"
         )
-        session = model_id.partition(":")[0]
-        sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+        sampler = f"{_session(model_id)}:sample:{asked['sampling_session_seq_id']}"
         self.samplers.add(sampler, client, None)
         ready = client._backend.ready
         return map_future(ready, lambda _: {"sampling_session_id": sampler})
@@ -134,7 +156,8 @@ class TinkerServer:
         made = self.service.create_training_client_from_state_with_optimizer
         if not optimizer:
             made = self.service.create_training_client_from_state
-        self.models[model_id] = made(path, name=_folder_name(model_id))
+        client = made(path, name=_folder_name(model_id))
+        self.keep(asked["session_id"], model_id, client)
         return {"path": asked["path"], "model_id": model_id}
 
     def path(self, uri: str) -> Path:
@@ -179,14 +202,24 @@ class TinkerServer:
         return map_future(sampled.future(), wire.sample_response)
 
 
-def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
+def create_app(
+    folder: Path, models: list[str], *, lease_seconds: float = 300.0, **options: Any
+) -> FastAPI:
     """The server. ``folder`` holds what is saved; ``models`` are those it says it has, though any
-    causal language model may be asked for. ``options`` are ServiceClient's."""
-    server = TinkerServer(ServiceClient(folder=folder, **options), folder)
+    causal language model may be asked for. A session ends that is silent for ``lease_seconds``.
+    ``options`` are ServiceClient's."""
+    server = TinkerServer(ServiceClient(folder=folder, **options), folder, lease_seconds)
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(min(lease_seconds / 4, 15.0))
+            await run_in_threadpool(server.finish_silent)
 
     @asynccontextmanager
     async def closing(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(watch())
         yield
+        watching.cancel()
         await run_in_threadpool(server.close)
 
     app = FastAPI(title="agentrl", openapi_url=None, lifespan=closing)
@@ -197,6 +230,7 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
         return JSONResponse({"detail": str(error)}, 422)
 
     async def promise(owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> str:
+        server.leases.renew(_session(owner))
         return await run_in_threadpool(server.promises.make, owner, sequence, work)
 
     async def promised(
@@ -224,10 +258,16 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
 
     @app.post("/api/v1/create_session")
     async def create_session() -> Json:
-        return {"type": "create_session", "session_id": f"s{secrets.token_hex(4)}"}
+        session = f"s{secrets.token_hex(4)}"
+        server.leases.renew(session)
+        return {"type": "create_session", "session_id": session}
 
     @app.post("/api/v1/session_heartbeat")
-    async def heartbeat() -> Json:
+    async def heartbeat(request: Request) -> Json:
+        session = (await request.json())["session_id"]
+        if not server.leases.alive(session):
+            raise HTTPException(410, f"there is no session {session!r}, or no longer")
+        server.leases.renew(session)
         return {"type": "session_heartbeat"}
 
     @app.post("/api/v1/sessions/{session}/finish")
@@ -327,6 +367,8 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
     @app.post("/api/v1/retrieve_future", response_model=None)
     async def retrieve_future(request: Request) -> Response | Json:
         asked = (await request.json())["request_id"]
+        if (owner := server.promises.owner(asked)) is not None:
+            server.leases.renew(_session(owner))
         try:
             answer = await server.promises.answer(asked, _POLL_SECONDS)
         except TimeoutError:
@@ -341,6 +383,11 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
 def _sampling_params(asked: Json) -> SamplingParams:
     known = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
     return SamplingParams(**{name: asked[name] for name in known if name in asked})
+
+
+def _session(owner: str) -> str:
+    """Whose a model, a sampler or a request is: what every id begins with."""
+    return owner.partition(":")[0]
 
 
 def _folder_name(model_id: str) -> str:
