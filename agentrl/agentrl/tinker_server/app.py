@@ -76,7 +76,8 @@ class TinkerServer:
         """Raises ValueError where the session has ended while the model was loaded."""
         self.models[model_id] = client
         if not self.leases.alive(session):
-            self.finish(session)
+            self.models.pop(model_id, None)
+            client.close().result()
             raise ValueError(f"session {session!r} has ended")
 
     def close(self) -> None:
