@@ -231,15 +231,17 @@ def export(
     model: Annotated[str | None, Parameter(help="Base model; by default the run's.")] = None,
     adapter: Annotated[str | None, Parameter(help="Which one, where a run has several.")] = None,
 ) -> None:
-    """Write a trained adapter as PEFT folder or merged model, for vLLM and other servers."""
+    """Write a trained adapter as PEFT folder or merged model, for vLLM, Ollama and others."""
     from agentrl.export import export as write
 
     with console.status("merging" if merged else "copying"):
         exported = write(source, out, merged=merged, model=model, adapter=adapter)
     kind = "model" if exported.merged else "adapter"
     console.print(f"{kind} written to [b]{exported.folder}[/]; serve it with one of:")
-    for command in exported.commands:
-        console.print(f"  [cyan]{command}[/]", soft_wrap=True, highlight=False)
+    for server, commands in exported.servers.items():
+        console.print(f"  [dim]{server}[/]", highlight=False)
+        for command in commands:
+            console.print(f"    [cyan]{command}[/]", soft_wrap=True, highlight=False)
 
 
 @runs_app.command(name="list")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from agentrl.config import EvalConfig
-from agentrl.intervals import mean_interval, pass_at_k, wilson
+from agentrl.intervals import pass_at_k, task_interval
 from agentrl.report import evaluation_report
 from agentrl.run_folder import RunFolder, adapters_to_serve
 from agentrl.session import Session, failures, plan_evaluation
@@ -26,10 +26,13 @@ class Scores:
     rollouts: int
     successes: int
     accuracy: float
+    """Mean over tasks of the share of their rollouts that succeeded."""
     interval: tuple[float, float]
-    """95 %, of the accuracy: over rollouts where each has its own task, else over tasks."""
+    """95 %, of the accuracy, with tasks as the independent units."""
     pass_at: dict[int, float]
     """By k: 1, 2, 4, ... and the samples of a task; empty with one sample."""
+    pass_at_interval: dict[int, tuple[float, float]]
+    """95 %, by the same rule."""
     reward: float | None
     """Mean over the rollouts that have one."""
 
@@ -80,20 +83,22 @@ def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float
     for rollout in rollouts:
         reward = earned[rollout.id]
         by_task.setdefault(rollout.task_id, []).append(reward is not None and reward >= success)
-    successes, samples = sum(map(sum, by_task.values())), min(map(len, by_task.values()))
-    rates = [sum(outcomes) / len(outcomes) for outcomes in by_task.values()]
-    low, high = wilson(successes, len(rollouts)) if samples == 1 else mean_interval(rates)
+    outcomes = list(by_task.values())
+    samples = min(map(len, outcomes))
     ks = sorted({2**i for i in range(samples.bit_length())} | {samples}) if samples > 1 else []
+    chances = {k: [pass_at_k(sum(task), len(task), k) for task in outcomes] for k in {1, *ks}}
     given = [reward for reward in earned.values() if reward is not None]
     return Scores(
-        tasks=len(by_task),
+        tasks=len(outcomes),
         rollouts=len(rollouts),
-        successes=successes,
-        accuracy=successes / len(rollouts),
-        interval=(max(0.0, low), min(1.0, high)),
-        pass_at={
-            k: sum(pass_at_k(sum(o), len(o), k) for o in by_task.values()) / len(by_task)
-            for k in ks
-        },
-        reward=sum(given) / len(given) if given else None,
+        successes=sum(map(sum, outcomes)),
+        accuracy=_mean(chances[1]),
+        interval=task_interval(chances[1], samples),
+        pass_at={k: _mean(chances[k]) for k in ks},
+        pass_at_interval={k: task_interval(chances[k], samples) for k in ks},
+        reward=_mean(given) if given else None,
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

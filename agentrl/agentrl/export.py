@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl import ollama
 from agentrl.config import ConfigError
 from agentrl.run_folder import find_adapters, run_and_step
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and how to serve it."""
+    """What was written, and how to serve it: by whom, and the commands for that, in order."""
 
     folder: Path
     merged: bool
-    commands: Sequence[str]
+    servers: Mapping[str, Sequence[str]]
 
 
 def export(
@@ -48,10 +49,20 @@ def export(
 
         shutil.copytree(peft, out)
         ours = f"agentrl serve --adapter-path {out} --model {base}"
-        theirs = f"vllm serve {resolve_model(base)} --enable-lora --lora-modules {name}={out}"
-        return Exported(out, False, [ours, theirs])
+        rank = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        # vLLM's own limit is 16.
+        limit = f" --max-lora-rank {1 << (rank - 1).bit_length()}" if rank > 16 else ""
+        theirs = (
+            f"vllm serve {resolve_model(base)} --enable-lora{limit} --lora-modules {name}={out}"
+        )
+        return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
     _merge(peft, base, out)
-    return Exported(out, True, [f"vllm serve {out}", f"agentrl serve --model {out}"])
+    servers = {
+        "agentrl": [f"agentrl serve --model {out}"],
+        "vLLM": [f"vllm serve {out}"],
+        "Ollama, by way of llama.cpp": ollama.commands(out),
+    }
+    return Exported(out, True, servers)
 
 
 def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
@@ -75,16 +86,21 @@ def _base_of(source: str, peft: Path) -> str | None:
 
 
 def _merge(peft: Path, model: str, out: Path) -> None:
-    """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it."""
+    """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it.
+
+    Added up in float32 and rounded once, to the type that the base's checkpoint is in.
+    """
     from peft import PeftModel
 
-    from agentrl_trainer.model import load_base
+    from agentrl_trainer.model import checkpoint_dtype, load_base
 
-    base = load_base(model, device="cpu", dtype="auto")
+    base = load_base(model, device="cpu", dtype="float32")
     adapted = PeftModel.from_pretrained(base.model, str(peft))
     whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
+    whole = whole.to(checkpoint_dtype(model))
     staging = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     whole.save_pretrained(staging)
     base.tokenizer.save_pretrained(staging)
+    ollama.write_modelfile(staging, base.tokenizer)
     staging.rename(out)

@@ -1,4 +1,9 @@
-"""How sure an evaluation is: success rates with an interval, and pass@k."""
+"""How sure an evaluation is: success rates and pass@k, each with an interval.
+
+Tasks are the independent units: they are what was drawn, and samples of one task resemble one
+another. Intervals that count samples as independent are too narrow (Miller 2024, "Adding Error Bars
+to Evals", arXiv:2411.00640, clustered standard errors).
+"""
 
 from __future__ import annotations
 
@@ -8,22 +13,51 @@ from collections.abc import Sequence
 _Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
+def wilson(rate: float, trials: float) -> tuple[float, float]:
     """The 95 % score interval of a success rate (Wilson 1927, "Probable inference").
 
     Unlike mean ± 1.96 standard errors it stays within 0..1, and is right for few trials and for
-    rates near 0 and 1.
+    rates near 0 and 1. ``trials`` may be an effective number, and then is no whole one.
 
     Raises:
         ValueError: there are no trials.
     """
-    if trials < 1:
-        raise ValueError("trials must be at least 1: nothing can be said without any")
-    rate = successes / trials
+    if not trials > 0:
+        raise ValueError("trials must be above 0: nothing can be said without any")
     weight = _Z95**2 / trials
     centre = (rate + weight / 2) / (1 + weight)
     half = _Z95 * math.sqrt(rate * (1 - rate) / trials + weight / (4 * trials)) / (1 + weight)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:
+    """The 95 % interval of the mean of tasks' values in 0..1, each estimated from ``samples``.
+
+    Wilson's, with as many trials as the tasks are worth: m (1 - m) / s² per task, where m is the
+    mean of the values and s² their variance (Kish 1965, "Survey Sampling": effective sample size;
+    for the score interval: Korn & Graubard 1998). It is 1 where each task has one outcome, and the
+    interval is Wilson's over tasks then; samples that disagree within tasks raise it, up to
+    ``samples``.
+
+    m and s² are taken with two tasks more, one all right and one all wrong. So few tasks that
+    happen to agree do not pretend to be certain: of 24 tasks with all samples right the interval
+    is that of 24 of 24, 86 % to 100 %, where the standard error would be 0. In simulations (some
+    are tests) it covers the true value in 95 % or more of evaluations, down to 10 tasks, where mean
+    ± 1.96 standard errors falls below 80 % near 0 and 1. With one outcome per task it dips as
+    Wilson's does, to about 90 % where fewer than one failure (or success) is to be expected.
+
+    Raises:
+        ValueError: there are no values, or one is outside 0..1.
+    """
+    if not values:
+        raise ValueError("values are empty: nothing can be said")
+    if odd := [value for value in values if not 0 <= value <= 1]:
+        raise ValueError(f"values must be in 0..1, not {odd[0]}")
+    smoothed = [*values, 0.0, 1.0]
+    mean = sum(smoothed) / len(smoothed)
+    variance = sum((value - mean) ** 2 for value in smoothed) / len(smoothed)
+    worth = min(mean * (1 - mean) / variance, samples)
+    return wilson(sum(values) / len(values), len(values) * worth)
 
 
 def pass_at_k(successes: int, samples: int, k: int) -> float:
@@ -38,22 +72,3 @@ def pass_at_k(successes: int, samples: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"k must be in 1..{samples} (the samples of the task), not {k}")
     return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a mean over independent values, mean ± 1.96 standard errors.
-
-    For tasks as the units: samples of one task are no independent trials. With one value, that
-    value twice.
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if not values:
-        raise ValueError("values are empty: nothing can be said")
-    n = len(values)
-    mean = sum(values) / n
-    if n == 1:
-        return mean, mean
-    error = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
-    return mean - _Z95 * error, mean + _Z95 * error

@@ -62,22 +62,24 @@ def shown(path: Path) -> str:
 
 
 def evaluation_report(scores: Scores, problems: dict[str, int]) -> Table:
-    low, high = scores.interval
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
     table.add_row("rollouts", f"{scores.rollouts} of {scores.tasks} tasks")
     table.add_row(
         "accuracy",
-        f"[b]{scores.accuracy:.1%}[/] ({scores.successes} successes; "
-        f"95 % interval {low:.1%} to {high:.1%})",
+        f"[b]{scores.accuracy:.1%}[/] ({scores.successes} successes; {_sure(scores.interval)})",
     )
     for k, chance in scores.pass_at.items():
-        table.add_row(f"pass@{k}", f"{chance:.1%}")
+        table.add_row(f"pass@{k}", f"{chance:.1%} ({_sure(scores.pass_at_interval[k])})")
     table.add_row("mean reward", "–" if scores.reward is None else f"{scores.reward:+.3f}")
     for reason, count in problems.items():
         table.add_row("failed", Text(f"{count}×: {reason}"))
     return table
+
+
+def _sure(interval: tuple[float, float]) -> str:
+    return f"95 % interval {interval[0]:.1%} to {interval[1]:.1%}"
 
 
 def runs_table(runs: Sequence[Json], metrics: Sequence[dict[int, dict[str, float]]]) -> Table:

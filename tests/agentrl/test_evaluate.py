@@ -8,14 +8,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 
+from agentrl import ollama
 from agentrl.config import ConfigError
+from agentrl.export import export
 from agentrl.run_folder import RunFolder, find_adapters
-from agentrl_trainer.model import attach_adapter, load_base, lora_config, save_adapter
+from agentrl_tracer.schemas import Call
+from agentrl_tracer.store import Store
+from agentrl_trainer.model import (
+    attach_adapter,
+    checkpoint_dtype,
+    load_base,
+    lora_config,
+    save_adapter,
+)
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello"
 CLI = [sys.executable, "-m", "agentrl.cli"]
@@ -61,6 +74,8 @@ def test_an_export_is_the_model_that_was_trained(run: RunFolder, tmp_path: Path)
     assert f"agentrl serve --adapter-path {tmp_path / 'peft'}" in said
     said = cli("export", f"{run.root}@3", tmp_path / "whole", "--merged")
     assert f"vllm serve {tmp_path / 'whole'}" in said
+    assert f"--outfile {tmp_path / 'whole' / 'model.gguf'}" in said
+    assert f"ollama create whole -f {tmp_path / 'whole' / 'Modelfile'}" in said
     ids = torch.arange(5, 25)[None]
     plain = load_base("agentrl-tiny", device="cpu").model(ids).logits
     base = load_base("agentrl-tiny", device="cpu").model
@@ -70,6 +85,111 @@ def test_an_export_is_the_model_that_was_trained(run: RunFolder, tmp_path: Path)
     assert (adapted - plain).abs().max() > 0.1
     assert whole.tokenizer.chat_template
     assert "exists already" in cli("export", run.root, tmp_path / "peft", code=2)
+
+
+def test_a_merged_model_is_as_large_as_its_base(tmp_path: Path) -> None:
+    tiny = load_base("agentrl-tiny", device="cpu")
+    stored = tmp_path / "base"
+    tiny.model.to(torch.bfloat16).save_pretrained(stored)
+    tiny.tokenizer.save_pretrained(stored)
+    assert checkpoint_dtype(str(stored)) == torch.bfloat16
+    base = load_base(str(stored), device="cpu")
+    adapted = attach_adapter(base, "policy", lora_config(4, 8), 0)
+    draw = torch.Generator().manual_seed(0)
+    expected = {}
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer):
+            a, b = layer.lora_A["policy"].weight, layer.lora_B["policy"].weight
+            with torch.no_grad():
+                b.copy_(torch.randn(b.shape, generator=draw) * 0.05)
+            exact = layer.get_base_layer().weight.double() + 8 / 4 * b.double() @ a.double()
+            expected[name.removeprefix("base_model.model.")] = exact.detach()
+    save_adapter(adapted, "policy", tmp_path / "peft")
+
+    whole = tmp_path / "whole"
+    export(str(tmp_path / "peft"), whole, merged=True, model=str(stored), adapter=None)
+    assert json.loads((whole / "config.json").read_text())["dtype"] == "bfloat16"
+    weights = load_file(str(whole / "model.safetensors"))
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (stored, whole)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    assert len(expected) == 21
+    for name, exact in expected.items():  # rounded once: to the nearest of the type
+        found = weights[f"{name}.weight"]
+        assert (found.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+        assert (found != exact.to(torch.bfloat16)).float().mean() < 1e-3
+    ids = torch.arange(5, 25)[None]
+    merged = load_base(str(whole), device="cpu").model(ids).logits.log_softmax(-1)
+    live = adapted(ids).logits.log_softmax(-1)
+    plain = load_base(str(stored), device="cpu").model(ids).logits.log_softmax(-1)
+    chosen = live.argmax(-1, keepdim=True)
+    assert (merged - live).gather(-1, chosen).abs().max() < 0.05
+    assert (plain - live).gather(-1, chosen).abs().max() > 0.2
+
+
+def test_the_modelfile_is_the_tokenizers(tmp_path: Path) -> None:
+    tokenizer: Any = load_base("agentrl-tiny", device="cpu").tokenizer
+    text = ollama.write_modelfile(tmp_path, tokenizer).read_text()
+    assert text.startswith("FROM ./model.gguf\n")
+    assert "PARAMETER stop <|im_end|>\n" in text
+    # Go's template, done by hand: a turn for each message, then the beginning of the answer.
+    template = text.split('TEMPLATE """')[1].split('"""')[0]
+    loop, after = template.removeprefix("{{- range .Messages }}").split("{{ end }}")
+    probe = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello\nyou"}]
+    turns = [
+        loop.replace("{{ .Role }}", one["role"]).replace("{{ .Content }}", one["content"])
+        for one in probe
+    ]
+    rendered = tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
+    assert "".join(turns) + after == rendered
+
+    for other in ("{{ messages[0].content }}", "{{ raise_exception('no') }}", None):
+        tokenizer.chat_template = other
+        text = ollama.write_modelfile(tmp_path, tokenizer).read_text()
+        assert text.startswith("FROM ./model.gguf\n")
+        assert 'TEMPLATE """' not in text
+        assert "not plain ChatML" in text
+
+
+def test_vllm_is_told_of_a_large_rank(tmp_path: Path) -> None:
+    for rank, said in ((16, "--enable-lora --lora"), (48, "--enable-lora --max-lora-rank 64 --l")):
+        base = load_base("agentrl-tiny", device="cpu")
+        save_adapter(attach_adapter(base, "a", lora_config(rank, 4), 0), "a", tmp_path / f"{rank}")
+        out = tmp_path / f"out{rank}"
+        done = export(
+            str(tmp_path / f"{rank}"), out, merged=False, model="agentrl-tiny", adapter=None
+        )
+        assert said in done.servers["vLLM"][0]
+
+
+def test_a_checkpoint_by_step_is_evaluated(run: RunFolder, tmp_path: Path) -> None:
+    """The log-probs of the answers are those of that version, and of no other."""
+    tasks = [json.loads(line) for line in (HELLO / "held_out.jsonl").read_text().splitlines()[:2]]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    folders = {step: find_adapters(f"{run.root}@{step}", "x")["policy"] for step in (3, 7)}
+    cli(
+        "eval", f"{HELLO / 'agent.py'}:agent", "--tasks", tmp_path / "tasks.jsonl",
+        "--adapter-path", f"{run.root}@3", "--runs", tmp_path, "--runners", 1,
+    )  # fmt: skip
+    [folder] = tmp_path.glob("eval-*")
+    store = Store(str(RunFolder(folder).store))
+    rollouts = store.rollouts(store.runs()[0]["id"])
+    calls = store.calls(rollout_ids=[rollout.id for rollout in rollouts])
+    store.close()
+    assert len(calls) == 2
+    for call in calls:
+        away = {step: distance(call, own) for step, own in folders.items()}
+        assert away[3] < 1e-3 < 1e-2 < away[7]
+
+
+def distance(call: Call, adapter: Path) -> float:
+    """How far the recorded log-probs are from those of the base with an adapter, at most."""
+    base = load_base("agentrl-tiny", device="cpu")
+    model = PeftModel.from_pretrained(base.model, str(adapter)).eval()
+    ids = torch.tensor([[*call.prompt_ids, *call.response_ids]])
+    scores = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    found = scores[len(call.prompt_ids) - 1 :]
+    return float((found - torch.tensor(call.response_logprobs)).abs().max())
 
 
 @pytest.fixture
@@ -101,6 +221,7 @@ def test_other_models_are_evaluated_with_intervals(served: str, tmp_path: Path) 
     [folder] = tmp_path.glob("eval-*")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["tasks"], summary["rollouts"], summary["failures"]) == (24, 48, {})
+    assert summary["pass_at_interval"]["1"] == summary["interval"]
     low, high = summary["interval"]
     assert low <= summary["accuracy"] <= high
     assert summary["pass_at"]["1"] == pytest.approx(summary["accuracy"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-import random
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from agentrl.evaluate import score
-from agentrl.intervals import mean_interval, pass_at_k, wilson
-from agentrl_tracer.schemas import Reward, Rollout, RolloutState
+from agentrl.intervals import pass_at_k, task_interval, wilson
+from agentrl.report import evaluation_report
+from agentrl_tracer.schemas import Purpose, Reward, Rollout, RolloutState
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
@@ -30,19 +33,86 @@ def test_wilson_against_published_values() -> None:
         (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611),
         (1, 29, 0.0061, 0.1718),
     ):  # fmt: skip
-        assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
+        assert wilson(successes / trials, trials) == pytest.approx((low, high), abs=5e-5)
     with pytest.raises(ValueError, match="trials"):
         wilson(0, 0)
 
 
-def test_the_interval_of_a_mean_covers_it() -> None:
-    draw = random.Random(0)
+def reference(values: list[float], samples: int) -> tuple[float, float]:
+    """Slow and obvious: the rates p which |mean - p| <= z sqrt(p (1 - p) / trials) allows."""
+    smoothed = np.array([*values, 0.0, 1.0])
+    of_one_trial = smoothed.mean() * (1 - smoothed.mean())
+    trials = len(values) * min(of_one_trial / np.var(smoothed), samples)
+    rates = np.linspace(0, 1, 2_000_001)
+    allowed = np.abs(np.mean(values) - rates) <= 1.959963985 * np.sqrt(rates * (1 - rates) / trials)
+    return float(rates[allowed].min()), float(rates[allowed].max())
+
+
+@pytest.mark.parametrize(
+    ("values", "samples"),
+    [
+        ([1.0] * 24, 2),
+        ([0.0] * 7, 8),
+        ([1.0] * 23 + [0.5], 2),
+        ([0.5] * 24, 2),
+        ([0.25, 0.5, 0.75, 1.0, 0.0, 0.5], 4),
+        ([0.5], 2),
+        ([1.0, 0.0, 1.0], 1),
+    ],
+)
+def test_the_interval_over_tasks(values: list[float], samples: int) -> None:
+    assert task_interval(values, samples) == pytest.approx(reference(values, samples), abs=1e-6)
+
+
+def test_samples_that_agree_are_no_more_than_tasks() -> None:
+    assert task_interval([1.0] * 24, 2) == pytest.approx((0.862, 1.0), abs=5e-4)
+    assert task_interval([1.0] * 24, 64) == task_interval([1.0] * 24, 1) == wilson(1, 24)
+    binary = [1.0] * 9 + [0.0] * 4
+    assert task_interval(binary, 8) == pytest.approx(wilson(9 / 13, 13))
+    one_wrong = task_interval([1.0] * 23 + [0.5], 2)  # worse than all right, at both ends
+    assert one_wrong[0] < 0.862
+    assert one_wrong[1] < 1
+    with pytest.raises(ValueError, match=r"in 0..1"):
+        task_interval([1.5], 1)
+    with pytest.raises(ValueError, match="empty"):
+        task_interval([], 1)
+
+
+def test_with_many_tasks_it_is_the_bootstrap_over_tasks() -> None:
+    draw = np.random.default_rng(1)
+    values = draw.binomial(4, draw.beta(2, 1, 300)) / 4
+    means = draw.choice(values, (20_000, 300)).mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert task_interval(values.tolist(), 4) == pytest.approx((low, high), abs=5e-3)
+
+
+@pytest.mark.parametrize("shape", [(2.0, 2.0), (30.0, 1.0), (0.3, 3.0)])
+@pytest.mark.parametrize(("tasks", "samples", "k"), [(10, 4, 1), (24, 8, 4), (60, 4, 2)])
+def test_it_covers_what_it_should(
+    shape: tuple[float, float], tasks: int, samples: int, k: int
+) -> None:
+    """Evaluations of agents whose tasks differ: how often the true pass@k is in the interval."""
+    draw = np.random.default_rng(0)
+    true = float((1 - (1 - draw.beta(*shape, 400_000)) ** k).mean())
     covered = 0
-    for _ in range(400):
-        low, high = mean_interval([draw.random() for _ in range(50)])
-        covered += low <= 0.5 <= high
-    assert 0.92 <= covered / 400 <= 0.98
-    assert mean_interval([0.5]) == (0.5, 0.5)
+    for _ in range(600):
+        right = draw.binomial(samples, draw.beta(*shape, tasks))
+        values = [pass_at_k(int(count), samples, k) for count in right]
+        low, high = task_interval(values, samples)
+        covered += low <= true <= high
+    assert covered / 600 >= 0.93  # 0.95 less two standard errors of 600 evaluations
+
+
+def test_an_evaluation_that_is_all_right_is_not_certain() -> None:
+    rollouts = [rollout_of(f"r{i}", f"t{i // 2}") for i in range(48)]
+    rewards = [Reward("a", one.id, "reward", 1.0, key=one.id) for one in rollouts]
+    found = score(rollouts, rewards, 1.0)
+    assert (found.accuracy, found.pass_at) == (1.0, {1: 1.0, 2: 1.0})
+    assert found.interval == pytest.approx((0.862, 1.0), abs=5e-4)
+    assert found.pass_at_interval == {1: found.interval, 2: found.interval}
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(evaluation_report(found, {}))
+    assert console.export_text().count("95 % interval 86.2% to 100.0%") == 3
 
 
 def test_a_rollout_without_reward_is_no_success(make_rollouts: list[Rollout]) -> None:
@@ -57,17 +127,13 @@ def test_a_rollout_without_reward_is_no_success(make_rollouts: list[Rollout]) ->
     assert found.reward == pytest.approx(2.5 / 3)
 
 
+def rollout_of(rollout: str, task: str) -> Rollout:
+    fields = dict.fromkeys(Rollout.__dataclass_fields__)
+    own = {"id": rollout, "task_id": task, "winner": "a"}
+    state = {"state": RolloutState.SUCCEEDED, "purpose": Purpose.EVAL}
+    return Rollout(**{**fields, **own, **state})  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def make_rollouts() -> list[Rollout]:
-    from agentrl_tracer.schemas import Purpose
-
-    fields = dict.fromkeys(Rollout.__dataclass_fields__)
-    return [
-        Rollout(
-            **{
-                **fields, "id": f"r{i}", "task_id": f"t{i // 2}", "winner": "a",
-                "state": RolloutState.SUCCEEDED, "purpose": Purpose.EVAL,
-            }
-        )
-        for i in range(4)
-    ]  # fmt: skip
+    return [rollout_of(f"r{i}", f"t{i // 2}") for i in range(4)]

@@ -23,19 +23,22 @@ import pytest
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException
+from fastapi.testclient import TestClient
 
 from agentrl.tinker_server import create_app, wire
-from agentrl.tinker_server.app import TinkerServer, _last
+from agentrl.tinker_server.app import TinkerServer
+from agentrl.tinker_server.leases import Leases
 from agentrl.tinker_server.promises import Answer, Promises
 from agentrl.tinker_server.samplers import Samplers
+from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
     ModelInput,
-    SampleResponse,
     ServiceClient,
 )
+from agentrl_trainer.client.local.states import read_state
 
 PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
 needs_sdk = pytest.mark.skipif(
@@ -193,6 +196,116 @@ def test_a_finished_session_leaves_nothing(app: FastAPI, url: str) -> None:
     assert httpx.get(f"{url}/api/v1/samplers/s1:sample:1").status_code == 404
 
 
+def learner_of(server: TinkerServer) -> Any:
+    backend: Any = server.service._backend
+    return backend.base(TINY).learner
+
+
+def test_the_adapters_of_a_finished_session_go(app: FastAPI, url: str) -> None:
+    server: TinkerServer = app.state.server
+    kept = settled(url, post(url, "create_model", begun("s1", 0))).json()["model_id"]
+    gone = settled(url, post(url, "create_model", begun("s2", 0))).json()["model_id"]
+    datum = Datum(ModelInput.from_ints(ROW[:-1]), {"target_tokens": ROW[1:]})
+    for model in (kept, gone):
+        settled(url, post(url, "forward_backward", request_of(model, 1, datum)))
+    path = settled(url, post(url, "save_weights", {"model_id": gone, "seq_id": 2, "path": "a"}))
+    post(url, "sessions/s2/finish", {"reason": {"type": "success"}})
+    adam = {"model_id": kept, "seq_id": 2, "adam_params": {"learning_rate": 1e-3}}
+    stepped = settled(url, post(url, "optim_step", adam)).json()["metrics"]
+    assert stepped["grad_norm"] > 0  # what the other had gathered is still there
+    assert learner_of(server).adapters == ("s1-train-0",)
+    assert set(learner_of(server).model.peft_config) == {"s1-train-0"}
+    # What was saved stays, for whoever knows its path.
+    again = begun("s3", 0, path=path.json()["path"], optimizer=True)
+    assert settled(url, post(url, "load_weights", again)).json()["model_id"] == "s3:train:0"
+    assert learner_of(server).adapters == ("s1-train-0", "s3-train-0")
+
+
+def test_a_load_that_failed_leaves_its_name(app: FastAPI, url: str) -> None:
+    server: TinkerServer = app.state.server
+    model = settled(url, post(url, "create_model", begun("s1", 0))).json()["model_id"]
+    saved = settled(url, post(url, "save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+    state = server.path(saved.json()["path"])
+    found = read_state(str(state))
+    meta = {**found.meta, "lora": {**found.meta["lora"], "rank": 8}}  # the weights are of rank 4
+    save_checkpoint(state, 1, tensors=found.tensors, meta=meta, keep=1)
+    asked = begun("s2", 0, path=saved.json()["path"], optimizer=False)
+    failed = settled(url, post(url, "load_weights", asked)).json()
+    assert "has shape" in failed["error"]
+    assert set(learner_of(server).model.peft_config) == {"s1-train-0"}
+    made = server.service.create_lora_training_client(TINY, rank=4, name="s2-train-0")
+    assert made.model_id == "s2-train-0"
+
+
+def test_silence_ends_a_session(tmp_path: Path) -> None:
+    with TestClient(create_app(tmp_path, [TINY], lease_seconds=12.0)) as client:
+        app: Any = client.app
+        server: TinkerServer = app.state.server
+
+        def say(route: str, body: Any) -> Any:
+            return client.post(f"/api/v1/{route}", json=body)
+
+        loud, silent = (say("create_session", {}).json()["session_id"] for _ in range(2))
+        for session in (loud, silent):
+            promise = say("create_model", begun(session, 0)).json()["request_id"]
+            say("retrieve_future", {"request_id": promise})
+        assert set(server.models) == {f"{loud}:train:0", f"{silent}:train:0"}
+        with server.leases._lock:  # as if its last word was long ago; the watch comes by in 3 s
+            server.leases._heard[silent] -= 100
+        deadline = time.monotonic() + 30
+        while f"{silent}:train:0" in server.models and time.monotonic() < deadline:
+            assert say("session_heartbeat", {"session_id": loud}).status_code == 200
+            time.sleep(0.1)
+        assert set(server.models) == {f"{loud}:train:0"}
+        assert server.promises.owner(promise) is None
+        assert say("session_heartbeat", {"session_id": silent}).status_code == 410
+        optim = {"model_id": f"{silent}:train:0", "adam_params": {}}
+        assert say("optim_step", optim).status_code == 404
+        info = client.post("/api/v1/get_info", json={"model_id": f"{loud}:train:0"})
+        assert info.json()["lora_rank"] == 4
+        assert server.model(f"{loud}:train:0").local(lambda learner: learner.adapters).result() == (
+            f"{loud}-train-0",
+        )
+
+
+def test_a_model_that_comes_after_its_session_is_not_kept(
+    app: FastAPI, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: TinkerServer = app.state.server
+    create = server.service.create_lora_training_client
+    may_go_on = threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        may_go_on.wait(30)
+        return create(*args, **options)
+
+    monkeypatch.setattr(server.service, "create_lora_training_client", slow)
+    promise = post(url, "create_model", begun("s1", 0)).json()["request_id"]
+    pending = server.promises._made[promise].answer
+    post(url, "sessions/s1/finish", {"reason": {"type": "interrupted"}})
+    may_go_on.set()
+    answer = pending.result(30)
+    assert isinstance(answer, dict)
+    assert "session 's1' has ended" in answer["error"]
+    assert not server.models
+    server.service.create_lora_training_client(TINY, rank=4, name="s1-train-0")
+
+
+def test_leases_count_from_what_was_heard_last() -> None:
+    now = 0.0
+    leases = Leases(10.0, lambda: now)
+    leases.renew("a")
+    leases.renew("b")
+    now = 9.0
+    leases.renew("b")
+    now = 11.0
+    assert leases.take_silent() == ["a"]
+    assert (leases.alive("a"), leases.alive("b"), leases.take_silent()) == (False, True, [])
+    leases.end("b")
+    now = 99.0
+    assert leases.take_silent() == []
+
+
 def done(answer: Answer) -> Future[Answer]:
     future: Future[Answer] = Future()
     future.set_result(answer)
@@ -279,13 +392,6 @@ def test_which_samplers_are_kept(tmp_path: Path) -> None:
         assert samplers.loaded == ["s:c", "s:1", "s:3", "s:a"]
 
 
-def test_the_last_log_probs_of_a_prompt() -> None:
-    scores = SampleResponse([], [None, -1.0, -2.0])
-    kept = {count: _last(scores, count).prompt_logprobs for count in (None, 0, 1, 5)}
-    whole = [None, -1.0, -2.0]
-    assert kept == {None: whole, 0: [None] * 3, 1: [None, None, -2.0], 5: whole}
-
-
 def test_an_output_without_rows() -> None:
     assert wire.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))
 
@@ -361,21 +467,26 @@ url, row, folder = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 found = []
 for base_url in (None, url):
     key = {} if base_url is None else {"api_key": "tml-test"}
-    with ServiceClient(base_url, folder=f"{folder}/{base_url is None}", **key) as service:
+    with ServiceClient(base_url=base_url, folder=f"{folder}/{base_url is None}", **key) as service:
         client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=3)
         datum = Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]})
         losses = []
         for _ in range(2):
             done = client.forward_backward([datum])
-            client.optim_step(AdamParams(learning_rate=1e-2)).result()
+            client.optim_step(optim_params=AdamParams(learning_rate=1e-2)).result()
             losses.append(done.result().metrics["loss:sum"])
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client(name="unused")
         params = SamplingParams(max_tokens=6, temperature=0.0)
+        weights = client.save_weights_for_sampler("w", ttl_seconds=3600).result().path
+        saved = client.create_sampling_client(weights)
         replies = sampler.sample_batch([row, row[:4]], 2, params).result()
         scores = sampler.compute_logprobs_batch([row, row[:3]]).result()
-        custom = client.forward_backward_custom([datum], lambda d, lp: (-lp[0].sum(), {}))
-        state = client.save_state("s").result().path
+        custom = client.forward_backward_custom(
+            [datum], lambda d, lp: (-lp[0].sum(), {}), loss_type_input="logprobs"
+        )
+        state = client.save_state("s", ttl_seconds=3600, user_metadata={"a": "b"}).result().path
         again = service.create_training_client_from_state_with_optimizer(state)
+        last = sampler.compute_logprobs(row, prompt_logprobs_last_n=2).result()
         client.log(step=1, loss=losses[-1])
         found.append({
             "losses": losses,
@@ -384,6 +495,9 @@ for base_url in (None, url):
             "custom": round(custom.result().metrics["loss:sum"], 3),
             "forward": again.forward([datum]).result().loss_fn_outputs[0]["logprobs"].tolist(),
             "model": client.get_info().model_name,
+            "saved": saved.sample(row, 1, params).result().sequences[0].tokens,
+            "last": [x if x is None else round(x, 4) for x in last],
+            "models": service.supported_models(),
         })
 print(json.dumps(found))
 """

@@ -165,7 +165,7 @@ class Learner:
         """Train one more adapter beside the others; its rank and targets are its own."""
         active = self.model.active_adapter
         attach_adapter(self.model, name, lora_config(rank, alpha, targets), seed)
-        self.model.set_adapter(active if isinstance(active, str) else self.adapters[0])
+        self.model.set_adapter(cast(str, active) if active in self.adapters else name)
         # Not put into evaluation mode again: checkpointed layers would leave their training mode.
         self._parameters[name] = _adapter_parameters(self.model, name)
         self.adapters = (*self.adapters, name)
@@ -173,6 +173,23 @@ class Learner:
             self._add_value_head(name, seed)
         for own, parameters in self._owned([name]).items():
             self._optimizers[own] = _adamw(list(parameters.values()), self.adam)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter: weights, optimizer, value function and gathered gradients.
+
+        The last one may go as well; until there is another nothing can be learned.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        for own in self._owned([name]):
+            del self._parameters[own], self._optimizers[own]
+            self._poisoned.discard(own)
+        self._value_heads.pop(name, None)
+        self.adapters = tuple(other for other in self.adapters if other != name)
+        if self.adapters:
+            self._activate(self.adapters[0])
+        self.model.delete_adapter(name)
 
     def _add_value_head(self, adapter: str, seed: int) -> None:
         width = self.base.model.config.get_text_config().hidden_size

@@ -156,6 +156,18 @@ def load_base(
     )
 
 
+def checkpoint_dtype(name: str) -> torch.dtype:
+    """The type that a model's weights are stored in."""
+    source = resolve_model(name)
+    config, _ = _load_config(name, source)
+    for known in (config, config.get_text_config()):
+        if isinstance(found := getattr(known, "dtype", None), torch.dtype):
+            return found
+    # An older checkpoint that does not say: its weights do.
+    model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype="auto"))
+    return model.dtype
+
+
 def evaluation_mode(model: Any) -> Any:
     """``model.eval()``, but such that gradients may still pass through 4-bit layers.
 
@@ -205,8 +217,8 @@ def attach_adapter(
         if isinstance(base, PeftModel):
             if name in base.peft_config:
                 raise ModelError(f"adapter: {name!r} is already attached to this model.")
-            others = next(iter(base.peft_config.values()))
-            config.base_model_name_or_path = others.base_model_name_or_path
+            # As PEFT itself does for the first one: our own name of the model.
+            config.base_model_name_or_path = cast(Any, base).base_model.model.name_or_path
             base.add_adapter(name, config)
             return base
         # PEFT writes this into adapter_config.json, and would write a path for a local folder.

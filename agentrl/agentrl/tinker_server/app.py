@@ -8,6 +8,8 @@ unless told otherwise.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,18 +22,20 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from agentrl.tinker_server import wire
+from agentrl.tinker_server.leases import Leases
 from agentrl.tinker_server.promises import Answer, Json, Promises
 from agentrl.tinker_server.samplers import Samplers
 from agentrl_trainer.client import (
     AdamParams,
-    SampleResponse,
     SamplingParams,
     ServiceClient,
     TrainingClient,
 )
 from agentrl_trainer.client.futures import map_future
-from agentrl_trainer.client.local import SAMPLERS, STATES
+from agentrl_trainer.client.naming import SAMPLERS, STATES
 from agentrl_trainer.model import resolve_model
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
 _SCHEME = "tinker://"
@@ -40,9 +44,10 @@ _SCHEME = "tinker://"
 class TinkerServer:
     """What the SDK's clients hold on to, by id."""
 
-    def __init__(self, service: ServiceClient, folder: Path) -> None:
+    def __init__(self, service: ServiceClient, folder: Path, lease_seconds: float) -> None:
         self.service = service
         self.folder = folder
+        self.leases = Leases(lease_seconds)
         self.models: dict[str, TrainingClient] = {}
         self.samplers = Samplers(
             lambda uri: service.create_sampling_client(model_path=self.path(uri))
@@ -52,11 +57,28 @@ class TinkerServer:
         self.loading = ThreadPoolExecutor(4, thread_name_prefix="agentrl-tinker-load")
 
     def finish(self, session: str) -> None:
-        """Let go of what a session had. The adapters it trained stay with their base."""
+        """Let go of what a session had, adapters included. What it asked for before is done."""
+        self.leases.end(session)
         for model_id in [key for key in [*self.models] if key.startswith(f"{session}:")]:
-            del self.models[model_id]
+            self.models.pop(model_id).close()
         self.samplers.release(f"{session}:")
         self.promises.release(f"{session}:")
+
+    def finish_silent(self) -> None:
+        """As ``finish``, of all that have been silent for too long."""
+        for session in self.leases.take_silent():
+            log.warning(
+                "session %s was silent for %.0f s and has ended", session, self.leases.seconds
+            )
+            self.finish(session)
+
+    def keep(self, session: str, model_id: str, client: TrainingClient) -> None:
+        """Raises ValueError where the session has ended while the model was loaded."""
+        self.models[model_id] = client
+        if not self.leases.alive(session):
+            self.models.pop(model_id, None)
+            client.close().result()
+            raise ValueError(f"session {session!r} has ended")
 
     def close(self) -> None:
         self.loading.shutdown()
@@ -67,7 +89,7 @@ class TinkerServer:
     def create_model(self, asked: Json) -> Json:
         lora = asked.get("lora_config") or {}
         model_id = f"{asked['session_id']}:train:{asked['model_seq_id']}"
-        self.models[model_id] = self.service.create_lora_training_client(
+        client = self.service.create_lora_training_client(
             asked["base_model"],
             rank=lora.get("rank", 32),
             seed=lora.get("seed"),
@@ -75,6 +97,7 @@ class TinkerServer:
             train_attn=lora.get("train_attn", True),
             name=_folder_name(model_id),  # train_unembed, the SDK's default, is left out
         )
+        self.keep(asked["session_id"], model_id, client)
         return {"model_id": model_id, "type": "create_model"}
 
     def model(self, model_id: str) -> TrainingClient:
@@ -111,9 +134,10 @@ class TinkerServer:
             saved = self.model(model_id).save_weights_for_sampler(name)
             path = f"{_SCHEME}{model_id}/{SAMPLERS}/{name}"
             return map_future(saved.future(), lambda _: {"path": path})
-        client = self.model(model_id).save_weights_and_get_sampling_client()
-        session = model_id.partition(":")[0]
-        sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+        client = self.model(model_id).save_weights_and_get_sampling_client(
+            kind=asked.get("kind") or "snapshot"
+        )
+        sampler = f"{_session(model_id)}:sample:{asked['sampling_session_seq_id']}"
         self.samplers.add(sampler, client, None)
         ready = client._backend.ready
         return map_future(ready, lambda _: {"sampling_session_id": sampler})
@@ -133,7 +157,8 @@ class TinkerServer:
         made = self.service.create_training_client_from_state_with_optimizer
         if not optimizer:
             made = self.service.create_training_client_from_state
-        self.models[model_id] = made(path, name=_folder_name(model_id))
+        client = made(path, name=_folder_name(model_id))
+        self.keep(asked["session_id"], model_id, client)
         return {"path": asked["path"], "model_id": model_id}
 
     def path(self, uri: str) -> Path:
@@ -160,32 +185,42 @@ class TinkerServer:
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def sample(self, asked: Json) -> Future[Answer]:
-        for name in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
-            if asked.get(name):
-                raise ValueError(f"{name} is not known here")
         client = self.samplers.get(asked["sampling_session_id"])
         chunks = asked["prompt"]["chunks"]
         if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
             raise ValueError("prompt: only tokens can be sampled from, no images or sound")
-        last = asked.get("prompt_logprobs_last_n")
         sampled = client.sample(
             [token for chunk in chunks for token in chunk["tokens"]],
             asked.get("num_samples", 1),
             _sampling_params(asked["sampling_params"]),
             bool(asked.get("prompt_logprobs")),
+            asked.get("topk_prompt_logprobs", 0),
             asked.get("topk_sample_logprobs", 0),
+            asked.get("target_prompt_logprobs"),
+            asked.get("prompt_alt_tokens_k", 0),
+            asked.get("prompt_logprobs_last_n"),
         )
-        return map_future(sampled.future(), lambda done: wire.sample_response(_last(done, last)))
+        return map_future(sampled.future(), wire.sample_response)
 
 
-def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
+def create_app(
+    folder: Path, models: list[str], *, lease_seconds: float = 300.0, **options: Any
+) -> FastAPI:
     """The server. ``folder`` holds what is saved; ``models`` are those it says it has, though any
-    causal language model may be asked for. ``options`` are ServiceClient's."""
-    server = TinkerServer(ServiceClient(folder=folder, **options), folder)
+    causal language model may be asked for. A session ends that is silent for ``lease_seconds``.
+    ``options`` are ServiceClient's."""
+    server = TinkerServer(ServiceClient(folder=folder, **options), folder, lease_seconds)
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(min(lease_seconds / 4, 15.0))
+            await run_in_threadpool(server.finish_silent)
 
     @asynccontextmanager
     async def closing(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(watch())
         yield
+        watching.cancel()
         await run_in_threadpool(server.close)
 
     app = FastAPI(title="agentrl", openapi_url=None, lifespan=closing)
@@ -196,6 +231,7 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
         return JSONResponse({"detail": str(error)}, 422)
 
     async def promise(owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> str:
+        server.leases.renew(_session(owner))
         return await run_in_threadpool(server.promises.make, owner, sequence, work)
 
     async def promised(
@@ -223,10 +259,16 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
 
     @app.post("/api/v1/create_session")
     async def create_session() -> Json:
-        return {"type": "create_session", "session_id": f"s{secrets.token_hex(4)}"}
+        session = f"s{secrets.token_hex(4)}"
+        server.leases.renew(session)
+        return {"type": "create_session", "session_id": session}
 
     @app.post("/api/v1/session_heartbeat")
-    async def heartbeat() -> Json:
+    async def heartbeat(request: Request) -> Json:
+        session = (await request.json())["session_id"]
+        if not server.leases.alive(session):
+            raise HTTPException(410, f"there is no session {session!r}, or no longer")
+        server.leases.renew(session)
         return {"type": "session_heartbeat"}
 
     @app.post("/api/v1/sessions/{session}/finish")
@@ -326,6 +368,8 @@ def create_app(folder: Path, models: list[str], **options: Any) -> FastAPI:
     @app.post("/api/v1/retrieve_future", response_model=None)
     async def retrieve_future(request: Request) -> Response | Json:
         asked = (await request.json())["request_id"]
+        if (owner := server.promises.owner(asked)) is not None:
+            server.leases.renew(_session(owner))
         try:
             answer = await server.promises.answer(asked, _POLL_SECONDS)
         except TimeoutError:
@@ -342,13 +386,9 @@ def _sampling_params(asked: Json) -> SamplingParams:
     return SamplingParams(**{name: asked[name] for name in known if name in asked})
 
 
-def _last(response: SampleResponse, count: int | None) -> SampleResponse:
-    """Only the log-probs of the prompt's last tokens, as asked for."""
-    scores = response.prompt_logprobs
-    if count is None or scores is None:
-        return response
-    start = max(len(scores) - count, 0)
-    return SampleResponse(response.sequences, [None] * start + scores[start:])
+def _session(owner: str) -> str:
+    """Whose a model, a sampler or a request is: what every id begins with."""
+    return owner.partition(":")[0]
 
 
 def _folder_name(model_id: str) -> str:

@@ -93,6 +93,11 @@ class Promises:
             promise.begun.set()
         return request
 
+    def owner(self, request: str) -> str | None:
+        """Whose it is; None where there is no such request, or no longer."""
+        promise = self._made.get(request)
+        return None if promise is None else promise.owner
+
     async def answer(self, request: str, within: float | None = None) -> Answer:
         """TimeoutError where it is not there ``within`` so many seconds.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,17 +19,23 @@ from agentrl_trainer.client.types import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
+    GetServerCapabilitiesResponse,
     LoraOptions,
     ModelInfo,
     OptimStepResponse,
+    SampleOptions,
     SampleResponse,
-    SamplingParams,
+    SamplerOptions,
     SavedPath,
+    SaveOptions,
+    StateOptions,
 )
 from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LossConfig
 
 T = TypeVar("T")
+
+EndStatus = Literal["success", "errored", "interrupted"]
 
 Data = Sequence[Datum] | Sequence[Row]
 """Tinker's datums or, locally, the trainer's own rows (``batches.Datum``)."""
@@ -47,16 +53,11 @@ class SamplingBackend(Protocol):
         """Done when the weights are there; sampling may be asked for before."""
         ...
 
-    def sample(
-        self,
-        prompt: list[int],
-        num_samples: int,
-        params: SamplingParams,
-        prompt_logprobs: bool,
-        topk: int,
-    ) -> Future[SampleResponse]: ...
+    def sample(self, prompt: list[int], options: SampleOptions) -> Future[SampleResponse]: ...
 
-    def logprobs(self, rows: Sequence[list[int]]) -> Future[list[list[float | None]]]: ...
+    def logprobs(
+        self, rows: Sequence[list[int]], last_n: int | None = None
+    ) -> Future[list[list[float | None]]]: ...
 
     def tokenizer(self) -> Any: ...
 
@@ -85,29 +86,39 @@ class TrainingBackend(Protocol):
 
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]: ...
 
-    def save_state(self, name: str, overwrite: bool) -> Future[SavedPath]: ...
+    def save_state(self, name: str, overwrite: bool, options: SaveOptions) -> Future[SavedPath]: ...
 
-    def load_state(self, path: str, optimizer: bool) -> Future[None]: ...
+    def load_state(self, path: str, optimizer: bool, access_token: str | None) -> Future[None]: ...
 
-    def save_weights_for_sampler(self, name: str | Path) -> Future[SavedPath]: ...
+    def save_weights_for_sampler(
+        self, name: str | Path, options: SaveOptions
+    ) -> Future[SavedPath]: ...
 
     def local(self, work: Callable[[Learner], T]) -> Future[T]: ...
 
-    def sampler(self) -> SamplingBackend:
+    def sampler(self, options: SamplerOptions) -> SamplingBackend:
         """Of the weights as they will be when what was asked for so far is done."""
         ...
 
     def tokenizer(self) -> Any: ...
 
+    def close(self) -> Future[None]:
+        """Forget the adapter when what was asked for so far is done; what was saved stays."""
+        ...
+
 
 class ServiceBackend(Protocol):
     def train(self, base_model: str, options: LoraOptions, name: str | None) -> TrainingBackend: ...
 
-    def train_from(self, path: str, *, optimizer: bool, name: str | None) -> TrainingBackend: ...
+    def train_from(
+        self, path: str, *, optimizer: bool, options: StateOptions, name: str | None
+    ) -> TrainingBackend: ...
 
-    def sampler(self, model_path: str | None, base_model: str | None) -> SamplingBackend: ...
+    def sampler(
+        self, model_path: str | None, base_model: str | None, options: SamplerOptions
+    ) -> SamplingBackend: ...
 
-    def models(self) -> list[str]: ...
+    def capabilities(self) -> GetServerCapabilitiesResponse: ...
 
     def save_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], keep: int
@@ -115,6 +126,6 @@ class ServiceBackend(Protocol):
 
     def restore_checkpoint(self, root: Path) -> Future[Restored]: ...
 
-    def close(self, error: BaseException | None) -> None:
-        """``error``: what ended the work early, if something did."""
+    def close(self, status: EndStatus, detail: str | None) -> None:
+        """When everything that was asked for is done."""
         ...

@@ -26,24 +26,31 @@ from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.backend import (
     CustomLoss,
     Data,
+    EndStatus,
     SamplingBackend,
     ServiceBackend,
     TrainingBackend,
 )
-from agentrl_trainer.client.futures import APIFuture, gather, map_future, wait
+from agentrl_trainer.client.futures import APIFuture, finished, gather, map_future, wait
+from agentrl_trainer.client.twins import awaited, made, submitted
 from agentrl_trainer.client.types import (
     AdamParams,
     Array,
     Datum,
     Folder,
     ForwardBackwardOutput,
+    GetServerCapabilitiesResponse,
     LoraOptions,
     ModelInfo,
     ModelInput,
     OptimStepResponse,
+    SampleOptions,
     SampleResponse,
+    SamplerOptions,
     SamplingParams,
     SavedPath,
+    SaveOptions,
+    StateOptions,
 )
 from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LossConfig
@@ -86,39 +93,45 @@ class SamplingClient(_Made):
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: Any = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """``num_samples`` continuations of a prompt, with their log-probs at temperature 1.
 
+        ``prompt_logprobs_last_n``: of the prompt only the log-probs of so many last tokens, None
+        for those before. ``topk_prompt_logprobs``, ``target_prompt_logprobs`` and
+        ``prompt_alt_tokens_k`` are Tinker's own; the local backend refuses them.
+
         Raises ValueError for a prompt without tokens and parameters out of range.
         """
-        return APIFuture(
-            self._backend.sample(
-                tokens_of(prompt),
-                num_samples,
-                sampling_params or SamplingParams(),
-                include_prompt_logprobs,
-                topk_sample_logprobs,
-            )
+        tokens = tokens_of(prompt)
+        if prompt_logprobs_last_n is not None and not include_prompt_logprobs:
+            raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs=True")
+        _check_last(prompt_logprobs_last_n, tokens)
+        options = SampleOptions(
+            num_samples,
+            sampling_params or SamplingParams(),
+            include_prompt_logprobs,
+            prompt_logprobs_last_n,
+            topk_sample_logprobs,
+            topk_prompt_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
         )
+        return APIFuture(self._backend.sample(tokens, options))
 
-    async def sample_async(
-        self,
-        prompt: Prompt,
-        num_samples: int = 1,
-        sampling_params: SamplingParams | None = None,
-        include_prompt_logprobs: bool = False,
-        topk_sample_logprobs: int = 0,
-    ) -> SampleResponse:
-        return await self.sample(
-            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_sample_logprobs
-        )
+    sample_async = awaited(sample)
 
     def sample_batch(
         self,
         prompts: Sequence[Prompt],
         num_samples: int = 1,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        include_prompt_logprobs: bool = False,
+        topk_sample_logprobs: int = 0,
     ) -> APIFuture[list[SampleResponse]]:
         """``sample`` for many prompts at once, in one batch; responses in their order.
 
@@ -131,30 +144,33 @@ class SamplingClient(_Made):
                 f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for each, or "
                 "one for all"
             )
-        return APIFuture(
-            gather(
-                [
-                    self.sample(prompt, num_samples, params).future()
-                    for prompt, params in zip(prompts, each, strict=True)
-                ]
+        asked = [
+            self.sample(
+                prompt,
+                num_samples,
+                params,
+                include_prompt_logprobs,
+                topk_sample_logprobs=topk_sample_logprobs,
             )
-        )
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
+        return APIFuture(gather([one.future() for one in asked]))
 
-    async def sample_batch_async(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int = 1,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[SampleResponse]:
-        return await self.sample_batch(prompts, num_samples, sampling_params)
+    sample_batch_async = awaited(sample_batch)
 
-    def compute_logprobs(self, prompt: Prompt) -> APIFuture[list[float | None]]:
-        """The log-prob of each token given those before it; None for the first."""
-        rows = self._backend.logprobs([tokens_of(prompt)])
+    def compute_logprobs(
+        self, prompt: Prompt, prompt_logprobs_last_n: int | None = None
+    ) -> APIFuture[list[float | None]]:
+        """The log-prob of each token given those before it; None for the first.
+
+        ``prompt_logprobs_last_n``: only of so many last tokens, None for those before.
+        """
+        tokens = tokens_of(prompt)
+        _check_last(prompt_logprobs_last_n, tokens)
+        rows = self._backend.logprobs([tokens], prompt_logprobs_last_n)
         return APIFuture(map_future(rows, lambda found: found[0]))
 
-    async def compute_logprobs_async(self, prompt: Prompt) -> list[float | None]:
-        return await self.compute_logprobs(prompt)
+    compute_logprobs_async = awaited(compute_logprobs)
 
     def compute_logprobs_batch(
         self, prompts: Sequence[Prompt]
@@ -169,12 +185,15 @@ class SamplingClient(_Made):
     def get_base_model(self) -> str:
         return self._backend.base_model
 
+    get_base_model_async = submitted(get_base_model)
+
 
 class TrainingClient(_Made):
     """One adapter in training. Operations are done in the order in which they were asked for."""
 
-    def __init__(self, backend: TrainingBackend) -> None:
+    def __init__(self, backend: TrainingBackend, service: ServiceBackend) -> None:
         self._backend = backend
+        self._service = service
         self.history: list[dict[str, float]] = []
         """What ``log`` was given."""
 
@@ -193,13 +212,7 @@ class TrainingClient(_Made):
         """
         return APIFuture(self._backend.forward(data, loss_fn, loss_fn_config))
 
-    async def forward_async(
-        self,
-        data: Data,
-        loss_fn: str = "cross_entropy",
-        loss_fn_config: LossConfig | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward(data, loss_fn, loss_fn_config)
+    forward_async = submitted(forward)
 
     def forward_backward(
         self,
@@ -222,87 +235,122 @@ class TrainingClient(_Made):
             self._backend.forward_backward(data, loss_fn, loss_fn_config, normalize_by, logprobs)
         )
 
-    async def forward_backward_async(
-        self,
-        data: Data,
-        loss_fn: str = "cross_entropy",
-        loss_fn_config: LossConfig | None = None,
-        *,
-        normalize_by: float | None = 1.0,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward_backward(data, loss_fn, loss_fn_config, normalize_by=normalize_by)
+    forward_backward_async = submitted(forward_backward)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """``forward_backward`` of any function ``(data, logprobs) -> (loss, metrics)``.
 
         ``logprobs`` are torch tensors [T], one for each datum. The function is called on the thread
-        that trains, in its turn; it must not wait for another operation.
+        that trains, in its turn; it must not wait for another operation. ``loss_type_input`` says
+        what the function takes; log-probs are all there is.
         """
         if not callable(loss_fn):
             raise ValueError(f"loss_fn must be a function of (data, logprobs), not {loss_fn!r}")
+        if loss_type_input not in (None, "logprobs"):
+            raise ValueError(f"loss_type_input must be 'logprobs', not {loss_type_input!r}")
         return APIFuture(self._backend.forward_backward_custom(data, loss_fn))
 
-    async def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLoss
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward_backward_custom(data, loss_fn)
+    forward_backward_custom_async = submitted(forward_backward_custom)
 
-    def optim_step(self, adam_params: AdamParams | None = None) -> APIFuture[OptimStepResponse]:
+    def optim_step(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
         """Apply the gathered gradients with AdamW, and forget them.
 
         Where one of them is not finite nothing changes, and ``skipped_non_finite`` is 1.
+        ``adam_params`` is the older name of ``optim_params``; neither: ``AdamParams()``.
         """
-        return APIFuture(self._backend.optim_step(adam_params or AdamParams()))
+        if optim_params is not None and adam_params is not None:
+            raise ValueError("give optim_params or adam_params, which is its older name, not both")
+        chosen = optim_params if optim_params is not None else adam_params
+        return APIFuture(self._backend.optim_step(AdamParams() if chosen is None else chosen))
 
-    async def optim_step_async(
-        self, adam_params: AdamParams | None = None
-    ) -> APIFuture[OptimStepResponse]:
-        return self.optim_step(adam_params)
+    optim_step_async = submitted(optim_step)
 
     # ---- weights
 
-    def save_state(self, name: str, overwrite: bool = False) -> APIFuture[SavedPath]:
-        """Save weights and optimizer, to go on from: whole or not at all."""
-        return APIFuture(self._backend.save_state(name, overwrite))
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SavedPath]:
+        """Save weights and optimizer, to go on from: whole or not at all.
 
-    async def save_state_async(self, name: str, overwrite: bool = False) -> APIFuture[SavedPath]:
-        return self.save_state(name, overwrite)
+        ``ttl_seconds`` is when Tinker deletes it; a local folder stays. ``user_metadata`` is kept
+        with it, locally in its ``meta.json``.
+        """
+        options = SaveOptions(ttl_seconds, user_metadata)
+        return APIFuture(self._backend.save_state(name, overwrite, options))
 
-    def load_state(self, path: Folder) -> APIFuture[None]:
-        """Load weights that ``save_state`` wrote; the optimizer begins anew."""
-        return APIFuture(self._backend.load_state(str(path), optimizer=False))
+    save_state_async = submitted(save_state)
 
-    async def load_state_async(self, path: Folder) -> APIFuture[None]:
-        return self.load_state(path)
+    def load_state(self, path: Folder, weights_access_token: str | None = None) -> APIFuture[None]:
+        """Load weights that ``save_state`` wrote; the optimizer begins anew.
 
-    def load_state_with_optimizer(self, path: Folder) -> APIFuture[None]:
+        ``weights_access_token`` is for another account's weights on Tinker; here and below.
+        """
+        return APIFuture(self._backend.load_state(str(path), False, weights_access_token))
+
+    load_state_async = submitted(load_state)
+
+    def load_state_with_optimizer(
+        self, path: Folder, weights_access_token: str | None = None
+    ) -> APIFuture[None]:
         """Load what ``save_state`` wrote, to the last bit."""
-        return APIFuture(self._backend.load_state(str(path), optimizer=True))
+        return APIFuture(self._backend.load_state(str(path), True, weights_access_token))
 
-    async def load_state_with_optimizer_async(self, path: Folder) -> APIFuture[None]:
-        return self.load_state_with_optimizer(path)
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer)
 
-    def save_weights_for_sampler(self, name: str | Path) -> APIFuture[SavedPath]:
+    def save_weights_for_sampler(
+        self,
+        name: str | Path,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SavedPath]:
         """Save the weights to sample with: locally a PEFT folder, which vLLM serves as well.
 
-        A ``Path`` in place of a name says where.
+        A ``Path`` in place of a name says where. ``ttl_seconds`` and ``user_metadata`` are for
+        Tinker: a PEFT folder has no place for them.
         """
-        return APIFuture(self._backend.save_weights_for_sampler(name))
+        options = SaveOptions(ttl_seconds, user_metadata)
+        return APIFuture(self._backend.save_weights_for_sampler(name, options))
 
-    async def save_weights_for_sampler_async(self, name: str) -> APIFuture[SavedPath]:
-        return self.save_weights_for_sampler(name)
+    save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
-    def save_weights_and_get_sampling_client(self) -> SamplingClient:
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: Literal["snapshot", "inflight"] = "snapshot",
+    ) -> SamplingClient:
         """Sample with the weights as they are after what was asked for so far.
 
-        They are gone with the client: nothing of them stays on disk.
+        They are gone with the client: nothing of them stays on disk. ``name`` means nothing, as on
+        Tinker. ``retry_config``, ``record_stability_info`` and the kind "inflight" are Tinker's;
+        the local backend refuses the last.
         """
-        return SamplingClient(self._backend.sampler())
+        options = SamplerOptions(retry_config, record_stability_info, kind)
+        return SamplingClient(self._backend.sampler(options))
 
-    async def save_weights_and_get_sampling_client_async(self) -> SamplingClient:
-        return await self.save_weights_and_get_sampling_client()
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
+
+    def create_sampling_client(
+        self, model_path: Folder, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """``ServiceClient.create_sampling_client`` of saved weights."""
+        options = SamplerOptions(retry_config, record_stability_info)
+        return SamplingClient(self._service.sampler(str(model_path), None, options))
+
+    create_sampling_client_async = made(create_sampling_client)
 
     # ---- the rest
 
@@ -340,9 +388,18 @@ class TrainingClient(_Made):
     def get_info(self) -> ModelInfo:
         return self._backend.info
 
+    get_info_async = submitted(get_info)
+
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer of the model."""
         return self._backend.tokenizer()
+
+    def close(self) -> APIFuture[None]:
+        """Forget the adapter when what was asked for so far is done, and free its name.
+
+        What was saved stays. On Tinker adapters go with their session.
+        """
+        return APIFuture(self._backend.close())
 
 
 class ServiceClient:
@@ -353,21 +410,28 @@ class ServiceClient:
     those of ``learner.Learner``: ``token_budget``, ``gradient_checkpointing``, ``value``.
 
     ``backend`` tinker: the official SDK (``pip install 'agentrl[tinker]'``), on Tinker itself or
-    whatever speaks its protocol at ``base_url``; the default where a ``base_url`` is given. What
-    is for the local backend only says so; docs/client.md lists it. ``agentrl train`` is.
+    whatever speaks its protocol at ``base_url``; the default where a ``base_url`` is given. The
+    first parameters, from ``user_metadata`` to ``default_headers_overrides``, are for it alone.
+    What is for the local backend only says so, and docs/client.md lists it; ``agentrl train`` is.
     """
 
     def __init__(
         self,
-        base_url: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
         *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
         backend: Literal["local", "tinker"] | None = None,
         folder: Folder | None = None,
         device: str = "auto",
         dtype: str = "auto",
-        api_key: str | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(user_metadata, str):
+            raise ValueError("the first parameter is user_metadata, as Tinker's: name base_url")
         kind = backend or ("local" if base_url is None else "tinker")
         if kind not in ("local", "tinker"):
             raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
@@ -381,7 +445,16 @@ class ServiceClient:
         else:
             from agentrl_trainer.client.hosted import HostedService
 
-            self._backend = HostedService(base_url, api_key, folder, **options)
+            self._backend = HostedService(
+                base_url,
+                api_key,
+                folder,
+                user_metadata=user_metadata,
+                project_id=project_id,
+                display_name=display_name,
+                default_headers_overrides=default_headers_overrides,
+                **options,
+            )
 
     def create_lora_training_client(
         self,
@@ -390,8 +463,9 @@ class ServiceClient:
         seed: int | None = None,
         train_mlp: bool = True,
         train_attn: bool = True,
-        train_unembed: bool = False,
+        train_unembed: bool | None = None,
         user_metadata: Mapping[str, str] | None = None,
+        optimizer: Any = None,
         *,
         name: str | None = None,
         alpha: float = 32.0,
@@ -399,56 +473,82 @@ class ServiceClient:
     ) -> TrainingClient:
         """A fresh adapter over a base model; several of one service share it.
 
-        ``seed`` None: a new one each time. ``alpha`` and ``targets`` (PEFT's target_modules, in
-        place of ``train_mlp`` and ``train_attn``) are for the local backend, where the output
-        embedding cannot be trained (``train_unembed``).
+        ``seed`` None: a new one each time. ``train_unembed`` None: where the backend can, which is
+        Tinker; locally True is refused. ``optimizer``: Tinker's configuration of one; locally there
+        is AdamW. ``alpha`` and ``targets`` (PEFT's target_modules, in place of ``train_mlp`` and
+        ``train_attn``) are for the local backend.
         """
         options = LoraOptions(
-            rank, seed, train_mlp, train_attn, train_unembed, alpha, targets, user_metadata
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            alpha,
+            targets,
+            user_metadata,
+            optimizer,
         )
-        return TrainingClient(self._backend.train(base_model, options, name))
+        return TrainingClient(self._backend.train(base_model, options, name), self._backend)
 
-    async def create_lora_training_client_async(
-        self, base_model: str, rank: int = 32, seed: int | None = None, **options: Any
-    ) -> TrainingClient:
-        return await asyncio.to_thread(
-            self.create_lora_training_client, base_model, rank, seed, **options
-        )
+    create_lora_training_client_async = made(create_lora_training_client)
 
     def create_training_client_from_state(
-        self, path: Folder, *, name: str | None = None
+        self,
+        path: Folder,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
+        *,
+        name: str | None = None,
     ) -> TrainingClient:
-        """A client that begins with weights which ``save_state`` wrote, and a new optimizer."""
-        return TrainingClient(self._backend.train_from(str(path), optimizer=False, name=name))
+        """A client that begins with weights which ``save_state`` wrote, and a new optimizer.
 
-    async def create_training_client_from_state_async(self, path: Folder) -> TrainingClient:
-        return await asyncio.to_thread(self.create_training_client_from_state, path)
+        ``base_model``: in place of the one that was trained; its shapes must be the same.
+        """
+        options = StateOptions(base_model, user_metadata, weights_access_token, optimizer)
+        client = self._backend.train_from(str(path), optimizer=False, options=options, name=name)
+        return TrainingClient(client, self._backend)
+
+    create_training_client_from_state_async = made(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
-        self, path: Folder, *, name: str | None = None
+        self,
+        path: Folder,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+        *,
+        name: str | None = None,
     ) -> TrainingClient:
         """A client that goes on exactly where ``save_state`` was called."""
-        return TrainingClient(self._backend.train_from(str(path), optimizer=True, name=name))
+        options = StateOptions(base_model, user_metadata, weights_access_token)
+        client = self._backend.train_from(str(path), optimizer=True, options=options, name=name)
+        return TrainingClient(client, self._backend)
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self, path: Folder
-    ) -> TrainingClient:
-        return await asyncio.to_thread(self.create_training_client_from_state_with_optimizer, path)
+    create_training_client_from_state_with_optimizer_async = made(
+        create_training_client_from_state_with_optimizer
+    )
 
     def create_sampling_client(
-        self, model_path: Folder | None = None, base_model: str | None = None
+        self,
+        model_path: Folder | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
     ) -> SamplingClient:
-        """Of saved weights (``save_weights_for_sampler``), or of a base model as it is."""
+        """Of saved weights (``save_weights_for_sampler``), or of a base model as it is.
+
+        ``retry_config`` and ``record_stability_info`` are Tinker's.
+        """
         if (model_path is None) == (base_model is None):
             raise ValueError("give either model_path or base_model")
         path = None if model_path is None else str(model_path)
-        return SamplingClient(self._backend.sampler(path, base_model))
+        options = SamplerOptions(retry_config, record_stability_info)
+        return SamplingClient(self._backend.sampler(path, base_model, options))
 
-    async def create_sampling_client_async(
-        self, model_path: Folder | None = None, base_model: str | None = None
-    ) -> SamplingClient:
-        client = await asyncio.to_thread(self.create_sampling_client, model_path, base_model)
-        return await client
+    create_sampling_client_async = made(create_sampling_client)
 
     def save_checkpoint(
         self,
@@ -470,13 +570,24 @@ class ServiceClient:
         """
         return APIFuture(self._backend.restore_checkpoint(Path(root)))
 
-    def supported_models(self) -> list[str]:
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """Base models known to work. Locally any other causal language model may be asked for."""
-        return self._backend.models()
+        return self._backend.capabilities()
 
-    def close(self) -> None:
-        """End the threads. What was asked for is done before; clients are of no use after."""
-        self._backend.close(None)
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return await asyncio.to_thread(self.get_server_capabilities)
+
+    def supported_models(self) -> list[str]:
+        """The names of ``get_server_capabilities``."""
+        return [model.model_name for model in self.get_server_capabilities().supported_models]
+
+    def close(self, status: EndStatus = "success", detail: str | None = None) -> APIFuture[None]:
+        """End the session. What was asked for is done before; clients are of no use after.
+
+        ``status`` and ``detail`` tell Tinker how it ended. Waits, though a future comes back.
+        """
+        self._backend.close(status, detail)
+        return APIFuture(finished(None))
 
     def __enter__(self) -> Self:
         return self
@@ -487,7 +598,12 @@ class ServiceClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._backend.close(error)
+        if error is None:
+            self.close()
+        elif isinstance(error, Exception):
+            self.close("errored", f"{type(error).__name__}: {error}")
+        else:  # KeyboardInterrupt
+            self.close("interrupted")
 
 
 def tokens_of(prompt: Prompt) -> list[int]:
@@ -496,3 +612,11 @@ def tokens_of(prompt: Prompt) -> list[int]:
     if not tokens:
         raise ValueError("the prompt has no tokens")
     return tokens
+
+
+def _check_last(count: int | None, tokens: list[int]) -> None:
+    if count is not None and not 1 <= count < len(tokens):
+        raise ValueError(
+            f"prompt_logprobs_last_n must be in 1..{len(tokens) - 1}, the tokens that have one "
+            f"before them; not {count}"
+        )

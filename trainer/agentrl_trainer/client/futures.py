@@ -106,6 +106,13 @@ def _needs(future: Future[Any], worker: object) -> bool:
     return any(_needs(source, worker) for source in getattr(future, _SOURCES, ()))
 
 
+def finished(value: T) -> Future[T]:
+    """A result that is there already."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 def map_future(future: Future[S], convert: Callable[[S], T]) -> Future[T]:
     """Another future, of the converted result. What ``convert`` raises, the future raises."""
     return _follow([future], lambda results: convert(results[0]))

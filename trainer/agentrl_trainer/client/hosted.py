@@ -7,8 +7,6 @@ local backend: the SDK names what it does not know.
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -19,21 +17,27 @@ from typing import Any, NoReturn
 import numpy as np
 
 from agentrl_trainer.checkpoint import Restored
-from agentrl_trainer.client.backend import CustomLoss, Data
-from agentrl_trainer.client.futures import gather, map_future
+from agentrl_trainer.client.backend import CustomLoss, Data, EndStatus
+from agentrl_trainer.client.futures import finished, gather, map_future
+from agentrl_trainer.client.naming import new_folder
 from agentrl_trainer.client.types import (
     AdamParams,
     Datum,
     Folder,
     ForwardBackwardOutput,
+    GetServerCapabilitiesResponse,
     LoraOptions,
     ModelData,
     ModelInfo,
     OptimStepResponse,
     SampledSequence,
+    SampleOptions,
     SampleResponse,
-    SamplingParams,
+    SamplerOptions,
     SavedPath,
+    SaveOptions,
+    StateOptions,
+    SupportedModel,
     numbers,
     whole_numbers,
 )
@@ -41,18 +45,20 @@ from agentrl_trainer.losses import LossConfig
 
 
 class HostedService:
-    """``base_url`` None: Tinker's own; ``api_key`` None: ``TINKER_API_KEY``."""
+    """``base_url`` None: Tinker's own; ``api_key`` None: ``TINKER_API_KEY``. ``options`` are what
+    else the SDK's ServiceClient takes."""
 
-    def __init__(self, base_url: str | None, api_key: str | None, folder: Folder | None) -> None:
+    def __init__(
+        self, base_url: str | None, api_key: str | None, folder: Folder | None, **options: Any
+    ) -> None:
         try:
             self._sdk = import_module("tinker")
         except ImportError as error:
             raise ImportError(
                 "backend='tinker' needs the official SDK: pip install 'agentrl[tinker]'"
             ) from error
-        stamp = f"tinker-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        self._folder = Path(folder) if folder is not None else Path("runs") / stamp
-        self._service = self._sdk.ServiceClient(base_url=base_url, api_key=api_key)
+        self._folder = Path(folder) if folder is not None else new_folder("tinker")
+        self._service = self._sdk.ServiceClient(base_url=base_url, api_key=api_key, **options)
 
     def train(self, base_model: str, options: LoraOptions, name: str | None) -> HostedTraining:
         if options.targets is not None or options.alpha != LoraOptions().alpha:
@@ -63,24 +69,44 @@ class HostedService:
             seed=options.seed,
             train_mlp=options.train_mlp,
             train_attn=options.train_attn,
-            train_unembed=options.train_unembed,
-            user_metadata=dict(options.user_metadata or {}) or None,
+            **_given(
+                train_unembed=options.train_unembed,
+                user_metadata=options.user_metadata,
+                optimizer=options.optimizer,
+            ),
         )
         return HostedTraining(self._sdk, made.result(), self._folder, name)
 
-    def train_from(self, path: str, *, optimizer: bool, name: str | None) -> HostedTraining:
+    def train_from(
+        self, path: str, *, optimizer: bool, options: StateOptions, name: str | None
+    ) -> HostedTraining:
         make = self._service.create_training_client_from_state
         if optimizer:
             make = self._service.create_training_client_from_state_with_optimizer
-        return HostedTraining(self._sdk, make(path).result(), self._folder, name)
+        made = make(path, **_given(**asdict(options)))
+        return HostedTraining(self._sdk, made.result(), self._folder, name)
 
-    def sampler(self, model_path: str | None, base_model: str | None) -> HostedSampling:
-        made = self._service.create_sampling_client(model_path=model_path, base_model=base_model)
+    def sampler(
+        self, model_path: str | None, base_model: str | None, options: SamplerOptions
+    ) -> HostedSampling:
+        made = self._service.create_sampling_client(
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=options.retry_config,
+            record_stability_info=options.record_stability_info,
+        )
         return HostedSampling(self._sdk, made)
 
-    def models(self) -> list[str]:
+    def capabilities(self) -> GetServerCapabilitiesResponse:
         found = self._service.create_rest_client().get_server_capabilities().result()
-        return [model.model_name for model in found.supported_models]
+        return GetServerCapabilitiesResponse(
+            [
+                SupportedModel(
+                    one.model_name or "", one.max_context_length, one.trainable, one.sampleable
+                )
+                for one in found.supported_models
+            ]
+        )
 
     def save_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], keep: int
@@ -90,14 +116,8 @@ class HostedService:
     def restore_checkpoint(self, root: Path) -> Future[Restored]:
         _local_only("restore_checkpoint", "load_state")
 
-    def close(self, error: BaseException | None) -> None:
-        if error is None:
-            done = self._service.close("success")
-        elif isinstance(error, KeyboardInterrupt):
-            done = self._service.close("interrupted")
-        else:
-            done = self._service.close("errored", f"{type(error).__name__}: {error}")
-        done.result()
+    def close(self, status: EndStatus, detail: str | None) -> None:
+        self._service.close(status, detail).result()
 
 
 class HostedTraining:
@@ -147,25 +167,36 @@ class HostedTraining:
         return map_future(done.future(), _output)
 
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]:
-        done = self._client.optim_step(self._sdk.AdamParams(**asdict(adam)))
+        # What is not ours is the SDK's, of an optimizer that we do not know.
+        ours = isinstance(adam, AdamParams)
+        done = self._client.optim_step(self._sdk.AdamParams(**asdict(adam)) if ours else adam)
         return map_future(done.future(), lambda step: OptimStepResponse(dict(step.metrics or {})))
 
-    def save_state(self, name: str, overwrite: bool) -> Future[SavedPath]:
-        done = self._client.save_state(name, overwrite=overwrite)
+    def save_state(self, name: str, overwrite: bool, options: SaveOptions) -> Future[SavedPath]:
+        done = self._client.save_state(name, overwrite=overwrite, **_given(**asdict(options)))
         return map_future(done.future(), lambda saved: SavedPath(saved.path))
 
-    def load_state(self, path: str, optimizer: bool) -> Future[None]:
+    def load_state(self, path: str, optimizer: bool, access_token: str | None) -> Future[None]:
         load = self._client.load_state_with_optimizer if optimizer else self._client.load_state
-        return map_future(load(path).future(), lambda _: None)
+        done = load(path, **_given(weights_access_token=access_token))
+        return map_future(done.future(), lambda _: None)
 
-    def save_weights_for_sampler(self, name: str | Path) -> Future[SavedPath]:
+    def save_weights_for_sampler(self, name: str | Path, options: SaveOptions) -> Future[SavedPath]:
         if isinstance(name, Path):
             raise ValueError("save_weights_for_sampler: Tinker takes a name, no path")
-        done = self._client.save_weights_for_sampler(name)
+        done = self._client.save_weights_for_sampler(name, **_given(**asdict(options)))
         return map_future(done.future(), lambda saved: SavedPath(saved.path))
 
-    def sampler(self) -> HostedSampling:
-        return HostedSampling(self._sdk, self._client.save_weights_and_get_sampling_client())
+    def sampler(self, options: SamplerOptions) -> HostedSampling:
+        made = self._client.save_weights_and_get_sampling_client(
+            retry_config=options.retry_config,
+            record_stability_info=options.record_stability_info,
+            kind=options.kind,
+        )
+        return HostedSampling(self._sdk, made)
+
+    def close(self) -> Future[None]:
+        return finished(None)  # Tinker keeps what a session has until the session ends
 
     def local(self, work: Callable[[Any], Any]) -> Future[Any]:
         _local_only("local", "what Tinker's own API has")
@@ -184,29 +215,27 @@ class HostedSampling:
 
     @property
     def ready(self) -> Future[None]:
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return finished(None)
 
-    def sample(
-        self,
-        prompt: list[int],
-        num_samples: int,
-        params: SamplingParams,
-        prompt_logprobs: bool,
-        topk: int,
-    ) -> Future[SampleResponse]:
+    def sample(self, prompt: list[int], options: SampleOptions) -> Future[SampleResponse]:
         done = self._client.sample(
             prompt=self._sdk.ModelInput.from_ints(prompt),
-            num_samples=num_samples,
-            sampling_params=self._sdk.SamplingParams(**asdict(params)),
-            include_prompt_logprobs=prompt_logprobs,
-            topk_sample_logprobs=topk,
+            num_samples=options.num_samples,
+            sampling_params=self._sdk.SamplingParams(**asdict(options.params)),
+            include_prompt_logprobs=options.include_prompt_logprobs,
+            prompt_logprobs_last_n=options.prompt_logprobs_last_n,
+            topk_sample_logprobs=options.topk_sample_logprobs,
+            topk_prompt_logprobs=options.topk_prompt_logprobs,
+            target_prompt_logprobs=options.target_prompt_logprobs,
+            prompt_alt_tokens_k=options.prompt_alt_tokens_k,
         )
         return map_future(_concurrent(done), _samples)
 
-    def logprobs(self, rows: Sequence[list[int]]) -> Future[list[list[float | None]]]:
-        asked = [self._client.compute_logprobs(self._sdk.ModelInput.from_ints(row)) for row in rows]
+    def logprobs(
+        self, rows: Sequence[list[int]], last_n: int | None = None
+    ) -> Future[list[list[float | None]]]:
+        inputs = [self._sdk.ModelInput.from_ints(row) for row in rows]
+        asked = [self._client.compute_logprobs(one, last_n) for one in inputs]
         return gather([_concurrent(one) for one in asked])
 
     def tokenizer(self) -> Any:
@@ -252,7 +281,15 @@ def _samples(done: Any) -> SampleResponse:
             for one in done.sequences
         ],
         done.prompt_logprobs,
+        done.topk_prompt_logprobs,
+        done.target_prompt_logprobs,
+        done.prompt_alt_tokens,
     )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that are set: the others' defaults are the SDK's."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _concurrent(made: Any) -> Future[Any]:

@@ -134,6 +134,10 @@ class SampleResponse:
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
     """If asked for: of each token of the prompt; None for the first, which nothing precedes."""
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    """Of Tinker, if asked for; this and what follows. Locally it is refused."""
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,24 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SupportedModel:
+    """What is not known beforehand is None."""
+
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool | None = None
+    sampleable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetServerCapabilitiesResponse:
+    supported_models: list[SupportedModel]
+
+
+# ---- what is asked of a backend beside the work itself
+
+
+@dataclass(frozen=True, slots=True)
 class LoraOptions:
     """What to train; ``alpha`` and ``targets`` are the local backend's own."""
 
@@ -185,10 +207,55 @@ class LoraOptions:
     seed: int | None = None
     train_mlp: bool = True
     train_attn: bool = True
-    train_unembed: bool = False
+    train_unembed: bool | None = None
+    """None: where the backend can, which locally is not."""
     alpha: float = 32.0
     targets: str | list[str] | None = None
     user_metadata: Mapping[str, str] | None = None
+    optimizer: Any = None
+    """Tinker's OptimizerConfig; None is AdamW, which is what the local backend has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How a client is made from a saved state."""
+
+    base_model: str | None = None
+    """In place of the state's own, with which it must be compatible."""
+    user_metadata: Mapping[str, str] | None = None
+    weights_access_token: str | None = None
+    optimizer: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    ttl_seconds: int | None = None
+    """When Tinker deletes what was saved. Local folders stay."""
+    user_metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    """Of a sampling client; the first two mean something to Tinker only."""
+
+    retry_config: Any = None
+    record_stability_info: bool = False
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """What ``SamplingClient.sample`` was asked for, beside the prompt. Those from
+    ``topk_prompt_logprobs`` on are Tinker's."""
+
+    num_samples: int = 1
+    params: SamplingParams = field(default_factory=SamplingParams)
+    include_prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
 
 
 Folder: TypeAlias = str | Path

@@ -1,0 +1,159 @@
+"""What ``ServiceClient`` asks of this process.
+
+Knows base models by name, which names of clients are taken, and checkpoints of all adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from agentrl_trainer.checkpoint import (
+    Restored,
+    latest_checkpoint,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+)
+from agentrl_trainer.client.backend import EndStatus
+from agentrl_trainer.client.futures import finished, wait
+from agentrl_trainer.client.local.base import LocalBase
+from agentrl_trainer.client.local.sampling import LocalSampling
+from agentrl_trainer.client.local.states import read_state
+from agentrl_trainer.client.local.training import LocalTraining
+from agentrl_trainer.client.naming import check_name, new_folder
+from agentrl_trainer.client.types import (
+    Folder,
+    GetServerCapabilitiesResponse,
+    LoraOptions,
+    SamplerOptions,
+    SavedPath,
+    StateOptions,
+    SupportedModel,
+)
+from agentrl_trainer.model import CONFIG_FILE, TINY_MODEL
+
+
+class LocalService:
+    def __init__(
+        self,
+        folder: Folder | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_in_4bit: bool = False,
+        **learner_options: Any,
+    ) -> None:
+        self.folder = Path(folder) if folder is not None else new_folder("client")
+        self._where = (device, dtype, load_in_4bit, learner_options)
+        self._bases: dict[str, LocalBase] = {}
+        self._names: set[str] = set()
+        self._made = 0
+        self._lock = threading.Lock()
+
+    def base(self, name: str) -> LocalBase:
+        with self._lock:
+            if name not in self._bases:
+                self._bases[name] = LocalBase(name, *self._where)
+            return self._bases[name]
+
+    def train(self, base_model: str, options: LoraOptions, name: str | None) -> LocalTraining:
+        base = self.base(base_model)
+        base.training  # noqa: B018 - a name that is no model's fails here, not in a future
+        with self._lock:
+            self._made += 1
+            name = name or f"model-{self._made}"
+            check_name(name)
+            if "." in name:
+                raise ValueError(f"name: {name!r} may not have dots")
+            if name in self._names:
+                raise ValueError(f"name: {name!r} is taken by another client of this service")
+            self._names.add(name)
+        try:
+            return LocalTraining(base, name, self.folder / name, options, self._forget)
+        except BaseException:
+            self._forget(name)
+            raise
+
+    def _forget(self, name: str) -> None:
+        """The name of a client that is no more is free."""
+        with self._lock:
+            self._names.discard(name)
+
+    def train_from(
+        self, path: str, *, optimizer: bool, options: StateOptions, name: str | None
+    ) -> LocalTraining:
+        meta = read_state(path).meta
+        new = {"user_metadata": options.user_metadata, "optimizer": options.optimizer}
+        lora = LoraOptions(**{**meta["lora"], **new})
+        client = self.train(options.base_model or meta["base_model"], lora, name)
+        try:
+            wait(client.load_state(path, optimizer, options.weights_access_token))
+        except BaseException:
+            wait(client.close())
+            raise
+        return client
+
+    def sampler(
+        self, model_path: str | None, base_model: str | None, options: SamplerOptions
+    ) -> LocalSampling:
+        if model_path is None:
+            assert base_model is not None
+            base = self.base(base_model)
+            base.sampler  # noqa: B018 - as above
+            return LocalSampling(base, finished(None))
+        config = Path(model_path) / CONFIG_FILE
+        if not config.is_file():
+            raise ValueError(
+                f"model_path: {config} does not exist; give what save_weights_for_sampler returned"
+            )
+        base = self.base(json.loads(config.read_text())["base_model_name_or_path"])
+        return LocalSampling(base, finished(base.serve(model_path)))
+
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        """The models that are loaded, and the one that comes along."""
+        known: dict[str, LocalBase | None] = {TINY_MODEL: None, **self._bases}
+        return GetServerCapabilitiesResponse(
+            [
+                SupportedModel(name, base and base.context_length, trainable=True, sampleable=True)
+                for name, base in sorted(known.items())
+            ]
+        )
+
+    def save_checkpoint(
+        self, root: Path, step: int, meta: Mapping[str, Any], keep: int
+    ) -> Future[SavedPath]:
+        base = self._only_base()
+
+        def work() -> SavedPath:
+            state = base.trained().state_dict()
+            return SavedPath(str(save_checkpoint(root, step, tensors=state, meta=meta, keep=keep)))
+
+        return base.run(work)
+
+    def restore_checkpoint(self, root: Path) -> Future[Restored]:
+        base = self._only_base()
+
+        def work() -> Restored:
+            found = latest_checkpoint(root)
+            if found.folder is None:
+                return Restored(None, {}, found.torn)
+            checkpoint = load_checkpoint(found.folder)
+            base.trained().load_state_dict(checkpoint.tensors)
+            restore_rng(checkpoint.rng)
+            return Restored(checkpoint.step, checkpoint.meta, found.torn)
+
+        return base.run(work)
+
+    def _only_base(self) -> LocalBase:
+        if len(self._bases) != 1:
+            raise ValueError(f"a checkpoint is of one base model; this has {[*self._bases]}")
+        return next(iter(self._bases.values()))
+
+    def close(self, status: EndStatus, detail: str | None) -> None:
+        for base in self._bases.values():
+            base.close()

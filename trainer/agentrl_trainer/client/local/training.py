@@ -1,0 +1,310 @@
+"""One adapter in training: each operation in its turn on its base's thread.
+
+Knows the learner, rows, and where states and PEFT folders are written.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from agentrl_trainer import learner as engine
+from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.checkpoint import save_checkpoint
+from agentrl_trainer.client.backend import CustomLoss, Data
+from agentrl_trainer.client.futures import wait
+from agentrl_trainer.client.local.base import LocalBase
+from agentrl_trainer.client.local.sampling import LocalSampling
+from agentrl_trainer.client.local.states import read_state, renamed
+from agentrl_trainer.client.naming import SAMPLERS, STATES, check_name
+from agentrl_trainer.client.rows import check_loss, outputs, to_rows
+from agentrl_trainer.client.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    LoraOptions,
+    ModelData,
+    ModelInfo,
+    OptimStepResponse,
+    SamplerOptions,
+    SavedPath,
+    SaveOptions,
+)
+from agentrl_trainer.learner import Learner, StepStats
+from agentrl_trainer.losses import LossConfig
+from agentrl_trainer.model import save_adapter
+
+T = TypeVar("T")
+
+
+class LocalTraining:
+    """``forget`` is called with the name when the client is closed."""
+
+    def __init__(
+        self,
+        base: LocalBase,
+        name: str,
+        folder: Path,
+        options: LoraOptions,
+        forget: Callable[[str], None],
+    ) -> None:
+        if options.train_unembed:
+            raise ValueError(
+                "train_unembed: the output embedding cannot be trained locally; leave it False"
+            )
+        if (kind := getattr(options.optimizer, "type", "adamw")) != "adamw":
+            raise ValueError(f"optimizer: the local backend has AdamW, not {kind!r}; leave it out")
+        self.base = base
+        self.name = name
+        self.folder = folder
+        self._options = options
+        self._forget = forget
+        self._updates = 0
+        self._closed = False
+        self._failed: BaseException | None = None  # what left this step's gradients incomplete
+        model = base.training
+        config = model.model.config
+        self._vocabulary = int(model.model.get_input_embeddings().weight.shape[0])  # type: ignore
+        self._context = model.context_length
+        self.info = ModelInfo(
+            model_id=name,
+            model_data=ModelData(str(config.model_type), base.name, base.name),
+            model_name=base.name,
+            lora_rank=options.rank,
+        )
+        targets = _targets(base.linears, options)
+        seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+        added = base.run(lambda: base.add_adapter(name, options.rank, options.alpha, targets, seed))
+        try:
+            wait(added)
+        except BaseException:
+            added.cancel()  # where nobody waits, nobody wants it
+            raise
+
+    @property
+    def learner(self) -> Learner:
+        return self.base.trained()
+
+    # ---- learning
+
+    def forward(
+        self, data: Data, loss_fn: str, config: LossConfig | None
+    ) -> Future[ForwardBackwardOutput]:
+        check_loss(loss_fn, config)
+        rows = self._rows(data, None)
+
+        def work() -> ForwardBackwardOutput:
+            found = self.learner.forward(rows)
+            weights = [row.advantages for row in rows]
+            loss = -sum(
+                w * lp
+                for ws, lps in zip(weights, found, strict=True)
+                for w, lp in zip(ws, lps, strict=True)
+            )
+            metrics = {"loss:sum": loss} if loss_fn == "cross_entropy" else {}
+            return ForwardBackwardOutput(outputs(found), metrics)
+
+        return self.base.run(work)
+
+    def forward_backward(
+        self,
+        data: Data,
+        loss_fn: str,
+        config: LossConfig | None,
+        normalize_by: float | None,
+        logprobs: bool,
+    ) -> Future[ForwardBackwardOutput]:
+        check_loss(loss_fn, config)
+        if normalize_by is not None and not normalize_by > 0:
+            raise ValueError(f"normalize_by must be above 0, or None; not {normalize_by}")
+        rows = self._rows(data, loss_fn)
+
+        def work() -> ForwardBackwardOutput:
+            found = [[0.0] * len(row.tokens) for row in rows] if logprobs else None
+            stats = self.learner.forward_backward(rows, loss_fn, config, normalize_by, found)
+            return ForwardBackwardOutput(outputs(found or []), _metrics(stats, loss_fn), stats)
+
+        return self.base.run(self._accumulates(work))
+
+    def forward_backward_custom(
+        self, data: Data, function: CustomLoss
+    ) -> Future[ForwardBackwardOutput]:
+        ours: Any = data
+        rows = self._rows(data, None)
+        found: list[list[float]] = []
+
+        def of_targets(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+            found.extend(row.tolist() for row in logprobs)
+            return function(ours, [row[1:] for row in logprobs])
+
+        def work() -> ForwardBackwardOutput:
+            stats, metrics = self.learner.forward_backward_custom(rows, of_targets)
+            known = _metrics(stats, "cross_entropy")
+            return ForwardBackwardOutput(outputs(found), {**known, **metrics}, stats)
+
+        return self.base.run(self._accumulates(work))
+
+    def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]:
+        ours = adam_of(adam)
+
+        def work() -> OptimStepResponse:
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                self.learner.discard_gradients([self.name])
+                raise RuntimeError(
+                    "nothing was updated: a forward_backward before this step failed, so its "
+                    f"gradients are incomplete ({failed})"
+                ) from failed
+            stats = self.learner.optim_step(ours, [self.name])
+            self._updates += not stats.skipped_non_finite
+            refused = float(stats.skipped_non_finite)
+            return OptimStepResponse({"grad_norm": stats.grad_norm, "skipped_non_finite": refused})
+
+        return self.base.run(work)
+
+    def _accumulates(self, work: Callable[[], T]) -> Callable[[], T]:
+        def guarded() -> T:
+            try:
+                return work()
+            except BaseException as error:
+                self._failed = error
+                raise
+
+        return guarded
+
+    def local(self, work: Callable[[Learner], T]) -> Future[T]:
+        return self.base.run(lambda: work(self.learner))
+
+    def _rows(self, data: Data, loss_fn: str | None) -> list[Row]:
+        return to_rows(data, self.name, loss_fn, self._vocabulary, self._context)
+
+    # ---- weights
+
+    def save_state(self, name: str, overwrite: bool, options: SaveOptions) -> Future[SavedPath]:
+        target = self._target(STATES, name, overwrite)
+
+        def work() -> SavedPath:
+            meta = {
+                "base_model": self.base.name,
+                "adapter": self.name,
+                "lora": {**asdict(self._options), "user_metadata": None, "optimizer": None},
+                "user_metadata": dict(options.user_metadata or {}),
+            }
+            state = self.learner.state_dict([self.name])
+            save_checkpoint(target, self._updates, tensors=state, meta=meta, keep=1)
+            return SavedPath(str(target))
+
+        return self.base.run(work)
+
+    def load_state(self, path: str, optimizer: bool, access_token: str | None) -> Future[None]:
+        def work() -> None:
+            found = read_state(path)
+            ours = renamed(found.tensors, found.meta["adapter"], self.name)
+            if not optimizer:
+                ours = {key: value for key, value in ours.items() if key.startswith("weights/")}
+            self.learner.load_state_dict(ours, [self.name])
+            self._updates = found.step if optimizer else 0
+            self._failed = None
+
+        return self.base.run(work)
+
+    def save_weights_for_sampler(self, name: str | Path, options: SaveOptions) -> Future[SavedPath]:
+        target = name if isinstance(name, Path) else self._target(SAMPLERS, name, overwrite=True)
+
+        def work() -> SavedPath:
+            save_adapter(self.learner.model, self.name, target)
+            return SavedPath(str(target))
+
+        return self.base.run(work)
+
+    def sampler(self, options: SamplerOptions) -> LocalSampling:
+        if options.kind != "snapshot":
+            raise ValueError(
+                f"kind: local sampling clients keep their weights, so not {options.kind!r}; make a "
+                "new one after each update"
+            )
+
+        def work() -> str:
+            with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
+                save_adapter(self.learner.model, self.name, Path(folder) / "adapter")
+                return self.base.serve(Path(folder) / "adapter")
+
+        return LocalSampling(self.base, self.base.run(work))
+
+    def tokenizer(self) -> Any:
+        return self.base.training.tokenizer
+
+    def close(self) -> Future[None]:
+        def work() -> None:
+            if not self._closed:
+                self.base.remove_adapter(self.name)
+                self._closed = True
+                self._forget(self.name)
+
+        return self.base.run(work)
+
+    def _target(self, kind: str, name: str, overwrite: bool) -> Path:
+        check_name(name)
+        target = self.folder / kind / name
+        if target.exists() and not overwrite:
+            raise FileExistsError(f"{target} exists: take another name, or overwrite=True")
+        return target
+
+
+def adam_of(adam: AdamParams) -> engine.AdamParams:
+    """The learner's; ValueError for what AdamW cannot take, or is none of AdamW's."""
+    for name in (field.name for field in fields(AdamParams)):
+        value = getattr(adam, name, None)
+        if value is None:
+            raise ValueError(f"optim_params: AdamW wants a {name}, which {adam!r} lacks")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"optim_params: {name} must be finite and not negative, not {value}")
+    if adam.beta1 >= 1 or adam.beta2 >= 1:
+        raise ValueError(f"optim_params: betas must be below 1, not {adam.beta1}, {adam.beta2}")
+    return engine.AdamParams(
+        lr=adam.learning_rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        grad_clip_norm=adam.grad_clip_norm,
+    )
+
+
+def _metrics(stats: StepStats, loss_fn: str) -> dict[str, float]:
+    found = {"loss:sum": stats.loss, "tokens:sum": float(stats.tokens)}
+    if loss_fn == "cross_entropy":  # it compares with no sampler
+        return found
+    found |= {
+        "entropy:mean": stats.entropy,
+        "ratio:mean": stats.ratio_mean,
+        "ratio:max": stats.ratio_max,
+        "clip_fraction:mean": stats.clip_fraction,
+        "sampler_trainer_kl:mean": stats.sampler_trainer_kl,
+        "logprob_difference:max": stats.max_logprob_difference,
+    }
+    return found | {f"{name}:mean": value for name, value in stats.metrics.items()}
+
+
+def _targets(linears: Sequence[str], options: LoraOptions) -> str | list[str]:
+    """PEFT's target_modules."""
+    if options.targets is not None:
+        return options.targets
+    if options.train_mlp and options.train_attn:
+        return "all-linear"
+    if not (options.train_mlp or options.train_attn):
+        raise ValueError("train_mlp and train_attn are both False: nothing would be trained")
+    wanted = "mlp" if options.train_mlp else "attn"
+    split = [path.rpartition(".") for path in linears]
+    found = sorted({leaf for owner, _, leaf in split if wanted in owner})
+    if not found:
+        raise ValueError(
+            f"the model has no linear layers under a name with {wanted!r}: set targets"
+        )
+    return found
