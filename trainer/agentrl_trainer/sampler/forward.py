@@ -75,6 +75,7 @@ class Forward:
         self.shape = _kv_shape(base)
         self._additive = not getattr(base.model, "_supports_sdpa", False)
         self.lean: LeanDecoder | None = None
+        self._run = torch.empty(0)
         self._self_check(base, lean)
 
     def __call__(
@@ -86,37 +87,44 @@ class Forward:
         are padded by *repeating their last token at its own position*: it overwrites itself with
         the same keys, and the last column holds every row's last token.
         """
-        time = rows.time
         if all(len(chunk) == 1 for chunk in chunks):
             ids: list[list[int]] = [list(chunk) for chunk in chunks]
-            positions: list[list[int]] = [[start] for start in starts]
-            targets: list[list[int]] = [[row * time + start] for row, start in enumerate(starts)]
+            places: list[list[int]] = [[start] for start in starts]
             end = max(starts) + 1
         else:
-            ids, positions, targets = _padded(chunks, starts, time)
-            end = max(p[-1] for p in positions) + 1
-        packed = torch.tensor([ids, positions, targets], device=self.device)
-        position_ids = packed[1]
-        view = min(-(-end // TIME_STEP) * TIME_STEP, time)
-        rows.begin(packed[2].flatten(), len(ids), view)
-        mask = torch.arange(view, device=self.device) <= position_ids[:, None, :, None]
-        if self._additive or self.lean is not None:
-            # Eager attention adds its mask; SDPA would convert a boolean one in every layer.
-            lowest = torch.finfo(self.model.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill(
-                ~mask, lowest
-            )
+            ids, places = _padded(chunks, starts)
+            end = max(at[-1] for at in places) + 1
+        token_ids, positions = torch.tensor([ids, places], device=self.device)
+        view = min(-(-end // TIME_STEP) * TIME_STEP, rows.time)
+        rows.begin(positions, view)
+        mask = self._mask(positions, view)
         if self.lean is not None:
-            return self.lean(rows, packed[0], position_ids, mask, end)
+            return self.lean(rows, token_ids, positions, mask, end)
         out = self.model(
-            input_ids=packed[0],
+            input_ids=token_ids,
             attention_mask=mask,
-            position_ids=position_ids,
+            position_ids=positions,
             past_key_values=rows,
             use_cache=True,
             logits_to_keep=1,
         )
         return out.logits[:, -1]
+
+    def _mask(self, positions: torch.Tensor, view: int) -> torch.Tensor:
+        """``[batch, 1, new, view]``: a token sees those before it and itself.
+
+        Whatever the position, that is a window on one run of *seen* and then *unseen*.
+        """
+        if (reach := len(self._run) // 2) < view:
+            reach = 2 * view
+            # Eager attention adds its mask; SDPA would convert a boolean one in every layer.
+            adds = self._additive or self.lean is not None
+            lowest = torch.finfo(self.model.dtype).min
+            seen, unseen, dtype = (0.0, lowest, self.model.dtype) if adds else (1, 0, torch.bool)
+            self._run = torch.full((2 * reach,), unseen, dtype=dtype, device=self.device)
+            self._run[:reach] = seen
+        windows = self._run.unfold(0, view, 1).index_select(0, reach - 1 - positions.flatten())
+        return windows.view(len(positions), 1, -1, view)
 
     @torch.inference_mode()
     def _self_check(self, base: BaseModel, lean: bool) -> None:
@@ -142,6 +150,7 @@ class Forward:
                 why = str(no)
             log.debug("%s is sampled from by its own modules: %s", base.name, why)
             self.lean = None
+            self._run = torch.empty(0)
         try:
             worst = self._worst(first, second, expected)
         except Exception as error:
@@ -163,21 +172,18 @@ class Forward:
 
 
 def _padded(
-    chunks: Sequence[Sequence[int]], starts: Sequence[int], time: int
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Token ids, positions, and slots of the cache; each ``[batch][longest chunk]``."""
+    chunks: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids and positions, each ``[batch][longest chunk]``."""
     longest = max(map(len, chunks))
     ids: list[list[int]] = []
     positions: list[list[int]] = []
-    targets: list[list[int]] = []
-    for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
+    for chunk, start in zip(chunks, starts, strict=True):
         pad = longest - len(chunk)
         end = start + len(chunk)
         ids.append([*chunk, *[chunk[-1]] * pad])
-        at = [*range(start, end), *[end - 1] * pad]
-        positions.append(at)
-        targets.append([row * time + p for p in at])
-    return ids, positions, targets
+        positions.append([*range(start, end), *[end - 1] * pad])
+    return ids, positions
 
 
 @torch.inference_mode()
