@@ -124,8 +124,8 @@ def test_chunk_size_bounds_the_work(left: list[int], most: int) -> None:
 
 def fill(rows: RowCache, row: int, length: int, value: float) -> None:
     for layer in range(SHAPE.layers):
-        rows._keys[layer, row, :length] = value
-        rows._values[layer, row, :length] = value
+        rows._keys[layer, row, :, :length] = value
+        rows._values[layer, row, :, :length] = value
 
 
 def test_rows_stay_dense_and_keep_their_content() -> None:
