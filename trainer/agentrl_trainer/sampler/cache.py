@@ -9,9 +9,11 @@ the first ones (removing a row moves the last one into the hole), so a decode st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -210,9 +212,16 @@ class RowCache(Cache):
     def _empty(self, rows: int, time: int) -> tuple[torch.Tensor, torch.Tensor]:
         s = self.shape
         size = (s.layers, rows, s.heads, time)
-        # Zeros, not empty: masked slots take part in the product with weight 0 and must be finite.
-        keys = torch.zeros(*size, s.key_dim, dtype=s.dtype, device=s.device)
-        return keys, torch.zeros(*size, s.value_dim, dtype=s.dtype, device=s.device)
+        return _zeros((*size, s.key_dim), s), _zeros((*size, s.value_dim), s)
+
+
+def _zeros(size: tuple[int, ...], shape: KVShape) -> torch.Tensor:
+    """Not empty: masked slots take part in the product with weight 0 and must be finite."""
+    if shape.device.type != "cpu" or not math.prod(size):
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    # numpy asks the system for zeros: pages that are never written to take neither time nor memory.
+    data = np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(shape.dtype).view(size)
 
 
 def _grown(want: int, have: int, least: int) -> int:
