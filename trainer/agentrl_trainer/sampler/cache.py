@@ -170,13 +170,15 @@ class RowCache(Cache):
 
     def remove(self, row: int, last_length: int) -> None:
         """Give back a row; the last row, holding ``last_length`` tokens, moves into its place."""
-        last = self.count - 1
-        if row != last:
-            self._keys[:, row, :, :last_length] = self._keys[:, last, :, :last_length]
-            self._values[:, row, :, :last_length] = self._values[:, last, :, :last_length]
+        if row != self.count - 1:
+            self.move(self.count - 1, row, last_length)
         self.count -= 1
         if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._budget.limit // 16):
             self._resize(0, 0)
+
+    def move(self, row: int, to: int, length: int) -> None:
+        """Copy the ``length`` tokens of a row over another one."""
+        self.load(to, self.peek(row, length), length)
 
     def load(self, row: int, source: KV, length: int) -> None:
         """Copy the first ``length`` tokens of ``source`` into a row."""

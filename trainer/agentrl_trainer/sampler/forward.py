@@ -23,6 +23,10 @@ from agentrl_trainer.sampler.lean import LeanDecoder
 log = logging.getLogger(__name__)
 
 ATTENTION = "agentrl_sdpa"
+BLOCK = 16
+"""Rows which a decode step attends over together, as far as the longest of them."""
+_WORTH = 1024
+"""Tokens of padding that must be saved for a block to be computed apart."""
 
 
 def _attention(
@@ -99,7 +103,8 @@ class Forward:
         rows.begin(positions, view)
         mask = self._mask(positions, view)
         if self.lean is not None:
-            return self.lean(rows, token_ids, positions, mask, end)
+            blocks = _blocks(starts, view) if token_ids.shape[1] == 1 else []
+            return self.lean(rows, token_ids, positions, mask, end, blocks)
         out = self.model(
             input_ids=token_ids,
             attention_mask=mask,
@@ -169,6 +174,19 @@ class Forward:
         step = self(rows, [first[8:], second[4:]], [8, 4]).float()
         worst = torch.stack([found, step]) - expected
         return float(worst.abs().max())  # NaN if any is
+
+
+def _blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int]]:
+    """(first row, tokens to look at), by blocks of rows of which the later ones are the longer."""
+    found: list[tuple[int, int]] = []
+    last = len(lengths)
+    reach = view
+    for start in range((last - 1) // BLOCK * BLOCK, 0, -BLOCK):
+        before = max(lengths[:start]) + 1
+        if (reach - before) * start >= _WORTH:
+            found.append((start, reach))
+            reach = before
+    return [(0, reach), *reversed(found)]
 
 
 def _padded(

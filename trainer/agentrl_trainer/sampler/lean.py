@@ -175,10 +175,17 @@ class LeanDecoder:
         )
 
     def __call__(
-        self, rows: RowCache, ids: Tensor, positions: Tensor, mask: Tensor, end: int
+        self,
+        rows: RowCache,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        end: int,
+        blocks: list[tuple[int, int]],
     ) -> Tensor:
         """``ids`` and ``positions`` [B, T], these less than ``end``; ``mask`` [B, 1, T, view] is
-        added to the scores."""
+        added to the scores. ``blocks``, if T is 1: the first row of each, and how many keys the
+        rows of this block see at most."""
         batch, new = ids.shape
         cos, sin = self._rotation(positions, end)
         hidden = F.embedding(ids.flatten(), self._embedding)
@@ -189,7 +196,7 @@ class LeanDecoder:
             keys, values = rows.write(
                 index, k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
             )
-            hidden = out.plus(self._attended(q, keys, values, mask), hidden)
+            hidden = out.plus(self._attended(q, keys, values, mask, blocks), hidden)
             gate, up = gate_up(layer.before_mlp(hidden)).chunk(2, -1)
             hidden = down.plus(F.silu(gate).mul_(up), hidden)
         last = hidden.view(batch, new, -1)[:, -1]
@@ -206,22 +213,34 @@ class LeanDecoder:
         qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
         return qk[:, : self.queries], qk[:, self.queries :], x[:, self.queries + self.keys :]
 
-    def _attended(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _attended(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, blocks: list[tuple[int, int]]
+    ) -> Tensor:
         """[B * T, H * D], of queries [B * T, H, D], keys and values [B, G, view, D]."""
         batch, new = len(keys), mask.shape[2]
-        if new > 1:
-            q = q.view(batch, new, self.queries, self.dim).transpose(1, 2)
-            out = F.scaled_dot_product_attention(
-                q, keys, values, mask, scale=self._scaling, enable_gqa=True
-            )
-            return out.transpose(1, 2).reshape(batch * new, -1)
-        # The heads of a group stand in for query positions, so nothing is repeated. SDPA's kernel
-        # on CPUs is made for many of these: for a few it takes a third longer.
-        q = q.reshape(batch * self.keys, -1, self.dim)
-        mask = mask.expand(batch, self.keys, 1, -1).flatten(0, 2)[:, None]
-        scores = torch.baddbmm(
-            mask, q, keys.flatten(0, 1).transpose(1, 2), alpha=self._scaling
+        if new == 1:
+            ends = [first for first, _ in blocks[1:]] + [batch]
+            parts = [
+                self._attended_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
+                for (a, view), b in zip(blocks, ends, strict=True)
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        q = q.view(batch, new, self.queries, self.dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q, keys, values, mask, scale=self._scaling, enable_gqa=True
         )
+        return out.transpose(1, 2).reshape(batch * new, -1)
+
+    def _attended_one(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The same for one new token per row.
+
+        The heads of a group stand in for query positions, so nothing is repeated. SDPA's kernel on
+        CPUs is made for many of these: for a few it takes a third longer.
+        """
+        batch, groups, view, _ = keys.shape
+        q = q.reshape(batch * groups, -1, self.dim)
+        mask = mask[..., :view].expand(batch, groups, 1, view).flatten(0, 1)
+        scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), alpha=self._scaling)
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, -1)
 
     def _rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
