@@ -134,8 +134,8 @@ class Forward:
     @torch.inference_mode()
     def _self_check(self, base: BaseModel, lean: bool) -> None:
         """Compare with a plain forward: two rows of different length, each fed in two chunks."""
-        tokens = [(i * 7919 + 13) % self.vocab for i in range(12)]
-        first, second = tokens[:9], tokens[3:8]
+        tokens = [(i * 7919 + 13) % self.vocab for i in range(30)]
+        first, second = tokens[:24], tokens[3:20]
         expected = torch.stack(
             [
                 base.model(torch.tensor([t], device=self.device)).logits[0, -1].float()
@@ -166,12 +166,13 @@ class Forward:
     def _worst(self, first: list[int], second: list[int], expected: torch.Tensor) -> float:
         """Largest difference to ``expected``, of prefills and of decode steps."""
         rows = RowCache(self.shape, Budget(10**9))
-        rows.reserve(2, 9)
+        rows.reserve(2, len(first))
         rows.append()
         rows.append()
         self(rows, [first[:5], second[:4]], [0, 0])
         found = self(rows, [first[5:], second[4:]], [5, 4]).float()
-        step = self(rows, [first[8:], second[4:]], [8, 4]).float()
+        last = [len(first) - 1, len(second) - 1]
+        step = self(rows, [first[last[0] :], second[last[1] :]], last).float()
         worst = torch.stack([found, step]) - expected
         return float(worst.abs().max())  # NaN if any is
 
