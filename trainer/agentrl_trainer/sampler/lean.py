@@ -33,8 +33,6 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _STEP = 256
 """Angles are made for so many more positions whenever they do not suffice."""
-
-
 _PACK_FROM_ROWS = 16
 """Of fewer rows the plain product is quicker: oneDNN takes 10 µs to start, MKL 2."""
 _PACK_BELOW = 50_000_000
