@@ -4,7 +4,7 @@ Knows: PEFT folders and the model's parameters. Does not know: requests, caches.
 
 Two ways to compute the same thing. *Merged*: for each adapter version a copy of the adapted weight
 matrices with the update added in, put in place by swapping ``Parameter.data`` (and a second copy of
-those, as ``lean.Product`` wants them, for models of up to 50 million parameters). It halves the time
+those, as ``lean.Product`` wants them, of up to 50 million parameters). It halves the time
 of a step of a small model, where LoRA's extra little products are mostly Python. *Unmerged*: PEFT's
 own layers, for models too large to copy, or in half precision, where a merge rounds the update
 away and sampling would no longer be the policy the trainer computes.
