@@ -22,7 +22,7 @@ def main() -> None:
         for n in asked["lengths"]
     ]
     seconds: list[float] = []
-    for _ in range(2):
+    for _ in range(3):
         model.reset_prefix_cache()
         started = time.perf_counter()
         answers = model.generate(prompts, params, use_tqdm=False)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from test_sampler_models import Asked, as_base, llama, qwen3, worst_difference
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
 from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from agentrl_trainer.model import attach_adapter, lora_config, save_adapter
 from agentrl_trainer.sampler import SampleParams, SamplerEngine
+from agentrl_trainer.sampler import forward as forward_module
+from agentrl_trainer.sampler.forward import BLOCK, _blocks
+from agentrl_trainer.sampler.lean import Norm, Product
 
 
 def gpt2() -> PreTrainedModel:
@@ -64,3 +72,82 @@ def test_an_adapter_of_some_layers_comes_and_goes(tmp_path: Path) -> None:
     finally:
         engine.stop()
     assert worst_difference(plain, asked.prompt, asked.wait()[0]) > 0.1  # it is no small adapter
+
+
+def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Products by oneDNN (where there is AVX-512), attention in blocks, versions side by side."""
+    split: list[int] = []
+    disordered: list[str] = []
+
+    def blocks(lengths, view):
+        found = _blocks(lengths, view)
+        split.append(len(found))
+        return found
+
+    def look() -> None:
+        for lane in engine._scheduler.lanes:
+            lengths = [len(s.tokens) for s in lane.decoding]
+            chunks = [lengths[i : i + BLOCK] for i in range(0, len(lengths), BLOCK)]
+            if any(max(a) > min(b) for a, b in itertools.pairwise(chunks)):
+                disordered.append(f"{lane.version}: {chunks}")
+
+    monkeypatch.setattr(forward_module, "_blocks", blocks)
+    base = as_base(qwen3())
+    references = {v: make_adapter(base, tmp_path / f"v{v}", seed=v) for v in (1, 2)}
+    engine = SamplerEngine(base, after_round=look, prefill_chunk=1024)
+    draw = random.Random(0)
+    engine.start()
+    try:
+        asked: list[Asked] = []
+        for version in (1, 2):
+            engine.load_adapter("policy", version, tmp_path / f"v{version}").result(30)
+            for _ in range(40):
+                length = draw.choice((draw.randint(1, 30), draw.randint(200, 300)))
+                ids = [draw.randrange(256) for _ in range(length)]
+                params = SampleParams(max_tokens=draw.randint(10, 90))
+                asked.append(Asked(engine, ids, params, "policy"))
+            asked[-1 if version == 2 else 20].first.wait(30)
+        for a in asked:
+            (answer,) = a.wait()
+            (version,) = {t.adapter_version for t in answer.tokens}
+            assert worst_difference(references[version], a.prompt, answer) < 1e-5
+    finally:
+        engine.stop()
+    assert {t.adapter_version for a in asked for t in a.answers[0].tokens} == {1, 2}
+    assert max(split) > 1
+    assert not disordered
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=70))
+def test_blocks_reach_every_token_of_their_rows(lengths: list[int]) -> None:
+    view = max(lengths) + 9
+    blocks = _blocks(lengths, view)
+    assert blocks[0][0] == 0
+    ends = [first for first, _ in blocks[1:]] + [len(lengths)]
+    for (first, reach), end in zip(blocks, ends, strict=True):
+        assert first < end
+        assert max(lengths[first:end]) < reach <= view
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_norm_is_rms_norm(scale: float) -> None:
+    x = torch.randn(5, 3, 16) * scale
+    weight = torch.randn(3, 16)
+    expected = F.rms_norm(x, (16,), None, 1e-6) * weight
+    torch.testing.assert_close(Norm(weight, 1e-6)(x), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 70])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_are_linear_layers(rows: int, bias: bool) -> None:
+    weights = [torch.randn(8, 24), torch.randn(16, 24)]
+    shift = torch.randn(24) if bias else None
+    x, more = torch.randn(rows, 24), torch.randn(rows, 24)
+    expected = F.linear(x, torch.cat(weights), shift)
+    for packed in {False, torch.backends.cpu.get_cpu_capability().startswith("AVX")}:
+        product = Product(weights, shift, packed=packed)
+        torch.testing.assert_close(product(x), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(product.plus(x, more), expected + more, rtol=1e-5, atol=1e-5)
+        assert all(map(torch.equal, product.parts, weights))

@@ -282,13 +282,13 @@ def test_cancel(engine_of, base) -> None:
     assert len(queued.wait()[0].tokens) == 5
 
 
-def test_a_failed_forward_fails_its_requests_only(engine_of, base) -> None:
+def test_a_failed_forward_fails_its_requests_only(engine_of, base, monkeypatch) -> None:
     engine = engine_of(base)
     first = Asked(engine, prompt(1, 9), SampleParams(max_tokens=400))
     first.first.wait(30)
-    hook = base.model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._forward, "lean", lambda *_: 1 / 0)
     (answer,) = first.wait()
-    hook.remove()
+    monkeypatch.undo()
     assert answer.end is not None
     assert (answer.end.reason, answer.end.error) == ("error", "ZeroDivisionError: division by zero")
     assert engine.healthy
@@ -313,12 +313,12 @@ def test_nan_fails_and_does_not_spread(engine_of, base) -> None:
     reference = copy.deepcopy(base.model)
     engine = engine_of(base)
     weight = base.model.model.layers[0].self_attn.k_proj.weight
-    good = weight.data
+    good = weight.data.clone()
     first = Asked(engine, prompt(1, 9), SampleParams(max_tokens=400))
     first.first.wait(30)
-    weight.data = torch.full_like(good, float("nan"))
+    weight.data.fill_(float("nan"))
     (answer,) = first.wait()
-    weight.data = good
+    weight.data.copy_(good)
     assert answer.end is not None
     assert answer.end.reason == "error"
     assert "log-probability" in (answer.end.error or "")

@@ -124,8 +124,8 @@ def test_chunk_size_bounds_the_work(left: list[int], most: int) -> None:
 
 def fill(rows: RowCache, row: int, length: int, value: float) -> None:
     for layer in range(SHAPE.layers):
-        rows._keys[layer, row, :length] = value
-        rows._values[layer, row, :length] = value
+        rows._keys[layer, row, :, :length] = value
+        rows._values[layer, row, :, :length] = value
 
 
 def test_rows_stay_dense_and_keep_their_content() -> None:
@@ -141,7 +141,7 @@ def test_rows_stay_dense_and_keep_their_content() -> None:
     assert len(copy) == 6
     assert float(copy.values.mean()) == 5
     rows.load(0, copy, 6)
-    assert rows.peek(0, 10).keys[0, :, 0, 0].tolist() == [5.0] * 6 + [1.0] * 4
+    assert rows.peek(0, 10).keys[0, 0, :, 0].tolist() == [5.0] * 6 + [1.0] * 4
 
 
 def test_budget_is_kept_and_shrinks_a_rectangle() -> None:

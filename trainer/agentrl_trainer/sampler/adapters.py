@@ -3,7 +3,8 @@
 Knows: PEFT folders and the model's parameters. Does not know: requests, caches.
 
 Two ways to compute the same thing. *Merged*: for each adapter version a copy of the adapted weight
-matrices with the update added in, put in place by swapping ``Parameter.data``. It halves the time
+matrices with the update added in, put in place by swapping ``Parameter.data`` (and a second copy of
+those, as ``lean.Product`` wants them, of up to 50 million parameters). It halves the time
 of a step of a small model, where LoRA's extra little products are mostly Python. *Unmerged*: PEFT's
 own layers, for models too large to copy, or in half precision, where a merge rounds the update
 away and sampling would no longer be the policy the trainer computes.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -23,7 +23,7 @@ from peft import LoraModel, PeftModel
 from safetensors.torch import load_file
 
 from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError
-from agentrl_trainer.sampler.lean import side_by_side
+from agentrl_trainer.sampler.lean import LeanDecoder, Product
 
 MERGE_BELOW = 200_000_000
 """Parameters of the base model up to which adapters are merged (float32 only)."""
@@ -39,6 +39,8 @@ class Prepared:
     folder: Path
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Merged: module name to adapted weight. Unmerged: empty."""
+    products: list[Product] | None = None
+    """The same weights as the lean decoder uses them, if there is one."""
     key: str = field(default_factory=lambda: f"v{next(_serial)}")
     """What PEFT knows it by: unique, since two versions of an adapter live side by side."""
 
@@ -65,16 +67,15 @@ def merges(base: BaseModel, merge_below: int = MERGE_BELOW) -> bool:
 
 
 class MergedWeights:
-    """``joined``: linear layers whose weights are always given as parts of one tensor."""
+    """``lean``: the decoder that computes with them, if the model's own modules do not."""
 
-    def __init__(self, base: BaseModel, joined: Sequence[Sequence[torch.nn.Linear]] = ()) -> None:
+    def __init__(self, base: BaseModel, lean: LeanDecoder | None = None) -> None:
+        self._lean = lean
         self._linears = {
             name: module
             for name, module in base.model.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
-        names = {module: name for name, module in self._linears.items()}
-        self._joined = [[names[module] for module in group] for group in joined]
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._linears.items()}
         self._changed: set[str] = set()
@@ -95,11 +96,8 @@ class MergedWeights:
                 )
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
-        for group in self._joined:
-            if not merged.keys().isdisjoint(group):
-                parts = [merged.get(name, self._original[name]) for name in group]
-                merged.update(zip(group, side_by_side(parts), strict=True))
-        return Prepared(folder, merged)
+        products = self._lean.adapted(merged) if self._lean is not None else None
+        return Prepared(folder, merged, products)
 
     def install(self, prepared: Prepared) -> None:
         pass
@@ -112,6 +110,8 @@ class MergedWeights:
             self._linears[name].weight.data = self._original[name]
         for name, weight in weights.items():
             self._linears[name].weight.data = weight
+        if self._lean is not None:
+            self._lean.products = (prepared and prepared.products) or self._lean.own
         self._changed = set(weights)
         self._active = prepared
 

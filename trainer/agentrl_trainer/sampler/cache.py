@@ -2,16 +2,18 @@
 
 Knows: tensors and the transformers ``Cache`` interface. Does not know: requests, sampling, LoRA.
 
-A ``RowCache`` is one rectangle ``[layers, rows, time, kv_heads, head_dim]``. Rows in use are always
+A ``RowCache`` is one rectangle ``[layers, rows, kv_heads, time, head_dim]``. Rows in use are always
 the first ones (removing a row moves the last one into the hole), so a decode step attends over a
 *view* and copies nothing: on a CPU, gathering scattered rows costs as much as the attention itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -43,13 +45,13 @@ class KVShape:
 
 @dataclass(slots=True)
 class KV:
-    """Keys and values of a run of tokens: two tensors ``[layers, tokens, heads, dim]``."""
+    """Keys and values of a run of tokens: two tensors ``[layers, heads, tokens, dim]``."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     def __len__(self) -> int:
-        return self.keys.shape[1]
+        return self.keys.shape[2]
 
 
 class Budget:
@@ -86,9 +88,7 @@ class _RowLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
         return self._rows.write(
-            self._index,
-            key_states.transpose(1, 2).flatten(0, 1),
-            value_states.transpose(1, 2).flatten(0, 1),
+            self._index, key_states.transpose(1, 2), value_states.transpose(1, 2)
         )
 
     # The engine passes a ready 4D mask and positions, so the model never needs these; they say the
@@ -111,9 +111,8 @@ class RowCache(Cache):
         """Rows in use: 0 to count - 1."""
         self._budget = budget
         self._keys, self._values = self._empty(0, 0)
-        # Set by begin(): the flat slots new tokens go to, and how much of the rows is attended to.
-        self._targets = torch.empty(0, dtype=torch.long)
-        self._batch = 0
+        # Set by begin(): where new tokens go, and how much of the rows is attended to.
+        self._targets = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         self.view = 0
 
     @property
@@ -122,25 +121,22 @@ class RowCache(Cache):
 
     @property
     def time(self) -> int:
-        return self._keys.shape[2]
+        return self._keys.shape[3]
 
-    def begin(self, targets: torch.Tensor, batch: int, view: int) -> None:
-        """Prepare a forward: ``targets`` ``[batch * new]`` flat slots (row * time + position)."""
-        self._targets = targets
-        self._batch = batch
+    def begin(self, positions: torch.Tensor, view: int) -> None:
+        """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
+        self._targets = (torch.arange(len(positions), device=positions.device)[:, None], positions)
         self.view = view
 
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[batch * new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
+        """``[batch, new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
         stored_k, stored_v = self._keys[layer], self._values[layer]
-        stored_k.view(-1, *stored_k.shape[2:]).index_copy_(0, self._targets, keys)
-        stored_v.view(-1, *stored_v.shape[2:]).index_copy_(0, self._targets, values)
-        return (
-            stored_k[: self._batch, : self.view].transpose(1, 2),
-            stored_v[: self._batch, : self.view].transpose(1, 2),
-        )
+        stored_k.transpose(1, 2).index_put_(self._targets, keys)
+        stored_v.transpose(1, 2).index_put_(self._targets, values)
+        batch = len(keys)
+        return stored_k[:batch, :, : self.view], stored_v[:batch, :, : self.view]
 
     def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:
         """Make room for ``rows`` rows of ``time`` tokens; False if the budget forbids it.
@@ -174,22 +170,24 @@ class RowCache(Cache):
 
     def remove(self, row: int, last_length: int) -> None:
         """Give back a row; the last row, holding ``last_length`` tokens, moves into its place."""
-        last = self.count - 1
-        if row != last:
-            self._keys[:, row, :last_length] = self._keys[:, last, :last_length]
-            self._values[:, row, :last_length] = self._values[:, last, :last_length]
+        if row != self.count - 1:
+            self.move(self.count - 1, row, last_length)
         self.count -= 1
         if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._budget.limit // 16):
             self._resize(0, 0)
 
+    def move(self, row: int, to: int, length: int) -> None:
+        """Copy the ``length`` tokens of a row over another one."""
+        self.load(to, self.peek(row, length), length)
+
     def load(self, row: int, source: KV, length: int) -> None:
         """Copy the first ``length`` tokens of ``source`` into a row."""
-        self._keys[:, row, :length] = source.keys[:, :length]
-        self._values[:, row, :length] = source.values[:, :length]
+        self._keys[:, row, :, :length] = source.keys[:, :, :length]
+        self._values[:, row, :, :length] = source.values[:, :, :length]
 
     def peek(self, row: int, length: int) -> KV:
         """A view of the first ``length`` tokens of a row: valid until the next change."""
-        return KV(self._keys[:, row, :length], self._values[:, row, :length])
+        return KV(self._keys[:, row, :, :length], self._values[:, row, :, :length])
 
     def export(self, row: int, length: int) -> KV:
         """A copy of the first ``length`` tokens of a row."""
@@ -208,17 +206,24 @@ class RowCache(Cache):
     def _resize(self, rows: int, time: int) -> None:
         keys, values = self._empty(rows, time)
         kept_rows, kept_time = min(self.count, rows), min(self.time, time)
-        keys[:, :kept_rows, :kept_time] = self._keys[:, :kept_rows, :kept_time]
-        values[:, :kept_rows, :kept_time] = self._values[:, :kept_rows, :kept_time]
+        keys[:, :kept_rows, :, :kept_time] = self._keys[:, :kept_rows, :, :kept_time]
+        values[:, :kept_rows, :, :kept_time] = self._values[:, :kept_rows, :, :kept_time]
         self._budget.used += rows * time - self.rows * self.time
         self._keys, self._values = keys, values
 
     def _empty(self, rows: int, time: int) -> tuple[torch.Tensor, torch.Tensor]:
         s = self.shape
-        size = (s.layers, rows, time, s.heads)
-        # Zeros, not empty: masked slots take part in the product with weight 0 and must be finite.
-        keys = torch.zeros(*size, s.key_dim, dtype=s.dtype, device=s.device)
-        return keys, torch.zeros(*size, s.value_dim, dtype=s.dtype, device=s.device)
+        size = (s.layers, rows, s.heads, time)
+        return _zeros((*size, s.key_dim), s), _zeros((*size, s.value_dim), s)
+
+
+def _zeros(size: tuple[int, ...], shape: KVShape) -> torch.Tensor:
+    """Not empty: masked slots take part in the product with weight 0 and must be finite."""
+    if shape.device.type != "cpu" or not math.prod(size):
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    # numpy asks the system for zeros: pages that are never written to take neither time nor memory.
+    data = np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(shape.dtype).view(size)
 
 
 def _grown(want: int, have: int, least: int) -> int:

@@ -96,9 +96,8 @@ class SamplerEngine:
         self.base = base
         merge = merges(base, merge_below)
         self._forward = Forward(base, lean=merge)
-        lean = self._forward.lean
         self._weights: AdapterWeights = (
-            MergedWeights(base, lean.joined() if lean else ()) if merge else PeftWeights(base)
+            MergedWeights(base, self._forward.lean) if merge else PeftWeights(base)
         )
         self._budget = Budget(kv_tokens or default_budget(self._forward.shape, base.context_length))
         self._scheduler = Scheduler(

@@ -23,6 +23,10 @@ from agentrl_trainer.sampler.lean import LeanDecoder
 log = logging.getLogger(__name__)
 
 ATTENTION = "agentrl_sdpa"
+BLOCK = 16
+"""Rows which a decode step attends over together, as far as the longest of them."""
+_WORTH = 1024
+"""Tokens of padding that must be saved for a block to be computed apart."""
 
 
 def _attention(
@@ -75,6 +79,7 @@ class Forward:
         self.shape = _kv_shape(base)
         self._additive = not getattr(base.model, "_supports_sdpa", False)
         self.lean: LeanDecoder | None = None
+        self._run = torch.empty(0)
         self._self_check(base, lean)
 
     def __call__(
@@ -86,43 +91,51 @@ class Forward:
         are padded by *repeating their last token at its own position*: it overwrites itself with
         the same keys, and the last column holds every row's last token.
         """
-        time = rows.time
         if all(len(chunk) == 1 for chunk in chunks):
             ids: list[list[int]] = [list(chunk) for chunk in chunks]
-            positions: list[list[int]] = [[start] for start in starts]
-            targets: list[list[int]] = [[row * time + start] for row, start in enumerate(starts)]
+            places: list[list[int]] = [[start] for start in starts]
             end = max(starts) + 1
         else:
-            ids, positions, targets = _padded(chunks, starts, time)
-            end = max(p[-1] for p in positions) + 1
-        packed = torch.tensor([ids, positions, targets], device=self.device)
-        position_ids = packed[1]
-        view = min(-(-end // TIME_STEP) * TIME_STEP, time)
-        rows.begin(packed[2].flatten(), len(ids), view)
-        mask = torch.arange(view, device=self.device) <= position_ids[:, None, :, None]
-        if self._additive or self.lean is not None:
-            # Eager attention adds its mask; SDPA would convert a boolean one in every layer.
-            lowest = torch.finfo(self.model.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill(
-                ~mask, lowest
-            )
+            ids, places = _padded(chunks, starts)
+            end = max(at[-1] for at in places) + 1
+        token_ids, positions = torch.tensor([ids, places], device=self.device)
+        view = min(-(-end // TIME_STEP) * TIME_STEP, rows.time)
+        rows.begin(positions, view)
+        mask = self._mask(positions, view)
         if self.lean is not None:
-            return self.lean(rows, packed[0], position_ids, mask, end)
+            blocks = _blocks(starts, view) if token_ids.shape[1] == 1 else []
+            return self.lean(rows, token_ids, positions, mask, end, blocks)
         out = self.model(
-            input_ids=packed[0],
+            input_ids=token_ids,
             attention_mask=mask,
-            position_ids=position_ids,
+            position_ids=positions,
             past_key_values=rows,
             use_cache=True,
             logits_to_keep=1,
         )
         return out.logits[:, -1]
 
+    def _mask(self, positions: torch.Tensor, view: int) -> torch.Tensor:
+        """``[batch, 1, new, view]``: a token sees those before it and itself.
+
+        Whatever the position, that is a window on one run of *seen* and then *unseen*.
+        """
+        if (reach := len(self._run) // 2) < view:
+            reach = 2 * view
+            # Eager attention adds its mask; SDPA would convert a boolean one in every layer.
+            adds = self._additive or self.lean is not None
+            lowest = torch.finfo(self.model.dtype).min
+            seen, unseen, dtype = (0.0, lowest, self.model.dtype) if adds else (1, 0, torch.bool)
+            self._run = torch.full((2 * reach,), unseen, dtype=dtype, device=self.device)
+            self._run[:reach] = seen
+        windows = self._run.unfold(0, view, 1).index_select(0, reach - 1 - positions.flatten())
+        return windows.view(len(positions), 1, -1, view)
+
     @torch.inference_mode()
     def _self_check(self, base: BaseModel, lean: bool) -> None:
         """Compare with a plain forward: two rows of different length, each fed in two chunks."""
-        tokens = [(i * 7919 + 13) % self.vocab for i in range(12)]
-        first, second = tokens[:9], tokens[3:8]
+        tokens = [(i * 7919 + 13) % self.vocab for i in range(30)]
+        first, second = tokens[:24], tokens[3:20]
         expected = torch.stack(
             [
                 base.model(torch.tensor([t], device=self.device)).logits[0, -1].float()
@@ -142,6 +155,7 @@ class Forward:
                 why = str(no)
             log.debug("%s is sampled from by its own modules: %s", base.name, why)
             self.lean = None
+            self._run = torch.empty(0)
         try:
             worst = self._worst(first, second, expected)
         except Exception as error:
@@ -152,32 +166,43 @@ class Forward:
     def _worst(self, first: list[int], second: list[int], expected: torch.Tensor) -> float:
         """Largest difference to ``expected``, of prefills and of decode steps."""
         rows = RowCache(self.shape, Budget(10**9))
-        rows.reserve(2, 9)
+        rows.reserve(2, len(first))
         rows.append()
         rows.append()
         self(rows, [first[:5], second[:4]], [0, 0])
         found = self(rows, [first[5:], second[4:]], [5, 4]).float()
-        step = self(rows, [first[8:], second[4:]], [8, 4]).float()
+        last = [len(first) - 1, len(second) - 1]
+        step = self(rows, [first[last[0] :], second[last[1] :]], last).float()
         worst = torch.stack([found, step]) - expected
         return float(worst.abs().max())  # NaN if any is
 
 
+def _blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int]]:
+    """(first row, tokens to look at), by blocks of rows of which the later ones are the longer."""
+    found: list[tuple[int, int]] = []
+    last = len(lengths)
+    reach = view
+    for start in range((last - 1) // BLOCK * BLOCK, 0, -BLOCK):
+        before = max(lengths[:start]) + 1
+        if (reach - before) * start >= _WORTH:
+            found.append((start, reach))
+            reach = before
+    return [(0, reach), *reversed(found)]
+
+
 def _padded(
-    chunks: Sequence[Sequence[int]], starts: Sequence[int], time: int
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Token ids, positions, and slots of the cache; each ``[batch][longest chunk]``."""
+    chunks: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids and positions, each ``[batch][longest chunk]``."""
     longest = max(map(len, chunks))
     ids: list[list[int]] = []
     positions: list[list[int]] = []
-    targets: list[list[int]] = []
-    for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
+    for chunk, start in zip(chunks, starts, strict=True):
         pad = longest - len(chunk)
         end = start + len(chunk)
         ids.append([*chunk, *[chunk[-1]] * pad])
-        at = [*range(start, end), *[end - 1] * pad]
-        positions.append(at)
-        targets.append([row * time + p for p in at])
-    return ids, positions, targets
+        positions.append([*range(start, end), *[end - 1] * pad])
+    return ids, positions
 
 
 @torch.inference_mode()

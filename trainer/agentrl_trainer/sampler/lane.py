@@ -23,7 +23,7 @@ from agentrl_trainer.sampler.cache import (
     PrefixStore,
     RowCache,
 )
-from agentrl_trainer.sampler.forward import Forward
+from agentrl_trainer.sampler.forward import BLOCK, Forward
 from agentrl_trainer.sampler.grammar import GrammarState
 from agentrl_trainer.sampler.pick import Uniforms
 from agentrl_trainer.sampler.stops import StopWatch
@@ -95,7 +95,11 @@ class Lane:
     jobs: list[Prefill] = field(default_factory=list)
     """Row i of ``filling`` is of job i."""
     decoding: list[Sequence] = field(default_factory=list)
-    """Row i of ``rows`` is of sequence i, and holds all its tokens but the last."""
+    """Row i of ``rows`` is of sequence i, and holds all its tokens but the last.
+
+    Every ``BLOCK`` rows are at most as long as the next ones: rows grow together, so that order
+    keeps, and attention over a block of short rows need not look as far as the longest.
+    """
     filling: RowCache = field(init=False)
     rows: RowCache = field(init=False)
 
@@ -189,8 +193,7 @@ class Lane:
             if not self.rows.reserve(len(self.decoding) + 1, time, force=force):
                 refused.append(seq)
                 continue
-            self.rows.load(self.rows.append(), self.filling.peek(row, length), length)
-            self.decoding.append(seq)
+            self._join(seq, self.filling.peek(row, length))
         if (refused or not living) and self.current and not any(s.failed for s in job.sequences):
             self._park(job.tokens, self.filling, row, length)
         self.drop_job(job)
@@ -218,10 +221,38 @@ class Lane:
         length = len(seq.tokens) - 1
         if keep and self.current and not seq.failed:
             self._park(seq.tokens[:length], self.rows, row, length)
+        # The shortest of each later block moves one block down, the last row to the end's hole.
+        for start in range(row - row % BLOCK + BLOCK, len(self.decoding), BLOCK):
+            row = self._move(min(self._block(start), key=self._length), row)
         last = self.decoding.pop()
         self.rows.remove(row, len(last.tokens) - 1)
-        if last is not seq:
+        if row < len(self.decoding):
             self.decoding[row] = last
+
+    def _join(self, seq: Sequence, kv: KV) -> None:
+        """Give ``seq``, whose keys and values but for its last token are ``kv``, a row."""
+        row = self.rows.append()
+        self.decoding.append(seq)
+        # The longest of each earlier block that is longer moves one block up.
+        for start in range(row - row % BLOCK - BLOCK, -1, -BLOCK):
+            longest = max(self._block(start), key=self._length)
+            if self._length(longest) <= len(kv):
+                break
+            row = self._move(longest, row)
+        self.rows.load(row, kv, len(kv))
+        self.decoding[row] = seq
+
+    def _block(self, start: int) -> range:
+        return range(start, min(start + BLOCK, len(self.decoding)))
+
+    def _length(self, row: int) -> int:
+        return len(self.decoding[row].tokens) - 1
+
+    def _move(self, row: int, to: int) -> int:
+        """Returns ``row``, which is free then."""
+        self.rows.move(row, to, self._length(row))
+        self.decoding[to] = self.decoding[row]
+        return row
 
     def drop_job(self, job: Prefill) -> None:
         row = self.jobs.index(job)

@@ -77,35 +77,51 @@ def pick(
     are.
     """
     logits = logits.float()
-    logprobs = torch.log_softmax(logits, dim=-1)
     # A greedy row consumes no number: nothing it does depends on one.
     u = torch.tensor(
         [0.0 if p.temperature == 0 else s.next() for p, s in zip(params, uniforms, strict=True)],
         dtype=torch.float64,
         device=logits.device,
     )
+    probs = torch.softmax(logits, dim=-1)
     steered = [] if steering is None else steering.rows
     if len(steered) < len(params):
-        ids = _sampled(logits, logprobs, params, u)
+        ids = _sampled(logits, probs, params, u)
     else:
         ids = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    raw = _Raw(logits, probs)
     log_masses: dict[int, float] = {}
     if steering is not None:  # these rows once more: the others are not even copied
         rows = torch.tensor(steered, device=logits.device)
         towards = _steered(logits, steering)
-        weights = torch.log_softmax(towards, dim=-1)
+        weights = torch.softmax(towards, dim=-1)
         ids[rows] = _sampled(towards, weights, [params[i] for i in steered], u[rows])
-        log_masses = _log_masses(logprobs, steering)
-    chosen = logprobs.gather(1, ids[:, None])[:, 0]
+        log_masses = _log_masses(raw, steering)
+    chosen = raw.logprobs(logits.gather(1, ids[:, None]))[:, 0]
     most = max(p.top_logprobs for p in params)
     tops: list[list[tuple[int, float]]] = [[] for _ in params]
     if most:
-        top_values, top_ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
-        values, indices = top_values.tolist(), top_ids.tolist()
+        top_logits, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
+        values, indices = raw.logprobs(top_logits).tolist(), top_ids.tolist()
         for row, p in enumerate(params):
             k = p.top_logprobs
             tops[row] = list(zip(indices[row][:k], values[row][:k], strict=True))
     return Picked(ids.tolist(), chosen.tolist(), tops, log_masses)
+
+
+class _Raw:
+    """Log-probabilities of what few logits are asked for: as log_softmax, without its pass."""
+
+    def __init__(self, logits: torch.Tensor, probs: torch.Tensor) -> None:
+        self.logits = logits
+        self._most = logits.amax(dim=-1, keepdim=True)
+        self._log_of_most = probs.amax(dim=-1, keepdim=True).log_()
+
+    def logprobs(
+        self, some: torch.Tensor, rows: slice | torch.Tensor = slice(None)
+    ) -> torch.Tensor:
+        """Of ``some`` logits ``[rows, any]`` of these rows."""
+        return (some - self._most[rows]) + self._log_of_most[rows]
 
 
 def _steered(logits: torch.Tensor, steering: Steering) -> torch.Tensor:
@@ -121,30 +137,30 @@ def _steered(logits: torch.Tensor, steering: Steering) -> torch.Tensor:
     return out
 
 
-def _log_masses(logprobs: torch.Tensor, steering: Steering) -> dict[int, float]:
+def _log_masses(raw: _Raw, steering: Steering) -> dict[int, float]:
     if steering.allowed is None:
         return {}
-    rows = torch.tensor(steering.masked, device=logprobs.device)
-    left = logprobs[rows].masked_fill(~steering.allowed, float("-inf")).logsumexp(dim=-1)
+    rows = torch.tensor(steering.masked, device=raw.logits.device)
+    logprobs = raw.logprobs(raw.logits[rows], rows)
+    left = logprobs.masked_fill(~steering.allowed, float("-inf")).logsumexp(dim=-1)
     # Rounding may leave a hair more than everything.
     return dict(zip(steering.masked, left.clamp_(max=0.0).tolist(), strict=True))
 
 
 def _sampled(
     logits: torch.Tensor,
-    weights: torch.Tensor,
+    probs: torch.Tensor,
     params: Sequence[SampleParams],
     u: torch.Tensor,
 ) -> torch.Tensor:
-    """``weights``: the log-softmax of ``logits``. ``u``: one uniform number per row."""
+    """``probs``: the softmax of ``logits``. ``u``: one uniform number per row."""
     if all(p.temperature == 0 for p in params):
         return logits.argmax(dim=-1)
     greedy = [i for i, p in enumerate(params) if p.temperature == 0]
     if any(p.temperature != 1 for p in params):
         temperature = logits.new_tensor([p.temperature or 1.0 for p in params])
         scaled = logits / temperature[:, None]
-        weights = torch.log_softmax(scaled, dim=-1)
-    probs = weights.exp()
+        probs = torch.softmax(scaled, dim=-1)
     filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
     if len(filtered) < len(params):
         ids = _invert(probs, u)
