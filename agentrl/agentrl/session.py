@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -135,12 +136,13 @@ class Session:
     def __enter__(self) -> Self:
         config = self.config
         where = (
-            {"host": config.gateway_host, "port": config.gateway_port}
+            (config.gateway_host, config.gateway_port)
             if isinstance(config, TrainConfig)
-            else {}
+            else ("127.0.0.1", 0)
         )
         try:
-            self.gateway = Gateway(self._settings, self.folder.logs, **where)
+            listening = socket.create_server(where, backlog=1024)
+            self.gateway = Gateway(self._settings, self.folder.logs / "gateway.log", listening)
         except OSError as error:
             raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
         self.pool = self._start_runners(
