@@ -193,13 +193,22 @@ class ModelConfig(_Config):
         "trains which on what, [adapters.NAME] in the file. An agent asks for one by its name.",
     )
     max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
-        1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
+        1024,
+        ge=1,
+        description="Requests the gateway answers at once, those to other models included; others "
+        "get 429 and wait.",
     )
     max_queued: Annotated[int, Parameter(group=_RUN)] = Field(
         1024, ge=1, description="Answers that wait to be sampled; while more do, others get 429."
     )
     receive_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
         60, gt=0, description="Seconds a client has to send a whole request to the gateway."
+    )
+    receive_mib: Annotated[int, Parameter(group=_RUN)] = Field(
+        128,
+        ge=32,
+        description="MiB of requests that may be on their way to the gateway at once; large ones "
+        "beyond it get 429 and wait.",
     )
     stall_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
         60, gt=0, description="Seconds a client may leave an answer unread before it is dropped."
@@ -254,8 +263,8 @@ class ModelConfig(_Config):
     def gateway_limits(self) -> dict[str, Any]:
         """These settings as GatewaySettings calls them."""
         names = (
-            "max_concurrent", "max_queued", "receive_timeout", "stall_timeout", "grace",
-            "accept_any_model", "forward_otlp",
+            "max_concurrent", "max_queued", "receive_timeout", "receive_mib", "stall_timeout",
+            "grace", "accept_any_model", "forward_otlp",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

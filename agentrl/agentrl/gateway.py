@@ -72,6 +72,7 @@ class GatewaySettings:
     max_concurrent: int = 1024
     max_queued: int = 1024
     receive_timeout: float = 60.0
+    receive_mib: int = 128
     stall_timeout: float = 60.0
     grace: int = 5
     accept_any_model: bool = True
@@ -130,6 +131,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         max_queued=settings.max_queued,
         limits=Limits(
             receive_s=settings.receive_timeout,
+            receive_bytes=settings.receive_mib * 2**20,
             stall_s=settings.stall_timeout,
             grace_s=settings.grace,
         ),

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_proxy import wire
-from agentrl_proxy.admission import Admission
+from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.asgi import Write
-from agentrl_proxy.attempts import Attempts
+from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
 from agentrl_proxy.errors import ApiError
@@ -129,6 +129,28 @@ class OtherModels:
         """What the gateway itself refuses is refused here, before a row exists."""
         attempt = caller.attempt
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+        try:
+            slot = self._admission.enter(0)
+        except ApiError:
+            if memory is not None:
+                memory.refused(body, headers.get("idempotency-key"))
+            raise
+        try:
+            return await self._accept(request, body, caller, memory, headers, slot)
+        except BaseException:
+            slot.leave()
+            raise
+
+    async def _accept(
+        self,
+        request: OtherRequest,
+        body: bytes,
+        caller: Caller,
+        memory: Attempt | None,
+        headers: Mapping[str, str],
+        slot: Slot,
+    ) -> OtherJob:
+        attempt = caller.attempt
         seq = 0
         if attempt is not None and memory is not None:
             # Its calls count. Its tokens are the provider's, and known only when it has answered.
@@ -147,7 +169,7 @@ class OtherModels:
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
         return OtherJob(
-            caller, memory, answer, heading, None, name, asked, dialect, request.first_choice, calls
+            caller, memory, answer, heading, slot, name, asked, dialect, request.first_choice, calls
         )
 
     async def give_up(self, job: OtherJob) -> None:
@@ -166,7 +188,7 @@ class OtherModels:
         Raises:
             ApiError: there are too many requests (429), it took too long (504) or failed (502).
         """
-        slot = self._admission.enter(1)
+        slot = self._admission.enter(0)
         try:
             await self._ready_router()
             return await self._counted(request, model)

@@ -70,7 +70,7 @@ class Served:
 
     def end(self, how: signal.Signals) -> int:
         self.process.send_signal(how)
-        return self.process.wait(30)
+        return self.process.wait(45)
 
     def all_said(self) -> str:
         self.said.seek(0)
@@ -92,7 +92,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 
 def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Served]) -> None:
-    served = serve()
+    served = serve("--grace", "30")
     assert served.ask().status_code == 200
     first = served.gateway()
     # As a gateway ends whose engine has died (see test_supervision.py).
@@ -108,7 +108,7 @@ def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Serv
     slow.start()
     until(lambda: in_flight(served) == 1)
     assert served.end(signal.SIGTERM) == 0
-    slow.join(10)
+    slow.join(45)
     assert [answer.status_code for answer in answers] == [200]  # it drained
     assert not Path(f"/proc/{second}").exists()
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
