@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from agentrl.algorithm import AlgorithmConfig
+from agentrl.named_secrets import variables_in, written_out
 
 _AGENT = Group("Agent and tasks", sort_key=1)
 _ROLLOUTS = Group("Rollouts", sort_key=2)
@@ -62,7 +63,9 @@ class OtherModelConfig(_Config):
         default_factory=list[str], description="Other models of this table to ask when it fails."
     )
     params: dict[str, Any] = Field(
-        default_factory=dict[str, Any], description="More of LiteLLM's parameters; no keys."
+        default_factory=dict[str, Any],
+        description="More of LiteLLM's parameters; no keys: os.environ/NAME stands for one that is "
+        'in the environment, as in extra_headers = {authorization = "Bearer os.environ/NAME"}.',
     )
 
     @field_validator("api_key_env")
@@ -80,6 +83,14 @@ class OtherModelConfig(_Config):
                 raise ValueError(f"{name} belongs beside params, not into it")
             if name == "api_key":
                 raise ValueError("a key must not be in the file: name its variable in api_key_env")
+        if where := written_out(params):
+            raise ValueError(
+                f"{where} is a secret, which must not be in the file: write os.environ/NAME in its "
+                "place, where NAME is the environment variable that holds it"
+            )
+        for name in variables_in(params):
+            if not os.environ.get(name):
+                raise ValueError(f"the environment variable {name} is not set")
         return params
 
 

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import httpx
 
 from agentrl.imports import heavy_imports
+from agentrl.named_secrets import filled, variables_in
 from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
 
@@ -216,7 +217,19 @@ def other_model(fields: dict[str, Any]) -> OtherModel:
         # LiteLLM would send the provider's usual key, from the environment, to whatever is there.
         key = "none"
     settings = {name: value for name, value in fields.items() if name != "api_key_env"}
+    settings["params"] = filled(fields["params"], os.environ)
     return OtherModel(**settings, api_key=key)
+
+
+def variables_of(models: Mapping[str, Any]) -> list[str]:
+    """The environment variables that hold secrets of other models: OtherModelConfig's fields by
+    name."""
+    return [
+        name
+        for one in models.values()
+        for name in (one.get("api_key_env"), *variables_in(one.get("params")))
+        if name
+    ]
 
 
 def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str, int, str]]:

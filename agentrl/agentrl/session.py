@@ -13,7 +13,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.config import EvalConfig, RunConfig, TrainConfig
-from agentrl.gateway import FORWARD_HEADERS, Gateway, GatewaySettings, import_gateway
+from agentrl.gateway import (
+    FORWARD_HEADERS,
+    Gateway,
+    GatewaySettings,
+    import_gateway,
+    variables_of,
+)
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl.vllm_server import planned_server
@@ -164,7 +170,7 @@ class Session:
                     for name in (
                         FORWARD_HEADERS,
                         config.vllm_key_env,
-                        *(model.api_key_env for model in config.models.values()),
+                        *variables_of(self._settings.models),
                     )
                     if name
                 ),

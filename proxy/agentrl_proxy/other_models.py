@@ -37,6 +37,7 @@ from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.recording import agent_name, row_id, trace_context
+from agentrl_proxy.redaction import Redaction
 from agentrl_proxy.translation import IMPORTING
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
@@ -59,7 +60,6 @@ _PASSED_ON = frozenset(
 # fmt: on
 # What calls record of how they were asked; messages and tools are in the row's request.
 _RECORDED = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed")
-_SHORTEST_SECRET = 8
 _LONGEST_ERROR = 2000
 
 
@@ -101,7 +101,7 @@ class OtherModels:
         self._admission = admission
         self._life = CallLife(attempts, stats)
         self._models = deps.other_models
-        self._secrets = _secrets(self._models)
+        self._redaction = Redaction(self._models.values())
         self._router: asyncio.Task[Any] | None = None
 
     def named(self, raw: Mapping[str, Any]) -> OtherModel | None:
@@ -390,7 +390,7 @@ class OtherModels:
             status, code = 502, "provider_unreachable"
             message = f"the provider of {job.name!r} cannot be reached: {said}"
         elif type(status) is int and 400 <= status < 600 and len(causes) > 1:
-            code = next(filter(None, map(_own_code, causes)), "provider_error")
+            code = self._clean(next(filter(None, map(_own_code, causes)), "provider_error"))
             message = f"the provider of {job.name!r} answered {status}: {said}"
         else:
             log.error("%s failed", job.heading.id, exc_info=_without_cause(error, said))
@@ -400,7 +400,7 @@ class OtherModels:
         kinds = {400: "invalid_request_error", 401: "authentication_error",
                  403: "permission_error", 429: "rate_limit_error"}  # fmt: skip
         after = next(filter(None, map(_retry_after, causes)), None)
-        headers = {} if after is None else {"retry-after": after}
+        headers = {} if after is None else {"retry-after": self._clean(after)}
         return ApiError(
             status,
             message,
@@ -410,8 +410,7 @@ class OtherModels:
         )
 
     def _clean(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "[key]")
+        text = self._redaction.clean(text)
         return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + " ..."
 
     # --- recording
@@ -592,6 +591,8 @@ def _router(models: Mapping[str, OtherModel]) -> Any:
     for name in ("LiteLLM", "LiteLLM Router"):
         # They quote errors, which may quote keys; ours says what went wrong, cleaned.
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Its DEBUG quotes requests, with all headers but those that it knows to be secret.
+    logging.getLogger("openai").setLevel(logging.INFO)
     asyncio.run(_rehearse(litellm))
     deployments = [
         {
@@ -633,15 +634,6 @@ async def _rehearse(litellm: Any) -> None:
         await litellm.acompletion(messages=hello, **mock)
         async for _ in await litellm.acompletion(messages=hello, stream=True, **mock):
             pass
-
-
-def _secrets(models: Mapping[str, OtherModel]) -> list[str]:
-    """Every key that an error could quote: ours, and those LiteLLM finds in the environment."""
-    found = {one.api_key for one in models.values() if one.api_key}
-    if models:
-        endings = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-        found |= {value for name, value in os.environ.items() if name.upper().endswith(endings)}
-    return sorted((s for s in found if len(s) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

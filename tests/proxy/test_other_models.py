@@ -20,6 +20,7 @@ from scripted_sampler import OPERATOR_KEY, Running
 from test_chat import CALL, TOOLS, USER, client, streamed
 
 from agentrl_proxy.deps import OtherModel
+from agentrl_proxy.redaction import Redaction
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
@@ -439,6 +440,62 @@ def test_a_providers_refusal_in_openais_shape(
     assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
     assert_no_key(gateway, caplog.text, response.text, call.error or "")
     assert claim.key not in json.dumps(upstream.seen)
+
+
+@pytest.mark.parametrize("place", ["header", "parameter", "code"])
+def test_secrets_beside_the_key_are_not_quoted_either(
+    start: Any, faulty: Any, caplog: Any, place: str
+) -> None:
+    hidden = "hunter2-very-secret"
+    code = hidden.replace("-", "_") if place == "code" else None
+    hidden = code or hidden
+    upstream = faulty((400, lambda _: trouble(f"model gpt-4o-mini, us-east-1: {hidden}", code)))
+    params: dict[str, Any] = {
+        "extra_headers": {"authorization": f"Bearer {hidden}", "x-team": hidden},
+        "base_model": "gpt-4o-mini",
+    }
+    if place == "parameter":
+        params = {"organization": hidden, "aws_region_name": "us-east-1"}
+    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0, params=params)
+    gateway: Running = start(other_models={"answerer": other})
+    caplog.set_level(logging.DEBUG)
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", "messages": USER},
+        headers={"authorization": f"Bearer {claim.key}"},
+        timeout=90,  # LiteLLM is imported
+    )
+    assert len(upstream.seen) == 1
+    assert response.status_code == 400
+    assert "model gpt-4o-mini, us-east-1: [key]" in response.json()["error"]["message"]
+    call = only_call(gateway)
+    stored = [call.error or "", json.dumps(call.params), json.dumps(call.response)]
+    assert not [text for text in (response.text, caplog.text, *stored) if hidden in text]
+
+
+def test_what_is_taken_for_a_secret() -> None:
+    models = [
+        OtherModel(
+            "azure/x",
+            "https://me:pa55-word-secret@host/v1?sig=a-signature",
+            "sk-the-key",
+            params={
+                "extra_headers": {"x-team": "Bearer some-words", "x-short": "short"},
+                "vertex_credentials": {"private": ["an-rsa-key"]},
+                "organization": "org-AbCdEf",
+                "api_version": "2024-10-21",
+                "base_model": "azure/gpt-4o-mini",
+            },
+        )
+    ]
+    quoted = (
+        "pa55-word-secret a-signature sk-the-key some-words short an-rsa-key org-AbCdEf "
+        "2024-10-21 azure/gpt-4o-mini host/v1"
+    )
+    assert Redaction(models).clean(quoted) == (
+        "[key] [key] [key] [key] short [key] [key] 2024-10-21 azure/gpt-4o-mini host/v1"
+    )
 
 
 def test_a_request_cannot_lead_the_key_elsewhere(
