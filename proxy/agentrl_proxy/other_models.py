@@ -17,11 +17,8 @@ quotes is cleaned before it is stored, logged or answered.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,9 +33,9 @@ from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
+from agentrl_proxy.litellm_router import make_router
 from agentrl_proxy.recording import agent_name, row_id, trace_context
 from agentrl_proxy.redaction import Redaction
-from agentrl_proxy.translation import IMPORTING
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
@@ -112,7 +109,7 @@ class OtherModels:
     def begin(self) -> None:
         """Starts importing LiteLLM, so that the first request need not wait for it."""
         if self._models:
-            self._router = asyncio.create_task(asyncio.to_thread(_make_router, self._models))
+            self._router = asyncio.create_task(asyncio.to_thread(make_router, self._models))
 
     async def _ready_router(self) -> Any:
         router = self._router
@@ -574,66 +571,6 @@ def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
         "fallbacks": extra.get("x-litellm-attempted-fallbacks"),
     }
     job.noted |= {key: value for key, value in noted.items() if value is not None}
-
-
-def _make_router(models: Mapping[str, OtherModel]) -> Any:
-    with IMPORTING:
-        return _router(models)
-
-
-def _router(models: Mapping[str, OtherModel]) -> Any:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
-    import litellm
-    from litellm.router import Router
-
-    litellm.suppress_debug_info = True  # it prints advice to stdout at every error
-    litellm.turn_off_message_logging = True
-    for name in ("LiteLLM", "LiteLLM Router"):
-        # They quote errors, which may quote keys; ours says what went wrong, cleaned.
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Its DEBUG quotes requests, with all headers but those that it knows to be secret.
-    logging.getLogger("openai").setLevel(logging.INFO)
-    asyncio.run(_rehearse(litellm))
-    deployments = [
-        {
-            "model_name": name,
-            "litellm_params": {
-                **one.params,
-                "model": one.model,
-                "api_base": one.api_base,
-                "api_key": one.api_key,
-                "timeout": one.timeout,
-                "num_retries": one.num_retries,
-            },
-        }
-        for name, one in models.items()
-    ]
-    return Router(
-        model_list=deployments,
-        fallbacks=[{name: list(one.fallbacks)} for name, one in models.items() if one.fallbacks],
-        num_retries=0,  # each model says its own
-        # A name has one deployment: cooling it down would turn one failure into many.
-        disable_cooldowns=True,
-    )
-
-
-async def _rehearse(litellm: Any) -> None:
-    """Lets LiteLLM import what it imports at its first calls: on the gateway's event loop that
-    would stall everybody's streams for half a second and more."""
-    hello = [{"role": "user", "content": "hello"}]
-    nobody = socket.socket()  # bound, not listening: connections to it are refused
-    with nobody:
-        nobody.bind(("127.0.0.1", 0))
-        base = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        with contextlib.suppress(Exception):
-            await litellm.acompletion(
-                model="openai/nobody", messages=hello, api_base=base, api_key="none", max_retries=0
-            )
-    with contextlib.suppress(Exception):
-        mock: dict[str, Any] = {"model": "openai/nobody", "mock_response": "hello"}
-        await litellm.acompletion(messages=hello, **mock)
-        async for _ in await litellm.acompletion(messages=hello, stream=True, **mock):
-            pass
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
