@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.litellm_router import make_router
+from agentrl_proxy.provider_deltas import Deltas
 from agentrl_proxy.recording import agent_name, row_id, trace_context
 from agentrl_proxy.redaction import Redaction
 from agentrl_tracer.ids import new_id
@@ -325,7 +325,7 @@ class OtherModels:
     ) -> list[bytes]:
         """Passes chunks on as they come; returns those that say how a choice ended."""
         held: list[bytes] = []
-        deltas = _Deltas()
+        deltas = Deltas()
         try:
             async for chunk in chunks:
                 one = chunk.model_dump(exclude_none=True)
@@ -497,63 +497,6 @@ def _entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A tool call in a stream, as its provider began it."""
-
-    index: int  # ours
-    id: str
-    name: str
-
-    def is_followed_by(self, id: str, name: str) -> bool:
-        """Whether a piece with this id and name (empty: none) begins another call. One without a
-        name does not, whatever its id: some servers make a new id for every piece."""
-        if not name:
-            return False
-        return id != self.id if id else name != self.name
-
-
-class _Deltas:
-    """A provider's deltas as OpenAI's. Some repeat a call's id and name in every piece, which would
-    begin another call; some begin another call under an index that had one (LiteLLM's Ollama
-    counts anew in every chunk); LiteLLM repeats a thought's whole text with its signature."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[int, int], _Begun] = {}  # the latest by choice and their index
-        self._count: dict[int, int] = {}  # of calls begun, by choice
-        self._thinking = set[int]()  # choices that are in the middle of a thought
-
-    def tidied(self, delta: dict[str, Any], choice: int) -> dict[str, Any]:
-        tidy = dict(delta)
-        if delta.get("tool_calls"):
-            tidy["tool_calls"] = [self._call(call, choice) for call in delta["tool_calls"]]
-        if delta.get("thinking_blocks"):
-            tidy["thinking_blocks"] = [self._thought(b, choice) for b in delta["thinking_blocks"]]
-        return tidy
-
-    def _call(self, call: dict[str, Any], choice: int) -> dict[str, Any]:
-        place, function = (choice, call.get("index", 0)), call.get("function") or {}
-        said_id, name = call.get("id") or "", function.get("name") or ""
-        arguments = function.get("arguments") or ""
-        known = self._calls.get(place)
-        if known is not None and not known.is_followed_by(said_id, name):
-            return {"index": known.index, "function": {"arguments": arguments}}
-        index = self._count.get(choice, 0)
-        self._count[choice] = index + 1
-        self._calls[place] = _Begun(index, said_id, name)
-        call_id = said_id or f"call_{secrets.token_hex(12)}"
-        function = {"name": name, "arguments": arguments}
-        return {"type": "function", "id": call_id, "index": index, "function": function}
-
-    def _thought(self, block: dict[str, Any], choice: int) -> dict[str, Any]:
-        if block.get("signature"):
-            said = choice in self._thinking
-            self._thinking.discard(choice)
-            return {**block, "thinking": ""} if said else block
-        self._thinking.add(choice)
-        return block
 
 
 def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
