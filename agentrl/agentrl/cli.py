@@ -5,10 +5,12 @@ Heavy modules are imported inside the commands: ``agentrl --help`` must not load
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,7 +166,7 @@ def tinker_server(
 def serve(*, settings: ServeConfig | None = None) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""
     settings = settings or ServeConfig()  # pyright: ignore[reportCallIssue]
-    from agentrl.gateway import GatewaySettings, run_gateway
+    from agentrl.gateway import Gateway, GatewaySettings
     from agentrl.run_folder import adapter_folders
     from agentrl.vllm_server import planned_server
     from agentrl_proxy.server import bind, url_of
@@ -190,36 +192,39 @@ def serve(*, settings: ServeConfig | None = None) -> None:
     )
     log = Path("vllm.log") if "://" in settings.store else Path(f"{settings.store}.vllm.log")
     vllm = planned_server(settings, log, max_rank=None, adapters=adapters.values())
-    try:
+    gateway = Gateway(
+        GatewaySettings(
+            store=settings.store,
+            model=settings.model,
+            adapter=name if len(adapters) == 1 else None,
+            adapters=tuple(adapters),
+            agents=settings.adapter_of_agent,
+            device=settings.device,
+            dtype=settings.dtype,
+            load_in_4bit=settings.load_in_4bit,
+            operator_key=settings.operator_key,
+            run_id=None,
+            max_tokens=settings.max_tokens,
+            models=settings.model_dump(mode="json")["models"],
+            adapter_paths={name: str(path) for name, path in adapters.items()},
+            **settings.gateway_limits(),
+            vllm_url=vllm.url if vllm else settings.vllm_url,
+            vllm_key_env=settings.vllm_key_env,
+        ),
+        None,
+        sock,
+    )
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        stack.enter_context(_interrupted_by_sigterm())
         if vllm is not None:
+            stack.callback(vllm.stop)
             log.parent.mkdir(parents=True, exist_ok=True)
             console.print(f"[dim]starting vLLM; its log is {log}[/]", soft_wrap=True)
             vllm.start()
             vllm.wait()
-        run_gateway(
-            GatewaySettings(
-                store=settings.store,
-                model=settings.model,
-                adapter=name if len(adapters) == 1 else None,
-                adapters=tuple(adapters),
-                agents=settings.adapter_of_agent,
-                device=settings.device,
-                dtype=settings.dtype,
-                load_in_4bit=settings.load_in_4bit,
-                operator_key=settings.operator_key,
-                run_id=None,
-                max_tokens=settings.max_tokens,
-                models=settings.model_dump(mode="json")["models"],
-                adapter_paths={name: str(path) for name, path in adapters.items()},
-                **settings.gateway_limits(),
-                vllm_url=vllm.url if vllm else settings.vllm_url,
-                vllm_key_env=settings.vllm_key_env,
-            ),
-            sock,
-        )
-    finally:
-        if vllm is not None:
-            vllm.stop()
+        gateway.start()
+        stack.callback(gateway.stop)
+        gateway.watch()
 
 
 @app.command
@@ -328,6 +333,16 @@ def main() -> None:
         _fail(str(error))
     except RuntimeError as error:
         _fail(str(error), code=1)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """So that whoever is told to end (by systemd, Docker, Kubernetes) ends as with Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _with_agent(kind: type[Any], agent: str | None, settings: BaseModel) -> Any:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from agentrl.algorithm import AlgorithmConfig
+from agentrl.named_secrets import variables_in, written_out
 
 _AGENT = Group("Agent and tasks", sort_key=1)
 _ROLLOUTS = Group("Rollouts", sort_key=2)
@@ -62,7 +63,9 @@ class OtherModelConfig(_Config):
         default_factory=list[str], description="Other models of this table to ask when it fails."
     )
     params: dict[str, Any] = Field(
-        default_factory=dict[str, Any], description="More of LiteLLM's parameters; no keys."
+        default_factory=dict[str, Any],
+        description="More of LiteLLM's parameters; no keys: os.environ/NAME stands for one that is "
+        'in the environment, as in extra_headers = {authorization = "Bearer os.environ/NAME"}.',
     )
 
     @field_validator("api_key_env")
@@ -80,6 +83,14 @@ class OtherModelConfig(_Config):
                 raise ValueError(f"{name} belongs beside params, not into it")
             if name == "api_key":
                 raise ValueError("a key must not be in the file: name its variable in api_key_env")
+        if where := written_out(params):
+            raise ValueError(
+                f"{where} is a secret, which must not be in the file: write os.environ/NAME in its "
+                "place, where NAME is the environment variable that holds it"
+            )
+        for name in variables_in(params):
+            if not os.environ.get(name):
+                raise ValueError(f"the environment variable {name} is not set")
         return params
 
 
@@ -193,13 +204,22 @@ class ModelConfig(_Config):
         "trains which on what, [adapters.NAME] in the file. An agent asks for one by its name.",
     )
     max_concurrent: Annotated[int, Parameter(group=_RUN)] = Field(
-        1024, ge=1, description="Requests the gateway answers at once; others get 429 and wait."
+        1024,
+        ge=1,
+        description="Requests the gateway answers at once, those to other models included; others "
+        "get 429 and wait.",
     )
     max_queued: Annotated[int, Parameter(group=_RUN)] = Field(
         1024, ge=1, description="Answers that wait to be sampled; while more do, others get 429."
     )
     receive_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
         60, gt=0, description="Seconds a client has to send a whole request to the gateway."
+    )
+    receive_mib: Annotated[int, Parameter(group=_RUN)] = Field(
+        128,
+        ge=32,
+        description="MiB of requests that may be on their way to the gateway at once; large ones "
+        "beyond it get 429 and wait.",
     )
     stall_timeout: Annotated[float, Parameter(group=_RUN)] = Field(
         60, gt=0, description="Seconds a client may leave an answer unread before it is dropped."
@@ -254,8 +274,8 @@ class ModelConfig(_Config):
     def gateway_limits(self) -> dict[str, Any]:
         """These settings as GatewaySettings calls them."""
         names = (
-            "max_concurrent", "max_queued", "receive_timeout", "stall_timeout", "grace",
-            "accept_any_model", "forward_otlp",
+            "max_concurrent", "max_queued", "receive_timeout", "receive_mib", "stall_timeout",
+            "grace", "accept_any_model", "forward_otlp",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

@@ -1,8 +1,8 @@
 """The gateway process: the proxy's app over a sampler, wired to the store.
 
-Runs as ``python -m agentrl.gateway`` under supervision (training), or in the foreground
-(``agentrl serve``). Its listening socket belongs to the supervisor: while the gateway is down,
-connections wait in the backlog instead of being refused.
+Runs as ``python -m agentrl.gateway`` under supervision, in training and for ``agentrl serve``. Its
+listening socket belongs to the supervisor: while the gateway is down, connections wait in the
+backlog instead of being refused.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 
 from agentrl.imports import heavy_imports
+from agentrl.named_secrets import filled, variables_in
 from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
 
@@ -41,6 +43,11 @@ log = logging.getLogger("agentrl")
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
 FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
 _LOOK_AFTER_SAMPLER_S = 0.25
+_USELESS = 78  # the exit code of wrong settings (EX_CONFIG): starting again would not help
+_HOPELESS_RESTARTS = 5  # in a row
+_LIVED_S = 30.0  # well: then earlier deaths are forgotten
+_WATCH_S = 0.1
+_STOP_S = 5.0  # beyond the answers' grace: for the sampler and the last rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class GatewaySettings:
     max_concurrent: int = 1024
     max_queued: int = 1024
     receive_timeout: float = 60.0
+    receive_mib: int = 128
     stall_timeout: float = 60.0
     grace: int = 5
     accept_any_model: bool = True
@@ -124,6 +132,7 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         max_queued=settings.max_queued,
         limits=Limits(
             receive_s=settings.receive_timeout,
+            receive_bytes=settings.receive_mib * 2**20,
             stall_s=settings.stall_timeout,
             grace_s=settings.grace,
         ),
@@ -208,7 +217,19 @@ def other_model(fields: dict[str, Any]) -> OtherModel:
         # LiteLLM would send the provider's usual key, from the environment, to whatever is there.
         key = "none"
     settings = {name: value for name, value in fields.items() if name != "api_key_env"}
+    settings["params"] = filled(fields["params"], os.environ)
     return OtherModel(**settings, api_key=key)
+
+
+def variables_of(models: Mapping[str, Any]) -> list[str]:
+    """The environment variables that hold secrets of other models: OtherModelConfig's fields by
+    name."""
+    return [
+        name
+        for one in models.values()
+        for name in (one.get("api_key_env"), *variables_in(one.get("params")))
+        if name
+    ]
 
 
 def _adapters_to_load(settings: GatewaySettings, store: Store) -> list[tuple[str, int, str]]:
@@ -235,17 +256,20 @@ class Gateway:
     """
 
     def __init__(
-        self, settings: GatewaySettings, logs: Path, host: str = "127.0.0.1", port: int = 0
+        self, settings: GatewaySettings, log: Path | None, listening: socket.socket
     ) -> None:
+        """``log``: where what it says is appended; None: it says it where we do."""
         self._settings = settings
-        self._logs = logs
-        self._socket = socket.create_server((host, port), backlog=1024)
-        here = "127.0.0.1" if host == "0.0.0.0" else host
-        self.url = f"http://{here}:{self._socket.getsockname()[1]}"
+        self._log = log
+        self._socket = listening
+        host, port = listening.getsockname()[:2]
+        here: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or host
+        self.url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
         self._process: Supervised
+        key = settings.operator_key
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"authorization": f"Bearer {settings.operator_key}"},
+            headers={} if key is None else {"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(30.0),
             trust_env=False,  # a proxy has no business between us and loopback
         )
@@ -255,10 +279,11 @@ class Gateway:
         self._process = Supervised(
             "gateway",
             python_module("agentrl.gateway", str(self._socket.fileno())),
-            self._logs / "gateway.log",
+            self._log,
             env={_SETTINGS: json.dumps(asdict(self._settings))},
             pass_fds=[self._socket.fileno()],
             fork=self._serve if _may_fork() else None,
+            grace_s=self._settings.grace + _STOP_S,
         )
 
     def _serve(self) -> None:
@@ -297,6 +322,31 @@ class Gateway:
             text = answer.text
         return LoadProblem(text, refused=answer.status_code // 100 == 4)
 
+    def watch(self) -> NoReturn:
+        """Looks after the process until interrupted.
+
+        Raises:
+            ValueError: it cannot do with its settings, and has said why.
+            RuntimeError: it dies again and again.
+        """
+        seen = forgotten = 0
+        well_since = None
+        while True:
+            if self._process.last_code == _USELESS:
+                raise ValueError("the gateway cannot start with these settings; see above")
+            if self.restarts > seen:
+                seen, well_since = self.restarts, None
+            if seen - forgotten >= _HOPELESS_RESTARTS:
+                raise RuntimeError(
+                    f"the gateway has died {seen - forgotten} times in a row, the last time with "
+                    f"code {self._process.last_code}; what it said is above"
+                )
+            if seen > forgotten and self.health() is not None:
+                well_since = well_since or time.monotonic()
+                if time.monotonic() - well_since >= _LIVED_S:
+                    forgotten = seen
+            time.sleep(_WATCH_S)
+
     def log_tail(self) -> str:
         return self._process.log_tail()
 
@@ -322,8 +372,15 @@ def _may_fork() -> bool:
 def main(argv: Sequence[str]) -> None:
     end_with_parent()
     settings = GatewaySettings(**json.loads(os.environ.pop(_SETTINGS)))
+    import_gateway()
+    from agentrl_trainer.model import ModelError
+
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        run_gateway(settings, socket.socket(fileno=int(argv[0])))
+        try:
+            run_gateway(settings, socket.socket(fileno=int(argv[0])))
+        except ModelError as error:
+            log.critical("%s", error)
+            sys.exit(_USELESS)
 
 
 if __name__ == "__main__":

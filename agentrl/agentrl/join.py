@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.config import ConfigError, JoinSettings
-from agentrl.gateway import FORWARD_HEADERS
+from agentrl.gateway import FORWARD_HEADERS, variables_of
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
 
@@ -90,8 +90,7 @@ def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
     """Environment variables with keys: on the trainer's machine agents would inherit them."""
     models: dict[str, Any] = started.get("models") or {}
     names = (FORWARD_HEADERS, started.get("vllm_key_env"))
-    keys = (model.get("api_key_env") for model in models.values())
-    return tuple(name for name in (*names, *keys) if name)
+    return tuple(name for name in (*names, *variables_of(models)) if name)
 
 
 def _find_run(store: Store, run_id: str | None) -> dict[str, Any]:

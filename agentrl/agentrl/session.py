@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.config import EvalConfig, RunConfig, TrainConfig
-from agentrl.gateway import FORWARD_HEADERS, Gateway, GatewaySettings, import_gateway
+from agentrl.gateway import (
+    FORWARD_HEADERS,
+    Gateway,
+    GatewaySettings,
+    import_gateway,
+    variables_of,
+)
 from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl.upkeep import Upkeep
@@ -136,12 +143,13 @@ class Session:
     def __enter__(self) -> Self:
         config = self.config
         where = (
-            {"host": config.gateway_host, "port": config.gateway_port}
+            (config.gateway_host, config.gateway_port)
             if isinstance(config, TrainConfig)
-            else {}
+            else ("127.0.0.1", 0)
         )
         try:
-            self.gateway = Gateway(self._settings, self.folder.logs, **where)
+            listening = socket.create_server(where, backlog=1024)
+            self.gateway = Gateway(self._settings, self.folder.logs / "gateway.log", listening)
         except OSError as error:
             raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
         self.pool = self._start_runners(
@@ -163,7 +171,7 @@ class Session:
                     for name in (
                         FORWARD_HEADERS,
                         config.vllm_key_env,
-                        *(model.api_key_env for model in config.models.values()),
+                        *variables_of(self._settings.models),
                     )
                     if name
                 ),

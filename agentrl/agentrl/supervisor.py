@@ -45,28 +45,33 @@ class Supervised:
     Args:
         name: for messages.
         argv: the command.
-        log: its standard output and error are appended here.
+        log: its standard output and error are appended here; None: they are ours.
         env: additions to the environment (secrets travel here, not in ``argv``).
         pass_fds: file descriptors that it inherits, the same ones at every start.
         fork: what the child does, where it may begin as a fork of this process, which has imported
             what it needs. Only the first time: later there are threads here, so it is executed.
+        grace_s: what ``stop`` leaves it for ending by itself.
     """
 
     def __init__(
         self,
         name: str,
         argv: Sequence[str],
-        log: Path,
+        log: Path | None,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         fork: Callable[[], None] | None = None,
+        grace_s: float = _STOP_GRACE_S,
     ) -> None:
         self.name = name
         self.restarts = 0
+        self.last_code: int | None = None
+        """What it ended with when it last ended by itself; negative: by which signal."""
         self._argv = list(argv)
         self._log = log
         self._env = dict(env or {})
         self._pass_fds = tuple(pass_fds)
+        self._grace_s = grace_s
         self._stopping = threading.Event()
         self._process: _Process = _Forked(fork, log) if fork is not None else self._spawn()
         self._thread = threading.Thread(target=self._watch, name=f"supervise-{name}", daemon=True)
@@ -82,20 +87,22 @@ class Supervised:
         process = self._process
         process.terminate()
         try:
-            process.wait(_STOP_GRACE_S)
+            process.wait(self._grace_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         self._thread.join(timeout=_STOP_GRACE_S)
 
     def log_tail(self, lines: int = 20) -> str:
+        if self._log is None:
+            return ""
         try:
             return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
         except OSError:
             return ""
 
     def _spawn(self) -> _Process:
-        with self._log.open("ab") as log:
+        with contextlib.nullcontext() if self._log is None else self._log.open("ab") as log:
             return _Executed(
                 self._argv,
                 stdin=subprocess.PIPE,
@@ -114,6 +121,7 @@ class Supervised:
             code = self._process.wait()
             if self._stopping.is_set():
                 return
+            self.last_code = code
             if time.monotonic() - started > _HEALTHY_AFTER_S:
                 backoff = _FIRST_BACKOFF_S
             logger.warning("%s ended with code %s; starting it again", self.name, code)
@@ -147,7 +155,7 @@ class _Executed(subprocess.Popen[bytes]):
 class _Forked:
     """``main`` in a fork of this process, which must have one thread only."""
 
-    def __init__(self, main: Callable[[], None], log: Path) -> None:
+    def __init__(self, main: Callable[[], None], log: Path | None) -> None:
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_run_forked, args=(main, log), daemon=True)
         self._process.start()
@@ -174,13 +182,14 @@ class _Forked:
         return code
 
 
-def _run_forked(main: Callable[[], None], log: Path) -> None:
+def _run_forked(main: Callable[[], None], log: Path | None) -> None:
     """Becomes what an executed child is: a session, a log, logging of its own."""
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    if log is not None:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
     for inherited in (logging.getLogger(), logger):
         inherited.handlers.clear()
         inherited.propagate = True

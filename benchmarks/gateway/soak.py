@@ -182,7 +182,8 @@ async def drive(url: str, claims: list[Any], seconds: float, pid: int) -> dict[s
         took = time.monotonic() - begin
         watching.cancel()
         memory.append(resident_mb(pid))
-        health = (await client.get(f"{url}/healthz")).json()["gateway"]
+        operator = {"authorization": f"Bearer {OPERATOR_KEY}"}
+        health = (await client.get(f"{url}/healthz", headers=operator)).json()["gateway"]
     return {
         "answered": sum(answered for answered, _ in pairs),
         "tokens_told": sum(tokens for _, tokens in pairs),

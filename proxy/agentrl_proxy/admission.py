@@ -23,16 +23,18 @@ _LONGEST_RETRY_S = 30
 class Slot:
     """A request's place among those being answered, from its acceptance to its end."""
 
-    def __init__(self, admission: Admission, choices: int) -> None:
+    def __init__(self, admission: Admission, sampled: int) -> None:
         self._admission = admission
-        self._choices = choices
+        self._sampled = sampled
         self._since = time.monotonic()
+        self._taken = True
 
     def leave(self, *, answered: bool = False) -> None:
         """Gives the place back; safe to call twice."""
-        choices, self._choices = self._choices, 0
-        if choices:
-            self._admission.left(choices, time.monotonic() - self._since if answered else None)
+        if self._taken:
+            self._taken = False
+            seconds = time.monotonic() - self._since if answered else None
+            self._admission.left(self._sampled, seconds)
 
 
 class Admission:
@@ -42,11 +44,14 @@ class Admission:
         self._deps = deps
         self._stats = stats
         self._requests = 0
-        self._choices = 0
+        self._sampled = 0
         self._usual_s = 1.0  # how long an answer takes, lately
 
-    def enter(self, choices: int) -> Slot:
-        """A place for a request of this many choices.
+    def enter(self, sampled: int) -> Slot:
+        """A place for a request.
+
+        Args:
+            sampled: how many choices our sampler is asked for; 0: somebody else's model answers.
 
         Raises:
             ApiError: 429 with ``Retry-After``: there is none now.
@@ -56,17 +61,17 @@ class Admission:
             raise self._overloaded(f"{self._requests} requests are being answered")
         # What waits in the sampler is part of what is being answered here: where that is little,
         # the sampler need not be asked.
-        if self._choices >= deps.max_queued:
+        if sampled and self._sampled >= deps.max_queued:
             waiting: Any = deps.sampler.stats().get("waiting", 0)
             if waiting >= deps.max_queued:
                 raise self._overloaded(f"{waiting} answers wait to be sampled")
         self._requests += 1
-        self._choices += choices
-        return Slot(self, choices)
+        self._sampled += sampled
+        return Slot(self, sampled)
 
-    def left(self, choices: int, seconds: float | None) -> None:
+    def left(self, sampled: int, seconds: float | None) -> None:
         self._requests -= 1
-        self._choices -= choices
+        self._sampled -= sampled
         if seconds is not None:
             self._usual_s += 0.1 * (seconds - self._usual_s)
 

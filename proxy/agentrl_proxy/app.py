@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import orjson
@@ -77,21 +78,26 @@ class Gateway:
         self.others = OtherModels(deps, self.attempts, self.stats, admission)
 
     async def healthz(self, request: Request) -> Response:
+        """Whether it can answer, and which one it is: for anybody. The rest is the operator's."""
         sampler = self.deps.sampler
-        healthy = sampler.healthy
-        return json_response(
-            {
-                "status": "ok" if healthy else "unhealthy",
-                "boot_id": self.deps.boot_id,
+        healthy, of_sampler = sampler.healthy, sampler.stats()
+        said: dict[str, Any] = {
+            "status": "ok" if healthy else "unhealthy",
+            "version": request.app.version,
+            "boot_id": self.deps.boot_id,
+            "recoveries": of_sampler.get("recoveries", 0),
+        }
+        if self.credentials.may_look(request.headers):
+            said |= {
                 "pid": os.getpid(),
                 "adapters": dict(sampler.adapters),
                 "in_flight": self.stats.in_flight,
                 "gateway": self.stats.as_dict(),
-                "sampler": sampler.stats(),
-                **({} if self.forward is None else {"forward_otlp": self.forward.stats()}),
-            },
-            200 if healthy else 503,
-        )
+                "sampler": of_sampler,
+            }
+            if self.forward is not None:
+                said["forward_otlp"] = self.forward.stats()
+        return json_response(said, 200 if healthy else 503)
 
     async def description(self, request: Request) -> Response:
         return json_response(openapi.document(request.app.version))
@@ -291,6 +297,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
 
     app = GatewayApp(
         title="agentrl gateway",
+        version=version("agentrl"),
         lifespan=lifespan,
         openapi_url=None,  # handlers read raw bodies: a generated one would be empty
         docs_url=None,

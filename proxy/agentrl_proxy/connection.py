@@ -5,17 +5,21 @@ Knows bytes, timers and what an unreadable request is told. Does not know routes
 uvicorn with httptools reads a request's head whatever its size, waits for the rest of a request
 forever, and keeps what a client does not read. Its flow control does bound a stream: ``send``
 waits while more than 64 KiB are unread, and that reaches the sampler. What it lacks is an end to
-the waiting.
+the waiting, and a bound on all bodies together that are not here entirely.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError, invalid, overloaded
+
+_LINGER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,11 @@ class Limits:
 
     head_bytes: int = 64 * 1024  # request line and headers together
     receive_s: float = 60.0  # for a whole request to arrive
+    receive_bytes: int = 128 * 1024 * 1024
+    """Of bodies that are not here entirely, all connections together. What is beyond it is told to
+    come back (429), but ``always_bytes`` any body may send: small ones pass while large ones are
+    stuck."""
+    always_bytes: int = 64 * 1024
     stall_s: float = 60.0  # without reading while an answer waits
     grace_s: int = 5  # for answers under way when the server is told to stop
 
@@ -32,10 +41,28 @@ class _HeadTooLarge(Exception):
     pass
 
 
+class Receiving:
+    """What bodies hold that are not here entirely, of all connections of one server."""
+
+    def __init__(self, limit: int, on_refusal: Callable[[], None]) -> None:
+        self._limit = limit
+        self._on_refusal = on_refusal
+        self.held = 0
+
+    def take(self, size: int) -> bool:
+        """Whether there is room for so many bytes; then they are held."""
+        if self.held + size > self._limit:
+            self._on_refusal()
+            return False
+        self.held += size
+        return True
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """httptools' protocol with ``Limits``; see ``guarded``."""
 
     limits = Limits()
+    receiving = Receiving(limits.receive_bytes, lambda: None)
 
     # Bytes that the parser took without handing anything on. In a head it collects until the end
     # of the headers (or of one value, however long), so this is what it holds.
@@ -44,6 +71,9 @@ class GuardedProtocol(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read
     _whole = True  # no request has begun, or it is here entirely
     _refusal: ApiError | None = None
+    _body = 0  # bytes of the body that is coming in
+    _reserved = 0  # of those, what is held of the bound for all
+    _deaf = False  # it was refused while it was sending: nothing more is heard
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,6 +84,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_receiving()
+        self._release()
         self.resume_writing()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -61,6 +92,8 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- reading
 
     def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
         self._held += len(data)
         super().data_received(data)
         if self.parser is None or self.transport.is_closing():
@@ -88,13 +121,41 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._held = 0
+        self._body += len(body)
+        if self._body > self.limits.always_bytes and not self._has_room():
+            return
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._held = 0
         self._whole = True
         self._end_receiving()
+        self._release()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.cycle.response_complete:  # no later request is coming in; what comes is dropped
+            self._release()
+        super().on_response_complete()
+
+    def _has_room(self) -> bool:
+        """Whether what has come of a large body may be kept; else its sender is told so."""
+        if self._deaf:
+            return False
+        if self.cycle.response_complete:
+            return True
+        more = self._body - self.limits.always_bytes - self._reserved
+        if self.receiving.take(more):
+            self._reserved += more
+            return True
+        seconds = random.randint(1, 4)  # spread out: they shall not all come back at once
+        text = f"too many large requests are on their way here; come back in {seconds} s"
+        self._refuse(overloaded(text, seconds), linger=True)
+        return False
+
+    def _release(self) -> None:
+        self.receiving.held -= self._reserved
+        self._body = self._reserved = 0
 
     def send_400_response(self, msg: str) -> None:
         """Whatever httptools could not read, in OpenAI's shape."""
@@ -108,15 +169,28 @@ class GuardedProtocol(HttpToolsProtocol):
         message = f"the request did not arrive within {self.limits.receive_s:g} s"
         self._refuse(ApiError(408, message, code="request_timeout"))
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: ApiError, *, linger: bool = False) -> None:
+        """Answers and closes. With ``linger`` what the client still sends is read for a moment:
+        closing on it would be a reset, which eats the answer."""
         self._end_receiving()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = error.json()
-            head = (
-                b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-            )
-            self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
-        self.transport.close()
+            head = b"content-type: application/json\r\nconnection: close\r\n"
+            for name, value in (error.headers or {}).items():
+                head += f"{name}: {value}\r\n".encode()
+            head += b"content-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        if not linger:
+            self.transport.close()
+            return
+        self._deaf = True
+        self._release()
+        self.cycle.disconnected = True  # for the app the client has gone
+        self.cycle.body.clear()
+        self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _end_receiving(self) -> None:
         if self._receiving is not None:
@@ -144,9 +218,14 @@ class GuardedProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
 
-def guarded(limits: Limits) -> type[GuardedProtocol]:
-    """The protocol class, for uvicorn's ``http`` setting."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits})
+def guarded(limits: Limits, on_overload: Callable[[], None]) -> type[GuardedProtocol]:
+    """The protocol class of one server, for uvicorn's ``http`` setting.
+
+    Args:
+        on_overload: is told of each request for whose body there was no room.
+    """
+    receiving = Receiving(limits.receive_bytes, on_overload)
+    return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits, "receiving": receiving})
 
 
 def _head_too_large(limit: int) -> ApiError:

@@ -82,7 +82,7 @@ class GatewayDeps:
     """Sampling defaults of requests and attempts that set nothing."""
     max_body_bytes: int = MAX_BODY_BYTES
     max_concurrent: int = 1024
-    """Requests being answered at once; those beyond are told to come back (429)."""
+    """Requests answered at once, whoever answers; those beyond are told to come back (429)."""
     max_queued: int = 1024
     """Answers waiting in the sampler's queue; while there are more, no request is added."""
     max_calls_per_rollout: int | None = None

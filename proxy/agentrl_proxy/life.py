@@ -35,7 +35,7 @@ class Accepted:
     memory: Attempt | None
     answer: Answer | None  # what retries of this request wait for
     heading: wire.Heading
-    slot: Slot | None  # its place among those that our sampler answers
+    slot: Slot  # its place among those being answered
 
     @property
     def wanted_by_retry(self) -> bool:
@@ -119,8 +119,7 @@ class CallLife:
 
     @staticmethod
     def _leave(job: Accepted, *, answered: bool = False) -> None:
-        if job.slot is not None:
-            job.slot.leave(answered=answered)
+        job.slot.leave(answered=answered)
 
     @staticmethod
     def _abandon(job: Accepted) -> None:

@@ -140,7 +140,13 @@ SCHEMAS: dict[str, Schema] = {
     },
     "ExportTraceServiceResponse": {"type": "object"},
     "Models": _object(["object", "data"], object={"const": "list"}, data={"type": "array"}),
-    "Health": _object(["status"], status={"enum": ["ok", "unhealthy"]}),
+    "Health": _object(
+        ["status", "version", "boot_id", "recoveries"],
+        status={"enum": ["ok", "unhealthy"]},
+        version=_TEXT,
+        boot_id=_TEXT,
+        recoveries={"type": "integer"},
+    ),
     "Error": _object(
         ["error"],
         error=_object(

@@ -17,27 +17,25 @@ quotes is cleaned before it is stored, logged or answered.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_proxy import wire
-from agentrl_proxy.admission import Admission
+from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.asgi import Write
-from agentrl_proxy.attempts import Attempts
+from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
+from agentrl_proxy.litellm_router import make_router
+from agentrl_proxy.provider_deltas import Deltas
 from agentrl_proxy.recording import agent_name, row_id, trace_context
-from agentrl_proxy.translation import IMPORTING
+from agentrl_proxy.redaction import Redaction
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
@@ -59,7 +57,6 @@ _PASSED_ON = frozenset(
 # fmt: on
 # What calls record of how they were asked; messages and tools are in the row's request.
 _RECORDED = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed")
-_SHORTEST_SECRET = 8
 _LONGEST_ERROR = 2000
 
 
@@ -101,7 +98,7 @@ class OtherModels:
         self._admission = admission
         self._life = CallLife(attempts, stats)
         self._models = deps.other_models
-        self._secrets = _secrets(self._models)
+        self._redaction = Redaction(self._models.values())
         self._router: asyncio.Task[Any] | None = None
 
     def named(self, raw: Mapping[str, Any]) -> OtherModel | None:
@@ -112,7 +109,7 @@ class OtherModels:
     def begin(self) -> None:
         """Starts importing LiteLLM, so that the first request need not wait for it."""
         if self._models:
-            self._router = asyncio.create_task(asyncio.to_thread(_make_router, self._models))
+            self._router = asyncio.create_task(asyncio.to_thread(make_router, self._models))
 
     async def _ready_router(self) -> Any:
         router = self._router
@@ -129,6 +126,28 @@ class OtherModels:
         """What the gateway itself refuses is refused here, before a row exists."""
         attempt = caller.attempt
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+        try:
+            slot = self._admission.enter(0)
+        except ApiError:
+            if memory is not None:
+                memory.refused(body, headers.get("idempotency-key"))
+            raise
+        try:
+            return await self._accept(request, body, caller, memory, headers, slot)
+        except BaseException:
+            slot.leave()
+            raise
+
+    async def _accept(
+        self,
+        request: OtherRequest,
+        body: bytes,
+        caller: Caller,
+        memory: Attempt | None,
+        headers: Mapping[str, str],
+        slot: Slot,
+    ) -> OtherJob:
+        attempt = caller.attempt
         seq = 0
         if attempt is not None and memory is not None:
             # Its calls count. Its tokens are the provider's, and known only when it has answered.
@@ -147,7 +166,7 @@ class OtherModels:
         if memory is not None:
             answer = memory.begin(body, headers.get("idempotency-key"))
         return OtherJob(
-            caller, memory, answer, heading, None, name, asked, dialect, request.first_choice, calls
+            caller, memory, answer, heading, slot, name, asked, dialect, request.first_choice, calls
         )
 
     async def give_up(self, job: OtherJob) -> None:
@@ -166,7 +185,7 @@ class OtherModels:
         Raises:
             ApiError: there are too many requests (429), it took too long (504) or failed (502).
         """
-        slot = self._admission.enter(1)
+        slot = self._admission.enter(0)
         try:
             await self._ready_router()
             return await self._counted(request, model)
@@ -306,7 +325,7 @@ class OtherModels:
     ) -> list[bytes]:
         """Passes chunks on as they come; returns those that say how a choice ended."""
         held: list[bytes] = []
-        deltas = _Deltas()
+        deltas = Deltas()
         try:
             async for chunk in chunks:
                 one = chunk.model_dump(exclude_none=True)
@@ -368,7 +387,7 @@ class OtherModels:
             status, code = 502, "provider_unreachable"
             message = f"the provider of {job.name!r} cannot be reached: {said}"
         elif type(status) is int and 400 <= status < 600 and len(causes) > 1:
-            code = next(filter(None, map(_own_code, causes)), "provider_error")
+            code = self._clean(next(filter(None, map(_own_code, causes)), "provider_error"))
             message = f"the provider of {job.name!r} answered {status}: {said}"
         else:
             log.error("%s failed", job.heading.id, exc_info=_without_cause(error, said))
@@ -378,7 +397,7 @@ class OtherModels:
         kinds = {400: "invalid_request_error", 401: "authentication_error",
                  403: "permission_error", 429: "rate_limit_error"}  # fmt: skip
         after = next(filter(None, map(_retry_after, causes)), None)
-        headers = {} if after is None else {"retry-after": after}
+        headers = {} if after is None else {"retry-after": self._clean(after)}
         return ApiError(
             status,
             message,
@@ -388,8 +407,7 @@ class OtherModels:
         )
 
     def _clean(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "[key]")
+        text = self._redaction.clean(text)
         return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + " ..."
 
     # --- recording
@@ -481,63 +499,6 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A tool call in a stream, as its provider began it."""
-
-    index: int  # ours
-    id: str
-    name: str
-
-    def is_followed_by(self, id: str, name: str) -> bool:
-        """Whether a piece with this id and name (empty: none) begins another call. One without a
-        name does not, whatever its id: some servers make a new id for every piece."""
-        if not name:
-            return False
-        return id != self.id if id else name != self.name
-
-
-class _Deltas:
-    """A provider's deltas as OpenAI's. Some repeat a call's id and name in every piece, which would
-    begin another call; some begin another call under an index that had one (LiteLLM's Ollama
-    counts anew in every chunk); LiteLLM repeats a thought's whole text with its signature."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[int, int], _Begun] = {}  # the latest by choice and their index
-        self._count: dict[int, int] = {}  # of calls begun, by choice
-        self._thinking = set[int]()  # choices that are in the middle of a thought
-
-    def tidied(self, delta: dict[str, Any], choice: int) -> dict[str, Any]:
-        tidy = dict(delta)
-        if delta.get("tool_calls"):
-            tidy["tool_calls"] = [self._call(call, choice) for call in delta["tool_calls"]]
-        if delta.get("thinking_blocks"):
-            tidy["thinking_blocks"] = [self._thought(b, choice) for b in delta["thinking_blocks"]]
-        return tidy
-
-    def _call(self, call: dict[str, Any], choice: int) -> dict[str, Any]:
-        place, function = (choice, call.get("index", 0)), call.get("function") or {}
-        said_id, name = call.get("id") or "", function.get("name") or ""
-        arguments = function.get("arguments") or ""
-        known = self._calls.get(place)
-        if known is not None and not known.is_followed_by(said_id, name):
-            return {"index": known.index, "function": {"arguments": arguments}}
-        index = self._count.get(choice, 0)
-        self._count[choice] = index + 1
-        self._calls[place] = _Begun(index, said_id, name)
-        call_id = said_id or f"call_{secrets.token_hex(12)}"
-        function = {"name": name, "arguments": arguments}
-        return {"type": "function", "id": call_id, "index": index, "function": function}
-
-    def _thought(self, block: dict[str, Any], choice: int) -> dict[str, Any]:
-        if block.get("signature"):
-            said = choice in self._thinking
-            self._thinking.discard(choice)
-            return {**block, "thinking": ""} if said else block
-        self._thinking.add(choice)
-        return block
-
-
 def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
     """What the Router and the provider say of an answer: which model, at what price."""
     hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
@@ -553,73 +514,6 @@ def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
         "fallbacks": extra.get("x-litellm-attempted-fallbacks"),
     }
     job.noted |= {key: value for key, value in noted.items() if value is not None}
-
-
-def _make_router(models: Mapping[str, OtherModel]) -> Any:
-    with IMPORTING:
-        return _router(models)
-
-
-def _router(models: Mapping[str, OtherModel]) -> Any:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
-    import litellm
-    from litellm.router import Router
-
-    litellm.suppress_debug_info = True  # it prints advice to stdout at every error
-    litellm.turn_off_message_logging = True
-    for name in ("LiteLLM", "LiteLLM Router"):
-        # They quote errors, which may quote keys; ours says what went wrong, cleaned.
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    asyncio.run(_rehearse(litellm))
-    deployments = [
-        {
-            "model_name": name,
-            "litellm_params": {
-                **one.params,
-                "model": one.model,
-                "api_base": one.api_base,
-                "api_key": one.api_key,
-                "timeout": one.timeout,
-                "num_retries": one.num_retries,
-            },
-        }
-        for name, one in models.items()
-    ]
-    return Router(
-        model_list=deployments,
-        fallbacks=[{name: list(one.fallbacks)} for name, one in models.items() if one.fallbacks],
-        num_retries=0,  # each model says its own
-        # A name has one deployment: cooling it down would turn one failure into many.
-        disable_cooldowns=True,
-    )
-
-
-async def _rehearse(litellm: Any) -> None:
-    """Lets LiteLLM import what it imports at its first calls: on the gateway's event loop that
-    would stall everybody's streams for half a second and more."""
-    hello = [{"role": "user", "content": "hello"}]
-    nobody = socket.socket()  # bound, not listening: connections to it are refused
-    with nobody:
-        nobody.bind(("127.0.0.1", 0))
-        base = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        with contextlib.suppress(Exception):
-            await litellm.acompletion(
-                model="openai/nobody", messages=hello, api_base=base, api_key="none", max_retries=0
-            )
-    with contextlib.suppress(Exception):
-        mock: dict[str, Any] = {"model": "openai/nobody", "mock_response": "hello"}
-        await litellm.acompletion(messages=hello, **mock)
-        async for _ in await litellm.acompletion(messages=hello, stream=True, **mock):
-            pass
-
-
-def _secrets(models: Mapping[str, OtherModel]) -> list[str]:
-    """Every key that an error could quote: ours, and those LiteLLM finds in the environment."""
-    found = {one.api_key for one in models.values() if one.api_key}
-    if models:
-        endings = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-        found |= {value for name, value in os.environ.items() if name.upper().endswith(endings)}
-    return sorted((s for s in found if len(s) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

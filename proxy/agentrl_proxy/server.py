@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from agentrl_proxy.connection import Limits, guarded
+from agentrl_proxy.deps import GatewayStats
 
 _BACKLOG = 2048
 
@@ -119,10 +120,15 @@ def _limits(app: FastAPI) -> Limits:
 
 def _server(app: FastAPI) -> uvicorn.Server:
     limits = _limits(app)
+    stats: GatewayStats = app.state.gateway.stats
+
+    def count_overload() -> None:
+        stats.overloaded += 1
+
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=guarded(limits),
+        http=guarded(limits, count_overload),
         ws="none",
         lifespan="on",
         access_log=False,  # every call is in the store; paths would fill the log

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.config import ConfigError, ServeConfig, TrainConfig, explain, tables_as_json
-from agentrl.gateway import other_model
+from agentrl.gateway import other_model, variables_of
 from agentrl.rollout_stream import tasks_in_order
 from agentrl.run_folder import RunFolder
 from agentrl.runner.config import RunnerConfig
@@ -163,6 +163,23 @@ timeout = 3
         (("ANSWERER_KEY", "sk-secret-key"), "models.answerer.api_key_env: "),
         (("{temperature = 0", '{api_key = "sk-secret-key"'), "name its variable in api_key_env"),
         (("{temperature = 0", "{timeout = 0"), "timeout belongs beside params"),
+        (
+            ("{temperature = 0", '{extra_headers = {Authorization = "Bearer sk-secret-key"}'),
+            "extra_headers.Authorization is a secret, which must not be in the file: write "
+            "os.environ/NAME in its place",
+        ),
+        (
+            ("{temperature = 0", '{extra_headers = {x-team-key = "sk-secret-key"}'),
+            "extra_headers.x-team-key is a secret",
+        ),
+        (
+            ("{temperature = 0", '{aws_secret_access_key = "sk-secret-key"'),
+            "aws_secret_access_key is a secret",
+        ),
+        (
+            ("{temperature = 0", '{extra_headers = {x-key = "os.environ/NO_SUCH_NAME"}'),
+            "models.answerer.params: the environment variable NO_SUCH_NAME is not set",
+        ),
         (("timeout = 3", "timeout = -3"), "models.spare.v2.timeout: got -3"),
         (("timeout = 3", "time_out = 3"), "models.spare.v2.time_out: there is no such setting"),
         (('"openai/x"', '""'), "models.spare.v2.model: got ''"),
@@ -210,6 +227,26 @@ def test_the_models_table_reaches_the_gateway_without_its_keys(monkeypatch: Any)
     assert other_model({**dumped["models"]["spare.v2"], "api_base": "http://x"}).api_key == "none"
 
 
+def test_parameters_may_name_secrets(monkeypatch: Any) -> None:
+    monkeypatch.setenv("ANSWERER_KEY", "sk-secret-key")
+    monkeypatch.setenv("TEAM_TOKEN", "sk-team-token")
+    params = (
+        'params = {extra_headers = {Authorization = "Bearer os.environ/TEAM_TOKEN", x-a = "b"}, '
+        'prompt_cache_key = "games", max_tokens = 5, stop = ["os.environ/TEAM_TOKEN"]}'
+    )
+    table = TABLE.replace('params = {temperature = 0, drop_params = true, stop = ["x"]}', params)
+    config = TrainConfig(agent="a:b", tasks=Path("t"), **tomllib.loads(table))
+    models = config.model_dump(mode="json")["models"]
+    assert "sk-team-token" not in json.dumps(models)
+    assert variables_of(models) == ["ANSWERER_KEY", "TEAM_TOKEN", "TEAM_TOKEN"]
+    assert other_model(models["answerer"]).params == {
+        "extra_headers": {"Authorization": "Bearer sk-team-token", "x-a": "b"},
+        "prompt_cache_key": "games",
+        "max_tokens": 5,
+        "stop": ["sk-team-token"],
+    }
+
+
 def test_the_command_line_reads_the_models_table(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('tasks = "no.jsonl"\n' + TABLE)
@@ -247,9 +284,9 @@ def test_every_limit_reaches_the_gateway() -> None:
     from agentrl.gateway import GatewaySettings
 
     asked = ServeConfig(
-        max_concurrent=2, max_queued=3, receive_timeout=4, stall_timeout=5, grace=6,
-        accept_any_model=False,
+        max_concurrent=2, max_queued=3, receive_timeout=4, receive_mib=40, stall_timeout=5,
+        grace=6, accept_any_model=False,
     )  # fmt: skip
     limits = asked.gateway_limits()
-    assert list(limits.values()) == [2, 3, 4, 5, 6, False, None]
+    assert list(limits.values()) == [2, 3, 4, 40, 5, 6, False, None]
     assert limits.keys() <= set(GatewaySettings.__dataclass_fields__)

@@ -107,7 +107,7 @@ class FakeGateway:
             def log_message(self, *args: Any) -> None: ...
 
             def do_GET(self) -> None:
-                body = json.dumps({"boot_id": gateway.boot_id}).encode()
+                body = json.dumps({"boot_id": gateway.boot_id, "recoveries": 0}).encode()
                 self._answer(200 if gateway.healthy else 503, body)
 
             def do_POST(self) -> None:

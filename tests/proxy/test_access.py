@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from agentrl_proxy.server import bind, is_loopback, serving
 from agentrl_tracer.schemas import SkipReason
 
 BODY: dict[str, Any] = {"model": "policy", "messages": USER}
+OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 
 
 def post(url: str, key: str | None, body: Any = None, **more: Any) -> httpx.Response:
@@ -246,13 +249,28 @@ def test_health_and_adapters(gateway: Running) -> None:
     assert post(url, OPERATOR_KEY, body | {"path": "/missing"}).status_code == 503
     assert post(url, OPERATOR_KEY, body).json() == {"name": "policy", "version": 4}
     assert gateway.sampler.loaded == [("policy", 4, "/somewhere")]
-    health = httpx.get(f"{gateway.url}/healthz").json()
+    health = httpx.get(f"{gateway.url}/healthz", headers=OPERATOR).json()
     assert health["status"] == "ok"
     assert health["boot_id"] == "boot"
     assert health["adapters"] == {"policy": 4}
     with client(gateway) as api:
         answer = api.chat.completions.create(model="policy", messages=USER)
     assert answer.system_fingerprint == "policy@4"
+
+
+def test_strangers_hear_of_health_only(start: Any) -> None:
+    gateway: Running = start()
+    keys = (None, "sk-wrong", gateway.claims[0].key)
+    for headers in ({} if key is None else {"authorization": f"Bearer {key}"} for key in keys):
+        assert httpx.get(f"{gateway.url}/healthz", headers=headers).json() == {
+            "status": "ok", "version": version("agentrl"), "boot_id": "boot", "recoveries": 0,
+        }  # fmt: skip
+    for headers in (OPERATOR, {"x-api-key": OPERATOR_KEY}):
+        health = httpx.get(f"{gateway.url}/healthz", headers=headers).json()
+        assert (health["gateway"]["accepted"], health["in_flight"]) == (0, 0)
+        assert {"pid", "adapters", "sampler"} <= set(health)
+    with serving(create_app(replace(gateway.deps, operator_key=None))) as url:
+        assert "gateway" in httpx.get(f"{url}/healthz").json()  # on this machine, for anybody
 
 
 def test_an_adapter_that_is_not_loaded(gateway: Running) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_sampler import Running
+from scripted_sampler import OPERATOR_KEY, Running
 from test_access import post
 from test_ingest import otlp
 
@@ -106,7 +106,8 @@ def test_spans_calls_and_rewards_are_forwarded(
     assert call.attributes["gen_ai.response.id"] == recorded.response_id
     assert call.attributes["gen_ai.usage.output_tokens"] == len(recorded.response_ids)
     assert {s.attributes["agentrl.rollout.id"] for s in backend.spans} == {claim.rollout_id}
-    health = httpx.get(f"{gateway.url}/healthz").json()
+    operator = {"authorization": f"Bearer {OPERATOR_KEY}"}
+    health = httpx.get(f"{gateway.url}/healthz", headers=operator).json()
     assert health["forward_otlp"] == {"sent": 3, "lost": 0, "queued": 0}
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -20,6 +20,7 @@ from scripted_sampler import OPERATOR_KEY, Running
 from test_chat import CALL, TOOLS, USER, client, streamed
 
 from agentrl_proxy.deps import OtherModel
+from agentrl_proxy.redaction import Redaction
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
@@ -441,6 +442,62 @@ def test_a_providers_refusal_in_openais_shape(
     assert claim.key not in json.dumps(upstream.seen)
 
 
+@pytest.mark.parametrize("place", ["header", "parameter", "code"])
+def test_secrets_beside_the_key_are_not_quoted_either(
+    start: Any, faulty: Any, caplog: Any, place: str
+) -> None:
+    hidden = "hunter2-very-secret"
+    code = hidden.replace("-", "_") if place == "code" else None
+    hidden = code or hidden
+    upstream = faulty((400, lambda _: trouble(f"model gpt-4o-mini, us-east-1: {hidden}", code)))
+    params: dict[str, Any] = {
+        "extra_headers": {"authorization": f"Bearer {hidden}", "x-team": hidden},
+        "base_model": "gpt-4o-mini",
+    }
+    if place == "parameter":
+        params = {"organization": hidden, "aws_region_name": "us-east-1"}
+    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0, params=params)
+    gateway: Running = start(other_models={"answerer": other})
+    caplog.set_level(logging.DEBUG)
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", "messages": USER},
+        headers={"authorization": f"Bearer {claim.key}"},
+        timeout=90,  # LiteLLM is imported
+    )
+    assert len(upstream.seen) == 1
+    assert response.status_code == 400
+    assert "model gpt-4o-mini, us-east-1: [key]" in response.json()["error"]["message"]
+    call = only_call(gateway)
+    stored = [call.error or "", json.dumps(call.params), json.dumps(call.response)]
+    assert not [text for text in (response.text, caplog.text, *stored) if hidden in text]
+
+
+def test_what_is_taken_for_a_secret() -> None:
+    models = [
+        OtherModel(
+            "azure/x",
+            "https://me:pa55-word-secret@host/v1?sig=a-signature",
+            "sk-the-key",
+            params={
+                "extra_headers": {"x-team": "Bearer some-words", "x-short": "short"},
+                "vertex_credentials": {"private": ["an-rsa-key"]},
+                "organization": "org-AbCdEf",
+                "api_version": "2024-10-21",
+                "base_model": "azure/gpt-4o-mini",
+            },
+        )
+    ]
+    quoted = (
+        "pa55-word-secret a-signature sk-the-key some-words short an-rsa-key org-AbCdEf "
+        "2024-10-21 azure/gpt-4o-mini host/v1"
+    )
+    assert Redaction(models).clean(quoted) == (
+        "[key] [key] [key] [key] short [key] [key] 2024-10-21 azure/gpt-4o-mini host/v1"
+    )
+
+
 def test_a_request_cannot_lead_the_key_elsewhere(
     gateway: Running, provider: Running, faulty: Any
 ) -> None:
@@ -532,6 +589,50 @@ def test_calls_count_in_the_rollouts_budget(start: Any, provider: Running) -> No
                 api.chat.completions.create(model=model, messages=USER)
     assert len(gateway.calls(gateway.claims[0])) == 3
     assert gateway.stats["over_budget"] == 2
+
+
+async def test_overload_is_refused_and_every_place_comes_back(start: Any, faulty: Any) -> None:
+    upstream = faulty((200, said("x")))
+    answers, asked, go_on = upstream.server.RequestHandlerClass.do_POST, Event(), Event()
+
+    def slow(handler: Any) -> None:
+        asked.set()
+        assert go_on.wait(30)
+        answers(handler)
+
+    upstream.server.RequestHandlerClass.do_POST = slow
+    gateway: Running = start(
+        max_concurrent=1,
+        max_calls_per_rollout=4,
+        other_models={"answerer": OtherModel("openai/x", upstream.url, SECRET, num_retries=0)},
+    )
+    claim, body = gateway.claims[0], {"model": "answerer", "messages": USER}
+    async with httpx.AsyncClient(
+        base_url=gateway.base_url(claim), headers={"x-api-key": claim.key}, timeout=30
+    ) as api:
+
+        async def ask(path: str = "/chat/completions", **more: Any) -> httpx.Response:
+            return await api.post(path, json=body | more)
+
+        first = asyncio.create_task(ask())
+        await asyncio.to_thread(asked.wait, 30)
+        refused = await asyncio.gather(ask(), ask(stream=True), ask(model="policy"))
+        assert [one.status_code for one in refused] == [429] * 3
+        assert refused[0].json()["error"]["code"] == "overloaded"
+        assert int(refused[0].headers["retry-after"]) >= 1
+        assert gateway.stats["overloaded"] == 3
+        go_on.set()
+        assert (await first).status_code == 200
+        # Of two prompts the second finds no place; the first gives its own back.
+        assert (await ask("/completions", prompt=["a", "b"])).status_code == 429
+        upstream.answers = [(400, trouble("no"))]
+        assert (await ask()).status_code == 400
+        upstream.answers = [(200, said("x"))]
+        assert (await ask()).status_code == 200
+        assert (await ask()).json()["error"]["code"] == "rollout_budget_exceeded"
+        assert (await ask(model="policy")).json()["error"]["code"] == "rollout_budget_exceeded"
+    assert len(gateway.calls(claim)) == 4
+    assert gateway.store.accounting(gateway.run_id).adds_up
 
 
 def test_outside_a_rollout(gateway: Running) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import select
 import signal
 import socket
 import subprocess
@@ -213,6 +214,71 @@ def test_an_endless_body_is_cut_off(start: Any) -> None:
                     sock.settimeout(20)
             assert sent < 1000
     assert gateway.stats["accepted"] == 1
+
+
+def test_stuck_bodies_have_one_bound_together(start: Any) -> None:
+    """Of what is beyond the bound nothing is kept, and small requests pass all the while."""
+    size, bound = 1_000_000, 3_000_000
+    gateway: Running = start(limits=Limits(receive_bytes=bound))
+    url = gateway.url + CHAT
+
+    def ask(more: int) -> httpx.Response:
+        body = BODY | {"metadata": {"x": "a" * more}}
+        return httpx.post(url, json=body, headers={"authorization": f"Bearer {OPERATOR_KEY}"})
+
+    assert ask(size).status_code == 200
+    for how in ({"content_length": 2 * size}, {"transfer_encoding": "chunked"}):
+        data = head(**how) + (b"" if "content_length" in how else b"%x\r\n" % (2 * size))
+        before = gateway.stats["overloaded"]
+        with contextlib.ExitStack() as stack:
+            socks = [stack.enter_context(connected(gateway)) for _ in range(20)]
+            data += b" " * size
+            with little_is_allocated(kept=5_000_000, at_once=8_000_000):
+                for sock in socks:
+                    send_all(sock, data)
+                wait_until(lambda: gateway.stats["overloaded"] == before + 17)  # noqa: B023
+            answered = select.select(socks, [], [], 5)[0]
+            assert len(answered) == 17
+            for sock in answered:
+                answer = read_all(sock)  # and then it is closed
+                assert answer.startswith(b"HTTP/1.1 429 ")
+                assert b"\r\nretry-after: " in answer
+                assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+            assert ask(0).status_code == 200
+            assert ask(size).status_code == 429
+            with client(gateway) as api, pytest.raises(openai.RateLimitError):
+                api.chat.completions.create(
+                    model="policy", messages=USER, metadata={"x": "a" * size}
+                )
+            stack.close()  # the three leave
+            wait_until(lambda: ask(2 * size).status_code == 200)
+    assert gateway.stats["in_flight"] == 0
+
+
+def test_no_body_is_counted_for_good(start: Any) -> None:
+    """The bound is whole again after each fate of a body: answered, refused, cut off, pipelined."""
+    gateway: Running = start(
+        limits=Limits(receive_bytes=1_000_000, receive_s=1.5), max_body_bytes=600_000
+    )
+    large = json.dumps(BODY | {"metadata": {"x": "a" * 500_000}}).encode()
+    whole = head(content_length=len(large)) + large
+    with httpx.Client(headers={"authorization": f"Bearer {OPERATOR_KEY}"}) as api:
+        for _ in range(4):
+            assert api.post(gateway.url + CHAT, content=large).status_code == 200
+            assert api.post(gateway.url + "/nowhere", content=large).status_code == 404
+            assert api.post(gateway.url + CHAT, content=large, headers={"authorization": "x"}
+                            ).status_code == 401  # fmt: skip
+            assert api.post(gateway.url + CHAT, content=large * 3).status_code == 413
+            with connected(gateway) as sock:  # cut off by its client
+                sock.sendall(whole[:-9])
+            with connected(gateway) as sock:  # cut off by us
+                sock.sendall(whole[:-9])
+                assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+            with connected(gateway) as sock:
+                sock.sendall(whole + whole)
+                answers = b""
+                while answers.count(b"HTTP/1.1 200 ") < 2:
+                    answers += sock.recv(65536)
 
 
 # --- clients that do not read

@@ -298,6 +298,39 @@ async def test_the_sum_notices_a_lost_record(store: Store) -> None:
     assert not store.accounting(run_id).adds_up
 
 
+def test_the_writers_own_reads_are_of_now_and_leave_nothing_open(tmp_path: Path) -> None:
+    """They go through the connection that writes; others write meanwhile, other threads ask."""
+    store, other = (Store(str(tmp_path / "store.db")) for _ in range(2))
+    run_id = start_run(store, rollouts=2)
+    first, second = claimed(other), claimed(other)
+    store.register_gateway("boot", run_id, 1)
+
+    def write(claim: Claim, name: str) -> AttemptState | None:
+        states = store.write_calls("boot", [], [call_of(claim, name)], 1, wait=False)
+        return states[claim.attempt_id]
+
+    def sum_of_pages_left() -> int:
+        with other.db.read() as c:
+            busy, log, moved = c.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
+        return busy + log - moved
+
+    assert write(first, "a") is AttemptState.RUNNING
+    assert store.attempt_state(first.attempt_id) is AttemptState.RUNNING
+    other.end_attempt(first.attempt_id, AttemptState.SUCCEEDED)
+    assert store.attempt_state(first.attempt_id) is AttemptState.SUCCEEDED
+    assert write(second, "b") is AttemptState.RUNNING  # what was read has not kept it in the past
+    assert write(first, "c") is AttemptState.SUCCEEDED
+    assert store.attempt_state(second.attempt_id) is AttemptState.RUNNING
+    assert sum_of_pages_left() == 0
+    asked: list[AttemptState | None] = []
+    asking = threading.Thread(target=lambda: asked.append(store.attempt_state(first.attempt_id)))
+    asking.start()
+    asking.join()
+    assert asked == [AttemptState.SUCCEEDED]
+    for one in (store, other):
+        one.close()
+
+
 async def test_a_failing_database_fails_the_call_not_the_writer(store: Store) -> None:
     run_id = start_run(store)
     claim = claimed(store)

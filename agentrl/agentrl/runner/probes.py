@@ -52,8 +52,7 @@ class GatewayProbe:
 
 def _boot_id(health: dict[str, Any]) -> str:
     """Of the gateway, and of a sampler that died and came back without it."""
-    boot_id = health["boot_id"]
-    return f"{boot_id}-{health.get('sampler', {}).get('recoveries', 0)}"
+    return f"{health['boot_id']}-{health['recoveries']}"
 
 
 class QueueWatch:
