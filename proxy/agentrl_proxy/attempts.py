@@ -34,6 +34,7 @@ class Answer:
     done: asyncio.Future[dict[str, Any]]
     waiting: int = 0  # retries that wait for it: it must then outlive its own client
     claims: int = 0  # retries that have ever waited for it
+    committing: bool = False  # its client left, and its rows are on their way to the store
 
 
 @dataclass(slots=True)

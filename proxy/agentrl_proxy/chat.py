@@ -360,13 +360,16 @@ class ChatService:
             await self._fail(job, sampled, error)
             raise unavailable(f"the sampler failed: {type(error).__name__}: {error}",
                               "sampler_error") from error  # fmt: skip
-        await self._life.commit(job, _whole(job, sampled, response))
-        if job.memory is not None and job.is_chat:
+
+        def remember() -> None:
+            assert job.memory is not None
             for i, one in enumerate(response["choices"]):
                 self._remember(job, job.memory, one["message"], sampled[i], texts[i])
                 if withdrawn[i]:  # an agent may drop the calls that never became any
                     self._remember(job, job.memory, wire.message(replies[i]), sampled[i], texts[i])
-        self._life.answered(job, response)
+
+        recording = _whole(job, sampled, response)
+        await self._life.commit(job, recording, response, remember if job.is_chat else None)
         if write is not None and streams is not None:
             await self._finish_stream(job, streams, replies, response, write)
         return response

@@ -295,8 +295,8 @@ class OtherModels:
             await self._life.close(job, state, self._finish(job, state, partial, refusal.message))
             # ``from None``: the cause would quote the provider's words to whoever logs it.
             raise refusal from None
-        await self._life.commit(job, self._finish(job, CallState.COMPLETED, response))
-        self._life.answered(job, response)
+        recording = self._finish(job, CallState.COMPLETED, response)
+        await self._life.commit(job, recording, response)
         if write is not None:
             await write(b"".join(held))
         return response
