@@ -177,6 +177,15 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class PastCall:
+    """A recorded call, and what else tells whose retry asks for it."""
+
+    call: Call
+    gateway: str  # boot id of the one that accepted it
+    continued: bool  # a later call of its attempt went on from its very tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """An OpenTelemetry span. Ids are lower-case hex: 32 digits for traces, 16 for spans."""
 
