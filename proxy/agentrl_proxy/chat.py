@@ -226,19 +226,6 @@ class ChatService:
             self.resolve_model(request.model, headers),
         )
 
-    async def earlier_answer(
-        self, body: bytes, caller: Caller, headers: Mapping[str, str]
-    ) -> dict[str, Any] | None:
-        """The answer to an identical request of this attempt, waited for if still on its way."""
-        if caller.attempt is None:
-            return None
-        # The client closed the connection of the request that it repeats: let that be seen first.
-        await asyncio.sleep(0)
-        memory = self._attempts.get(caller.attempt.attempt_id)
-        response = await memory.earlier(body, headers.get("idempotency-key"))
-        self.stats.replayed += response is not None
-        return response
-
     def _params(self, request: ChatRequest, caller: Caller, prompt_tokens: int) -> SamplingParams:
         """Forced by the attempt > asked for > the attempt's defaults > the gateway's."""
         deps = self.deps

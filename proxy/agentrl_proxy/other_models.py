@@ -32,11 +32,12 @@ from agentrl_proxy.admission import Admission
 from agentrl_proxy.asgi import Write
 from agentrl_proxy.attempts import Attempts
 from agentrl_proxy.auth import Caller, ask
+from agentrl_proxy.completions import legacy_entries, plain_entry
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
-from agentrl_proxy.recording import agent_name, row_id, trace_context
+from agentrl_proxy.recording import agent_name, client_key, row_id, trace_context
 from agentrl_proxy.translation import IMPORTING
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
@@ -236,6 +237,7 @@ class OtherModels:
             finish_reason=None,
             params={
                 "n": request.n,
+                **client_key(headers),
                 **{k: chat[k] for k in _RECORDED if chat.get(k) is not None},
             },
             request=request.raw,
@@ -447,7 +449,7 @@ def _placed(choice: dict[str, Any], job: OtherJob) -> dict[str, Any]:
     if logprobs is not None:
         content = logprobs.get("content")
         if content is None and "tokens" in logprobs:
-            content = _entries(logprobs)
+            content = legacy_entries(logprobs)
         content = [_filled(entry) for entry in content or ()]
         choice["logprobs"] = {"refusal": None, **logprobs, "content": content}
     return choice
@@ -460,25 +462,7 @@ def _filled(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled_token(one: dict[str, Any]) -> dict[str, Any]:
-    return {**_entry(one["token"], one["logprob"]), **one}
-
-
-def _entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
-    """The log-probs of a text completion, as chat's."""
-    tops = legacy.get("top_logprobs") or []
-    entries: list[dict[str, Any]] = []
-    for i, (token, logprob) in enumerate(
-        zip(legacy["tokens"], legacy["token_logprobs"], strict=True)
-    ):
-        top = tops[i] if i < len(tops) and tops[i] else {}
-        entry = _entry(token, logprob)
-        entry["top_logprobs"] = [_entry(*pair) for pair in top.items()]
-        entries.append(entry)
-    return entries
-
-
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+    return {**plain_entry(one["token"], one["logprob"]), **one}
 
 
 @dataclass(frozen=True, slots=True)

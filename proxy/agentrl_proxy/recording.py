@@ -144,7 +144,7 @@ def open_calls(
         first_choice: the index of these rows' first choice in the response, which is not 0 where
             one response answers several prompts.
     """
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = client_key(headers)
     if constrained is not None:
         extra["constrained"] = constrained
     if branched is not None:
@@ -207,6 +207,12 @@ def agent_name(headers: Mapping[str, str]) -> str | None:
     """Which agent (role) makes the call, as it says itself."""
     name = headers.get(AGENT_HEADER)
     return None if name is None else unquote(name).replace("\0", "\ufffd")
+
+
+def client_key(headers: Mapping[str, str]) -> dict[str, Any]:
+    """What a client calls its request, where it does, as its retries will: for ``Call.params``."""
+    key = headers.get("idempotency-key")
+    return {} if key is None else {"idempotency_key": key}
 
 
 def trace_context(headers: Mapping[str, str]) -> tuple[str | None, str | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,18 @@ def running(
     finally:
         writer.close()
         store.close()
+
+
+@contextlib.contextmanager
+def restarted(gateway: Running) -> Iterator[Running]:
+    """The next process of a gateway: same store and sampler, nothing remembered."""
+    boot_id = f"{gateway.deps.boot_id}'"
+    gateway.store.register_gateway(boot_id, gateway.run_id, os.getpid())
+    writer = TraceWriter(gateway.store, boot_id)
+    deps = replace(gateway.deps, writer=writer, boot_id=boot_id)
+    app = create_app(deps)
+    try:
+        with serving(app) as url:
+            yield replace(gateway, url=url, deps=deps, app=app)
+    finally:
+        writer.close()

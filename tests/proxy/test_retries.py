@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
-from running_gateway import running
+from running_gateway import restarted, running
 from scripted_sampler import Running
 
 from agentrl_proxy.deps import OtherModel
@@ -87,7 +89,7 @@ def test_a_client_that_leaves_during_the_commit(gateway: Running, model: str, st
             with pytest.raises(httpx.TimeoutException):
                 post(gateway, path, asked, claim, timeout=0.5)
             until(lambda: gateway.stats["in_flight"] == 0)  # nobody is held up by the store
-        until(lambda: completed(gateway, claim))
+        until(partial(completed, gateway, claim))
         again = [post(gateway, path, asked, claim, headers=RETRY) for _ in range(2)]
         calls = gateway.calls(claim)
         assert again[0].text == again[1].text
@@ -111,3 +113,81 @@ def test_a_retry_during_the_commit_waits_for_it(gateway: Running) -> None:
     more = [*USER, reply, {"role": "user", "content": "And now?"}]
     assert post(gateway, "/chat/completions", {"model": "policy", "messages": more}).is_success
     assert gateway.calls(gateway.claims[0])[1].params["continued"]
+
+
+# --- after a restart of the gateway
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "köln", "k": 3}}\n</tool_call>'
+SAID = f"<think>\nhm\n</think>\n\nLet me look. {CALL}\n{CALL}"
+SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
+LONG = "look_" + "things_" * 12 + "up"  # Anthropic's names may be longer than OpenAI's
+FUNCTION = {"type": "function", "function": {"name": "search", "parameters": SCHEMA}}
+OURS: list[tuple[str, dict[str, Any]]] = [
+    ("/chat/completions", {"messages": USER, "tools": [FUNCTION]}),
+    ("/chat/completions", {"messages": USER, "n": 3, "logprobs": True, "top_logprobs": 2}),
+    ("/chat/completions", {"messages": USER, "return_token_ids": True, "max_tokens": 5}),
+    ("/chat/completions", {"messages": USER, "stop": ["look"], "stream_options":
+                           {"include_usage": True}}),
+    ("/completions", {"prompt": "One", "stop": "look", "echo": True}),
+    ("/completions", {"prompt": ["One", "Two"], "n": 2, "logprobs": 2, "stop": "look"}),
+    ("/responses", {"input": "Hi", "tools": [{"type": "function", "name": "search",
+                                              "parameters": SCHEMA}]}),
+    ("/responses", {"input": "Hi", "include": ["message.output_text.logprobs"],
+                    "top_logprobs": 1, "max_output_tokens": 9}),
+    ("/messages", {"messages": USER, "max_tokens": 99, "tools": [
+        {"name": "search", "input_schema": SCHEMA}]}),
+    ("/messages", {"messages": USER, "max_tokens": 99, "stop_sequences": ["look"]}),
+    ("/messages", {"messages": USER, "max_tokens": 5}),
+    # The same body as another protocol's is another request.
+    ("/chat/completions", {"messages": USER, "max_tokens": 5}),
+]  # fmt: skip
+ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
+    ("/chat/completions", {"messages": USER, "n": 2}),
+    ("/completions", {"prompt": ["One", "Two"], "logprobs": 1, "n": 2}),
+    ("/responses", {"input": "Hi"}),
+    ("/messages", {"messages": USER, "max_tokens": 9}),
+]
+
+
+@pytest.mark.parametrize(("model", "asks"), [("policy", OURS), ("answerer", ELSEWHERE)])
+def test_a_retry_after_a_restart_hears_what_was_answered(
+    gateway: Running, model: str, asks: list[tuple[str, dict[str, Any]]]
+) -> None:
+    gateway.sampler.script = lambda *_: SAID
+    asked = [
+        (path, {"model": model, "stream": stream} | body)
+        for path, body in asks
+        for stream in (False, True)
+    ]
+    told = [post(gateway, path, body).raise_for_status() for path, body in asked]
+    before = [post(gateway, path, body, headers=RETRY).text for path, body in asked]
+    calls = gateway.calls(gateway.claims[0])
+    with restarted(gateway) as gateway:
+        gateway.sampler.healthy = False  # not that anything could be sampled
+        after = [post(gateway, path, body, headers=RETRY).text for path, body in asked]
+        twice = [post(gateway, path, body, headers=RETRY).text for path, body in asked]
+        assert gateway.stats["replayed"] >= 2 * len(asked)
+    assert after == before == twice
+    for (path, body), first, again in zip(asked, told, after, strict=True):
+        assert body["stream"] or first.text == again, path
+    assert gateway.calls(gateway.claims[0]) == calls
+
+
+def test_a_tool_with_a_long_name_after_a_restart(gateway: Running) -> None:
+    body: dict[str, Any] = {
+        "model": "policy", "messages": USER, "max_tokens": 99, "stream": True,
+        "tools": [{"name": LONG, "input_schema": SCHEMA}],
+    }  # fmt: skip
+
+    def said(*_: Any) -> str:
+        [tool] = gateway.sampler.requests[-1:]
+        prompt = gateway.renderer.decode_raw(tool.prompt_ids)
+        name = re.search(r'"name": "([^"]+)"', prompt)
+        assert name is not None
+        return f'<tool_call>\n{{"name": "{name[1]}", "arguments": {{"q": 1}}}}\n</tool_call>'
+
+    gateway.sampler.script = said
+    assert LONG in post(gateway, "/messages", body).text
+    before = post(gateway, "/messages", body, headers=RETRY).text
+    with restarted(gateway) as gateway:
+        assert post(gateway, "/messages", body, headers=RETRY).text == before
