@@ -37,7 +37,7 @@ from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
-from agentrl_proxy.recording import agent_name, client_key, row_id, trace_context
+from agentrl_proxy.recording import agent_name, client_marks, row_id, trace_context
 from agentrl_proxy.translation import IMPORTING
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
@@ -237,7 +237,7 @@ class OtherModels:
             finish_reason=None,
             params={
                 "n": request.n,
-                **client_key(headers),
+                **client_marks(headers),
                 **{k: chat[k] for k in _RECORDED if chat.get(k) is not None},
             },
             request=request.raw,

@@ -26,11 +26,6 @@ from agentrl_tracer.schemas import CallState, PastCall
 _FAILED = (CallState.ERROR, CallState.CANCELLED)
 
 
-def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether the client says that it has sent this same request before."""
-    return headers.get("x-stainless-retry-count", "0") != "0"
-
-
 class EarlierAnswers:
     """The answers that have been given, whichever service gave them."""
 
@@ -87,29 +82,20 @@ def _recall(
         if same and call.response_id.startswith(dialect.id_prefix):
             requests.setdefault(call.response_id, []).append(one)
     told: list[tuple[bool, list[dict[str, Any]]]] = []
-    failed: list[PastCall] = []  # and not asked again since
+    unanswered = 0
     for calls in requests.values():
-        again = next((one for one in failed if _over(one, calls[0])), None)
-        if again is not None:
-            failed.remove(again)
+        if calls[0].call.params.get("client_retry") and unanswered:
+            unanswered -= 1  # it was sampled in the place of one of these
         answers = [_answer(calls, prompt, dialect) for prompt in range(len(bodies))]
         whole = [one for one in answers if one is not None]
         if len(whole) == len(bodies):
             told.append((any(one.continued for one in calls), whole))
-        else:
-            failed += [one for one in calls if one.call.state in _FAILED][:1]
+        elif any(one.call.state in _FAILED for one in calls):
+            unanswered += 1
     # Whom an agent went on from has been heard: a retry asks rather for another, and for the last.
     told.sort(key=lambda one: not one[0])
     for i, body in enumerate(bodies):
-        memory.recall(body, name, [whole[i] for _, whole in told], len(failed))
-
-
-def _over(failed: PastCall, later: PastCall) -> bool:
-    """Whether a request had failed before this later one came, which may then be its retry."""
-    ended_at = failed.call.ended_at
-    if ended_at is None:  # it was lost with its gateway
-        return failed.gateway != later.gateway
-    return ended_at <= later.call.started_at
+        memory.recall(body, name, [whole[i] for _, whole in told], unanswered)
 
 
 def _answer(calls: Sequence[PastCall], prompt: int, dialect: wire.Dialect) -> dict[str, Any] | None:

@@ -17,8 +17,8 @@ from agentrl_proxy.asgi import Write
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.life import Accepted
-from agentrl_proxy.recording import agent_name
-from agentrl_proxy.retries import EarlierAnswers, is_retry
+from agentrl_proxy.recording import agent_name, is_retry
+from agentrl_proxy.retries import EarlierAnswers
 
 JobT = TypeVar("JobT", bound=Accepted)
 

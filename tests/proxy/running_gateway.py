@@ -60,14 +60,15 @@ def running(
 
 @contextlib.contextmanager
 def restarted(gateway: Running) -> Iterator[Running]:
-    """The next process of a gateway: same store and sampler, nothing remembered."""
+    """The next process of a gateway: same store, and nothing remembered."""
     boot_id = f"{gateway.deps.boot_id}'"
     gateway.store.register_gateway(boot_id, gateway.run_id, os.getpid())
     writer = TraceWriter(gateway.store, boot_id)
-    deps = replace(gateway.deps, writer=writer, boot_id=boot_id)
+    sampler = ScriptedSampler(gateway.renderer, gateway.sampler.script)
+    deps = replace(gateway.deps, writer=writer, sampler=sampler, boot_id=boot_id)
     app = create_app(deps)
     try:
         with serving(app) as url:
-            yield replace(gateway, url=url, deps=deps, app=app)
+            yield replace(gateway, url=url, sampler=sampler, deps=deps, app=app)
     finally:
         writer.close()

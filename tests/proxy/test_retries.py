@@ -7,6 +7,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from running_gateway import restarted, running
 from scripted_sampler import Running
 
+from agentrl_proxy.attempts import MAX_ANSWERS
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import CallState, Claim
@@ -49,10 +51,9 @@ def post(
     gateway: Running, path: str, body: dict[str, Any], claim: Claim | None = None, **more: Any
 ) -> httpx.Response:
     claim = claim or gateway.claims[0]
+    more = {"timeout": 60, **more}
     headers = {"authorization": f"Bearer {claim.key}", **more.pop("headers", {})}
-    return httpx.post(
-        gateway.base_url(claim) + path, json=body, headers=headers, **{"timeout": 60} | more
-    )
+    return httpx.post(gateway.base_url(claim) + path, json=body, headers=headers, **more)
 
 
 @contextlib.contextmanager
@@ -191,3 +192,95 @@ def test_a_tool_with_a_long_name_after_a_restart(gateway: Running) -> None:
     before = post(gateway, "/messages", body, headers=RETRY).text
     with restarted(gateway) as gateway:
         assert post(gateway, "/messages", body, headers=RETRY).text == before
+
+
+HELLO = {"model": "policy", "messages": USER}
+CHAT = "/chat/completions"
+
+
+def said(gateway: Running, **headers: str) -> str:
+    """The id of what a chat request is answered with."""
+    return post(gateway, CHAT, HELLO, headers=headers).raise_for_status().json()["id"]
+
+
+def test_each_retry_after_a_restart_finds_its_own_request(gateway: Running) -> None:
+    """Of three identical requests one was gone on from: its client has heard it."""
+    first = [post(gateway, CHAT, HELLO).json() for _ in range(3)]
+    more = [*USER, first[1]["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+    post(gateway, CHAT, {"model": "policy", "messages": more}).raise_for_status()
+    ids = [one["id"] for one in first]
+    with restarted(gateway) as gateway:
+        again = [said(gateway, **RETRY) for _ in range(4)]
+        assert again == [ids[2], ids[0], ids[1], ids[1]]
+        assert said(gateway) not in ids  # unmarked: a sample of its own
+        assert len(gateway.sampler.requests) == 1
+
+
+def test_a_retry_after_a_restart_is_of_the_request_that_got_no_answer(gateway: Running) -> None:
+    """One answered, one failed, and two under way as their gateway died."""
+    heard = said(gateway)
+    gateway.sampler.fail_after = 0
+    assert post(gateway, CHAT, HELLO).status_code == 503
+    gateway.sampler.fail_after = None
+    gateway.sampler.delay = 1.0
+    with ThreadPoolExecutor() as pool:
+        lost = [pool.submit(post, gateway, CHAT, HELLO) for _ in range(2)]
+        until(lambda: len(gateway.calls(gateway.claims[0])) == 4)
+        with restarted(gateway) as after:
+            again = [said(after, **RETRY) for _ in range(3)]
+            assert len({heard, *again}) == 4
+            assert said(after, **RETRY) == again[-1]  # nobody waits any more: the last answer
+        with restarted(gateway) as after:
+            assert said(after, **RETRY) == again[-1]
+            assert not after.sampler.requests
+        gateway.sampler.delay = 0.0
+        for one in lost:
+            one.result()
+
+
+def test_a_retry_after_a_restart_is_of_the_same_name_and_agent(gateway: Running) -> None:
+    one, other = {"idempotency-key": "one"}, {"idempotency-key": "other"}
+    player, judge = {"x-agentrl-agent": "player"}, {"x-agentrl-agent": "judge"}
+    ids = [said(gateway, **headers) for headers in (one, other, player, judge)]
+    with restarted(gateway) as after:
+        for _ in range(2):
+            again = [said(after, **headers, **RETRY) for headers in (one, other, player, judge)]
+            assert again == ids
+        assert said(after, **RETRY) not in ids
+
+
+def test_retries_at_once_after_a_restart(gateway: Running) -> None:
+    ids = [said(gateway) for _ in range(4)]
+    with restarted(gateway) as after, ThreadPoolExecutor() as pool:
+        again = list(pool.map(lambda _: said(after, **RETRY), ids))
+    assert sorted(again) == sorted(ids)
+    assert not after.sampler.requests
+
+
+def test_an_answer_that_memory_had_to_drop(gateway: Running) -> None:
+    first = said(gateway)
+    for i in range(MAX_ANSWERS):
+        post(gateway, CHAT, HELLO | {"seed": i}).raise_for_status()
+    assert said(gateway, **RETRY) == first
+
+
+def test_a_request_that_nobody_knows_is_sampled(gateway: Running) -> None:
+    claim = gateway.claims[1]
+    others = post(gateway, CHAT, HELLO, claim).json()["id"]  # another attempt's
+    assert said(gateway, **RETRY) != others
+    assert [c.attempt_id for c in gateway.calls(gateway.claims[0])] == [
+        gateway.claims[0].attempt_id
+    ]
+
+
+def test_only_marked_retries_of_unknown_requests_look_into_the_store(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    look = gateway.store.same_requests
+    monkeypatch.setattr(gateway.store, "same_requests", lambda *a: looked.append(a[0]) or look(*a))
+    said(gateway)
+    assert said(gateway, **RETRY) == said(gateway, **RETRY)
+    assert not looked
+    post(gateway, CHAT, HELLO | {"seed": 5}, headers=RETRY).raise_for_status()
+    assert looked == [gateway.claims[0].attempt_id]

@@ -178,10 +178,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class PastCall:
-    """A recorded call, and what else tells whose retry asks for it."""
+    """A call that may have been the one which a retry repeats."""
 
     call: Call
-    gateway: str  # boot id of the one that accepted it
     continued: bool  # a later call of its attempt went on from its very tokens
 
 

@@ -76,7 +76,6 @@ def _goes_on_from(later: sa.FromClause) -> sa.ColumnElement[bool]:
 _SAME_REQUESTS = (
     sa.select(
         *_CALL_COLUMNS,
-        t.calls.c.gateway,
         sa.exists().where(_goes_on_from(t.calls.alias("later"))).label("continued"),
     )
     .where(
@@ -173,12 +172,12 @@ class CallStore:
     def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
         """Calls of an attempt that were asked with exactly this wire request, in order."""
         asked = {"attempt_id": attempt_id, "request": json_text(request)}
-        with self.db.read() as c:
-            rows = [dict(row) for row in c.execute(_SAME_REQUESTS, asked).mappings()]
         found: list[PastCall] = []
-        for row in rows:
-            gateway, continued = row.pop("gateway"), row.pop("continued")
-            found.append(PastCall(_call(row), gateway, bool(continued)))
+        with self.db.read() as c:
+            for row in c.execute(_SAME_REQUESTS, asked).mappings():
+                columns = dict(row)
+                continued = bool(columns.pop("continued"))
+                found.append(PastCall(_call(columns), continued))
         return found
 
     def _keep(self, c: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
