@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,7 @@ def running(
 @contextlib.contextmanager
 def restarted(gateway: Running) -> Iterator[Running]:
     """The next process of a gateway: same store, and nothing remembered."""
-    boot_id = f"{gateway.deps.boot_id}'"
+    boot_id = secrets.token_hex(6)
     gateway.store.register_gateway(boot_id, gateway.run_id, os.getpid())
     writer = TraceWriter(gateway.store, boot_id)
     sampler = ScriptedSampler(gateway.renderer, gateway.sampler.script)

@@ -39,7 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def gateway(start: Callable[..., Running], renderer: Renderer, tmp_path: Any) -> Iterator[Running]:
+def both(start: Callable[..., Running], renderer: Renderer, tmp_path: Any) -> Iterator[Running]:
     """One whose model ``answerer`` is somebody else's: another gateway's."""
     with running(tmp_path / "provider", renderer, {}) as provider:
         base, key = provider.base_url(), str(provider.deps.operator_key)
@@ -80,7 +80,8 @@ def completed(gateway: Running, claim: Claim) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", ["policy", "answerer"])
-def test_a_client_that_leaves_during_the_commit(gateway: Running, model: str, stream: bool) -> None:
+def test_a_client_that_leaves_during_the_commit(both: Running, model: str, stream: bool) -> None:
+    gateway = both
     claims = gateway.new_claims(len(BODIES))
     for claim, (path, body) in zip(claims, BODIES.items(), strict=True):
         asked = {"model": model, "stream": stream} | body
@@ -152,8 +153,9 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "asks"), [("policy", OURS), ("answerer", ELSEWHERE)])
 def test_a_retry_after_a_restart_hears_what_was_answered(
-    gateway: Running, model: str, asks: list[tuple[str, dict[str, Any]]]
+    both: Running, model: str, asks: list[tuple[str, dict[str, Any]]]
 ) -> None:
+    gateway = both
     gateway.sampler.script = lambda *_: SAID
     asked = [
         (path, {"model": model, "stream": stream} | body)
@@ -209,11 +211,11 @@ def test_each_retry_after_a_restart_finds_its_own_request(gateway: Running) -> N
     more = [*USER, first[1]["choices"][0]["message"], {"role": "user", "content": "And now?"}]
     post(gateway, CHAT, {"model": "policy", "messages": more}).raise_for_status()
     ids = [one["id"] for one in first]
-    with restarted(gateway) as gateway:
-        again = [said(gateway, **RETRY) for _ in range(4)]
+    with restarted(gateway) as after:
+        again = [said(after, **RETRY) for _ in range(4)]
         assert again == [ids[2], ids[0], ids[1], ids[1]]
-        assert said(gateway) not in ids  # unmarked: a sample of its own
-        assert len(gateway.sampler.requests) == 1
+        assert said(after) not in ids  # unmarked: a sample of its own
+        assert len(after.sampler.requests) == 1
 
 
 def test_a_retry_after_a_restart_is_of_the_request_that_got_no_answer(gateway: Running) -> None:
