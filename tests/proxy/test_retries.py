@@ -20,6 +20,7 @@ from agentrl_proxy.attempts import MAX_ANSWERS
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import CallState, Claim
+from agentrl_trainer.trajectories import build_trajectories
 
 pytestmark = [  # LiteLLM's use of pydantic
     pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
@@ -286,3 +287,50 @@ def test_only_marked_retries_of_unknown_requests_look_into_the_store(
     assert not looked
     post(gateway, CHAT, HELLO | {"seed": 5}, headers=RETRY).raise_for_status()
     assert looked == [gateway.claims[0].attempt_id]
+
+
+# --- what is trained
+
+
+def assert_trained_once(gateway: Running, calls: int) -> None:
+    """Every call is a row of its own, of the tokens that its sampler gave, and each trains."""
+    recorded = gateway.calls(gateway.claims[0])
+    assert len(recorded) == calls
+    built = build_trajectories(recorded, max_length=10_000)
+    assert not built.skipped
+    assert [row.call_ids for row in built.trajectories] == [[call.id] for call in recorded]
+    for row, seen in zip(built.trajectories, gateway.sampler.requests, strict=True):
+        assert row.tokens == seen.prompt_ids + seen.sampled[0]
+        trained = [token for token, on in zip(row.tokens, row.mask, strict=True) if on]
+        assert trained == seen.sampled[0]
+
+
+def test_a_retry_of_a_completed_request_trains_once(gateway: Running) -> None:
+    first = said(gateway)
+    assert said(gateway, **RETRY) == first
+    assert_trained_once(gateway, 1)
+    assert said(gateway) != first  # unmarked
+    assert_trained_once(gateway, 2)
+
+
+def test_a_retry_of_a_request_in_flight_trains_once(gateway: Running) -> None:
+    gateway.sampler.delay = 0.05
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(said, gateway)
+        until(lambda: gateway.sampler.requests)
+        assert said(gateway, **RETRY) == first.result()
+    assert_trained_once(gateway, 1)
+
+
+def test_a_retry_after_its_client_left_during_the_commit_trains_once(gateway: Running) -> None:
+    with locked(gateway), pytest.raises(httpx.TimeoutException):
+        post(gateway, CHAT, HELLO, timeout=0.5)
+    said(gateway, **RETRY)
+    assert_trained_once(gateway, 1)
+
+
+def test_a_retry_after_a_restart_trains_once(gateway: Running) -> None:
+    first = said(gateway)
+    with restarted(gateway) as after:
+        assert said(after, **RETRY) == first
+    assert_trained_once(gateway, 1)

@@ -8,13 +8,12 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -132,24 +131,17 @@ main(sys.argv[1:])
 
 
 def test_a_retry_after_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
-    """The SDK's own, that of a broken stream, and late ones in every protocol: one row each."""
+    """The SDK's own, that of a broken stream, and one of long ago: each request has its one row."""
     mark = tmp_path / "kill"
     with real_gateway(tmp_path, KILLED.format(mark=str(mark))) as (url, claim, store, process):
-        base_url = f"{url}/rollouts/{claim.rollout_id}"
+        base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
         patient: Any = {"api_key": claim.key, "timeout": 90, "max_retries": 4}
         marked: Any = {"extra_headers": {"x-stainless-retry-count": "1"}}
         asked: Any = {"model": "m", "messages": ASKED}
-        with (
-            openai.OpenAI(base_url=f"{base_url}/v1", **patient) as api,
-            anthropic.Anthropic(base_url=base_url, **patient) as claude,
-        ):
+        with openai.OpenAI(base_url=base_url, **patient) as api:
             chat = api.chat.completions.create
-            earlier: list[Callable[..., Any]] = [
-                partial(api.completions.create, model="m", prompt=["One", "Two"]),
-                partial(api.responses.create, model="m", input="Who are you?"),
-                partial(claude.messages.create, **asked, max_tokens=8),
-            ]
-            told = [ask() for ask in earlier]
+            legacy = partial(api.completions.create, model="m", prompt=["One", "Two"])
+            earlier = legacy()
             mark.touch()
             own = chat(**asked, n=2)
             mark.touch()
@@ -157,15 +149,13 @@ def test_a_retry_after_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
                 list(chat(**asked, stream=True))
             stream = list(chat(**asked, stream=True, **marked))
             assert process.restarts == 2
-            assert [ask(**marked) for ask in earlier] == told
+            assert legacy(**marked) == earlier
             assert chat(**asked, n=2).id != own.id  # unmarked: a sample of its own
         process.stop()
         calls = store.calls(attempt_ids=[claim.attempt_id])
-        ids = [one.id for one in told]
-        assert [call.response_id for call in calls[:-2]] == [
-            ids[0], ids[0], ids[1], ids[2], own.id, own.id, stream[0].id,
-        ]  # fmt: skip
-        texts = [api_text(call) for call in calls[4:7]]
+        ids = [call.response_id for call in calls[:-2]]
+        assert ids == [earlier.id, earlier.id, own.id, own.id, stream[0].id]
+        texts = [api_text(call) for call in calls[2:5]]
         assert [one.message.content for one in own.choices] == texts[:2]
         assert "".join(c.choices[0].delta.content or "" for c in stream) == texts[2]
         assert {(call.state, call.skip_reason) for call in calls} == {(CallState.COMPLETED, None)}

@@ -68,7 +68,6 @@ class SkipReason(StrEnum):
     LATE_CALL = "late_call"  # finished after its attempt was sealed
     NOT_TRAINABLE_MODEL = "not_trainable_model"  # no adapter being trained answered it
     OTHER_AGENT = "other_agent"  # an adapter answered it that is trained on other agents' calls
-    CLIENT_RETRY = "client_retry"  # a marked retry replayed another call's answer
     MALFORMED_RECORD = "malformed_record"  # lengths of tokens and log-probs disagree
     EMPTY_RESPONSE = "empty_response"
     TOO_LONG = "too_long"
