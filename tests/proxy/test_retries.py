@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from running_gateway import restarted, running
 from scripted_sampler import Running
 
@@ -20,6 +21,7 @@ from agentrl_proxy.attempts import MAX_ANSWERS
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import CallState, Claim
+from agentrl_tracer.store.engine import normalise_url
 from agentrl_trainer.trajectories import build_trajectories
 
 pytestmark = [  # LiteLLM's use of pydantic
@@ -252,7 +254,20 @@ def test_a_retry_after_a_restart_is_of_the_same_name_and_agent(gateway: Running)
         assert said(after, **RETRY) not in ids
 
 
-def test_retries_at_once_after_a_restart(gateway: Running) -> None:
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_retries_at_once_after_a_restart(
+    start: Callable[..., Running], request: pytest.FixtureRequest, database: str
+) -> None:
+    """Over a network several look into the store before the first knows what is there."""
+    store_url = None
+    if database == "postgres":
+        server = normalise_url(request.getfixturevalue("postgres"))
+        admin = sa.create_engine(server, isolation_level="AUTOCOMMIT")
+        with admin.connect() as c:
+            c.execute(sa.text("CREATE DATABASE retries"))
+        store_url = admin.url.set(database="retries").render_as_string(hide_password=False)
+        admin.dispose()
+    gateway = start(store_url=store_url)
     ids = [said(gateway) for _ in range(4)]
     with restarted(gateway) as after, ThreadPoolExecutor() as pool:
         again = list(pool.map(lambda _: said(after, **RETRY), ids))
