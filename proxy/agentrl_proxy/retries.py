@@ -23,6 +23,7 @@ from agentrl_proxy.deps import GatewayStats, GatewayStore
 from agentrl_proxy.recording import agent_name
 from agentrl_tracer.schemas import CallState, PastCall
 
+_LOOKING_AT_ONCE = 4  # after a restart many clients retry; the store has others to serve
 _FAILED = (CallState.ERROR, CallState.CANCELLED)
 
 
@@ -33,6 +34,7 @@ class EarlierAnswers:
         self._store = store
         self._attempts = attempts
         self._stats = stats
+        self._looking = asyncio.Semaphore(_LOOKING_AT_ONCE)
 
     async def find(
         self,
@@ -56,8 +58,8 @@ class EarlierAnswers:
         attempt_id, name = caller.attempt.attempt_id, headers.get("idempotency-key")
         memory = self._attempts.get(attempt_id)
         if not memory.knows(bodies[0], name):
-            # In a thread: an attempt may have many calls with long requests.
-            past = await asyncio.to_thread(self._store.same_requests, attempt_id, raw)
+            async with self._looking:  # in a thread: it may be many calls with long requests
+                past = await asyncio.to_thread(self._store.same_requests, attempt_id, raw)
             if not memory.knows(bodies[0], name):  # nobody else has looked meanwhile
                 _recall(memory, past, bodies, dialect, headers)
         found = [await memory.earlier(body, name) for body in bodies]
