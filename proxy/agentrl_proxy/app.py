@@ -51,6 +51,7 @@ from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 from agentrl_proxy.other_models import OtherModels, OtherRequest
 from agentrl_proxy.recording import trace_context
 from agentrl_proxy.responses import responses_request
+from agentrl_proxy.retries import EarlierAnswers
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.work import OneJob
 from agentrl_tracer.schemas import AttemptState
@@ -76,6 +77,7 @@ class Gateway:
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
         self.others = OtherModels(deps, self.attempts, self.stats, admission)
+        self.answers = EarlierAnswers(deps.store, self.attempts, self.stats)
 
     async def healthz(self, request: Request) -> Response:
         """Whether it can answer, and which one it is: for anybody. The rest is the operator's."""
@@ -145,12 +147,12 @@ class Gateway:
         work: CompletionWork | OtherCompletionWork
         if elsewhere is None:
             asked = completion_request(raw, self.deps.renderer)
-            work = CompletionWork(self.chat, asked, body, caller, request.headers)
+            work = CompletionWork(self.chat, self.answers, asked, body, caller, request.headers)
             stream = asked.stream
         else:
             prompts, dialect = of_completion(raw, elsewhere)
             work = OtherCompletionWork(
-                self.others, self.chat, prompts, dialect, body, caller, request.headers
+                self.others, self.answers, prompts, dialect, body, caller, request.headers
             )
             stream = prompts[0].stream
         if not work.is_retry:
@@ -170,7 +172,7 @@ class Gateway:
         headers: Mapping[str, str],
     ) -> Response:
         service = self.chat if isinstance(asked, ChatRequest) else self.others
-        work = OneJob(service, self.chat, asked.dialect, asked, body, caller, headers)
+        work = OneJob(service, self.answers, asked.dialect, asked, body, caller, headers)
         if not work.is_retry:
             await work.accept()
         return WorkResponse(work, stream=asked.stream)

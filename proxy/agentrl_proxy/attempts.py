@@ -1,8 +1,8 @@
 """What a gateway remembers of each attempt while it runs: order, conversations, answers.
 
 Knows attempts by id. Does not know HTTP, tokens or how an answer is made. Everything here is in
-memory and may be lost: after a restart numbering goes on from the store, prompts are rendered
-plainly and a retry samples again.
+memory and may be lost: after a restart numbering goes on from the store, answers are recalled from
+it for the retries that ask for them (retries.py), and prompts are rendered plainly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -22,6 +22,7 @@ from agentrl_proxy.continuity import Conversations
 MAX_ATTEMPTS = 10_000
 IDLE_S = 3600.0
 MAX_ANSWERS = 64  # different requests per attempt, kept for client retries
+MAX_RECALLED = 16  # identical requests' answers, each for a retry of its own
 QUIET_S = 5.0  # after which an attempt may be over; then twice as long, and so on
 RETRY_WITHIN_S = 90.0  # clients that were refused come back sooner, or not at all
 
@@ -34,6 +35,7 @@ class Answer:
     done: asyncio.Future[dict[str, Any]]
     waiting: int = 0  # retries that wait for it: it must then outlive its own client
     claims: int = 0  # retries that have ever waited for it
+    committing: bool = False  # its client left, and its rows are on their way to the store
 
 
 @dataclass(slots=True)
@@ -58,8 +60,11 @@ class Attempt:
     _running: dict[bytes, list[Answer]] = field(default_factory=dict[bytes, list[Answer]])
     _unanswered: dict[bytes, list[float]] = field(default_factory=dict[bytes, list[float]])
     """When each failed or was refused."""
-    _answered: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict[bytes, bytes])
-    """The last answer of each, as JSON: its objects would take three times that."""
+    _answered: OrderedDict[bytes, tuple[bytes, ...]] = field(
+        default_factory=OrderedDict[bytes, tuple[bytes, ...]]
+    )
+    """The last answer of each, as JSON: its objects would take three times that. After recalled
+    ones, several: the last is the next retry's, until one is left."""
 
     @property
     def running(self) -> int:
@@ -95,8 +100,37 @@ class Attempt:
         running = self._running.get(key)
         if running:
             return await _shared(min(running, key=lambda answer: (answer.waiting, answer.claims)))
-        packed = self._answered.get(key)
-        return None if packed is None else orjson.loads(packed)
+        answers = self._answered.get(key)
+        if answers is None:
+            return None
+        *others, packed = answers
+        if others:
+            self._answered[key] = tuple(others)
+        return orjson.loads(packed)
+
+    def knows(self, body: bytes, idempotency_key: str | None) -> bool:
+        """Whether anything is remembered of such a request."""
+        key = _key(body, idempotency_key)
+        return key in self._running or key in self._unanswered or key in self._answered
+
+    def recall(
+        self,
+        body: bytes,
+        idempotency_key: str | None,
+        responses: Sequence[dict[str, Any]],
+        unanswered: int,
+    ) -> None:
+        """Takes over what somebody else remembers of such requests.
+
+        Args:
+            responses: the answers that were given, the one to be replayed first last.
+            unanswered: how many failed and have not been retried.
+        """
+        key = _key(body, idempotency_key)
+        for _ in range(min(unanswered, MAX_ANSWERS)):
+            self._to_be_retried(key)
+        if responses:
+            self._keep(key, responses[-MAX_RECALLED:])
 
     def begin(self, body: bytes, idempotency_key: str | None = None) -> Answer:
         answer = Answer(_key(body, idempotency_key), asyncio.get_running_loop().create_future())
@@ -107,11 +141,7 @@ class Attempt:
         """From now on its retries get this response."""
         self._end(answer)
         answer.done.set_result(response)
-        # A copy: orjson's bytes keep the buffer of 8 KB that they were written into.
-        self._answered[answer.key] = bytes(memoryview(orjson.dumps(response)))
-        self._answered.move_to_end(answer.key)
-        if len(self._answered) > MAX_ANSWERS:
-            self._answered.popitem(last=False)
+        self._keep(answer.key, [response])
 
     def abandon(self, answer: Answer) -> None:
         """It failed or was cancelled: a retry samples again."""
@@ -124,6 +154,13 @@ class Attempt:
     def refused(self, body: bytes, idempotency_key: str | None) -> None:
         """It was told to come back: its retry must not be taken for another's."""
         self._to_be_retried(_key(body, idempotency_key))
+
+    def _keep(self, key: bytes, responses: Sequence[dict[str, Any]]) -> None:
+        # Copies: orjson's bytes keep the buffer of 8 KB that they were written into.
+        self._answered[key] = tuple(bytes(memoryview(orjson.dumps(one))) for one in responses)
+        self._answered.move_to_end(key)
+        if len(self._answered) > MAX_ANSWERS:
+            self._answered.popitem(last=False)
 
     def _end(self, answer: Answer) -> None:
         running = self._running.get(answer.key, [])

@@ -226,19 +226,6 @@ class ChatService:
             self.resolve_model(request.model, headers),
         )
 
-    async def earlier_answer(
-        self, body: bytes, caller: Caller, headers: Mapping[str, str]
-    ) -> dict[str, Any] | None:
-        """The answer to an identical request of this attempt, waited for if still on its way."""
-        if caller.attempt is None:
-            return None
-        # The client closed the connection of the request that it repeats: let that be seen first.
-        await asyncio.sleep(0)
-        memory = self._attempts.get(caller.attempt.attempt_id)
-        response = await memory.earlier(body, headers.get("idempotency-key"))
-        self.stats.replayed += response is not None
-        return response
-
     def _params(self, request: ChatRequest, caller: Caller, prompt_tokens: int) -> SamplingParams:
         """Forced by the attempt > asked for > the attempt's defaults > the gateway's."""
         deps = self.deps
@@ -360,13 +347,16 @@ class ChatService:
             await self._fail(job, sampled, error)
             raise unavailable(f"the sampler failed: {type(error).__name__}: {error}",
                               "sampler_error") from error  # fmt: skip
-        await self._life.commit(job, _whole(job, sampled, response))
-        if job.memory is not None and job.is_chat:
+
+        def remember() -> None:
+            assert job.memory is not None
             for i, one in enumerate(response["choices"]):
                 self._remember(job, job.memory, one["message"], sampled[i], texts[i])
                 if withdrawn[i]:  # an agent may drop the calls that never became any
                     self._remember(job, job.memory, wire.message(replies[i]), sampled[i], texts[i])
-        self._life.answered(job, response)
+
+        recording = _whole(job, sampled, response)
+        await self._life.commit(job, recording, response, remember if job.is_chat else None)
         if write is not None and streams is not None:
             await self._finish_stream(job, streams, replies, response, write)
         return response

@@ -18,7 +18,8 @@ from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.life import Accepted
 from agentrl_proxy.openai_types import MAX_CHOICES, MAX_TOP_LOGPROBS, ChatRequest, chat_request
 from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.work import EarlierAnswers, RequestWork, Service
+from agentrl_proxy.retries import EarlierAnswers
+from agentrl_proxy.work import RequestWork, Service
 from agentrl_tracer.ids import new_id
 
 JobT = TypeVar("JobT", bound=Accepted)
@@ -144,13 +145,14 @@ class PromptsWork(RequestWork[JobT]):
         service: Service,
         answers: EarlierAnswers,
         dialect: Completion,
+        raw: dict[str, Any],
         prompts: int,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
         bodies = [body + b"#%d" % i if i else body for i in range(prompts)]
-        super().__init__(service, answers, dialect, bodies, caller, headers)
+        super().__init__(service, answers, dialect, raw, bodies, caller, headers)
         self._completion = dialect
 
     async def _say(self, responses: list[dict[str, Any]], write: Write | None) -> dict[str, Any]:
@@ -167,13 +169,14 @@ class CompletionWork(PromptsWork[Job]):
     def __init__(
         self,
         service: ChatService,
+        answers: EarlierAnswers,
         request: CompletionRequest,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        prompts = len(request.prompts)
-        super().__init__(service, service, request.dialect, prompts, body, caller, headers)
+        raw, prompts = request.common.raw, len(request.prompts)
+        super().__init__(service, answers, request.dialect, raw, prompts, body, caller, headers)
         self._chat = service
         self._request = request
 
@@ -294,6 +297,19 @@ class Completion:
         heading = _heading(wire.heading_of(response))
         return {**heading, "choices": choices, "usage": response["usage"] or None}
 
+    def read(self, said: dict[str, Any]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for one in said["choices"]:
+            text = one["text"].removeprefix(self._echo(one["index"]))
+            entries = None if one["logprobs"] is None else legacy_entries(one["logprobs"])
+            message = {"role": "assistant", "content": text}
+            choice = wire.choice(one["index"], message, one["finish_reason"], entries)
+            if "stop_reason" in one:
+                choice["stop_reason"] = one["stop_reason"]
+            choices.append(choice)
+        heading = wire.heading_of(said)
+        return wire.completion(heading, choices, said["usage"])
+
     def failed(self, error: ApiError) -> bytes:
         return wire.sse(error.body())
 
@@ -328,6 +344,25 @@ def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[s
         "text_offset": offsets,
     }
     return legacy, offset
+
+
+def legacy_entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
+    """The log-probs of a text completion, as chat's. Of a character split over several tokens it
+    does not say the bytes."""
+    tops = legacy.get("top_logprobs") or []
+    entries: list[dict[str, Any]] = []
+    for i, (token, logprob) in enumerate(
+        zip(legacy["tokens"], legacy["token_logprobs"], strict=True)
+    ):
+        top = tops[i] if i < len(tops) and tops[i] else {}
+        entry = plain_entry(token, logprob)
+        entry["top_logprobs"] = [plain_entry(*pair) for pair in top.items()]
+        entries.append(entry)
+    return entries
+
+
+def plain_entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 def _continues(byte: int) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from agentrl_proxy.connection import Limits
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.sampler import Sampler
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Reward, Span
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, PastCall, Reward, Span
 
 if TYPE_CHECKING:
     from agentrl_proxy.forward import OtlpForward
@@ -30,6 +30,7 @@ class GatewayStore(Protocol):
     def attempt_state(self, attempt_id: str) -> AttemptState | None: ...
     def next_seq(self, attempt_id: str) -> int: ...
     def spent(self, attempt_id: str) -> tuple[int, int]: ...
+    def same_requests(self, attempt_id: str, request: dict[str, Any]) -> list[PastCall]: ...
 
 
 class TraceSink(Protocol):

@@ -35,7 +35,7 @@ from agentrl_proxy.messages import count_elsewhere, messages_elsewhere
 from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.other_models import OtherJob, OtherModels, OtherRequest
 from agentrl_proxy.responses import response_elsewhere
-from agentrl_proxy.work import EarlierAnswers
+from agentrl_proxy.retries import EarlierAnswers
 from agentrl_tracer.ids import new_id
 
 
@@ -134,7 +134,8 @@ class OtherCompletionWork(PromptsWork[OtherJob]):
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(service, answers, dialect, len(requests), body, caller, headers)
+        raw = requests[0].raw
+        super().__init__(service, answers, dialect, raw, len(requests), body, caller, headers)
         self._others = service
         self._requests = requests
 

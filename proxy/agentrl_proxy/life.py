@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class CallLife:
     def __init__(self, attempts: Attempts, stats: GatewayStats) -> None:
         self._attempts = attempts
         self._stats = stats
+        self._alone = set[asyncio.Task[AttemptState | None]]()  # commits whose clients left
 
     async def run(
         self, job: Accepted, answering: Coroutine[Any, Any, dict[str, Any]]
@@ -70,17 +71,29 @@ class CallLife:
         self._stats.completed += 1
         return response
 
-    async def commit(self, job: Accepted, recording: Recording) -> None:
-        """Records a whole answer: after this it is durable, and may leave.
+    async def commit(
+        self,
+        job: Accepted,
+        recording: Recording,
+        response: dict[str, Any],
+        remember: Callable[[], None] | None = None,
+    ) -> None:
+        """Records a whole answer: after this it is durable, may leave, and is what retries get.
+
+        Args:
+            remember: what else is to be done once the answer is durable.
 
         Raises:
             ApiError: it is not (503), or came after its attempt was sealed (409).
-            asyncio.CancelledError: the client left in the last moment; the rows are complete.
+            asyncio.CancelledError: the client left in the last moment. The commit goes on, and
+                the answer waits for the client's retry: sampled again, it would train twice.
         """
+        commit = asyncio.create_task(self._commit(job, recording, response, remember))
         try:
-            state = await asyncio.shield(recording)
+            state = await asyncio.shield(commit)
         except asyncio.CancelledError:
             self._stats.cancelled += 1
+            self._leave_alone(job, commit)
             raise
         except Exception as error:
             self._stats.failed += 1
@@ -106,10 +119,35 @@ class CallLife:
         self._abandon(job)
         await self._record_end(job, CallState.ERROR, recording)
 
-    def answered(self, job: Accepted, response: dict[str, Any]) -> None:
-        """From now on marked retries get this answer."""
-        if job.memory is not None and job.answer is not None and not job.answer.done.done():
+    async def _commit(
+        self,
+        job: Accepted,
+        recording: Recording,
+        response: dict[str, Any],
+        remember: Callable[[], None] | None,
+    ) -> AttemptState | None:
+        state = await recording
+        if job.memory is not None and job.answer is not None and state is AttemptState.RUNNING:
+            if remember is not None:
+                remember()
             job.memory.answered(job.answer, response)
+        return state
+
+    def _leave_alone(self, job: Accepted, commit: asyncio.Task[AttemptState | None]) -> None:
+        """Nobody waits for this commit any more, but a retry may."""
+
+        def ended(commit: asyncio.Task[AttemptState | None]) -> None:
+            self._alone.discard(commit)
+            if not commit.cancelled() and commit.exception() is not None:
+                log.error("the store did not take %s", job.heading.id, exc_info=commit.exception())
+            if job.answer is not None:
+                job.answer.committing = False
+            self._abandon(job)  # no retry gets it, unless it has been answered
+
+        if job.answer is not None:
+            job.answer.committing = True
+        self._alone.add(commit)
+        commit.add_done_callback(ended)
 
     async def _record_end(self, job: Accepted, state: CallState, recording: Recording) -> None:
         try:
@@ -123,5 +161,5 @@ class CallLife:
 
     @staticmethod
     def _abandon(job: Accepted) -> None:
-        if job.answer is not None and job.memory is not None:
+        if job.answer is not None and job.memory is not None and not job.answer.committing:
             job.memory.abandon(job.answer)

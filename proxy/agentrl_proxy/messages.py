@@ -6,6 +6,7 @@ Knows Anthropic's fields, blocks and events. Does not know tokens; LiteLLM reads
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ _STOP_REASONS = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
     "content_filter": "refusal",
+}
+_FINISH_REASONS = {said: reason for reason, said in _STOP_REASONS.items()} | {
+    "stop_sequence": "stop"
 }
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -259,6 +263,29 @@ class Messages:
             **_stop(choice),
             "usage": _usage(response["usage"]),
         }
+
+    def read(self, said: dict[str, Any]) -> dict[str, Any]:
+        told = {full: name for name, full in self._names.items()}
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        calls: list[dict[str, Any]] = []
+        for block in said["content"]:
+            if block["type"] == "thinking":
+                message["reasoning_content"] = block["thinking"]
+            elif block["type"] == "text":
+                message["content"] = block["text"]
+            else:
+                name, arguments = told.get(block["name"], block["name"]), block["input"]
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": block["id"], "type": "function", "function": function})
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        choice = wire.choice(0, message, _FINISH_REASONS[said["stop_reason"]], None)
+        if said["stop_sequence"] is not None:
+            choice["stop_reason"] = said["stop_sequence"]
+        usage = wire.usage(said["usage"]["input_tokens"], said["usage"]["output_tokens"])
+        return wire.completion(wire.Heading(said["id"], said["model"]), [choice], usage)
 
     def failed(self, error: ApiError) -> bytes:
         return _event("error", error=anthropic_error(error)["error"])

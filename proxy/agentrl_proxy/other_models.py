@@ -28,13 +28,14 @@ from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.asgi import Write
 from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
+from agentrl_proxy.completions import legacy_entries, plain_entry
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.litellm_router import make_router
 from agentrl_proxy.provider_deltas import Deltas
-from agentrl_proxy.recording import agent_name, row_id, trace_context
+from agentrl_proxy.recording import agent_name, client_marks, row_id, trace_context
 from agentrl_proxy.redaction import Redaction
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
@@ -255,6 +256,7 @@ class OtherModels:
             finish_reason=None,
             params={
                 "n": request.n,
+                **client_marks(headers),
                 **{k: chat[k] for k in _RECORDED if chat.get(k) is not None},
             },
             request=request.raw,
@@ -314,8 +316,8 @@ class OtherModels:
             await self._life.close(job, state, self._finish(job, state, partial, refusal.message))
             # ``from None``: the cause would quote the provider's words to whoever logs it.
             raise refusal from None
-        await self._life.commit(job, self._finish(job, CallState.COMPLETED, response))
-        self._life.answered(job, response)
+        recording = self._finish(job, CallState.COMPLETED, response)
+        await self._life.commit(job, recording, response)
         if write is not None:
             await write(b"".join(held))
         return response
@@ -465,7 +467,7 @@ def _placed(choice: dict[str, Any], job: OtherJob) -> dict[str, Any]:
     if logprobs is not None:
         content = logprobs.get("content")
         if content is None and "tokens" in logprobs:
-            content = _entries(logprobs)
+            content = legacy_entries(logprobs)
         content = [_filled(entry) for entry in content or ()]
         choice["logprobs"] = {"refusal": None, **logprobs, "content": content}
     return choice
@@ -478,25 +480,7 @@ def _filled(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled_token(one: dict[str, Any]) -> dict[str, Any]:
-    return {**_entry(one["token"], one["logprob"]), **one}
-
-
-def _entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
-    """The log-probs of a text completion, as chat's."""
-    tops = legacy.get("top_logprobs") or []
-    entries: list[dict[str, Any]] = []
-    for i, (token, logprob) in enumerate(
-        zip(legacy["tokens"], legacy["token_logprobs"], strict=True)
-    ):
-        top = tops[i] if i < len(tops) and tops[i] else {}
-        entry = _entry(token, logprob)
-        entry["top_logprobs"] = [_entry(*pair) for pair in top.items()]
-        entries.append(entry)
-    return entries
-
-
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+    return {**plain_entry(one["token"], one["logprob"]), **one}
 
 
 def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:

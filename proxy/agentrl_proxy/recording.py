@@ -144,7 +144,7 @@ def open_calls(
         first_choice: the index of these rows' first choice in the response, which is not 0 where
             one response answers several prompts.
     """
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = client_marks(headers)
     if constrained is not None:
         extra["constrained"] = constrained
     if branched is not None:
@@ -207,6 +207,22 @@ def agent_name(headers: Mapping[str, str]) -> str | None:
     """Which agent (role) makes the call, as it says itself."""
     name = headers.get(AGENT_HEADER)
     return None if name is None else unquote(name).replace("\0", "\ufffd")
+
+
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether the client says that it has sent this same request before."""
+    return headers.get("x-stainless-retry-count", "0") != "0"
+
+
+def client_marks(headers: Mapping[str, str]) -> dict[str, Any]:
+    """By what retries tell this request from identical ones, for ``Call.params``: its name, if the
+    client gives it one, and whether it is a retry itself, of one that got no answer."""
+    marks: dict[str, Any] = {}
+    if (key := headers.get("idempotency-key")) is not None:
+        marks["idempotency_key"] = key
+    if is_retry(headers):
+        marks["client_retry"] = True
+    return marks
 
 
 def trace_context(headers: Mapping[str, str]) -> tuple[str | None, str | None]:

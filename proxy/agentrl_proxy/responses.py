@@ -46,6 +46,7 @@ _INCOMPLETE = {
     "length": {"reason": "max_output_tokens"},
     "content_filter": {"reason": "content_filter"},
 }
+_CUT = {details["reason"]: reason for reason, details in _INCOMPLETE.items()}
 
 
 def responses_request(raw: dict[str, Any]) -> ChatRequest:
@@ -255,6 +256,28 @@ class Responses:
         out = self._response(heading, status, items, response["usage"])
         out["incomplete_details"] = reason
         return out
+
+    def read(self, said: dict[str, Any]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        calls: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
+        for item in said["output"]:
+            if item["type"] == "reasoning":
+                message["reasoning_content"] = item["summary"][0]["text"]
+            elif item["type"] == "message":
+                message["content"], entries = (item["content"][0][k] for k in ("text", "logprobs"))
+            else:
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                calls.append({"id": item["call_id"], "type": "function", "function": function})
+        reason = "tool_calls" if calls else "stop"
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        if said["incomplete_details"] is not None:
+            reason = _CUT[said["incomplete_details"]["reason"]]
+        heading = wire.Heading(said["id"], said["model"], created=said["created_at"])
+        usage = wire.usage(said["usage"]["input_tokens"], said["usage"]["output_tokens"])
+        choice = wire.choice(0, message, reason, entries or None)
+        return wire.completion(heading, [choice], usage)
 
     def failed(self, error: ApiError) -> bytes:
         assert self._heading is not None  # a stream that has not begun is refused, not failed

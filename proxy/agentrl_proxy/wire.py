@@ -63,6 +63,10 @@ class Dialect(Protocol):
         """The answer as one JSON body, made of a chat completion."""
         ...
 
+    def read(self, said: dict[str, Any]) -> dict[str, Any]:
+        """The chat completion that such a body of our own model's was made of."""
+        ...
+
     def failed(self, error: ApiError) -> bytes:
         """The event that ends a stream which cannot go on."""
         ...
@@ -212,6 +216,9 @@ class Chat:
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         return response if response["usage"] else {**response, "usage": None}
+
+    def read(self, said: dict[str, Any]) -> dict[str, Any]:
+        return said
 
     def failed(self, error: ApiError) -> bytes:
         return sse(error.body())

@@ -1,7 +1,8 @@
 """A request as work: what is asked of a service, or what an earlier identical request was told.
 
-Knows marked retries, and that one request may be several jobs whose answers are one. Does not know
-protocols, tokens or sockets: services answer, dialects say the answer, ``asgi`` sends it.
+Knows that a marked retry is given what was answered before, and that one request may be several
+jobs whose answers are one. Does not know protocols, tokens or sockets: services answer, dialects
+say the answer, ``asgi`` sends it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from agentrl_proxy.asgi import Write
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.life import Accepted
+from agentrl_proxy.recording import agent_name, is_retry
+from agentrl_proxy.retries import EarlierAnswers
 
 JobT = TypeVar("JobT", bound=Accepted)
 
@@ -30,23 +33,11 @@ class Service(Protocol):
     async def run(self, job: Any, write: Write | None, /) -> dict[str, Any]: ...
 
 
-class EarlierAnswers(Protocol):
-    """What knows the answers that this process has given, whichever service gave them."""
-
-    async def earlier_answer(
-        self, body: bytes, caller: Caller, headers: Mapping[str, str]
-    ) -> dict[str, Any] | None: ...
-
-
-def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether the client says that it has sent this same request before."""
-    return headers.get("x-stainless-retry-count", "0") != "0"
-
-
 class RequestWork(ABC, Generic[JobT]):
     """One request. A marked client retry gets an identical earlier one's answer, if there is one.
 
     Args:
+        raw: the wire request.
         bodies: what retries find the answer of each job by.
     """
 
@@ -55,6 +46,7 @@ class RequestWork(ABC, Generic[JobT]):
         service: Service,
         answers: EarlierAnswers,
         dialect: wire.Dialect,
+        raw: dict[str, Any],
         bodies: Sequence[bytes],
         caller: Caller,
         headers: Mapping[str, str],
@@ -62,7 +54,10 @@ class RequestWork(ABC, Generic[JobT]):
         self._service = service
         self._answers = answers
         self._dialect = dialect
-        self._bodies = bodies
+        self._raw = raw
+        # The same words in another protocol, or of another agent, are another request.
+        whose = f"{dialect.id_prefix}{agent_name(headers)}\0".encode()
+        self._bodies = [whose + body for body in bodies]
         self._caller = caller
         self._headers = headers
         self._jobs: list[JobT] = []
@@ -77,7 +72,11 @@ class RequestWork(ABC, Generic[JobT]):
         return any(job.wanted_by_retry for job in self._jobs)
 
     async def run(self, write: Write | None) -> dict[str, Any]:
-        responses = None if self._jobs else await self._earlier()
+        responses = None
+        if not self._jobs:
+            responses = await self._answers.find(
+                self._raw, self._bodies, self._dialect, self._caller, self._headers
+            )
         if responses is None:
             if not self._jobs:
                 await self.accept()
@@ -106,14 +105,6 @@ class RequestWork(ABC, Generic[JobT]):
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _earlier(self) -> list[dict[str, Any]] | None:
-        found = [
-            await self._answers.earlier_answer(body, self._caller, self._headers)
-            for body in self._bodies
-        ]
-        answers = [one for one in found if one is not None]
-        return answers if len(answers) == len(found) else None
-
 
 class OneJob(RequestWork[Accepted]):
     """A request that one service answers as a whole."""
@@ -128,7 +119,7 @@ class OneJob(RequestWork[Accepted]):
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(service, answers, dialect, [body], caller, headers)
+        super().__init__(service, answers, dialect, request.raw, [body], caller, headers)
         self._request = request
 
     async def accept(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +57,19 @@ def running(
     finally:
         writer.close()
         store.close()
+
+
+@contextlib.contextmanager
+def restarted(gateway: Running) -> Iterator[Running]:
+    """The next process of a gateway: same store, and nothing remembered."""
+    boot_id = secrets.token_hex(6)
+    gateway.store.register_gateway(boot_id, gateway.run_id, os.getpid())
+    writer = TraceWriter(gateway.store, boot_id)
+    sampler = ScriptedSampler(gateway.renderer, gateway.sampler.script)
+    deps = replace(gateway.deps, writer=writer, sampler=sampler, boot_id=boot_id)
+    app = create_app(deps)
+    try:
+        with serving(app) as url:
+            yield replace(gateway, url=url, sampler=sampler, deps=deps, app=app)
+    finally:
+        writer.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import openai
 import pytest
 
 from agentrl_proxy.sampler import ContextLengthError, RefusedError, SamplingParams
-from agentrl_tracer.schemas import CallState, NewRollout, Purpose, SkipReason
+from agentrl_tracer.schemas import Call, CallState, Claim, NewRollout, Purpose, SkipReason
 from agentrl_tracer.store import Store
 
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
@@ -41,7 +44,11 @@ main(sys.argv[1:])
 """
 
 
-def test_an_engine_that_dies_comes_back(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def real_gateway(
+    tmp_path: Path, script: str, **settings: Any
+) -> Iterator[tuple[str, Claim, Store, Any]]:
+    """A supervised gateway process over the tiny model, and one rollout: url, claim, store."""
     gateway = pytest.importorskip("agentrl.gateway")
     supervisor = pytest.importorskip("agentrl.supervisor")
     store = Store(str(tmp_path / "trace.db"))
@@ -50,53 +57,115 @@ def test_an_engine_that_dies_comes_back(tmp_path: Path) -> None:
     store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, seed=1)])
     claim = store.claim("runner", 600.0, run_id)
     assert claim is not None
-    settings = gateway.GatewaySettings(
+    made = gateway.GatewaySettings(
         store=store.url, model="agentrl-tiny", adapter=None, device="cpu", dtype="float32",
-        operator_key="sk-operator-key-of-the-test", run_id=run_id, max_tokens=8,
-        max_calls_per_rollout=3,
+        operator_key="sk-operator-key-of-the-test", run_id=run_id, max_tokens=8, **settings,
     )  # fmt: skip
-    mark = tmp_path / "fail"
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    with contextlib.closing(store), socket.create_server(("127.0.0.1", 0)) as sock:
         process = supervisor.Supervised(
             "gateway",
-            [sys.executable, "-c", FRAGILE.format(mark=str(mark)), str(sock.fileno())],
+            [sys.executable, "-c", script, str(sock.fileno())],
             tmp_path / "gateway.log",
-            env={"AGENTRL_GATEWAY_SETTINGS": json.dumps(asdict(settings))},
+            env={"AGENTRL_GATEWAY_SETTINGS": json.dumps(asdict(made))},
             pass_fds=[sock.fileno()],
         )
         try:
-            base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
-            with openai.OpenAI(base_url=base_url, api_key=claim.key, timeout=90) as api:
-                once = api.with_options(max_retries=0)
-                once.chat.completions.create(model="m", messages=ASKED)
-                first = httpx.get(f"{url}/healthz").json()
-                mark.touch()
-                with pytest.raises(openai.APIStatusError) as caught:
-                    once.chat.completions.create(model="m", messages=ASKED)
-                assert caught.value.status_code == 503
-                assert caught.value.code == "sampler_error"
-                assert int(caught.value.response.headers["retry-after"]) >= 1
-                # Held in the socket's backlog until the next process answers.
-                api.with_options(max_retries=3).chat.completions.create(model="m", messages=ASKED)
-                second = httpx.get(f"{url}/healthz", timeout=30).json()
-                assert (first["status"], second["status"]) == ("ok", "ok")
-                assert first["boot_id"] != second["boot_id"]
-                assert process.restarts == 1
-                # Three calls, over two processes: the budget is used up.
-                with pytest.raises(openai.RateLimitError, match="max_calls_per_rollout"):
-                    once.chat.completions.create(model="m", messages=ASKED)
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", claim, store, process
         finally:
             process.stop()
-    assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
-    calls = store.calls(attempt_ids=[claim.attempt_id])
-    assert [(call.state, call.skip_reason) for call in calls] == [
-        (CallState.COMPLETED, None),
-        (CallState.ERROR, SkipReason.SAMPLER_ERROR),
-        (CallState.COMPLETED, None),
-    ]
-    assert store.accounting(run_id).adds_up
-    store.close()
+
+
+def test_an_engine_that_dies_comes_back(tmp_path: Path) -> None:
+    mark = tmp_path / "fail"
+    script = FRAGILE.format(mark=str(mark))
+    with real_gateway(tmp_path, script, max_calls_per_rollout=3) as (url, claim, store, process):
+        base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
+        with openai.OpenAI(base_url=base_url, api_key=claim.key, timeout=90) as api:
+            once = api.with_options(max_retries=0)
+            once.chat.completions.create(model="m", messages=ASKED)
+            first = httpx.get(f"{url}/healthz").json()
+            mark.touch()
+            with pytest.raises(openai.APIStatusError) as caught:
+                once.chat.completions.create(model="m", messages=ASKED)
+            assert caught.value.status_code == 503
+            assert caught.value.code == "sampler_error"
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            # Held in the socket's backlog until the next process answers.
+            api.with_options(max_retries=3).chat.completions.create(model="m", messages=ASKED)
+            second = httpx.get(f"{url}/healthz", timeout=30).json()
+            assert (first["status"], second["status"]) == ("ok", "ok")
+            assert first["boot_id"] != second["boot_id"]
+            assert process.restarts == 1
+            # Three calls, over two processes: the budget is used up.
+            with pytest.raises(openai.RateLimitError, match="max_calls_per_rollout"):
+                once.chat.completions.create(model="m", messages=ASKED)
+        process.stop()
+        assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
+        calls = store.calls(attempt_ids=[claim.attempt_id])
+        assert [(call.state, call.skip_reason) for call in calls] == [
+            (CallState.COMPLETED, None),
+            (CallState.ERROR, SkipReason.SAMPLER_ERROR),
+            (CallState.COMPLETED, None),
+        ]
+        assert store.accounting(claim.run_id).adds_up
+
+
+# The gateway's own process, which dies once, while a file is there: after an answer became durable
+# and before its client got it.
+KILLED = """
+import os, signal, sys
+from agentrl_proxy.life import CallLife
+
+commit = CallLife.commit
+
+async def die_once(self, *args):
+    await commit(self, *args)
+    if os.path.exists({mark!r}):
+        os.remove({mark!r})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+CallLife.commit = die_once
+from agentrl.gateway import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_retry_after_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
+    """The SDK's own, that of a broken stream, and one of long ago: each request has its one row."""
+    mark = tmp_path / "kill"
+    with real_gateway(tmp_path, KILLED.format(mark=str(mark))) as (url, claim, store, process):
+        base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
+        patient: Any = {"api_key": claim.key, "timeout": 90, "max_retries": 4}
+        marked: Any = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        asked: Any = {"model": "m", "messages": ASKED}
+        with openai.OpenAI(base_url=base_url, **patient) as api:
+            chat = api.chat.completions.create
+            legacy = partial(api.completions.create, model="m", prompt=["One", "Two"])
+            earlier = legacy()
+            mark.touch()
+            own = chat(**asked, n=2)
+            mark.touch()
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(chat(**asked, stream=True))
+            stream = list(chat(**asked, stream=True, **marked))
+            assert process.restarts == 2
+            assert legacy(**marked) == earlier
+            assert chat(**asked, n=2).id != own.id  # unmarked: a sample of its own
+        process.stop()
+        calls = store.calls(attempt_ids=[claim.attempt_id])
+        ids = [call.response_id for call in calls[:-2]]
+        assert ids == [earlier.id, earlier.id, own.id, own.id, stream[0].id]
+        texts = [api_text(call) for call in calls[2:5]]
+        assert [one.message.content for one in own.choices] == texts[:2]
+        assert "".join(c.choices[0].delta.content or "" for c in stream) == texts[2]
+        assert {(call.state, call.skip_reason) for call in calls} == {(CallState.COMPLETED, None)}
+        assert store.accounting(claim.run_id).adds_up
+
+
+def api_text(call: Call) -> str:
+    """What the wire response of a chat call says."""
+    assert call.response is not None
+    return call.response["choices"][0]["message"]["content"]
 
 
 async def test_refusals_of_the_engine() -> None:

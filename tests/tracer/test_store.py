@@ -504,3 +504,28 @@ def test_adapters_and_metrics(store: Store) -> None:
     store.log_metrics(run_id, 2, {"loss": 0.5})
     store.drop_metrics_after(run_id, 1)
     assert store.metrics(run_id) == {1: {"loss": 0.25, "x": 1.0}}
+
+
+ODD = {"messages": [{"role": "user", "content": "grüße \0 \U0001f44d \\u0000"}], "seed": 2**70}
+
+
+@pytest.mark.parametrize("request_", [ODD, {"temperature": 1.0, "x": "\ud800"}, {}])
+def test_same_requests_are_found_by_what_was_asked(store: Store, request_: Any) -> None:
+    run_id = start_run(store, rollouts=2)
+    first, other = claimed(store), claimed(store)
+    store.register_gateway("one", run_id, 1)
+    backwards = dict(reversed([*request_.items(), ("n", 1)]))
+    asked = [
+        call_of(first, "a", seq=0, request=request_, prompt_ids=[1], response_ids=[7, 8, 0]),
+        call_of(first, "b", seq=1, request=request_, prompt_ids=[1], response_ids=[7, 9, 0]),
+        call_of(first, "c", seq=2, request=backwards, prompt_ids=[1, 7, 8, 5], response_ids=[6]),
+        call_of(other, "d", seq=0, request=request_),
+    ]
+    store.write_calls("one", [], asked, 4)
+    store.write_calls("one", [call_of(first, "e", seq=3, request=request_)], [], 1)
+    found = store.same_requests(first.attempt_id, request_)
+    assert [(past.call.id, past.continued) for past in found] == [
+        ("a", True), ("b", False), ("e", False),
+    ]  # fmt: skip
+    assert found[0].call == replace(asked[0], request=found[0].call.request)
+    assert [past.call.id for past in store.same_requests(first.attempt_id, backwards)] == ["c"]

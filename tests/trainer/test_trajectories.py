@@ -194,7 +194,7 @@ def test_two_calls_with_one_id_are_refused() -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"skip_reason": SkipReason.CLIENT_RETRY}, SkipReason.CLIENT_RETRY),
+        ({"skip_reason": SkipReason.SUPERSEDED}, SkipReason.SUPERSEDED),
         ({"adapter": None}, SkipReason.NOT_TRAINABLE_MODEL),
         ({"adapter": "somebody-else"}, SkipReason.NOT_TRAINABLE_MODEL),
         ({"adapter": None, "state": CallState.ERROR}, SkipReason.NOT_TRAINABLE_MODEL),

@@ -144,15 +144,8 @@ def test_the_same_request_twice_unmarked_is_two_samples() -> None:
     assert rows(build(a, b)) == [["a"], ["b"]]
 
 
-def test_a_marked_retry_replays_and_trains_once() -> None:
-    """Of a completed answer and of one in flight (coalesced): the record of the retry has the
-    tokens, its reason says whose they are."""
-    a = make("a", [1], [10], seq=0)
-    retry = make("retry", [1], [10], seq=1, skip_reason=SkipReason.CLIENT_RETRY)
-    following = make("following", [1, 10, 2], [11], seq=2)
-    built = build(a, retry, following)
-    assert rows(built) == [["a", "following"]]
-    assert built.skipped == {"retry": SkipReason.CLIENT_RETRY}
+# A client's marked retry leaves no record of its own: tests/proxy/test_retries.py has the rows of
+# real gateways, test_a_retry_of_a_completed_request_trains_once and its neighbours.
 
 
 def test_n_choices_are_siblings() -> None:

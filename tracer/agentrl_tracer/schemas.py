@@ -68,7 +68,6 @@ class SkipReason(StrEnum):
     LATE_CALL = "late_call"  # finished after its attempt was sealed
     NOT_TRAINABLE_MODEL = "not_trainable_model"  # no adapter being trained answered it
     OTHER_AGENT = "other_agent"  # an adapter answered it that is trained on other agents' calls
-    CLIENT_RETRY = "client_retry"  # a marked retry replayed another call's answer
     MALFORMED_RECORD = "malformed_record"  # lengths of tokens and log-probs disagree
     EMPTY_RESPONSE = "empty_response"
     TOO_LONG = "too_long"
@@ -174,6 +173,14 @@ class Call:
     ended_at: float | None
     trained_step: int | None = None
     skip_reason: SkipReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A call that may have been the one which a retry repeats."""
+
+    call: Call
+    continued: bool  # a later call of its attempt went on from its very tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,15 @@ from agentrl_tracer.schemas import (
     AttemptState,
     Call,
     CallState,
+    Json,
+    PastCall,
     Reward,
     RolloutState,
     SkipReason,
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.engine import Database
+from agentrl_tracer.store.engine import Database, json_text
 from agentrl_tracer.store.hot import Hot
 from agentrl_tracer.store.upsert import upsert
 
@@ -54,6 +56,35 @@ _SIZES = sa.select(
     sa.func.length(t.calls.c.response_ids),
 ).where(t.calls.c.attempt_id == sa.bindparam("attempt_id"))
 _TOKEN_BYTES = 4
+
+
+def _goes_on_from(later: sa.FromClause) -> sa.ColumnElement[bool]:
+    """Whether a call's prompt begins with the tokens of another: its prompt and its response, less
+    the last token, as turns end in the template's way."""
+    prompt, said, begins = t.calls.c.prompt_ids, t.calls.c.response_ids, later.c.prompt_ids
+    asked, heard = sa.func.length(prompt), sa.func.length(said) - _TOKEN_BYTES
+    return sa.and_(
+        later.c.attempt_id == t.calls.c.attempt_id,
+        later.c.seq > t.calls.c.seq,
+        heard > 0,
+        sa.func.substr(begins, 1, asked) == prompt,
+        sa.func.substr(begins, asked + 1, heard) == sa.func.substr(said, 1, heard),
+    )
+
+
+# The text of the request is compared, not a digest of it: an index or a column more would cost
+# every call, and this is asked only when a client says that it repeats what nobody remembers.
+_SAME_REQUESTS = (
+    sa.select(
+        *_CALL_COLUMNS,
+        sa.exists().where(_goes_on_from(t.calls.alias("later"))).label("continued"),
+    )
+    .where(
+        t.calls.c.attempt_id == sa.bindparam("attempt_id"),
+        sa.cast(t.calls.c.request, sa.Text) == sa.bindparam("request", type_=sa.Text),
+    )
+    .order_by(t.calls.c.seq, t.calls.c.choice)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +169,17 @@ class CallStore:
                 usage = params.get("usage") or {}  # of other models, which tell no ids
                 tokens += prompt // _TOKEN_BYTES + (usage.get("total_tokens") or 0)
         return len(rows), tokens
+
+    def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
+        """Calls of an attempt that were asked with exactly this wire request, in order."""
+        asked = {"attempt_id": attempt_id, "request": json_text(request)}
+        found: list[PastCall] = []
+        with self.db.read() as c:
+            for row in c.execute(_SAME_REQUESTS, asked).mappings():
+                columns = dict(row)
+                continued = bool(columns.pop("continued"))
+                found.append(PastCall(_call(columns), continued))
+        return found
 
     def _keep(self, c: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
         dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]

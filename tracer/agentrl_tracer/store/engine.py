@@ -49,7 +49,7 @@ def open_engine(url: str, *, pooled: bool) -> sa.Engine:
     open the store unpooled; runners keep their connection, since an attempt does neither.
     """
     pool: dict[str, Any] = {} if pooled else {"poolclass": NullPool}
-    pool["json_serializer"] = _json
+    pool["json_serializer"] = json_text
     if not url.startswith("sqlite"):
         return sa.create_engine(url, pool_pre_ping=pooled, **pool)
     file = sa.make_url(url).database
@@ -121,7 +121,8 @@ def _turnstile(url: str) -> Turnstile | None:
     return Turnstile(f"{file}-queue") if file and sys.platform != "win32" else None
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """What a JSON column holds: the same text for the same value, in both databases."""
     try:
         return orjson.dumps(value).decode()  # eight times as fast
     except TypeError:  # integers beyond 64 bits, lone surrogates, very deep nesting

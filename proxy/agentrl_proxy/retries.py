@@ -1,0 +1,120 @@
+"""What a client's marked retry is answered with: what the request that it repeats was told.
+
+Knows what attempts remember while a gateway runs, and what the store has of requests that nobody
+remembers any more, because the gateway was restarted or too much came after. Does not know who
+answers requests, nor routes.
+
+In the store a request is recognised by itself: same attempt, same wire request, protocol, agent and
+idempotency key. Its answer is the recorded one, said again, so a retry after a restart hears the
+same ids, text and tool calls as one before. What a gateway left open when it died, or failed, is
+sampled anew, once for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from agentrl_proxy import wire
+from agentrl_proxy.attempts import Attempt, Attempts
+from agentrl_proxy.auth import Caller
+from agentrl_proxy.deps import GatewayStats, GatewayStore
+from agentrl_proxy.recording import agent_name
+from agentrl_tracer.schemas import CallState, PastCall
+
+_LOOKING_AT_ONCE = 4  # after a restart many clients retry; the store has others to serve
+_FAILED = (CallState.ERROR, CallState.CANCELLED)
+
+
+class EarlierAnswers:
+    """The answers that have been given, whichever service gave them."""
+
+    def __init__(self, store: GatewayStore, attempts: Attempts, stats: GatewayStats) -> None:
+        self._store = store
+        self._attempts = attempts
+        self._stats = stats
+        self._looking = asyncio.Semaphore(_LOOKING_AT_ONCE)
+
+    async def find(
+        self,
+        raw: dict[str, Any],
+        bodies: Sequence[bytes],
+        dialect: wire.Dialect,
+        caller: Caller,
+        headers: Mapping[str, str],
+    ) -> list[dict[str, Any]] | None:
+        """The answer (a chat completion) of each job of an identical request of this attempt,
+        waited for if still on its way; None: it has to be sampled.
+
+        Args:
+            raw: the wire request.
+            bodies: what memory knows each job by.
+        """
+        if caller.attempt is None:
+            return None
+        # The client closed the connection of the request that it repeats: let that be seen first.
+        await asyncio.sleep(0)
+        attempt_id, name = caller.attempt.attempt_id, headers.get("idempotency-key")
+        memory = self._attempts.get(attempt_id)
+        if not memory.knows(bodies[0], name):
+            async with self._looking:  # in a thread: it may be many calls with long requests
+                past = await asyncio.to_thread(self._store.same_requests, attempt_id, raw)
+            if not memory.knows(bodies[0], name):  # nobody else has looked meanwhile
+                _recall(memory, past, bodies, dialect, headers)
+        found = [await memory.earlier(body, name) for body in bodies]
+        answers = [one for one in found if one is not None]
+        self._stats.replayed += len(answers)
+        return answers if len(answers) == len(found) else None
+
+
+def _recall(
+    memory: Attempt,
+    past: Iterable[PastCall],
+    bodies: Sequence[bytes],
+    dialect: wire.Dialect,
+    headers: Mapping[str, str],
+) -> None:
+    """Gives memory back what the store has of the request with these bodies."""
+    agent, name = agent_name(headers), headers.get("idempotency-key")
+    requests: dict[str, list[PastCall]] = {}
+    for one in past:
+        call = one.call
+        same = (call.agent, call.params.get("idempotency_key")) == (agent, name)
+        if same and call.response_id.startswith(dialect.id_prefix):
+            requests.setdefault(call.response_id, []).append(one)
+    told: list[tuple[bool, list[dict[str, Any]]]] = []
+    unanswered = 0
+    for calls in requests.values():
+        if calls[0].call.params.get("client_retry") and unanswered:
+            unanswered -= 1  # it was sampled in the place of one of these
+        answers = [_answer(calls, prompt, dialect) for prompt in range(len(bodies))]
+        whole = [one for one in answers if one is not None]
+        if len(whole) == len(bodies):
+            told.append((any(one.continued for one in calls), whole))
+        elif any(one.call.state in _FAILED for one in calls):
+            unanswered += 1
+    # Whom an agent went on from has been heard: a retry asks rather for another, and for the last.
+    told.sort(key=lambda one: not one[0])
+    for i, body in enumerate(bodies):
+        memory.recall(body, name, [whole[i] for _, whole in told], unanswered)
+
+
+def _answer(calls: Sequence[PastCall], prompt: int, dialect: wire.Dialect) -> dict[str, Any] | None:
+    """What was answered to one prompt of a request; None: not all of it, or nothing."""
+    parts = [
+        one.call.response
+        for one in calls
+        if one.call.choice // (one.call.params.get("n") or 1) == prompt
+        and one.call.state is CallState.COMPLETED
+        and one.call.response is not None
+    ]
+    if not parts:
+        return None
+    # Of other models the chat completion is recorded, whatever the protocol.
+    said = [p if p.get("object") == "chat.completion" else dialect.read(p) for p in parts]
+    return {
+        **said[0],
+        "choices": [choice for part in said for choice in part["choices"]],
+        "usage": said[0]["usage"] or {},
+    }

@@ -1,0 +1,351 @@
+"""A marked retry gets the answer of the request that it repeats, whatever became of its client."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from running_gateway import restarted, running
+from scripted_sampler import Running
+
+from agentrl_proxy.attempts import MAX_ANSWERS
+from agentrl_proxy.deps import OtherModel
+from agentrl_proxy.rendering import Renderer
+from agentrl_tracer.schemas import CallState, Claim
+from agentrl_tracer.store.engine import normalise_url
+from agentrl_trainer.trajectories import build_trajectories
+
+pytestmark = [  # LiteLLM's use of pydantic
+    pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+USER = [{"role": "user", "content": "Who are you?"}]
+RETRY = {"x-stainless-retry-count": "1"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": USER},
+    "/completions": {"prompt": ["One", "Two"]},
+    "/responses": {"input": "Who are you?"},
+    "/messages": {"messages": USER, "max_tokens": 50},
+}
+
+
+@pytest.fixture
+def both(start: Callable[..., Running], renderer: Renderer, tmp_path: Any) -> Iterator[Running]:
+    """One whose model ``answerer`` is somebody else's: another gateway's."""
+    with running(tmp_path / "provider", renderer, {}) as provider:
+        base, key = provider.base_url(), str(provider.deps.operator_key)
+        other = OtherModel("openai/policy", base, key, num_retries=0)
+        yield start(other_models={"answerer": other})
+
+
+def post(
+    gateway: Running, path: str, body: dict[str, Any], claim: Claim | None = None, **more: Any
+) -> httpx.Response:
+    claim = claim or gateway.claims[0]
+    more = {"timeout": 60, **more}
+    headers = {"authorization": f"Bearer {claim.key}", **more.pop("headers", {})}
+    return httpx.post(gateway.base_url(claim) + path, json=body, headers=headers, **more)
+
+
+@contextlib.contextmanager
+def locked(gateway: Running) -> Iterator[None]:
+    """Somebody else writes into the store: whoever commits has to wait."""
+    path = gateway.store.url.removeprefix("sqlite:///")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def completed(gateway: Running, claim: Claim) -> bool:
+    calls = gateway.calls(claim)
+    return bool(calls) and all(call.state is CallState.COMPLETED for call in calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["policy", "answerer"])
+def test_a_client_that_leaves_during_the_commit(both: Running, model: str, stream: bool) -> None:
+    gateway = both
+    claims = gateway.new_claims(len(BODIES))
+    for claim, (path, body) in zip(claims, BODIES.items(), strict=True):
+        asked = {"model": model, "stream": stream} | body
+        assert post(gateway, path, asked).is_success  # LiteLLM's first call takes seconds
+        replayed = gateway.stats["replayed"]
+        with locked(gateway):
+            with pytest.raises(httpx.TimeoutException):
+                post(gateway, path, asked, claim, timeout=0.5)
+            until(lambda: gateway.stats["in_flight"] == 0)  # nobody is held up by the store
+        until(partial(completed, gateway, claim))
+        again = [post(gateway, path, asked, claim, headers=RETRY) for _ in range(2)]
+        calls = gateway.calls(claim)
+        assert again[0].text == again[1].text
+        assert calls[0].response_id in again[0].text
+        assert len(calls) == (2 if path == "/completions" else 1)
+        assert gateway.stats["replayed"] == replayed + 2 * len(calls)
+
+
+def test_a_retry_during_the_commit_waits_for_it(gateway: Running) -> None:
+    asked = {"model": "policy", "messages": USER}
+    with locked(gateway):
+        for headers in ({}, RETRY):
+            with pytest.raises(httpx.TimeoutException):
+                post(gateway, "/chat/completions", asked, headers=headers, timeout=0.5)
+    until(lambda: gateway.calls(gateway.claims[0]))
+    again = post(gateway, "/chat/completions", asked, headers=RETRY).json()
+    [call] = gateway.calls(gateway.claims[0])
+    assert call.response_id == again["id"]
+    # The conversation goes on with the exact tokens, though its first client never heard them.
+    reply = again["choices"][0]["message"]
+    more = [*USER, reply, {"role": "user", "content": "And now?"}]
+    assert post(gateway, "/chat/completions", {"model": "policy", "messages": more}).is_success
+    assert gateway.calls(gateway.claims[0])[1].params["continued"]
+
+
+# --- after a restart of the gateway
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "köln", "k": 3}}\n</tool_call>'
+SAID = f"<think>\nhm\n</think>\n\nLet me look. {CALL}\n{CALL}"
+SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
+LONG = "look_" + "things_" * 12 + "up"  # Anthropic's names may be longer than OpenAI's
+FUNCTION = {"type": "function", "function": {"name": "search", "parameters": SCHEMA}}
+OURS: list[tuple[str, dict[str, Any]]] = [
+    ("/chat/completions", {"messages": USER, "tools": [FUNCTION]}),
+    ("/chat/completions", {"messages": USER, "n": 3, "logprobs": True, "top_logprobs": 2}),
+    ("/chat/completions", {"messages": USER, "return_token_ids": True, "max_tokens": 5}),
+    ("/chat/completions", {"messages": USER, "stop": ["look"], "stream_options":
+                           {"include_usage": True}}),
+    ("/completions", {"prompt": "One", "stop": "look", "echo": True}),
+    ("/completions", {"prompt": ["One", "Two"], "n": 2, "logprobs": 2, "stop": "look"}),
+    ("/responses", {"input": "Hi", "tools": [{"type": "function", "name": "search",
+                                              "parameters": SCHEMA}]}),
+    ("/responses", {"input": "Hi", "include": ["message.output_text.logprobs"],
+                    "top_logprobs": 1, "max_output_tokens": 9}),
+    ("/messages", {"messages": USER, "max_tokens": 99, "tools": [
+        {"name": "search", "input_schema": SCHEMA}]}),
+    ("/messages", {"messages": USER, "max_tokens": 99, "stop_sequences": ["look"]}),
+    ("/messages", {"messages": USER, "max_tokens": 5}),
+    # The same body as another protocol's is another request.
+    ("/chat/completions", {"messages": USER, "max_tokens": 5}),
+]  # fmt: skip
+ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
+    ("/chat/completions", {"messages": USER, "n": 2}),
+    ("/completions", {"prompt": ["One", "Two"], "logprobs": 1, "n": 2}),
+    ("/responses", {"input": "Hi"}),
+    ("/messages", {"messages": USER, "max_tokens": 9}),
+]
+
+
+@pytest.mark.parametrize(("model", "asks"), [("policy", OURS), ("answerer", ELSEWHERE)])
+def test_a_retry_after_a_restart_hears_what_was_answered(
+    both: Running, model: str, asks: list[tuple[str, dict[str, Any]]]
+) -> None:
+    gateway = both
+    gateway.sampler.script = lambda *_: SAID
+    asked = [
+        (path, {"model": model, "stream": stream} | body)
+        for path, body in asks
+        for stream in (False, True)
+    ]
+    told = [post(gateway, path, body).raise_for_status() for path, body in asked]
+    before = [post(gateway, path, body, headers=RETRY).text for path, body in asked]
+    calls = gateway.calls(gateway.claims[0])
+    with restarted(gateway) as gateway:
+        gateway.sampler.healthy = False  # not that anything could be sampled
+        after = [post(gateway, path, body, headers=RETRY).text for path, body in asked]
+        twice = [post(gateway, path, body, headers=RETRY).text for path, body in asked]
+        assert gateway.stats["replayed"] >= 2 * len(asked)
+    assert after == before == twice
+    for (path, body), first, again in zip(asked, told, after, strict=True):
+        assert body["stream"] or first.text == again, path
+    assert gateway.calls(gateway.claims[0]) == calls
+
+
+def test_a_tool_with_a_long_name_after_a_restart(gateway: Running) -> None:
+    body: dict[str, Any] = {
+        "model": "policy", "messages": USER, "max_tokens": 99, "stream": True,
+        "tools": [{"name": LONG, "input_schema": SCHEMA}],
+    }  # fmt: skip
+
+    def said(*_: Any) -> str:
+        [tool] = gateway.sampler.requests[-1:]
+        prompt = gateway.renderer.decode_raw(tool.prompt_ids)
+        name = re.search(r'"name": "([^"]+)"', prompt)
+        assert name is not None
+        return f'<tool_call>\n{{"name": "{name[1]}", "arguments": {{"q": 1}}}}\n</tool_call>'
+
+    gateway.sampler.script = said
+    assert LONG in post(gateway, "/messages", body).text
+    before = post(gateway, "/messages", body, headers=RETRY).text
+    with restarted(gateway) as gateway:
+        assert post(gateway, "/messages", body, headers=RETRY).text == before
+
+
+HELLO = {"model": "policy", "messages": USER}
+CHAT = "/chat/completions"
+
+
+def said(gateway: Running, **headers: str) -> str:
+    """The id of what a chat request is answered with."""
+    return post(gateway, CHAT, HELLO, headers=headers).raise_for_status().json()["id"]
+
+
+def test_each_retry_after_a_restart_finds_its_own_request(gateway: Running) -> None:
+    """Of three identical requests one was gone on from: its client has heard it."""
+    first = [post(gateway, CHAT, HELLO).json() for _ in range(3)]
+    more = [*USER, first[1]["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+    post(gateway, CHAT, {"model": "policy", "messages": more}).raise_for_status()
+    ids = [one["id"] for one in first]
+    with restarted(gateway) as after:
+        again = [said(after, **RETRY) for _ in range(4)]
+        assert again == [ids[2], ids[0], ids[1], ids[1]]
+        assert said(after) not in ids  # unmarked: a sample of its own
+        assert len(after.sampler.requests) == 1
+
+
+def test_a_retry_after_a_restart_is_of_the_request_that_got_no_answer(gateway: Running) -> None:
+    """One answered, one failed, and two under way as their gateway died."""
+    heard = said(gateway)
+    gateway.sampler.fail_after = 0
+    assert post(gateway, CHAT, HELLO).status_code == 503
+    gateway.sampler.fail_after = None
+    gateway.sampler.delay = 1.0
+    with ThreadPoolExecutor() as pool:
+        lost = [pool.submit(post, gateway, CHAT, HELLO) for _ in range(2)]
+        until(lambda: len(gateway.calls(gateway.claims[0])) == 4)
+        with restarted(gateway) as after:
+            again = [said(after, **RETRY) for _ in range(3)]
+            assert len({heard, *again}) == 4
+            assert said(after, **RETRY) == again[-1]  # nobody waits any more: the last answer
+        with restarted(gateway) as after:
+            assert said(after, **RETRY) == again[-1]
+            assert not after.sampler.requests
+        gateway.sampler.delay = 0.0
+        for one in lost:
+            one.result()
+
+
+def test_a_retry_after_a_restart_is_of_the_same_name_and_agent(gateway: Running) -> None:
+    one, other = {"idempotency-key": "one"}, {"idempotency-key": "other"}
+    player, judge = {"x-agentrl-agent": "player"}, {"x-agentrl-agent": "judge"}
+    ids = [said(gateway, **headers) for headers in (one, other, player, judge)]
+    with restarted(gateway) as after:
+        for _ in range(2):
+            again = [said(after, **headers, **RETRY) for headers in (one, other, player, judge)]
+            assert again == ids
+        assert said(after, **RETRY) not in ids
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_retries_at_once_after_a_restart(
+    start: Callable[..., Running], request: pytest.FixtureRequest, database: str
+) -> None:
+    """Over a network several look into the store before the first knows what is there."""
+    store_url = None
+    if database == "postgres":
+        server = normalise_url(request.getfixturevalue("postgres"))
+        admin = sa.create_engine(server, isolation_level="AUTOCOMMIT")
+        with admin.connect() as c:
+            c.execute(sa.text("CREATE DATABASE retries"))
+        store_url = admin.url.set(database="retries").render_as_string(hide_password=False)
+        admin.dispose()
+    gateway = start(store_url=store_url)
+    ids = [said(gateway) for _ in range(4)]
+    with restarted(gateway) as after, ThreadPoolExecutor() as pool:
+        again = list(pool.map(lambda _: said(after, **RETRY), ids))
+    assert sorted(again) == sorted(ids)
+    assert not after.sampler.requests
+
+
+def test_an_answer_that_memory_had_to_drop(gateway: Running) -> None:
+    first = said(gateway)
+    for i in range(MAX_ANSWERS):
+        post(gateway, CHAT, HELLO | {"seed": i}).raise_for_status()
+    assert said(gateway, **RETRY) == first
+
+
+def test_a_request_that_nobody_knows_is_sampled(gateway: Running) -> None:
+    claim = gateway.claims[1]
+    others = post(gateway, CHAT, HELLO, claim).json()["id"]  # another attempt's
+    assert said(gateway, **RETRY) != others
+    assert [c.attempt_id for c in gateway.calls(gateway.claims[0])] == [
+        gateway.claims[0].attempt_id
+    ]
+
+
+def test_only_marked_retries_of_unknown_requests_look_into_the_store(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    look = gateway.store.same_requests
+    monkeypatch.setattr(gateway.store, "same_requests", lambda *a: looked.append(a[0]) or look(*a))
+    said(gateway)
+    assert said(gateway, **RETRY) == said(gateway, **RETRY)
+    assert not looked
+    post(gateway, CHAT, HELLO | {"seed": 5}, headers=RETRY).raise_for_status()
+    assert looked == [gateway.claims[0].attempt_id]
+
+
+# --- what is trained
+
+
+def assert_trained_once(gateway: Running, calls: int) -> None:
+    """Every call is a row of its own, of the tokens that its sampler gave, and each trains."""
+    recorded = gateway.calls(gateway.claims[0])
+    assert len(recorded) == calls
+    built = build_trajectories(recorded, max_length=10_000)
+    assert not built.skipped
+    assert [row.call_ids for row in built.trajectories] == [[call.id] for call in recorded]
+    for row, seen in zip(built.trajectories, gateway.sampler.requests, strict=True):
+        assert row.tokens == seen.prompt_ids + seen.sampled[0]
+        trained = [token for token, on in zip(row.tokens, row.mask, strict=True) if on]
+        assert trained == seen.sampled[0]
+
+
+def test_a_retry_of_a_completed_request_trains_once(gateway: Running) -> None:
+    first = said(gateway)
+    assert said(gateway, **RETRY) == first
+    assert_trained_once(gateway, 1)
+    assert said(gateway) != first  # unmarked
+    assert_trained_once(gateway, 2)
+
+
+def test_a_retry_of_a_request_in_flight_trains_once(gateway: Running) -> None:
+    gateway.sampler.delay = 0.05
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(said, gateway)
+        until(lambda: gateway.sampler.requests)
+        assert said(gateway, **RETRY) == first.result()
+    assert_trained_once(gateway, 1)
+
+
+def test_a_retry_after_its_client_left_during_the_commit_trains_once(gateway: Running) -> None:
+    with locked(gateway), pytest.raises(httpx.TimeoutException):
+        post(gateway, CHAT, HELLO, timeout=0.5)
+    said(gateway, **RETRY)
+    assert_trained_once(gateway, 1)
+
+
+def test_a_retry_after_a_restart_trains_once(gateway: Running) -> None:
+    first = said(gateway)
+    with restarted(gateway) as after:
+        assert said(after, **RETRY) == first
+    assert_trained_once(gateway, 1)
