@@ -35,6 +35,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
+from agentrl_trainer.experts import TargetError, beside_the_weights, for_experts
+
 TINY_MODEL = "agentrl-tiny"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -170,7 +172,10 @@ def evaluation_mode(model: Any) -> Any:
 
 
 def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
-    """LoRA without dropout; "all-linear" is every linear layer but the output embedding."""
+    """LoRA without dropout; "all-linear" is every linear layer but the output embedding.
+
+    In a mixture of experts that includes the experts and leaves out routers: see ``experts``.
+    """
     if rank < 1:
         raise ModelError(f"lora.rank: must be at least 1, not {rank}.")
     return LoraConfig(
@@ -195,6 +200,11 @@ def attach_adapter(
     if "." in name or not name:
         raise ModelError(f"adapter: {name!r} is no usable name; it may not be empty or hold dots.")
     config = copy.deepcopy(config)  # PEFT resolves the targets in place: one config, many adapters
+    try:
+        plain = base.get_base_model() if isinstance(base, PeftModel) else base.model
+        config = for_experts(config, plain)
+    except TargetError as error:
+        raise ModelError(str(error)) from error
     with torch.random.fork_rng(devices=_cuda_devices()), warnings.catch_warnings():
         # PEFT dislikes names such as "a", parts of its own "lora_"; our reading does not mind.
         warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
@@ -206,11 +216,17 @@ def attach_adapter(
                 raise ModelError(f"adapter: {name!r} is already attached to this model.")
             others = next(iter(base.peft_config.values()))
             config.base_model_name_or_path = others.base_model_name_or_path
-            base.add_adapter(name, config)
+            try:
+                base.add_adapter(name, config)
+            except ValueError as error:
+                raise ModelError(f"adapter: {name!r} cannot join the others: {error}") from error
+            beside_the_weights(base)
             return base
         # PEFT writes this into adapter_config.json, and would write a path for a local folder.
         base.model.__dict__["name_or_path"] = base.name
-        return cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
+        attached = cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
+        beside_the_weights(attached)
+        return attached
 
 
 def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
