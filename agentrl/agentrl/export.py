@@ -78,10 +78,12 @@ def _merge(peft: Path, model: str, out: Path) -> None:
     """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it."""
     from peft import PeftModel
 
+    from agentrl_trainer.experts import no_false_warnings
     from agentrl_trainer.model import load_base
 
     base = load_base(model, device="cpu", dtype="auto")
-    adapted = PeftModel.from_pretrained(base.model, str(peft))
+    with no_false_warnings():
+        adapted = PeftModel.from_pretrained(base.model, str(peft))
     whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
     staging = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)

@@ -18,8 +18,10 @@ Shapes: E experts, K of them per token, T tokens, S = T * K slots, r the experts
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -78,6 +80,13 @@ def _first(config: Any, names: Sequence[str]) -> int:
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in names)
     return next((n for n in found if isinstance(n, int)), 0)
+
+
+def adaptable(model: Any) -> list[str]:
+    """Paths of the linear layers and expert weights that adapters may have."""
+    linears = [path for path, module in own_modules(model) if isinstance(module, nn.Linear)]
+    stacks = list(expert_stacks(model))
+    return [path for path in linears if not (stacks and is_router(path))] + stacks
 
 
 def expert_stacks(model: Any) -> dict[str, ExpertStack]:
@@ -143,6 +152,23 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
     if experts and (rank := expert_rank(model.config, config.r)) != config.r:
         changed.rank_pattern = {re.escape(end): rank for end in _suffixes(experts)}
     return changed
+
+
+def what_is_trained(model: Any, config: LoraConfig) -> str | None:
+    """A sentence about ``config`` as ``for_experts`` left it; None: the model is dense."""
+    stacks = expert_stacks(model)
+    if not stacks:
+        return None
+    ends = tuple(f".{target}" for target in config.target_parameters or ())
+    layers = {path.rpartition(".")[0] for path in stacks if path.endswith(ends)} if ends else set()
+    if not layers:
+        return "experts and their routers stay as they are: the targets do not name them"
+    rank = next(iter(config.rank_pattern.values()), config.r)
+    count = expert_count(model.config)
+    return (
+        f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}; "
+        "routers stay as they are"
+    )
 
 
 def _named(
@@ -243,6 +269,14 @@ def scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
     patterns: dict[str, float] = config.get("alpha_pattern") or {}
     alpha = patterns.get(get_pattern_key(patterns.keys(), path), config["lora_alpha"])
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+
+
+@contextlib.contextmanager
+def no_false_warnings() -> Iterator[None]:
+    """Around attaching and loading: PEFT looks for ``rank_pattern`` among modules alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
+        yield
 
 
 # ---- computing with them

@@ -30,6 +30,7 @@ from agentrl_trainer.batches import (
 )
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES, Loss, LossConfig, Sums, add_sums
+from agentrl_trainer.experts import what_is_trained
 from agentrl_trainer.model import (
     BaseModel,
     attach_adapter,
@@ -180,6 +181,10 @@ class Learner:
         self._value_heads[adapter] = head
         # It steps, clips and is saved as if it were an adapter of its own.
         self._parameters[_VALUE + adapter] = dict(head.named_parameters())
+
+    def what_is_trained(self, name: str) -> str | None:
+        """How an adapter covers a mixture of experts; None: the model is dense."""
+        return what_is_trained(self.base.model, self.model.peft_config[name])
 
     @property
     def why_not_shared(self) -> str | None:

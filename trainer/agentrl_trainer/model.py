@@ -35,7 +35,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl_trainer.experts import TargetError, beside_the_weights, for_experts
+from agentrl_trainer.experts import (
+    TargetError,
+    beside_the_weights,
+    for_experts,
+    no_false_warnings,
+)
 
 TINY_MODEL = "agentrl-tiny"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -205,7 +210,11 @@ def attach_adapter(
         config = for_experts(config, plain)
     except TargetError as error:
         raise ModelError(str(error)) from error
-    with torch.random.fork_rng(devices=_cuda_devices()), warnings.catch_warnings():
+    with (
+        torch.random.fork_rng(devices=_cuda_devices()),
+        warnings.catch_warnings(),
+        no_false_warnings(),
+    ):
         # PEFT dislikes names such as "a", parts of its own "lora_"; our reading does not mind.
         warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
         # It also asks transformers for an attribute that was renamed there.

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl_trainer import learner as engine
 from agentrl_trainer.batches import Datum as Row
@@ -52,6 +52,7 @@ from agentrl_trainer.client.types import (
 )
 from agentrl_trainer.learner import Learner, StepStats
 from agentrl_trainer.losses import LossConfig
+from agentrl_trainer.experts import adaptable
 from agentrl_trainer.model import CONFIG_FILE, TINY_MODEL, BaseModel, load_base, save_adapter
 from agentrl_trainer.sampler import (
     Event,
@@ -93,8 +94,8 @@ class LocalBase:
         self._engine: SamplerEngine | None = None
         self._served = 0
         self.learner: Learner | None = None
-        self.linears: list[str] = []
-        """The base's linear layers, by path; known once it is loaded for training."""
+        self.adaptable: list[str] = []
+        """The base's linear layers and experts, by path; known once it is loaded for training."""
 
     def run(self, work: Callable[[], T]) -> Future[T]:
         """In its turn, on the base's thread."""
@@ -105,11 +106,7 @@ class LocalBase:
         with self._lock:
             if self._training is None:
                 self._training = self._load()
-                self.linears = [
-                    path
-                    for path, module in self._training.model.named_modules()
-                    if isinstance(module, nn.Linear)
-                ]
+                self.adaptable = adaptable(self._training.model)
             return self._training
 
     @property
@@ -287,7 +284,7 @@ class LocalTraining:
             model_name=base.name,
             lora_rank=options.rank,
         )
-        targets = _targets(base.linears, options)
+        targets = _targets(base.adaptable, options)
         seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         added = base.run(lambda: base.add_adapter(name, options.rank, options.alpha, targets, seed))
         try:
@@ -639,7 +636,7 @@ def _sample_params(
     )
 
 
-def _targets(linears: Sequence[str], options: LoraOptions) -> str | list[str]:
+def _targets(paths: Sequence[str], options: LoraOptions) -> str | list[str]:
     """PEFT's target_modules."""
     if options.targets is not None:
         return options.targets
@@ -648,7 +645,7 @@ def _targets(linears: Sequence[str], options: LoraOptions) -> str | list[str]:
     if not (options.train_mlp or options.train_attn):
         raise ValueError("train_mlp and train_attn are both False: nothing would be trained")
     wanted = "mlp" if options.train_mlp else "attn"
-    split = [path.rpartition(".") for path in linears]
+    split = [path.rpartition(".") for path in paths]
     found = sorted({leaf for owner, _, leaf in split if wanted in owner})
     if not found:
         raise ValueError(

@@ -27,6 +27,7 @@ from agentrl_trainer.experts import (
     beside_the_weights,
     expert_stacks,
     factors,
+    no_false_warnings,
     places,
     scaling,
 )
@@ -145,7 +146,7 @@ class PeftWeights:
 
     def install(self, prepared: Prepared) -> None:
         # Inference tensors made here could not be told from parameters later: leave the mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), no_false_warnings():
             if self._peft is None:
                 self._peft = PeftModel.from_pretrained(
                     self._base.model, str(prepared.folder), adapter_name=prepared.key
