@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from agentrl.config import ConfigError
 from agentrl.run_folder import find_adapters, run_and_step
+from agentrl.vllm_server import adapts_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,18 @@ def export(
 
         shutil.copytree(peft, out)
         ours = f"agentrl serve --adapter-path {out} --model {base}"
-        theirs = f"vllm serve {resolve_model(base)} --enable-lora --lora-modules {name}={out}"
+        theirs = f"vllm serve {resolve_model(base)} {_lora_options(name, out)}"
         return Exported(out, False, [ours, theirs])
     _merge(peft, base, out)
     return Exported(out, True, [f"vllm serve {out}", f"agentrl serve --model {out}"])
+
+
+def _lora_options(name: str, folder: Path) -> str:
+    """vLLM's, for one adapter."""
+    if not adapts_experts(folder):
+        return f"--enable-lora --lora-modules {name}={folder}"
+    lora = json.dumps({"name": name, "path": str(folder), "is_3d_lora_weight": True})
+    return f"--enable-lora --enable-mixed-moe-lora-format --lora-modules {shlex.quote(lora)}"
 
 
 def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:

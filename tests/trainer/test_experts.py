@@ -175,7 +175,9 @@ def test_experts_are_adapted_and_routers_are_not(make: Make) -> None:
     assert torch.equal(peft(tokens(1, 9)).logits, make()(tokens(1, 9)).logits)  # B is zero
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "gate_proj", "up_proj"], ["q_proj", "gate_up_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "gate_proj", "up_proj"], ["q_proj", "gate_up_proj"]]
+)
 def test_targets_name_experts_as_checkpoints_or_as_the_model_does(targets: list[str]) -> None:
     peft = adapted(qwen3_moe(), targets)
     stems = {n.split(".lora_")[0] for n, p in peft.named_parameters() if p.requires_grad}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,9 +30,11 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
@@ -310,6 +313,7 @@ def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def _load_config(name: str, source: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    _require_known_code(name, source)
     config = _load(name, lambda: AutoConfig.from_pretrained(source))
     _require_decoder_only(name, config)
     tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source))
@@ -332,6 +336,23 @@ def _load(name: str, load: Any) -> Any:
         ) from error
 
 
+def _require_known_code(name: str, source: str) -> None:
+    """Before anything else is read: transformers would ask on the terminal whether to run it."""
+    raw, _ = _load(name, lambda: PreTrainedConfig.get_config_dict(source))
+    kind = raw.get("model_type")
+    if "auto_map" not in raw or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return  # where transformers has the model itself, it uses its own code
+    if kind in CONFIG_MAPPING_NAMES:
+        return  # known, and no causal language model: said below
+    raise ModelError(
+        f"model: {name!r} ({kind}) comes with code of its own (auto_map in its config.json), which "
+        "agentrl does not run: it could do anything to this machine. Choose a model that "
+        f"transformers {transformers.__version__} has itself, for instance a Qwen3 or Llama "
+        "instruct model, or a conversion of this one (often named -hf); a newer transformers may "
+        "have learnt it."
+    )
+
+
 def _require_decoder_only(name: str, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
@@ -342,11 +363,10 @@ def _require_decoder_only(name: str, config: Any) -> None:
     if parts:
         raise ModelError(
             f"model: {name!r} is multimodal ({config.model_type} has {', '.join(parts)}); agentrl "
-            "trains text models. Choose the text-only model of the family."
+            "trains and samples text models alone, with vLLM too. Choose a text-only model of the "
+            "family, for instance Qwen3 for Qwen3-VL, or gemma-3-1b-it for gemma-3-4b-it."
         )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(
-        config, "auto_map", None
-    ):
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
             f"model: {name!r} ({config.model_type}) is not a causal language model. Choose for "
             "instance a Qwen3 or Llama instruct model."

@@ -192,9 +192,7 @@ def read_lora(
     config = json.loads((folder / CONFIG_FILE).read_text())
     if config.get("peft_type") != "LORA":
         raise ModelError(f"adapter: {folder} is {config.get('peft_type')}, not a LoRA.")
-    unusual = [
-        name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)
-    ]
+    unusual = [name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)]
     if config.get("bias", "none") != "none":
         unusual.append("bias")
     if unusual:
