@@ -1,4 +1,4 @@
-"""A mixture of experts through the whole machine: trained, published, sampled, resumed, exported."""
+"""A mixture of experts through the whole machine: trained, published, sampled, exported."""
 
 from __future__ import annotations
 

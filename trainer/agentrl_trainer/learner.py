@@ -28,9 +28,9 @@ from agentrl_trainer.batches import (
     count_tokens,
     pack,
 )
+from agentrl_trainer.experts import what_is_trained
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES, Loss, LossConfig, Sums, add_sums
-from agentrl_trainer.experts import what_is_trained
 from agentrl_trainer.model import (
     BaseModel,
     attach_adapter,

@@ -50,9 +50,9 @@ from agentrl_trainer.client.types import (
     SamplingParams,
     SavedPath,
 )
+from agentrl_trainer.experts import adaptable
 from agentrl_trainer.learner import Learner, StepStats
 from agentrl_trainer.losses import LossConfig
-from agentrl_trainer.experts import adaptable
 from agentrl_trainer.model import CONFIG_FILE, TINY_MODEL, BaseModel, load_base, save_adapter
 from agentrl_trainer.sampler import (
     Event,
