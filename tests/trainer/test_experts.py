@@ -1,4 +1,4 @@
-"""Mixtures of experts: what LoRA adapts there, that it is computed right, and the way to a sampler."""
+"""Mixtures of experts: what LoRA adapts, that it is computed right, and the way to a sampler."""
 
 from __future__ import annotations
 

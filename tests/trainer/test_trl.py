@@ -1,8 +1,4 @@
-"""The same losses in TRL: run by the Python that AGENTRL_TRL_PYTHON names, where TRL is installed.
-
-TRL pins other versions than we do, so it lives in a virtual environment of its own; without one
-these tests are skipped.
-"""
+"""The same losses in TRL, which the dev extra installs; AGENTRL_TRL_PYTHON names another Python."""
 
 from __future__ import annotations
 
@@ -10,7 +6,9 @@ import json
 import os
 import random
 import subprocess
+import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,10 @@ from agentrl_trainer.batches import Datum
 from agentrl_trainer.losses import LOSSES
 from agentrl_trainer.step import LengthNormalization, normalize_lengths
 
-PYTHON = os.environ.get("AGENTRL_TRL_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="AGENTRL_TRL_PYTHON names no Python with TRL")
+PYTHON = os.environ.get("AGENTRL_TRL_PYTHON") or (sys.executable if find_spec("trl") else None)
+pytestmark = pytest.mark.skipif(
+    PYTHON is None, reason="no TRL here, and AGENTRL_TRL_PYTHON names no Python with it"
+)
 
 CONSTANT = 16
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
@@ -106,6 +106,7 @@ def batch() -> dict[str, Any]:
 def trl() -> dict[str, Any]:
     """All cases in one process: importing TRL takes seconds."""
     cases = [{**batch(), "args": args} for args, *_ in CASES.values()]
+    assert PYTHON is not None
     done = subprocess.run(
         [PYTHON, str(Path(__file__).with_name("trl_losses.py"))],
         input=json.dumps(cases),

@@ -114,7 +114,7 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_router(path: str) -> bool:
-    """Whether a layer of a mixture of experts chooses among them (by its name: there is no type)."""
+    """Whether a layer chooses among experts: told by its name, for there is no type."""
     return not _ROUTERS.isdisjoint(path.split("."))
 
 
@@ -163,7 +163,7 @@ def what_is_trained(model: Any, config: LoraConfig) -> str | None:
     layers = {path.rpartition(".")[0] for path in stacks if path.endswith(ends)} if ends else set()
     if not layers:
         return "experts and their routers stay as they are: the targets do not name them"
-    rank = next(iter(config.rank_pattern.values()), config.r)
+    rank = next(iter((config.rank_pattern or {}).values()), config.r)
     count = expert_count(model.config)
     return (
         f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}; "
@@ -267,7 +267,7 @@ def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
     """alpha / rank as PEFT has it for ``path``, of a folder's ``adapter_config.json``."""
     patterns: dict[str, float] = config.get("alpha_pattern") or {}
-    alpha = patterns.get(get_pattern_key(patterns.keys(), path), config["lora_alpha"])
+    alpha: float = patterns.get(get_pattern_key(list(patterns), path), config["lora_alpha"])
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
 
 
@@ -299,7 +299,7 @@ def beside_the_weights(model: nn.Module) -> None:
             forward = _experts_forward
         if forward is not None:
             # Of the instance: PEFT knows wrappers by the name of their class.
-            wrapper.__dict__["forward"] = MethodType(forward, wrapper)
+            cast(Any, wrapper).forward = MethodType(forward, wrapper)
 
 
 def _outermost(model: nn.Module) -> Iterator[ParamWrapper]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -184,7 +184,7 @@ class Learner:
 
     def what_is_trained(self, name: str) -> str | None:
         """How an adapter covers a mixture of experts; None: the model is dense."""
-        return what_is_trained(self.base.model, self.model.peft_config[name])
+        return what_is_trained(self.base.model, cast(LoraConfig, self.model.peft_config[name]))
 
     @property
     def why_not_shared(self) -> str | None:

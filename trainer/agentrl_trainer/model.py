@@ -25,6 +25,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,7 +35,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
@@ -342,7 +342,7 @@ def _require_known_code(name: str, source: str) -> None:
     kind = raw.get("model_type")
     if "auto_map" not in raw or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return  # where transformers has the model itself, it uses its own code
-    if kind in CONFIG_MAPPING_NAMES:
+    if kind in CONFIG_MAPPING:
         return  # known, and no causal language model: said below
     raise ModelError(
         f"model: {name!r} ({kind}) comes with code of its own (auto_map in its config.json), which "
