@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from safetensors.torch import load_file
 from test_train import Run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from agentrl import vllm, vllm_server
+from agentrl.config import ServeConfig
 from agentrl.export import export
+from agentrl_trainer.model import attach_adapter, load_base, lora_config, save_adapter
 from agentrl_trainer.tiny import MODEL_DIR
 
 EXPERTS = "base_model.model.model.layers.1.mlp.experts"
@@ -66,3 +70,37 @@ def test_a_mixture_of_experts_is_trained_and_sampled_as_one_policy(
     merged = AutoModelForCausalLM.from_pretrained(out)(ids).logits
     base = AutoModelForCausalLM.from_pretrained(mixture)(ids).logits
     assert float((merged - base).detach().abs().max()) > 1e-3
+
+
+def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
+    """When it is started, with each adapter, and in what ``export`` says."""
+    folder = tmp_path / "v1"
+    base = load_base(str(mixture), device="cpu")
+    save_adapter(attach_adapter(base, "policy", lora_config(4, 8), 0), "policy", folder)
+    assert vllm._fresh_load("policy", 1, str(folder)).request()["is_3d_lora_weight"] is True
+    exported = export(str(folder), tmp_path / "out", merged=False, model=str(mixture), adapter=None)
+    command = exported.commands[1]
+    assert "--enable-mixed-moe-lora-format" in command
+    lora = json.loads(shlex.split(command)[-1])
+    assert lora["path"] == str(tmp_path / "out")
+    assert lora["is_3d_lora_weight"] is True
+    for model, flags in ((str(mixture), 1), (str(MODEL_DIR), 0)):
+        asked = vllm_server.vllm_settings(
+            ServeConfig.model_validate({"model": model, "vllm_python": fake_vllm(tmp_path)}), 8
+        )
+        assert (
+            vllm_server.server_command(asked, "s").count("--enable-mixed-moe-lora-format") == flags
+        )
+
+    dense = tmp_path / "dense"
+    tiny = attach_adapter(load_base("agentrl-tiny"), "policy", lora_config(4, 8), 0)
+    save_adapter(tiny, "policy", dense)
+    assert set(vllm._fresh_load("policy", 1, str(dense)).request()) == {"lora_name", "lora_path"}
+
+
+def fake_vllm(folder: Path) -> Path:
+    """An interpreter that says that it has vLLM; it is not asked for more."""
+    python = folder / "python"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    return python

@@ -122,7 +122,6 @@ def test_openai_3(gateway: Running, tmp_path: Path, client: str) -> None:
     one_row(calls)
 
 
-@pytest.mark.clients
 def test_crewai(gateway: Running) -> None:
     interpreter = os.environ.get("AGENTRL_TEST_CREWAI_PYTHON") or sys.executable
     if interpreter == sys.executable and importlib.util.find_spec("crewai") is None:

@@ -267,7 +267,7 @@ def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
     """alpha / rank as PEFT has it for ``path``, of a folder's ``adapter_config.json``."""
     patterns: dict[str, float] = config.get("alpha_pattern") or {}
-    alpha: float = patterns.get(get_pattern_key(list(patterns), path), config["lora_alpha"])
+    alpha = cast(float, patterns.get(get_pattern_key(list(patterns), path), config["lora_alpha"]))
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
 
 
