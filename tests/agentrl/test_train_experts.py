@@ -48,7 +48,8 @@ def mixture(tmp_path: Path) -> Path:
 def test_a_mixture_of_experts_is_trained_and_sampled_as_one_policy(
     tmp_path: Path, mixture: Path
 ) -> None:
-    run = Run(tmp_path, "mixed", model=mixture, rank=4, learning_rate=1e-2).finish()
+    settings = {"rank": 4, "learning_rate": 1e-2, "batch_size": 2, "runners": 1}
+    run = Run(tmp_path, "mixed", model=mixture, **settings).finish()
     assert "each of the 4 experts in 2 layers has a LoRA of rank 2" in run.output
     rows = [row for row in run.folder.read_metrics() if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2]
