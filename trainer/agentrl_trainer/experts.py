@@ -86,7 +86,8 @@ def adaptable(model: Any) -> list[str]:
     """Paths of the linear layers and expert weights that adapters may have."""
     linears = [path for path, module in own_modules(model) if isinstance(module, nn.Linear)]
     stacks = list(expert_stacks(model))
-    return [path for path in linears if not (stacks and is_router(path))] + stacks
+    mixture = expert_count(model.config) > 0
+    return [path for path in linears if not (mixture and is_router(path))] + stacks
 
 
 def expert_stacks(model: Any) -> dict[str, ExpertStack]:
@@ -96,6 +97,7 @@ def expert_stacks(model: Any) -> dict[str, ExpertStack]:
     return {
         f"{path}.{name}": ExpertStack(module, name)
         for path, module in own_modules(model)
+        if not isinstance(module, nn.Conv1d)  # its weight has three dimensions as well
         for name, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3 and weight.shape[0] == count and weight.is_floating_point()
     }
@@ -118,6 +120,10 @@ def is_router(path: str) -> bool:
     return not _ROUTERS.isdisjoint(path.split("."))
 
 
+def _is_taken(path: str) -> bool:
+    return path.rpartition(".")[2] in _TAKEN
+
+
 # ---- which weights are adapted
 
 
@@ -131,9 +137,9 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
     Raises:
         TargetError: a target is a router, names half of a fused weight, or nothing.
     """
-    stacks = expert_stacks(model)
-    if not stacks:
+    if not expert_count(model.config):
         return config
+    stacks = expert_stacks(model)
     linears = {p: m for p, m in own_modules(model) if isinstance(m, nn.Linear)}
     if config.target_modules == "all-linear":
         head = model.get_output_embeddings()
@@ -142,7 +148,7 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
     else:
         chosen, experts = _named(config.target_modules, list(linears), list(stacks))
     quantized = bool(getattr(model, "is_quantized", False))
-    taken = [p for p in chosen if p.rpartition(".")[2] in _TAKEN]
+    taken = [p for p in chosen if _is_taken(p)]
     # Quantized weights are no matrices that could be targets by themselves: these stay as they are.
     by_weight = [] if quantized else [f"{p}.weight" for p in taken]
 
@@ -156,19 +162,23 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
 
 def what_is_trained(model: Any, config: LoraConfig) -> str | None:
     """A sentence about ``config`` as ``for_experts`` left it; None: the model is dense."""
-    stacks = expert_stacks(model)
-    if not stacks:
+    count = expert_count(model.config)
+    if not count:
         return None
+    stacks = expert_stacks(model)
     ends = tuple(f".{target}" for target in config.target_parameters or ())
     layers = {path.rpartition(".")[0] for path in stacks if path.endswith(ends)} if ends else set()
-    if not layers:
-        return "experts and their routers stay as they are: the targets do not name them"
     rank = next(iter((config.rank_pattern or {}).values()), config.r)
-    count = expert_count(model.config)
-    return (
-        f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}; "
-        "routers stay as they are"
-    )
+    said = [
+        f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}"
+        if layers
+        else f"the {count} experts of a layer are in no weight that LoRA was put on"
+    ]
+    said.append("routers stay as they are")
+    if getattr(model, "is_quantized", False):
+        left = [p for p, m in own_modules(model) if isinstance(m, nn.Linear) and _is_taken(p)]
+        said += [f"so do {len(left)} layers that are named like experts: in 4 bits"] if left else []
+    return "; ".join(said)
 
 
 def _named(
@@ -349,7 +359,8 @@ def _experts_forward(
 
     order = chosen.flatten().argsort(stable=True)  # slots, those of an expert side by side
     expert = chosen.flatten()[order]
-    ends = torch.bincount(expert, minlength=experts.num_experts).cumsum(0).int()
+    numbers = torch.arange(experts.num_experts, device=expert.device)
+    ends = torch.searchsorted(expert, numbers, right=True).int()
 
     def product(name: str, x: Tensor) -> Tensor:
         weight: Tensor = getattr(experts, name)
