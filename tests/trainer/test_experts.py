@@ -15,6 +15,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from test_sampler_models import Asked, as_base, byte_tokenizer, qwen3, worst_difference
 from torch import Tensor
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     AutoModelForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
@@ -185,6 +187,29 @@ def test_targets_name_experts_as_checkpoints_or_as_the_model_does(targets: list[
     assert ends == {"self_attn.q_proj", "mlp.experts"}
     ids = tokens(2, 9)
     assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
+
+
+def test_a_router_that_is_a_linear_layer_is_left_alone() -> None:
+    own = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4, "head_dim": 8}
+    model = _made(AfmoeForCausalLM, AfmoeConfig(**SMALL, **own, num_dense_layers=1))
+    assert isinstance(model.get_submodule("model.layers.1.mlp.router.gate"), torch.nn.Linear)
+    peft = adapted(model)
+    names = {n for n, p in peft.named_parameters() if p.requires_grad}
+    assert not [name for name in names if ".router." in name]
+    assert [name for name in names if "layers.1.mlp.experts.lora_B" in name]
+    assert [name for name in names if "layers.1.mlp.shared_experts.up_proj.lora_B" in name]
+    ids = tokens(1, 9)
+    assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
+
+
+def test_a_learner_says_what_it_trains() -> None:
+    for targets, expected in (
+        ("all-linear", "each of the 4 experts in 2 layers has a LoRA of rank 2; routers stay"),
+        (["q_proj"], "the 4 experts of a layer are in no weight that LoRA was put on; routers"),
+    ):
+        learner = Learner(as_base(mixtral()), rank=RANK, targets=targets)
+        assert (learner.what_is_trained("default") or "").startswith(expected)
+    assert Learner(as_base(qwen3()), rank=RANK).what_is_trained("default") is None
 
 
 def test_targets_without_experts_leave_them_alone() -> None:
