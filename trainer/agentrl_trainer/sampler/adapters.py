@@ -31,7 +31,7 @@ from agentrl_trainer.experts import (
     places,
     scaling,
 )
-from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError
+from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError, evaluation_mode
 from agentrl_trainer.sampler.lean import side_by_side
 
 MERGE_BELOW = 200_000_000
@@ -154,7 +154,7 @@ class PeftWeights:
             else:
                 self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
             beside_the_weights(self._peft)
-            self._peft.eval()
+            evaluation_mode(self._peft)
             self._peft.set_adapter(prepared.key)
         self._active = prepared
 
