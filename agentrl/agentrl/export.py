@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from agentrl import ollama
 from agentrl.config import ConfigError
 from agentrl.run_folder import find_adapters, run_and_step
+from agentrl.vllm_server import adapts_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,7 @@ def export(
 
         shutil.copytree(peft, out)
         ours = f"agentrl serve --adapter-path {out} --model {base}"
-        rank = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-        # vLLM's own limit is 16.
-        limit = f" --max-lora-rank {1 << (rank - 1).bit_length()}" if rank > 16 else ""
-        theirs = (
-            f"vllm serve {resolve_model(base)} --enable-lora{limit} --lora-modules {name}={out}"
-        )
+        theirs = f"vllm serve {resolve_model(base)} {_lora_options(name, out)}"
         return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
     _merge(peft, base, out)
     servers = {
@@ -63,6 +60,18 @@ def export(
         "Ollama, by way of llama.cpp": ollama.commands(out),
     }
     return Exported(out, True, servers)
+
+
+def _lora_options(name: str, folder: Path) -> str:
+    """vLLM's, for one adapter."""
+    rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+    options = "--enable-lora"
+    if rank > 16:  # vLLM's own limit
+        options += f" --max-lora-rank {1 << (rank - 1).bit_length()}"
+    if not adapts_experts(folder):
+        return f"{options} --lora-modules {name}={folder}"
+    lora = json.dumps({"name": name, "path": str(folder), "is_3d_lora_weight": True})
+    return f"{options} --enable-mixed-moe-lora-format --lora-modules {shlex.quote(lora)}"
 
 
 def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
@@ -92,10 +101,12 @@ def _merge(peft: Path, model: str, out: Path) -> None:
     """
     from peft import PeftModel
 
+    from agentrl_trainer.experts import no_false_warnings
     from agentrl_trainer.model import checkpoint_dtype, load_base
 
     base = load_base(model, device="cpu", dtype="float32")
-    adapted = PeftModel.from_pretrained(base.model, str(peft))
+    with no_false_warnings():
+        adapted = PeftModel.from_pretrained(base.model, str(peft))
     whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
     whole = whole.to(checkpoint_dtype(model))
     staging = out.with_name(f".{out.name}.tmp")

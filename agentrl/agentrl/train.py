@@ -388,6 +388,9 @@ class Training:
         }
         client = next(iter(self.clients.values()))
         self.base = client.local(lambda learner: learner.base).result()
+        for name, of in self.clients.items():
+            if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
+                self.display.note(f"{name}: {said}")
         if why := client.local(lambda learner: learner.why_not_shared).result():
             self.display.note(f"shared prefixes are computed for each row anew: {why}")
         if (reference := self.config.kl_reference) is not None:

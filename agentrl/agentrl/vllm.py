@@ -37,6 +37,7 @@ import httpx
 
 from agentrl import vllm_api
 from agentrl.vllm_api import VllmError
+from agentrl.vllm_server import adapts_experts
 from agentrl_proxy.sampler import (
     ContextLengthError,
     GrammarError,
@@ -78,11 +79,13 @@ class _Load:
     lora: str  # its name there
     version: int
     path: str
+    experts: bool = False  # whether it adapts experts
     users: int = 0
     replaced: bool = False
 
-    def request(self) -> dict[str, str]:
-        return {"lora_name": self.lora, "lora_path": self.path}
+    def request(self) -> dict[str, str | bool]:
+        asked: dict[str, str | bool] = {"lora_name": self.lora, "lora_path": self.path}
+        return asked | {"is_3d_lora_weight": True} if self.experts else asked
 
 
 class VllmSampler:
@@ -531,4 +534,8 @@ def _silence() -> str:
 
 
 def _fresh_load(name: str, version: int, path: str) -> _Load:
-    return _Load(f"{name}@v{version}-{secrets.token_hex(4)}", version, path)
+    try:
+        experts = adapts_experts(path)
+    except (OSError, ValueError):  # a server elsewhere may see it; or it says what is wrong
+        experts = False
+    return _Load(f"{name}@v{version}-{secrets.token_hex(4)}", version, path, experts)

@@ -55,6 +55,7 @@ class VllmSettings:
     dtype: str
     max_lora_rank: int
     on_cpu: bool
+    has_experts: bool = False
     more: tuple[str, ...] = ()  # further arguments; these win
 
 
@@ -160,6 +161,7 @@ def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
         dtype="float32" if on_cpu and config.dtype == "auto" else config.dtype,
         max_lora_rank=rank,
         on_cpu=on_cpu,
+        has_experts=_has_experts(resolve_model(config.model)),
         more=tuple(shlex.split(config.vllm_args)),
     )
 
@@ -167,6 +169,15 @@ def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
 def adapter_rank(folder: str | Path) -> int:
     """The LoRA rank that a PEFT folder says it has."""
     return int(json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))["r"])
+
+
+def adapts_experts(folder: str | Path) -> bool:
+    """Whether a PEFT folder holds the LoRA of all of a layer's experts in one tensor.
+
+    vLLM knows another format as well and has to be told, when it is started and with each adapter.
+    """
+    config = json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))
+    return any(name.startswith("experts.") for name in config.get("target_parameters") or ())
 
 
 def server_command(settings: VllmSettings, path: str) -> list[str]:
@@ -182,9 +193,21 @@ def server_command(settings: VllmSettings, path: str) -> list[str]:
         "--enable-lora",
         *("--max-lora-rank", str(settings.max_lora_rank)),
         *("--max-loras", str(_LOAD_GRACE)),
+        *(["--enable-mixed-moe-lora-format"] if settings.has_experts else []),
         *(["--enforce-eager"] if settings.on_cpu else []),  # there, compiling takes minutes
         *settings.more,
     ]
+
+
+def _has_experts(model: str) -> bool:
+    from transformers import AutoConfig
+
+    from agentrl_trainer.experts import expert_count
+
+    try:
+        return expert_count(AutoConfig.from_pretrained(model)) > 0
+    except (OSError, ValueError):  # no such model: vLLM says it better
+        return False
 
 
 def _on_cpu(device: str) -> bool:

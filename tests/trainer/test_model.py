@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +80,17 @@ def test_resolve_model(folder, tmp_path, monkeypatch) -> None:
     assert load_base("agentrl-tiny").name == "agentrl-tiny"
 
 
+def test_code_beside_a_model_that_transformers_has_is_not_run(folder, tmp_path) -> None:
+    """Many repositories keep the code from before transformers knew the model."""
+    copied = tmp_path / "both"
+    shutil.copytree(folder, copied)
+    config = json.loads((copied / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
+    (copied / "config.json").write_text(json.dumps(config))
+    (copied / "modeling_own.py").write_text("raise SystemExit('it was run')")
+    assert type(load_base(str(copied)).model).__module__.startswith("transformers.models.qwen3")
+
+
 def test_refusals(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="could not load 'no-such-model'"):
@@ -90,6 +102,12 @@ def test_refusals(folder, tmp_path, monkeypatch) -> None:
     (tmp_path / "eyes" / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
     with pytest.raises(ModelError, match="multimodal"):
         load_base(str(tmp_path / "eyes"))
+    (tmp_path / "own").mkdir()
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    (tmp_path / "own" / "config.json").write_text(json.dumps({"model_type": "own", **code}))
+    (tmp_path / "own" / "modeling_own.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ModelError, match=r"\(own\) comes with code of its own.*conversion"):
+        load_base(str(tmp_path / "own"))
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit" / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ModelError, match="not a causal language model"):

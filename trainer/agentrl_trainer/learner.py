@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,6 +28,7 @@ from agentrl_trainer.batches import (
     count_tokens,
     pack,
 )
+from agentrl_trainer.experts import what_is_trained
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES, Loss, LossConfig, Sums, add_sums
 from agentrl_trainer.model import (
@@ -197,6 +198,10 @@ class Learner:
         self._value_heads[adapter] = head
         # It steps, clips and is saved as if it were an adapter of its own.
         self._parameters[_VALUE + adapter] = dict(head.named_parameters())
+
+    def what_is_trained(self, name: str) -> str | None:
+        """How an adapter covers a mixture of experts; None: the model is dense."""
+        return what_is_trained(self.base.model, cast(LoraConfig, self.model.peft_config[name]))
 
     @property
     def why_not_shared(self) -> str | None:

@@ -20,20 +20,30 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
+
+from agentrl_trainer.experts import (
+    TargetError,
+    beside_the_weights,
+    for_experts,
+    no_false_warnings,
+)
 
 TINY_MODEL = "agentrl-tiny"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -183,7 +193,10 @@ def evaluation_mode(model: Any) -> Any:
 
 def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
     """LoRA (arXiv:2106.09685) without dropout; "all-linear" is every linear layer but the output
-    embedding."""
+    embedding.
+
+    In a mixture of experts that includes the experts and leaves out routers: see ``experts``.
+    """
     if rank < 1:
         raise ModelError(f"lora.rank: must be at least 1, not {rank}.")
     return LoraConfig(
@@ -208,7 +221,16 @@ def attach_adapter(
     if "." in name or not name:
         raise ModelError(f"adapter: {name!r} is no usable name; it may not be empty or hold dots.")
     config = copy.deepcopy(config)  # PEFT resolves the targets in place: one config, many adapters
-    with torch.random.fork_rng(devices=_cuda_devices()), warnings.catch_warnings():
+    try:
+        plain = base.get_base_model() if isinstance(base, PeftModel) else base.model
+        config = for_experts(config, plain)
+    except TargetError as error:
+        raise ModelError(str(error)) from error
+    with (
+        torch.random.fork_rng(devices=_cuda_devices()),
+        warnings.catch_warnings(),
+        no_false_warnings(),
+    ):
         # PEFT dislikes names such as "a", parts of its own "lora_"; our reading does not mind.
         warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
         # It also asks transformers for an attribute that was renamed there.
@@ -219,11 +241,17 @@ def attach_adapter(
                 raise ModelError(f"adapter: {name!r} is already attached to this model.")
             # As PEFT itself does for the first one: our own name of the model.
             config.base_model_name_or_path = cast(Any, base).base_model.model.name_or_path
-            base.add_adapter(name, config)
+            try:
+                base.add_adapter(name, config)
+            except ValueError as error:
+                raise ModelError(f"adapter: {name!r} cannot join the others: {error}") from error
+            beside_the_weights(base)
             return base
         # PEFT writes this into adapter_config.json, and would write a path for a local folder.
         base.model.__dict__["name_or_path"] = base.name
-        return cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
+        attached = cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
+        beside_the_weights(attached)
+        return attached
 
 
 def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
@@ -298,6 +326,7 @@ def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def _load_config(name: str, source: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    _require_known_code(name, source)
     config = _load(name, lambda: AutoConfig.from_pretrained(source))
     _require_decoder_only(name, config)
     tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source))
@@ -320,6 +349,23 @@ def _load(name: str, load: Any) -> Any:
         ) from error
 
 
+def _require_known_code(name: str, source: str) -> None:
+    """Before anything else is read: transformers would ask on the terminal whether to run it."""
+    raw, _ = _load(name, lambda: PreTrainedConfig.get_config_dict(source))
+    kind = raw.get("model_type")
+    if "auto_map" not in raw or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return  # where transformers has the model itself, it uses its own code
+    if kind in CONFIG_MAPPING:
+        return  # known, and no causal language model: said below
+    raise ModelError(
+        f"model: {name!r} ({kind}) comes with code of its own (auto_map in its config.json), which "
+        "agentrl does not run: it could do anything to this machine. Choose a model that "
+        f"transformers {transformers.__version__} has itself, for instance a Qwen3 or Llama "
+        "instruct model, or a conversion of this one (often named -hf); a newer transformers may "
+        "have learnt it."
+    )
+
+
 def _require_decoder_only(name: str, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
@@ -330,11 +376,10 @@ def _require_decoder_only(name: str, config: Any) -> None:
     if parts:
         raise ModelError(
             f"model: {name!r} is multimodal ({config.model_type} has {', '.join(parts)}); agentrl "
-            "trains text models. Choose the text-only model of the family."
+            "trains and samples text models alone, with vLLM too. Choose a text-only model of the "
+            "family, for instance Qwen3 for Qwen3-VL, or gemma-3-1b-it for gemma-3-4b-it."
         )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(
-        config, "auto_map", None
-    ):
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
             f"model: {name!r} ({config.model_type}) is not a causal language model. Choose for "
             "instance a Qwen3 or Llama instruct model."

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -22,7 +23,16 @@ import torch
 from peft import LoraModel, PeftModel
 from safetensors.torch import load_file
 
-from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError
+from agentrl_trainer.experts import (
+    ExpertStack,
+    beside_the_weights,
+    expert_stacks,
+    factors,
+    no_false_warnings,
+    places,
+    scaling,
+)
+from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError, evaluation_mode
 from agentrl_trainer.sampler.lean import LeanDecoder, Product
 
 MERGE_BELOW = 200_000_000
@@ -71,13 +81,15 @@ class MergedWeights:
 
     def __init__(self, base: BaseModel, lean: LeanDecoder | None = None) -> None:
         self._lean = lean
-        self._linears = {
+        linears = {
             name: module
             for name, module in base.model.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
+        self._stacks = expert_stacks(base.model)
+        self._adapted: dict[str, torch.nn.Linear | ExpertStack] = {**linears, **self._stacks}
         # The Parameters stay; only the storage they point at changes.
-        self._original = {name: m.weight.data for name, m in self._linears.items()}
+        self._original = {name: m.weight.data for name, m in self._adapted.items()}
         self._changed: set[str] = set()
         self._active: Prepared | None = None
 
@@ -85,14 +97,14 @@ class MergedWeights:
     def prepare(self, folder: str | Path) -> Prepared:
         folder = Path(folder)
         merged: dict[str, torch.Tensor] = {}
-        for name, (a, b, scale) in read_lora(folder).items():
+        for name, (a, b, scale) in read_lora(folder, self._stacks).items():
             weight = self._original.get(name)
             if weight is None:
                 raise ModelError(f"adapter: {folder} adapts {name!r}: no linear layer here.")
-            if (b.shape[0], a.shape[1]) != tuple(weight.shape):
+            if (*b.shape[:-1], a.shape[-1]) != tuple(weight.shape):
                 raise ModelError(
                     f"adapter: {folder} was trained on another model: {name} is "
-                    f"{tuple(weight.shape)} here, {(b.shape[0], a.shape[1])} there."
+                    f"{tuple(weight.shape)} here, {(*b.shape[:-1], a.shape[-1])} there."
                 )
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
@@ -107,9 +119,9 @@ class MergedWeights:
             return
         weights = prepared.weights if prepared else {}
         for name in self._changed - weights.keys():
-            self._linears[name].weight.data = self._original[name]
+            self._adapted[name].weight.data = self._original[name]
         for name, weight in weights.items():
-            self._linears[name].weight.data = weight
+            self._adapted[name].weight.data = weight
         if self._lean is not None:
             self._lean.products = (prepared and prepared.products) or self._lean.own
         self._changed = set(weights)
@@ -125,23 +137,25 @@ class PeftWeights:
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
+        self._stacks = expert_stacks(base.model)
         self._peft: PeftModel | None = None
         self._active: Prepared | None = None
 
     def prepare(self, folder: str | Path) -> Prepared:
-        read_lora(Path(folder))
+        read_lora(Path(folder), self._stacks)
         return Prepared(Path(folder))
 
     def install(self, prepared: Prepared) -> None:
         # Inference tensors made here could not be told from parameters later: leave the mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), no_false_warnings():
             if self._peft is None:
                 self._peft = PeftModel.from_pretrained(
                     self._base.model, str(prepared.folder), adapter_name=prepared.key
                 )
             else:
                 self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
-            self._peft.eval()
+            beside_the_weights(self._peft)
+            evaluation_mode(self._peft)
             self._peft.set_adapter(prepared.key)
         self._active = prepared
 
@@ -165,35 +179,43 @@ class PeftWeights:
             self._peft.delete_adapter(prepared.key)
 
 
-def read_lora(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Module name to (A ``[rank, in]``, B ``[out, rank]``, scale) of a plain LoRA."""
+def read_lora(
+    folder: Path, stacks: Mapping[str, ExpertStack]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """Weight to (A ``[rank, in]``, B ``[out, rank]``, scale) of a plain LoRA.
+
+    A linear layer's weight goes by the layer's name. Those of experts, by their own: they are the
+    model's ``stacks``, and have A and B for each expert, such that B A has the weight's shape.
+    """
     for part in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / part).is_file():
             raise ModelError(f"adapter: {folder / part} is missing; is it a PEFT adapter folder?")
     config = json.loads((folder / CONFIG_FILE).read_text())
     if config.get("peft_type") != "LORA":
         raise ModelError(f"adapter: {folder} is {config.get('peft_type')}, not a LoRA.")
-    unusual = [
-        name
-        for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias")
-        if config.get(name)
-    ]
+    unusual = [name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)]
     if config.get("bias", "none") != "none":
         unusual.append("bias")
     if unusual:
         raise ModelError(f"adapter: {folder} uses {', '.join(unusual)}, which is not supported.")
-    rank, alpha = config["r"], config["lora_alpha"]
-    scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
     tensors = load_file(str(folder / WEIGHTS_FILE))
+    of_experts = places(config.get("target_parameters") or (), stacks)
     found: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
-    for key in tensors:
+    for key, a in tensors.items():
         if not key.endswith(".lora_A.weight"):
             continue
         stem = key.removesuffix(".lora_A.weight")
         b = tensors.get(f"{stem}.lora_B.weight")
         if b is None:
             raise ModelError(f"adapter: {folder} has {key} but no {stem}.lora_B.weight.")
-        found[stem.removeprefix(_PREFIX)] = (tensors[key], b, scale)
+        name = stem.removeprefix(_PREFIX)
+        if name in of_experts:
+            name, stack = of_experts[name]
+            rank = a.shape[0] // stack.weight.shape[0]
+            a, b = factors(a, b, stack)
+        else:
+            rank = a.shape[0]
+        found[name] = (a, b, scaling(config, name, rank))
     if 2 * len(found) != len(tensors):
         odd = sorted(k for k in tensors if ".lora_A." not in k and ".lora_B." not in k)[:3]
         raise ModelError(f"adapter: {folder} has tensors which are no plain LoRA: {odd}.")

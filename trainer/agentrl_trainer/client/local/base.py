@@ -12,10 +12,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
-
 from agentrl_trainer.client.futures import Worker
 from agentrl_trainer.client.types import Folder
+from agentrl_trainer.experts import adaptable
 from agentrl_trainer.learner import Learner
 from agentrl_trainer.model import BaseModel, load_base
 from agentrl_trainer.sampler import RequestError, SamplerEngine
@@ -47,8 +46,8 @@ class LocalBase:
         self._engine: SamplerEngine | None = None
         self._served = 0
         self.learner: Learner | None = None
-        self.linears: list[str] = []
-        """The base's linear layers, by path; known once it is loaded for training."""
+        self.adaptable: list[str] = []
+        """The base's linear layers and experts, by path; known once it is loaded for training."""
 
     def run(self, work: Callable[[], T]) -> Future[T]:
         """In its turn, on the base's thread."""
@@ -59,11 +58,7 @@ class LocalBase:
         with self._lock:
             if self._training is None:
                 self._training = self._load()
-                self.linears = [
-                    path
-                    for path, module in self._training.model.named_modules()
-                    if isinstance(module, nn.Linear)
-                ]
+                self.adaptable = adaptable(self._training.model)
             return self._training
 
     @property

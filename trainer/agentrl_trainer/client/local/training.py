@@ -78,7 +78,7 @@ class LocalTraining:
             model_name=base.name,
             lora_rank=options.rank,
         )
-        targets = _targets(base.linears, options)
+        targets = _targets(base.adaptable, options)
         seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         added = base.run(lambda: base.add_adapter(name, options.rank, options.alpha, targets, seed))
         try:
@@ -292,7 +292,7 @@ def _metrics(stats: StepStats, loss_fn: str) -> dict[str, float]:
     return found | {f"{name}:mean": value for name, value in stats.metrics.items()}
 
 
-def _targets(linears: Sequence[str], options: LoraOptions) -> str | list[str]:
+def _targets(paths: Sequence[str], options: LoraOptions) -> str | list[str]:
     """PEFT's target_modules."""
     if options.targets is not None:
         return options.targets
@@ -301,7 +301,7 @@ def _targets(linears: Sequence[str], options: LoraOptions) -> str | list[str]:
     if not (options.train_mlp or options.train_attn):
         raise ValueError("train_mlp and train_attn are both False: nothing would be trained")
     wanted = "mlp" if options.train_mlp else "attn"
-    split = [path.rpartition(".") for path in linears]
+    split = [path.rpartition(".") for path in paths]
     found = sorted({leaf for owner, _, leaf in split if wanted in owner})
     if not found:
         raise ValueError(
