@@ -130,7 +130,10 @@ def _check(raw: dict[str, Any], *, ours: bool) -> None:
             raise invalid(where, f"{where} must be an object")
         if message.get("role") not in ("user", "assistant", "system"):
             raise invalid(f"{where}.role", f"{where}.role must be user or assistant")
-        _check_content(message.get("content"), f"{where}.content", ours)
+        content = message.get("content")
+        _check_content(content, f"{where}.content", ours)
+        if content == [] and message["role"] != "assistant":  # LiteLLM drops the message
+            raise invalid(f"{where}.content", f"{where}.content must have at least one block")
     if ours and messages[-1]["role"] == "assistant":
         raise invalid("messages", "the last message must be the user's; prefilling the "
                       "assistant's reply is not supported")  # fmt: skip

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -115,41 +115,101 @@ def _is_bias(value: Any) -> bool:
     )
 
 
-# field -> (check, what is allowed). ``null`` always means "not set".
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_tokens": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
-    "max_completion_tokens": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
-    "temperature": (lambda v: _is_number(v) and 0 <= v <= 2, "a number from 0 to 2"),
-    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
-    "top_k": (lambda v: _is_int(v) and v >= -1, "an integer; 0 and -1 mean all tokens"),
-    "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"an integer from 1 to {MAX_CHOICES}"),
-    "stop": (_is_stop, f"a non-empty string or a list of up to {MAX_STOPS} of them"),
-    "seed": (_is_int, "an integer"),
-    "logprobs": (lambda v: isinstance(v, bool), "true or false"),
-    "top_logprobs": (
+class Field(NamedTuple):
+    """What a field may be: told by code, to a person and to a program. ``null`` always means "not
+    set". A test generates from the schema, and holds the three together."""
+
+    check: Callable[[Any], bool]
+    allowed: str
+    schema: Schema
+
+
+_FLAG = Field(lambda v: isinstance(v, bool), "true or false", {"type": "boolean"})
+_LARGEST = 2**64 - 1  # of JSON's integers; orjson reads greater ones as floats
+_LENGTH = Field(
+    lambda v: _is_int(v) and v >= 1,
+    "an integer of at least 1",
+    {"type": "integer", "minimum": 1, "maximum": _LARGEST},
+)
+_NONEMPTY: Schema = {"type": "string", "minLength": 1}
+
+FIELDS: dict[str, Field] = {
+    "max_tokens": _LENGTH,
+    "max_completion_tokens": _LENGTH,
+    "temperature": Field(
+        lambda v: _is_number(v) and 0 <= v <= 2,
+        "a number from 0 to 2",
+        {"type": "number", "minimum": 0, "maximum": 2},
+    ),
+    "top_p": Field(
+        lambda v: _is_number(v) and 0 < v <= 1,
+        "a number above 0 and up to 1",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    ),
+    "top_k": Field(
+        lambda v: _is_int(v) and v >= -1,
+        "an integer; 0 and -1 mean all tokens",
+        {"type": "integer", "minimum": -1, "maximum": _LARGEST},
+    ),
+    "n": Field(
+        lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES,
+        f"an integer from 1 to {MAX_CHOICES}",
+        {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
+    ),
+    "stop": Field(
+        _is_stop,
+        f"a non-empty string or a list of up to {MAX_STOPS} of them",
+        {"anyOf": [_NONEMPTY, {"type": "array", "items": _NONEMPTY, "maxItems": MAX_STOPS}]},
+    ),
+    "seed": Field(
+        _is_int, "an integer", {"type": "integer", "minimum": -(2**63), "maximum": _LARGEST}
+    ),
+    "logprobs": _FLAG,
+    "top_logprobs": Field(
         lambda v: _is_int(v) and 0 <= v <= MAX_TOP_LOGPROBS,
         f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     ),
-    "logit_bias": (
+    "logit_bias": Field(
         _is_bias,
         f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        },
     ),
-    "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false"),
-    "modalities": (lambda v: v == ["text"], '["text"]; this model writes text only'),
-    "stream": (lambda v: isinstance(v, bool), "true or false"),
-    "return_token_ids": (lambda v: isinstance(v, bool), "true or false"),
-    "stream_options": (lambda v: isinstance(v, dict), "an object"),
-    "tools": (lambda v: isinstance(v, list), "a list"),
-    "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required or an object"),
-    "response_format": (lambda v: isinstance(v, dict), "an object"),
+    "parallel_tool_calls": _FLAG,
+    "modalities": Field(
+        lambda v: v == ["text"],
+        '["text"]; this model writes text only',
+        {"type": "array", "items": {"const": "text"}, "minItems": 1, "maxItems": 1},
+    ),
+    "stream": _FLAG,
+    "return_token_ids": _FLAG,
+    "stream_options": Field(
+        lambda v: isinstance(v, dict) and isinstance(v.get("include_usage"), bool | None),
+        'an object like {"include_usage": true}',
+        {
+            "type": "object",
+            "properties": {"include_usage": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+        },
+    ),
+    # What is in these is checked below, and described in request_schemas.py.
+    "tools": Field(lambda v: isinstance(v, list), "a list", {"type": "array"}),
+    "tool_choice": Field(
+        lambda v: isinstance(v, str | dict), "none, auto, required or an object", {}
+    ),
+    "response_format": Field(lambda v: isinstance(v, dict), "an object", {"type": "object"}),
 }
 
 
 def sampling_value(name: str, value: Any) -> Any:
     """Check one sampling field, wherever it came from: a request, a config, an attempt."""
-    check, allowed = _FIELDS[name]
-    if not check(value):
-        raise _wrong(name, value, allowed)
+    field = FIELDS[name]
+    if not field.check(value):
+        raise _wrong(name, value, field.allowed)
     if name == "stop":
         return (value,) if isinstance(value, str) else tuple(value)
     if name == "top_k":
@@ -172,10 +232,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def chat_request(raw: dict[str, Any]) -> ChatRequest:
     """The checked request, or an ApiError that names the field that is wrong."""
-    for name in raw.keys() & _FIELDS.keys():
+    for name in raw.keys() & FIELDS.keys():
         value = raw[name]
-        if value is not None and not _FIELDS[name][0](value):
-            raise _wrong(name, value, _FIELDS[name][1])
+        if value is not None and not FIELDS[name].check(value):
+            raise _wrong(name, value, FIELDS[name].allowed)
     model = raw.get("model")
     if not isinstance(model, str) or not model or "\0" in model:  # PostgreSQL takes no NUL
         raise _wrong("model", model, "a non-empty string without NUL characters")
