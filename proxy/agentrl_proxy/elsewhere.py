@@ -75,6 +75,10 @@ def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherReq
     """``/v1/completions``: a request per prompt, of one heading, and how their answer is said."""
     stream, include_usage, n = _checked(raw)
     echo, logprobs = check_legacy(raw)
+    if echo and logprobs is not None:
+        raise invalid("echo", "echo and logprobs together ask for the log-probs of the prompt, "
+                      "which somebody else's model does not tell; send one of them",
+                      code="unsupported_parameter")  # fmt: skip
     check_values({k: v for k, v in raw.items() if k not in CHAT_ONLY and k != "logprobs"})
     prompts = raw.get("prompt")
     if isinstance(prompts, str):

@@ -132,8 +132,8 @@ def _check(raw: dict[str, Any], *, ours: bool) -> None:
             raise invalid(f"{where}.role", f"{where}.role must be user or assistant")
         content = message.get("content")
         _check_content(content, f"{where}.content", ours)
-        if content == [] and message["role"] != "assistant":  # LiteLLM drops the message
-            raise invalid(f"{where}.content", f"{where}.content must have at least one block")
+        if not content and message["role"] != "assistant":  # LiteLLM drops the message
+            raise invalid(f"{where}.content", f"{where}.content must not be empty")
     if ours and messages[-1]["role"] == "assistant":
         raise invalid("messages", "the last message must be the user's; prefilling the "
                       "assistant's reply is not supported")  # fmt: skip

@@ -240,7 +240,7 @@ COUNT: Schema = an_object(
             an_object(
                 ["role", "content"],
                 role={"enum": ["user", "system"]},
-                content={"anyOf": [TEXT, _list(_BLOCK, minItems=1)]},
+                content={"anyOf": [_NONEMPTY, _list(_BLOCK, minItems=1)]},
             ),
             an_object(["role", "content"], role={"const": "assistant"}, content=_or_list(_BLOCK)),
         ]},
