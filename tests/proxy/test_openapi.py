@@ -7,6 +7,7 @@ is refused, and whatever is done to either, nothing is a 500 and nothing fails o
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from running_gateway import running
 from scripted_sampler import Running
+from test_elsewhere import pytestmark  # noqa: F401
 from test_fuzz import GARBAGE, broken
 
 from agentrl_proxy.deps import OtherModel
@@ -108,6 +110,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Ite
         with running(folder, renderer, {}, other_models={"other": other}) as made:
             made.sampler.script = lambda *_: "ok"
             yield made
+    import litellm
+
+    litellm.in_memory_llm_clients_cache.flush_cache()  # they are of an event loop that has ended
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
