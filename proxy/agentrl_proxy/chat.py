@@ -184,7 +184,9 @@ class ChatService:
                 params = replace(params, seed=derived_seed(attempt.seed, seq))
         one_call = bool(constraint is None and request.tools and not request.parallel_tool_calls)
         one_call = one_call and deps.renderer.tells_calls_apart
-        not_enforced = request.wants_of_calls if constraint is None else []
+        not_enforced = request.wants_of_calls
+        if constraint is not None:
+            not_enforced = list(constraint.not_enforced)
         if one_call:
             not_enforced.remove("parallel_tool_calls")
         version = None if adapter is None else deps.sampler.adapters.get(adapter)

@@ -187,6 +187,9 @@ RESPONSES: Schema = an_object(
     input={"anyOf": [_NONEMPTY, _list(_ITEM, minItems=1)]},
     instructions=or_null(TEXT),
     max_output_tokens=or_null(FIELDS["max_tokens"].schema),
+    max_tool_calls=or_null({**FIELDS["max_tokens"].schema, "minimum": 0}),
+    store=or_null({"type": "boolean"}),
+    truncation=or_null({"enum": ["auto", "disabled"]}),
     tools=or_null(_list(_FLAT_TOOL)),
     tool_choice=or_null(
         {"anyOf": [{"enum": ["none", "auto", "required"]}, _typed("function", ["name"], name=TEXT)]}
