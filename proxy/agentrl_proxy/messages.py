@@ -78,6 +78,12 @@ def _has_max_tokens(raw: dict[str, Any]) -> None:
 def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], Messages]:
     _check(raw, ours=elsewhere is None)
     told = {**raw, "messages": [_with_errors_told(message) for message in raw["messages"]]}
+    if elsewhere is None:
+        # An answer without a word: LiteLLM would drop the turn, and it would not be gone on from.
+        told["messages"] = [
+            {**message, "content": ""} if message["content"] == [] else message
+            for message in told["messages"]
+        ]
     chat, names = translation.chat_of_messages(told, elsewhere)
     choice = raw.get("tool_choice") or {}
     if choice.get("disable_parallel_tool_use"):
