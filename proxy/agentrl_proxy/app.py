@@ -124,23 +124,23 @@ class Gateway:
         return await self._reply(asked, body, caller, request.headers)
 
     async def responses(self, request: Request) -> Response:
-        await translation.load()
         caller, body, raw = await self._received(request)
+        await translation.load()
         elsewhere = self.others.named(raw)
         asked = responses_request(raw) if elsewhere is None else of_response(raw, elsewhere)
         return await self._reply(asked, body, caller, request.headers)
 
     async def messages(self, request: Request) -> Response:
-        await translation.load()
         caller, body, raw = await self._received(request)
+        await translation.load()
         elsewhere = self.others.named(raw)
         asked = messages_request(raw) if elsewhere is None else of_message(raw, elsewhere)
         return await self._reply(asked, body, caller, request.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """How long the prompt of such a Messages request would be. Nothing is sampled."""
-        await translation.load()
         caller, _, raw = await self._received(request)
+        await translation.load()
         elsewhere = self.others.named(raw)
         if elsewhere is not None:
             asked = count_of_message(raw, elsewhere)

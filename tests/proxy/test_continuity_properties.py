@@ -371,11 +371,13 @@ class Past:
             return Branch.FIRST_CALL
         if not ends:
             return Branch.NEW_CONVERSATION
+        if key(talk.messages[: ends[-1]], None) in self.said:
+            return Branch.TOOLS_CHANGED
         for end in ends:
             if key(talk.messages[:end], None) not in self.said:
                 edited = key(talk.messages[: end - 1], None) not in self.asked
                 return Branch.HISTORY_EDITED if edited else Branch.UNKNOWN_REPLY
-        return Branch.TOOLS_CHANGED
+        raise AssertionError("the last reply was said, and was not")
 
 
 def check(
