@@ -21,11 +21,18 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from running_gateway import running
 from scripted_sampler import Running
-from test_elsewhere import pytestmark  # noqa: F401
 from test_fuzz import GARBAGE, broken
 
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.rendering import Renderer
+
+pytestmark = [  # LiteLLM's connections, which it closes too late
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
+]
 
 PATHS = ["chat/completions", "completions", "responses", "messages", "messages/count_tokens"]
 EXAMPLES = int(os.environ.get("AGENTRL_FUZZ_EXAMPLES", "25"))
@@ -110,10 +117,11 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Ite
         with running(folder, renderer, {}, other_models={"other": other}) as made:
             made.sampler.script = lambda *_: "ok"
             yield made
-    import litellm
+            import litellm
 
-    litellm.in_memory_llm_clients_cache.flush_cache()  # they are of an event loop that has ended
-    gc.collect()
+            # Its connections are of the gateway's event loop, and closed by nobody.
+            litellm.in_memory_llm_clients_cache.flush_cache()
+            gc.collect()
 
 
 @pytest.fixture(scope="module")
