@@ -106,11 +106,7 @@ class EmbeddedSampler:
                 await asyncio.to_thread(self.engine.compile_grammar, params.grammar)
             handle = self.engine.submit(request)
         except RequestError as error:
-            if error.code == "invalid_grammar":
-                raise GrammarError(str(error)) from error
-            if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
-                raise ContextLengthError(str(error)) from error
-            raise RefusedError(_REFUSALS.get(error.code, "stopped"), str(error)) from error
+            raise _refusal(error) from error
         running = params.n
         try:
             while running:
@@ -128,6 +124,24 @@ class EmbeddedSampler:
             if running:
                 handle.cancel()
 
+    async def score(
+        self, prompt_ids: Sequence[int], adapter: str | None, top: int
+    ) -> list[TokenEvent]:
+        ids = list(prompt_ids)
+        try:
+            # The engine's thread would find a future that was cancelled meanwhile, and fall over.
+            scored = await asyncio.shield(asyncio.wrap_future(self.engine.score(ids, adapter, top)))
+        except RequestError as error:
+            raise _refusal(error) from error
+        events: list[TokenEvent] = []
+        for token_id, logprob, likeliest in zip(
+            ids[1:], scored.logprobs[1:], scored.top[1:], strict=True
+        ):
+            # One number for one token: clients ask whether it is the likeliest by comparing.
+            named = [(i, logprob if i == token_id else value) for i, value in likeliest]
+            events.append(TokenEvent(0, token_id, logprob, named, scored.adapter_version))
+        return events
+
     def _hand_over(self) -> None:
         """Called on the engine's thread when a round's events are complete."""
         if not self._round:
@@ -135,6 +149,14 @@ class EmbeddedSampler:
         ready, self._round = self._round, []
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_deliver, ready)
+
+
+def _refusal(error: RequestError) -> Exception:
+    if error.code == "invalid_grammar":
+        return GrammarError(str(error))
+    if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
+        return ContextLengthError(str(error))
+    return RefusedError(_REFUSALS.get(error.code, "stopped"), str(error))
 
 
 def _deliver(ready: list[tuple[asyncio.Queue[Event], Event]]) -> None:

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
@@ -70,6 +70,7 @@ _TOKENS_PER_CHUNK = 8
 ones come at once; of a cancelled answer up to one chunk's tokens are not recorded."""
 
 _T = TypeVar("_T")
+_Score: TypeAlias = tuple[float, list[tuple[int, float]] | None]
 
 
 @dataclass(slots=True)
@@ -257,13 +258,7 @@ class VllmSampler:
                 f"the prompt has {len(prompt_ids)} tokens and the model's context is "
                 f"{self.context_length}, answer included"
             )
-        load = None
-        if adapter is not None:
-            load = self._loads.get(adapter)
-            if load is None:
-                raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
-            load.users += 1
-        self._in_flight += 1
+        load = self._use(adapter)
         model = self._base if load is None else load.lora
         max_tokens = min(params.max_tokens, room)
         body = vllm_api.completion(model, prompt_ids, params, max_tokens, self._eos_ids)
@@ -280,10 +275,7 @@ class VllmSampler:
             raise _unanswered(error) from error
         finally:
             await events.aclose()
-            self._in_flight -= 1
-            if load is not None:
-                load.users -= 1
-                self._drop_if_unused(load)
+            self._used(load)
 
     async def _streamed(
         self, body: dict[str, Any], params: SamplingParams, version: int | None
@@ -325,29 +317,69 @@ class VllmSampler:
             mass = sum(logprob for logprob, _ in raw) - sum(event.logprob for event in masked)
             yield vllm_api.finish(choice, log_mass=mass)
 
+    async def score(
+        self, prompt_ids: Sequence[int], adapter: str | None, top: int
+    ) -> list[TokenEvent]:
+        if len(prompt_ids) >= self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt_ids)} tokens, and vLLM scores fewer than "
+                f"{self.context_length}"
+            )
+        load = self._use(adapter)
+        model, version = (self._base, None) if load is None else (load.lora, load.version)
+        ids = list(prompt_ids)
+        try:
+            scores = await self._scores(model, ids, top) if len(ids) > 1 else []
+        except httpx.TransportError as error:
+            raise _unanswered(error) from error
+        finally:
+            self._used(load)
+        return [
+            TokenEvent(0, token_id, logprob, likeliest, version)
+            for token_id, (logprob, likeliest) in zip(ids[1:], scores, strict=True)
+        ]
+
+    def _use(self, adapter: str | None) -> _Load | None:
+        load = None
+        if adapter is not None:
+            load = self._loads.get(adapter)
+            if load is None:
+                raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
+            load.users += 1
+        self._in_flight += 1
+        return load
+
+    def _used(self, load: _Load | None) -> None:
+        self._in_flight -= 1
+        if load is not None:
+            load.users -= 1
+            self._drop_if_unused(load)
+
     async def _score(
         self, body: dict[str, Any], answer: list[int], params: SamplingParams
-    ) -> list[tuple[float, list[tuple[int, float]] | None]]:
+    ) -> list[_Score]:
         """(log-prob, alternatives) of each of an answer's tokens, by the policy alone."""
         if not answer:
             return []
+        ids = [*body["prompt"], *answer]
+        return (await self._scores(body["model"], ids, params.top_logprobs))[-len(answer) :]
+
+    async def _scores(self, model: str, ids: list[int], top: int) -> list[_Score]:
+        """(log-prob, alternatives) of each of these tokens but the first."""
         [scored] = await self._complete(
             {
-                "model": body["model"],
-                "prompt": [*body["prompt"], *answer],
+                "model": model,
+                "prompt": ids,
                 "max_tokens": 1,
                 "temperature": 0.0,
-                "prompt_logprobs": params.top_logprobs,
+                "prompt_logprobs": top,
                 "return_token_ids": True,
             }
         )
-        found: list[tuple[float, list[tuple[int, float]] | None]] = []
-        rows = scored["prompt_logprobs"][-len(answer) :]
-        for token, row in zip(answer, rows, strict=True):
+        found: list[_Score] = []
+        for token, row in zip(ids[1:], scored["prompt_logprobs"][1:], strict=True):
             pairs = [(int(key), entry["logprob"]) for key, entry in row.items()]
-            found.append(
-                (row[str(token)]["logprob"], vllm_api.likeliest(pairs, params.top_logprobs))
-            )
+            found.append((row[str(token)]["logprob"], vllm_api.likeliest(pairs, top)))
         return found
 
     async def _complete(

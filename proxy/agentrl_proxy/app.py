@@ -44,9 +44,16 @@ from agentrl_proxy.elsewhere import (
     of_message,
     of_response,
 )
-from agentrl_proxy.errors import ApiError, invalid, refused_by_sampler, unavailable
+from agentrl_proxy.errors import (
+    ApiError,
+    invalid,
+    model_not_found,
+    refused_by_sampler,
+    unavailable,
+)
 from agentrl_proxy.forward import ForwardingSink
 from agentrl_proxy.messages import anthropic_error, count_request, messages_request
+from agentrl_proxy.model_cards import model_card, model_list
 from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
 from agentrl_proxy.other_models import OtherModels, OtherRequest
 from agentrl_proxy.recording import trace_context
@@ -107,8 +114,16 @@ class Gateway:
     async def models(self, request: Request) -> Response:
         await self._caller(request)
         names = sorted({*self.deps.models, *self.deps.other_models})
-        owner = {"object": "model", "created": 0, "owned_by": "agentrl"}
-        return json_response({"object": "list", "data": [{"id": name, **owner} for name in names]})
+        return json_response(model_list(names, anthropic=_speaks_anthropic(request)))
+
+    async def model(self, request: Request) -> Response:
+        """One of those that are listed. Other names may be answered too (``accept_any_model``), by
+        models that are."""
+        await self._caller(request)
+        name = request.path_params["model"]
+        if name not in self.deps.models and name not in self.deps.other_models:
+            raise model_not_found(name)
+        return json_response(model_card(name, anthropic=_speaks_anthropic(request)))
 
     async def chat_completions(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
@@ -117,23 +132,23 @@ class Gateway:
         return await self._reply(asked, body, caller, request.headers)
 
     async def responses(self, request: Request) -> Response:
-        await translation.load()
         caller, body, raw = await self._received(request)
+        await translation.load()
         elsewhere = self.others.named(raw)
         asked = responses_request(raw) if elsewhere is None else of_response(raw, elsewhere)
         return await self._reply(asked, body, caller, request.headers)
 
     async def messages(self, request: Request) -> Response:
-        await translation.load()
         caller, body, raw = await self._received(request)
+        await translation.load()
         elsewhere = self.others.named(raw)
         asked = messages_request(raw) if elsewhere is None else of_message(raw, elsewhere)
         return await self._reply(asked, body, caller, request.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """How long the prompt of such a Messages request would be. Nothing is sampled."""
-        await translation.load()
         caller, _, raw = await self._received(request)
+        await translation.load()
         elsewhere = self.others.named(raw)
         if elsewhere is not None:
             asked = count_of_message(raw, elsewhere)
@@ -313,6 +328,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     route("/admin/adapters", gateway.load_adapter, methods=["POST"])
     for prefix in ("", "/rollouts/{rollout_id}"):
         route(f"{prefix}/v1/models", gateway.models, methods=["GET"])
+        route(f"{prefix}/v1/models/{{model:path}}", gateway.model, methods=["GET"])
         route(f"{prefix}/v1/chat/completions", gateway.chat_completions, methods=["POST"])
         route(f"{prefix}/v1/completions", gateway.completions, methods=["POST"])
         route(f"{prefix}/v1/responses", gateway.responses, methods=["POST"])
@@ -347,10 +363,18 @@ def _warm_up(deps: GatewayDeps) -> None:
         parser.finish()
 
 
+def _speaks_anthropic(request: Request) -> bool:
+    """Of what both APIs have, Anthropic's clients name the version of theirs."""
+    path = request.url.path
+    return "/v1/messages" in path or (
+        "/v1/models" in path and "anthropic-version" in request.headers
+    )
+
+
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     body = error.json()
-    if "/v1/messages" in request.url.path:
+    if _speaks_anthropic(request):
         body = orjson.dumps(anthropic_error(error))
     return Response(
         body,

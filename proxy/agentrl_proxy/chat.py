@@ -46,6 +46,7 @@ from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
     GrammarError,
+    PromptScorer,
     RefusedError,
     SampleEvent,
     SamplingParams,
@@ -66,6 +67,7 @@ class BarePrompt:
     ids: list[int]
     heading: wire.Heading  # shared by all prompts of a request
     first_choice: int  # index in the response of this prompt's first choice
+    scored: bool = False  # the answer tells the log-probs of the prompt's tokens, too
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class Job(Accepted):
     record: CallRecord
     first_choice: int
     one_call: bool  # the answer ends where a second tool call begins
+    scorer: PromptScorer | None  # of the prompt's own tokens, where the client wants them
 
     @property
     def is_chat(self) -> bool:
@@ -152,7 +155,13 @@ class ChatService:
         if adapter is not None and adapter not in deps.sampler.adapters:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
         attempt = caller.attempt
-        constraint = None
+        constraint = scorer = None
+        if bare is not None and bare.scored:
+            scorer = deps.sampler
+            if not isinstance(scorer, PromptScorer):
+                raise invalid("echo", "echo and logprobs together ask for the log-probs of the "
+                              "prompt, which this sampler does not give; send one of them",
+                              code="unsupported_parameter")  # fmt: skip
         if bare is None:
             prompt = self.render(request, caller, headers)
             constraint = await self._constraints.of(request, opened=prompt.opened)
@@ -175,7 +184,9 @@ class ChatService:
                 params = replace(params, seed=derived_seed(attempt.seed, seq))
         one_call = bool(constraint is None and request.tools and not request.parallel_tool_calls)
         one_call = one_call and deps.renderer.tells_calls_apart
-        not_enforced = request.wants_of_calls if constraint is None else []
+        not_enforced = request.wants_of_calls
+        if constraint is not None:
+            not_enforced = list(constraint.not_enforced)
         if one_call:
             not_enforced.remove("parallel_tool_calls")
         version = None if adapter is None else deps.sampler.adapters.get(adapter)
@@ -211,7 +222,7 @@ class ChatService:
             answer = memory.begin(body, headers.get("idempotency-key"))
         return Job(
             caller, memory, answer, heading, slot, request, prompt, params, constraint, adapter,
-            record, first_choice, one_call,
+            record, first_choice, one_call, scorer,
         )  # fmt: skip
 
     def render(self, request: ChatRequest, caller: Caller, headers: Mapping[str, str]) -> Prompt:
@@ -241,7 +252,9 @@ class ChatService:
                     )
                     break
         room = self.room(prompt_tokens)
-        if room is not None:
+        if request.sampling.get("max_tokens") == 0:  # nothing is sampled, whoever forces what
+            values["max_tokens"] = 0
+        elif room is not None:
             # A limit is a limit, not a demand: an answer that fits is better than a refusal.
             values["max_tokens"] = min(values.get("max_tokens", room), room)
         values.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
@@ -310,7 +323,12 @@ class ChatService:
         elif job.one_call:
             readers = [ChoiceReader(renderer, parser, job.params.stop) for parser in parsers]
         try:
-            await self._sample(job, sampled, parsers, readers)
+            scores = None if job.scorer is None else await self._score(job, job.scorer)
+            if job.params.max_tokens:
+                await self._sample(job, sampled, parsers, readers)
+            else:
+                for i, one in enumerate(sampled):
+                    one.finish = FinishEvent(i, "length")
             texts = [self._text(one, job.params) for one in sampled]
             if readers is not None:
                 for reader in readers:
@@ -323,7 +341,7 @@ class ChatService:
                     texts[i], sampled[i].cut_at_call = parser.text, True
             replies = [parser.finish() for parser in parsers]
             withdrawn = [parser.withdrawn if streams else [] for parser in parsers]
-            response = self._response(job, sampled, replies, withdrawn)
+            response = self._response(job, sampled, replies, withdrawn, scores)
         except asyncio.CancelledError:
             state, why = CallState.CANCELLED, SkipReason.CLIENT_DISCONNECTED
             await self._life.close(job, state, job.record.finish(sampled, state, skip_reason=why))
@@ -360,6 +378,17 @@ class ChatService:
         if write is not None and streams is not None:
             await self._finish_stream(job, streams, replies, response, write)
         return response
+
+    async def _score(self, job: Job, scorer: PromptScorer) -> list[dict[str, Any]]:
+        """The prompt's tokens, each with its log-prob; the first has none. They never train: the
+        row's ``response_ids`` are what was sampled."""
+        ids, renderer = job.prompt.ids, self.deps.renderer
+        events = await scorer.score(ids, job.adapter, job.params.top_logprobs)
+        logprobs = [event.logprob for event in events]
+        tops = [event.top or () for event in events]
+        rest = wire.logprob_entries(renderer, ids[1:], logprobs, tops, hidden=True)
+        [first] = wire.logprob_entries(renderer, ids[:1], [0.0], [()], hidden=True)
+        return [{**first, "logprob": None, "top_logprobs": None}, *rest]
 
     async def _sample(
         self,
@@ -410,6 +439,7 @@ class ChatService:
         sampled: list[Sampled],
         replies: list[Reply],
         withdrawn: list[list[ToolCall]],
+        scores: list[dict[str, Any]] | None,
     ) -> dict[str, Any]:
         heading = job.heading
         if heading.fingerprint is None:  # not one token was sampled
@@ -424,11 +454,15 @@ class ChatService:
                 reason = "tool_calls"
             logprobs = None
             if job.request.logprobs:
-                logprobs = wire.logprob_entries(self.deps.renderer, one.ids, one.logprobs, one.tops)
+                logprobs = wire.logprob_entries(
+                    self.deps.renderer, one.ids, one.logprobs, one.tops, hidden=scores is not None
+                )
             message = wire.message(reply, withdrawn[i])
             choice = wire.choice(job.first_choice + i, message, reason, logprobs)
             if one.finish is not None and one.finish.stop_string is not None:
                 choice["stop_reason"] = one.finish.stop_string  # as vLLM tells it
+            if scores is not None:
+                choice["prompt_logprobs"] = scores
             if job.request.return_token_ids:
                 choice["token_ids"] = one.ids
             choices.append(choice)

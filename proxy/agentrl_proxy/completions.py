@@ -34,6 +34,7 @@ class CompletionRequest:
     common: ChatRequest  # without messages
     prompts: list[list[int]]
     dialect: Completion
+    scored: bool  # with the log-probs of the prompts' own tokens
 
     @property
     def stream(self) -> bool:
@@ -44,15 +45,24 @@ def completion_request(raw: dict[str, Any], renderer: Renderer) -> CompletionReq
     """The checked request, or an ApiError that names the field that is wrong."""
     echo, logprobs = check_legacy(raw)
     limit = raw.get("max_tokens")
+    only_echo = echo and type(limit) is int and limit == 0  # nothing is sampled
+    scored = echo and logprobs is not None
+    if scored and raw.get("stream"):
+        raise invalid("stream", "echo and logprobs together are not streamed; send stream: false",
+                      code="unsupported_parameter")  # fmt: skip
+    if not echo and type(limit) is int and limit == 0:
+        raise invalid("max_tokens", "max_tokens must be an integer of at least 1, or 0 with echo")
     common = chat_request(
         {k: v for k, v in raw.items() if k not in CHAT_ONLY}
         | {
             "messages": [{"role": "user", "content": ""}],  # no chat has none
             "logprobs": logprobs is not None,
             "top_logprobs": logprobs,
-            "max_tokens": DEFAULT_MAX_TOKENS if limit is None else limit,
+            "max_tokens": DEFAULT_MAX_TOKENS if limit is None or only_echo else limit,
         }
     )
+    if only_echo:
+        common.sampling["max_tokens"] = 0
     common.messages = []
     common.raw = raw
     prompts = _prompts(raw.get("prompt"), renderer)
@@ -60,7 +70,7 @@ def completion_request(raw: dict[str, Any], renderer: Renderer) -> CompletionReq
     texts = [renderer.decode_raw(ids) for ids in prompts] if echo else []
     dialect = Completion(include_usage=common.include_usage, n=common.n, echoed=texts)
     common.dialect = dialect
-    return CompletionRequest(common, prompts, dialect)
+    return CompletionRequest(common, prompts, dialect, scored)
 
 
 def check_choices(prompts: int, n: int) -> None:
@@ -89,13 +99,6 @@ def check_legacy(raw: Mapping[str, Any]) -> tuple[bool, int | None]:
         or not 0 <= logprobs <= MAX_TOP_LOGPROBS
     ):
         raise invalid("logprobs", f"logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}")
-    if echo and logprobs is not None:
-        raise invalid(
-            "echo",
-            "echo and logprobs together ask for the log-probs of the prompt, which this sampler "
-            "does not give; send one of them",
-            code="unsupported_parameter",
-        )
     return echo, logprobs
 
 
@@ -192,7 +195,7 @@ class CompletionWork(PromptsWork[Job]):
         heading = wire.Heading(new_id(common.dialect.id_prefix), common.model)
         try:
             for i, (ids, body) in enumerate(zip(request.prompts, self._bodies, strict=True)):
-                bare = BarePrompt(ids, heading, i * common.n)
+                bare = BarePrompt(ids, heading, i * common.n, request.scored)
                 self._jobs.append(
                     await self._chat.accept(common, body, self._caller, self._headers, bare)
                 )
@@ -285,6 +288,8 @@ class Completion:
         choices: list[dict[str, Any]] = []
         for one in response["choices"]:
             entries = None if one["logprobs"] is None else one["logprobs"]["content"]
+            if "prompt_logprobs" in one:
+                entries = one["prompt_logprobs"] + (entries or [])
             choice = {
                 "index": one["index"],
                 "text": self._echo(one["index"]) + (one["message"]["content"] or ""),
@@ -339,7 +344,10 @@ def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[s
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": [
-            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+            None
+            if entry["logprob"] is None  # a prompt's first token
+            else {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+            for entry in entries
         ],
         "text_offset": offsets,
     }

@@ -51,6 +51,8 @@ class Constraint:
     kind: str  # json_object, json_schema or tool_choice: what ``Call.params`` says
     grammar: str
     param: str  # the request's field that asked for it, for errors
+    not_enforced: tuple[str, ...] = ()
+    """What of schemas that are not strict no grammar knows, in llguidance's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +119,22 @@ class Constraints:
     def _work_out(self, request: ChatRequest, opened: bool) -> Constraint:
         rules: list[str] = []
         bodies: list[str] = []
+        missed: list[str] = []
         kind = param = "tool_choice"
         if request.response_format is not None and request.tool_choice == "auto":
             kind, param = request.response_format["type"], "response_format"
-            rules.append(f"answer: %json {_answer_schema(request.response_format)}")
+            rules.append(f"answer: %json {_answer_schema(request.response_format, missed)}")
             bodies.append("answer")
         if request.tools:
-            rules += self._calls(request, param)
+            rules += self._calls(request, param, missed)
             bodies.append("calls")
         reasoning, more = self._reasoning(opened)
         rules = [f"start: {reasoning}body", f"body: {' | '.join(bodies)}", *rules, *more]
         grammar = "\n".join(rules)
         _check(grammar, param, f"{param} cannot be enforced")
-        return Constraint(kind, grammar, param)
+        return Constraint(kind, grammar, param, tuple(missed))
 
-    def _calls(self, request: ChatRequest, param: str) -> list[str]:
+    def _calls(self, request: ChatRequest, param: str, missed: list[str]) -> list[str]:
         form = self.tool_form
         if form is None:
             raise invalid(
@@ -147,7 +150,7 @@ class Constraints:
                 if not _NAME.fullmatch(name):
                     where = f"tools[{i}].function.name"
                     raise invalid(where, f"{where} must be of the letters A-Z a-z 0-9 _ . : / -")
-                schema = _arguments_schema(tool["function"], i, form)
+                schema = _arguments_schema(tool["function"], i, form, missed)
                 calls.append(f"{_literal(name)} middle %json {schema}")
         several = ""
         if form.between is not None and request.parallel_tool_calls:
@@ -274,17 +277,19 @@ def _reads_back(renderer: Renderer, form: ToolForm, calls: list[tuple[str, str]]
     return not reply.content and read == [(name, json.loads(given)) for name, given in calls]
 
 
-def _answer_schema(response_format: dict[str, Any]) -> str:
+def _answer_schema(response_format: dict[str, Any], missed: list[str]) -> str:
     options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
     if response_format["type"] == "json_object":
         return _with_options({"type": "object"}, options)
     asked = response_format["json_schema"]
     text = _with_options(asked["schema"], _strictness(options, asked))
-    _check_schema(text, "response_format", "response_format.json_schema.schema")
+    missed += _check_schema(text, "response_format", "response_format.json_schema.schema")
     return text
 
 
-def _arguments_schema(function: dict[str, Any], index: int, form: ToolForm) -> str:
+def _arguments_schema(
+    function: dict[str, Any], index: int, form: ToolForm, missed: list[str]
+) -> str:
     schema = function.get("parameters")
     if not schema:  # no parameters: no arguments
         schema = {"properties": {}, "additionalProperties": False}
@@ -297,12 +302,13 @@ def _arguments_schema(function: dict[str, Any], index: int, form: ToolForm) -> s
         "item_separator": form.item_separator,
     }
     text = _with_options({"type": "object", **schema}, _strictness(options, function))
-    _check_schema(text, where, where)
+    missed += _check_schema(text, where, where)
     return text
 
 
 def _strictness(options: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """Strict: what cannot be enforced is refused. Else the keywords that can be are enforced."""
+    """Strict: what cannot be enforced is refused. Else the keywords that can be are enforced, and
+    the others are noted with the call."""
     strict = bool(asked.get("strict"))
     return {**options, "coerce_one_of": True, "lenient": not strict}
 
@@ -311,19 +317,22 @@ def _with_options(schema: dict[str, Any], options: dict[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
 
-def _check_schema(schema: str, param: str, what: str) -> None:
+def _check_schema(schema: str, param: str, what: str) -> list[str]:
+    """What of it is not enforced."""
     from llguidance import LLMatcher
 
-    _check(LLMatcher.grammar_from_json_schema(schema), param, what)
+    warnings = _check(LLMatcher.grammar_from_json_schema(schema), param, what)
+    return [f"{what}: {warning}" for warning in warnings]
 
 
-def _check(grammar: str, param: str, what: str) -> None:
+def _check(grammar: str, param: str, what: str) -> list[str]:
     from llguidance import LLMatcher
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
         why = messages[0] if messages else "invalid"
         raise invalid(param, f"{what}: {why}", code="invalid_json_schema")
+    return messages
 
 
 def _literal(text: str) -> str:

@@ -32,7 +32,7 @@ from agentrl_proxy.completions import (
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.messages import count_elsewhere, messages_elsewhere
-from agentrl_proxy.openai_types import MAX_CHOICES
+from agentrl_proxy.openai_types import MAX_CHOICES, check_chat, check_values
 from agentrl_proxy.other_models import OtherJob, OtherModels, OtherRequest
 from agentrl_proxy.responses import response_elsewhere
 from agentrl_proxy.retries import EarlierAnswers
@@ -40,17 +40,17 @@ from agentrl_tracer.ids import new_id
 
 
 def chat_elsewhere(raw: dict[str, Any]) -> OtherRequest:
-    """``/v1/chat/completions``: everything is the provider's to judge but what we need to know."""
+    """``/v1/chat/completions``: everything is the provider's to judge but what we need to know, and
+    what LiteLLM would fall over."""
     stream, include_usage, n = _checked(raw)
-    messages = raw.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise invalid("messages", "messages must be a non-empty list")
+    check_chat(raw)
     return OtherRequest(raw["model"], raw, raw, wire.Chat(include_usage=include_usage), stream, n)
 
 
 def of_response(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
     """``/v1/responses``."""
     stream, _, _ = _checked(raw)
+    check_values(raw)
     chat, dialect = response_elsewhere(raw, model.model)
     chat.pop("n", None)  # not of this protocol
     return OtherRequest(raw["model"], chat, raw, dialect, stream)
@@ -59,6 +59,7 @@ def of_response(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
 def of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
     """``/v1/messages``."""
     stream, _, _ = _checked(raw)
+    check_values(raw)
     chat, dialect = messages_elsewhere(raw, model.model)
     chat.pop("n", None)  # not of this protocol
     return OtherRequest(raw["model"], chat, raw, dialect, stream)
@@ -74,6 +75,11 @@ def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherReq
     """``/v1/completions``: a request per prompt, of one heading, and how their answer is said."""
     stream, include_usage, n = _checked(raw)
     echo, logprobs = check_legacy(raw)
+    if echo and logprobs is not None:
+        raise invalid("echo", "echo and logprobs together ask for the log-probs of the prompt, "
+                      "which somebody else's model does not tell; send one of them",
+                      code="unsupported_parameter")  # fmt: skip
+    check_values({k: v for k, v in raw.items() if k not in CHAT_ONLY and k != "logprobs"})
     prompts = raw.get("prompt")
     if isinstance(prompts, str):
         prompts = [prompts]

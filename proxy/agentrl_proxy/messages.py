@@ -17,6 +17,11 @@ from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.openai_types import ChatRequest, chat_request
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+# Refused unless empty: the answer would be another one without them.
+_UNSUPPORTED = {
+    "mcp_servers": "let the agent call them, and send their tools as `tools`",
+    "container": "nothing is run here",
+}
 _FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -76,7 +81,14 @@ def _has_max_tokens(raw: dict[str, Any]) -> None:
 
 def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], Messages]:
     _check(raw, ours=elsewhere is None)
-    chat, names = translation.chat_of_messages(raw, elsewhere)
+    told = {**raw, "messages": [_with_errors_told(message) for message in raw["messages"]]}
+    if elsewhere is None:
+        # An answer without a word: LiteLLM would drop the turn, and it would not be gone on from.
+        told["messages"] = [
+            {**message, "content": ""} if message["content"] == [] else message
+            for message in told["messages"]
+        ]
+    chat, names = translation.chat_of_messages(told, elsewhere)
     choice = raw.get("tool_choice") or {}
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False  # LiteLLM drops it
@@ -93,6 +105,31 @@ def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], M
         _put_effort(chat, effort, elsewhere)
     chat["stream"] = raw.get("stream")
     return chat, Messages(names)
+
+
+def _with_errors_told(message: dict[str, Any]) -> dict[str, Any]:
+    """``is_error`` of tool results as text, ``Error: `` before what the tool said: chat has no
+    field for it, so LiteLLM drops it, and no template would write one."""
+    content = message["content"]
+    if isinstance(content, str) or not any(map(_is_error, content)):
+        return message
+    return {**message, "content": [_with_error_told(block) for block in content]}
+
+
+def _is_error(block: dict[str, Any]) -> bool:
+    return block["type"] == "tool_result" and bool(block.get("is_error"))
+
+
+def _with_error_told(block: dict[str, Any]) -> dict[str, Any]:
+    if not _is_error(block):
+        return block
+    said = block.get("content") or ""
+    parts = [{"type": "text", "text": said}] if isinstance(said, str) else list(said)
+    if parts and parts[0]["type"] == "text":
+        parts[0] = {**parts[0], "text": f"Error: {parts[0]['text']}"}
+    else:
+        parts.insert(0, {"type": "text", "text": "Error: "})
+    return {**block, "content": parts}
 
 
 def _put_effort(chat: dict[str, Any], effort: Any, elsewhere: str) -> None:
@@ -134,10 +171,16 @@ def _check(raw: dict[str, Any], *, ours: bool) -> None:
             raise invalid(where, f"{where} must be an object")
         if message.get("role") not in ("user", "assistant", "system"):
             raise invalid(f"{where}.role", f"{where}.role must be user or assistant")
-        _check_content(message.get("content"), f"{where}.content", ours)
+        content = message.get("content")
+        _check_content(content, f"{where}.content", ours)
+        if not content and message["role"] != "assistant":  # LiteLLM drops the message
+            raise invalid(f"{where}.content", f"{where}.content must not be empty")
     if ours and messages[-1]["role"] == "assistant":
         raise invalid("messages", "the last message must be the user's; prefilling the "
                       "assistant's reply is not supported")  # fmt: skip
+    for name, instead in _UNSUPPORTED.items():
+        if raw.get(name):
+            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
     if raw.get("system") is not None:
         _check_content(raw["system"], "system", ours)
     if not isinstance(raw.get("output_config"), dict | None):
@@ -179,6 +222,8 @@ def _check_content(content: Any, where: str, ours: bool) -> None:
             raise invalid(f"{where}[{i}].text", f"{where}[{i}].text must be a string")
         if kind == "tool_use" and not isinstance(block.get("name"), str):
             raise invalid(f"{where}[{i}].name", f"{where}[{i}].name must be a string")
+        if not isinstance(block.get("is_error"), bool | None):
+            raise invalid(f"{where}[{i}].is_error", f"{where}[{i}].is_error must be true or false")
         if kind == "tool_result" and block.get("content") is not None:
             _check_content(block["content"], f"{where}[{i}].content", ours)
 

@@ -24,12 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.wire import Chat, Dialect
+
+Schema = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 128
@@ -91,6 +93,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_stop(value: Any) -> bool:
     stops = [value] if isinstance(value, str) else value
     return (
@@ -109,41 +115,101 @@ def _is_bias(value: Any) -> bool:
     )
 
 
-# field -> (check, what is allowed). ``null`` always means "not set".
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_tokens": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
-    "max_completion_tokens": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
-    "temperature": (lambda v: _is_number(v) and 0 <= v <= 2, "a number from 0 to 2"),
-    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
-    "top_k": (lambda v: _is_int(v) and v >= -1, "an integer; 0 and -1 mean all tokens"),
-    "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"an integer from 1 to {MAX_CHOICES}"),
-    "stop": (_is_stop, f"a non-empty string or a list of up to {MAX_STOPS} of them"),
-    "seed": (_is_int, "an integer"),
-    "logprobs": (lambda v: isinstance(v, bool), "true or false"),
-    "top_logprobs": (
+class Field(NamedTuple):
+    """What a field may be: told by code, to a person and to a program. ``null`` always means "not
+    set". A test generates from the schema, and holds the three together."""
+
+    check: Callable[[Any], bool]
+    allowed: str
+    schema: Schema
+
+
+_FLAG = Field(lambda v: isinstance(v, bool), "true or false", {"type": "boolean"})
+_LARGEST = 2**64 - 1  # of JSON's integers; orjson reads greater ones as floats
+_LENGTH = Field(
+    lambda v: _is_int(v) and v >= 1,
+    "an integer of at least 1",
+    {"type": "integer", "minimum": 1, "maximum": _LARGEST},
+)
+_NONEMPTY: Schema = {"type": "string", "minLength": 1}
+
+FIELDS: dict[str, Field] = {
+    "max_tokens": _LENGTH,
+    "max_completion_tokens": _LENGTH,
+    "temperature": Field(
+        lambda v: _is_number(v) and 0 <= v <= 2,
+        "a number from 0 to 2",
+        {"type": "number", "minimum": 0, "maximum": 2},
+    ),
+    "top_p": Field(
+        lambda v: _is_number(v) and 0 < v <= 1,
+        "a number above 0 and up to 1",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    ),
+    "top_k": Field(
+        lambda v: _is_int(v) and v >= -1,
+        "an integer; 0 and -1 mean all tokens",
+        {"type": "integer", "minimum": -1, "maximum": _LARGEST},
+    ),
+    "n": Field(
+        lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES,
+        f"an integer from 1 to {MAX_CHOICES}",
+        {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
+    ),
+    "stop": Field(
+        _is_stop,
+        f"a non-empty string or a list of up to {MAX_STOPS} of them",
+        {"anyOf": [_NONEMPTY, {"type": "array", "items": _NONEMPTY, "maxItems": MAX_STOPS}]},
+    ),
+    "seed": Field(
+        _is_int, "an integer", {"type": "integer", "minimum": -(2**63), "maximum": _LARGEST}
+    ),
+    "logprobs": _FLAG,
+    "top_logprobs": Field(
         lambda v: _is_int(v) and 0 <= v <= MAX_TOP_LOGPROBS,
         f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     ),
-    "logit_bias": (
+    "logit_bias": Field(
         _is_bias,
         f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        },
     ),
-    "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false"),
-    "modalities": (lambda v: v == ["text"], '["text"]; this model writes text only'),
-    "stream": (lambda v: isinstance(v, bool), "true or false"),
-    "return_token_ids": (lambda v: isinstance(v, bool), "true or false"),
-    "stream_options": (lambda v: isinstance(v, dict), "an object"),
-    "tools": (lambda v: isinstance(v, list), "a list"),
-    "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required or an object"),
-    "response_format": (lambda v: isinstance(v, dict), "an object"),
+    "parallel_tool_calls": _FLAG,
+    "modalities": Field(
+        lambda v: v == ["text"],
+        '["text"]; this model writes text only',
+        {"type": "array", "items": {"const": "text"}, "minItems": 1, "maxItems": 1},
+    ),
+    "stream": _FLAG,
+    "return_token_ids": _FLAG,
+    "stream_options": Field(
+        lambda v: isinstance(v, dict) and isinstance(v.get("include_usage"), bool | None),
+        'an object like {"include_usage": true}',
+        {
+            "type": "object",
+            "properties": {"include_usage": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+        },
+    ),
+    # What is in these is checked below, and described in request_schemas.py.
+    "tools": Field(lambda v: isinstance(v, list), "a list", {"type": "array"}),
+    "tool_choice": Field(
+        lambda v: isinstance(v, str | dict), "none, auto, required or an object", {}
+    ),
+    "response_format": Field(lambda v: isinstance(v, dict), "an object", {"type": "object"}),
 }
 
 
 def sampling_value(name: str, value: Any) -> Any:
     """Check one sampling field, wherever it came from: a request, a config, an attempt."""
-    check, allowed = _FIELDS[name]
-    if not check(value):
-        raise _wrong(name, value, allowed)
+    field = FIELDS[name]
+    if not field.check(value):
+        raise _wrong(name, value, field.allowed)
     if name == "stop":
         return (value,) if isinstance(value, str) else tuple(value)
     if name == "top_k":
@@ -166,10 +232,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def chat_request(raw: dict[str, Any]) -> ChatRequest:
     """The checked request, or an ApiError that names the field that is wrong."""
-    for name in raw.keys() & _FIELDS.keys():
+    for name in raw.keys() & FIELDS.keys():
         value = raw[name]
-        if value is not None and not _FIELDS[name][0](value):
-            raise _wrong(name, value, _FIELDS[name][1])
+        if value is not None and not FIELDS[name].check(value):
+            raise _wrong(name, value, FIELDS[name].allowed)
     model = raw.get("model")
     if not isinstance(model, str) or not model or "\0" in model:  # PostgreSQL takes no NUL
         raise _wrong("model", model, "a non-empty string without NUL characters")
@@ -238,6 +304,67 @@ def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if kind == "text" else value
 
 
+# --- somebody else's models
+
+_NUMBER = (_is_number, "a number")
+_INTEGER = (_is_int, "an integer")
+_BOOLEAN = (lambda v: isinstance(v, bool), "true or false")
+_STRING = (_is_text, "a string")
+_LIST = (lambda v: isinstance(v, list), "a list")
+_OBJECT = (lambda v: isinstance(v, dict), "an object")
+_WORD_OR_OBJECT = (lambda v: isinstance(v, str | dict), "a string or an object")
+_SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("temperature", "top_p", "frequency_penalty", "presence_penalty"), _NUMBER),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "top_k", "seed", "top_logprobs"), _INTEGER
+    ),
+    **dict.fromkeys(("logprobs", "parallel_tool_calls"), _BOOLEAN),
+    **dict.fromkeys(
+        ("user", "service_tier", "verbosity", "prompt_cache_key", "safety_identifier"), _STRING
+    ),
+    **dict.fromkeys(("tools", "functions", "modalities"), _LIST),
+    **dict.fromkeys(
+        ("logit_bias", "response_format", "audio", "prediction", "web_search_options", "thinking",
+         "output_config"), _OBJECT
+    ),
+    **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), _WORD_OR_OBJECT),
+    "stop": (
+        lambda v: isinstance(v, str) or (isinstance(v, list) and all(map(_is_text, v))),
+        "a string or a list of strings",
+    ),
+}  # fmt: skip
+
+
+def check_values(raw: Mapping[str, Any]) -> None:
+    """The JSON types of what a request to somebody else's model sets. LiteLLM and the SDKs below it
+    fall over anything else, or hand it on. Ranges are the provider's to judge."""
+    for name, (check, allowed) in _SHAPES.items():
+        value = raw.get(name)
+        if value is not None and not check(value):
+            raise _wrong(name, value, allowed)
+
+
+def check_chat(raw: Mapping[str, Any]) -> None:
+    """``check_values``, and what messages, tools and the response format are made of. Kinds of
+    parts, tools and formats that are not ours are the provider's to judge."""
+    check_values(raw)
+    _messages(raw.get("messages"), ours=False)
+    for i, tool in enumerate(raw.get("tools") or []):
+        if not isinstance(tool, dict) or not isinstance(tool.get("type", "function"), str):
+            raise _wrong(f"tools[{i}]", tool, "an object with a type")
+        if tool.get("type") == "function":
+            _tools([tool], None, at=i)
+    for i, function in enumerate(raw.get("functions") or []):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(f"functions[{i}]", function, "an object with a name")
+    format = raw.get("response_format")
+    if format is not None:
+        if not isinstance(format.get("type"), str):
+            raise _wrong("response_format.type", format.get("type"), "a string")
+        if format["type"] == "json_schema":
+            _response_format(format)
+
+
 def _check_strict(value: Mapping[str, Any], where: str) -> None:
     if not isinstance(value.get("strict"), bool | None):
         raise _wrong(f"{where}.strict", value["strict"], "true or false")
@@ -260,10 +387,10 @@ def _tool_choice(choice: Any, tools: list[dict[str, Any]] | None) -> str:
     return f"function:{name}"
 
 
-def _tools(tools: list[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
+def _tools(tools: list[Any] | None, choice: Any, at: int = 0) -> list[dict[str, Any]] | None:
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise _wrong("tool_choice", choice, "none, auto, required or an object")
-    for i, tool in enumerate(tools or []):
+    for i, tool in enumerate(tools or [], at):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
             raise _wrong(f"tools[{i}]", tool, 'an object like {"type": "function", "function": {}}')
@@ -276,7 +403,11 @@ def _tools(tools: list[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
     return tools if tools and choice != "none" else None
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: Any, *, ours: bool = True) -> list[dict[str, Any]]:
+    """
+    Args:
+        ours: whether our model answers, which reads text only.
+    """
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", messages, "a non-empty list")
     for i, message in enumerate(messages):
@@ -292,14 +423,15 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         if content is not None and not isinstance(content, str | list):
             raise _wrong(f"{where}.content", content, "a string or a list of content parts")
         if isinstance(content, list):
-            _check_parts(content, f"{where}.content")
+            check = _check_parts if ours else _check_any_parts
+            check(content, f"{where}.content")
         calls = message.get("tool_calls")
         if calls is not None:
             _check_tool_calls(calls, f"{where}.tool_calls")
     return messages
 
 
-_OTHER_MEDIA = frozenset(
+_OTHER_MEDIA = tuple(  # no set: what a client calls a type need not be hashable
     f"{prefix}{kind}{suffix}"
     for kind in ("image", "audio", "video", "file", "document")
     for prefix, suffix in (("", ""), ("input_", ""), ("", "_url"))
@@ -319,6 +451,21 @@ def _check_parts(parts: list[Any], where: str) -> None:
                 code="unsupported_content",
             )
         raise _wrong(f"{where}[{i}]", part, 'an object like {"type": "text", "text": "..."}')
+
+
+def _check_any_parts(parts: list[Any], where: str) -> None:
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise _wrong(f"{where}[{i}]", part, "an object with a type")
+        if kind in ("text", "refusal"):
+            _check_parts([part], where)
+        if kind in ("image_url", "video_url", "audio_url"):
+            url = part.get(kind)
+            if not isinstance(url.get("url") if isinstance(url, dict) else url, str):
+                raise _wrong(f"{where}[{i}].{kind}", url, "an object with a url")
+        if kind in ("input_audio", "file") and not isinstance(part.get(kind), dict):
+            raise _wrong(f"{where}[{i}].{kind}", part.get(kind), "an object")
 
 
 def _check_tool_calls(calls: Any, where: str) -> None:

@@ -1,160 +1,99 @@
 """The gateway's own description of its JSON surface, served at /openapi.json.
 
-Knows paths, fields and statuses. Does not check anything: the handlers read raw bodies, and a test
-holds the two together. Fields nobody here knows are ignored, so no schema forbids any.
+Knows paths, answers and statuses; what the protocols' requests hold is in request_schemas.py. Does
+not check anything: the handlers read raw bodies, and tests hold the two together. Fields nobody
+here knows are ignored, so no schema forbids any.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from agentrl_proxy.openai_types import MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS, ROLES
-
-Schema = dict[str, Any]
-
-
-def _object(required: list[str], **properties: Schema) -> Schema:
-    return {"type": "object", "required": required, "properties": properties}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+from agentrl_proxy import request_schemas
+from agentrl_proxy.openai_types import Schema
+from agentrl_proxy.request_schemas import MESSAGE, NAME, TEXT, an_object, or_null
 
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_TEXT: Schema = {"type": "string"}
-_NAME: Schema = {"type": "string", "minLength": 1}
 _REWARDS: Schema = {
     "anyOf": [
         {"type": "number"},
         {"type": "object", "additionalProperties": {"type": "number"}},  # several, by name
     ]
 }
-_COUNT: Schema = {"type": "integer", "minimum": 1}
-
-_FUNCTION_CALL = _object(
-    ["function"],
-    id=_TEXT,
-    type={"const": "function"},
-    function=_object(["name"], name=_TEXT, arguments={"type": "string"}),
-)
-_TOOL = _object(
-    ["type", "function"],
-    type={"const": "function"},
-    function=_object(["name"], name=_NAME, description=_TEXT, parameters={"type": "object"}),
-)
-_PART = _object(["type", "text"], type={"const": "text"}, text=_TEXT)
-_MESSAGE = _object(
-    ["role"],
-    role={"enum": list(ROLES)},
-    content=_or_null({"anyOf": [_TEXT, {"type": "array", "items": _PART}]}),
-    tool_calls=_or_null({"type": "array", "items": _FUNCTION_CALL}),
-    tool_call_id=_TEXT,
-)
-_STOP = {
-    "anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": MAX_STOPS}],
-}
-_RESPONSE_FORMAT = _object(["type"], type={"enum": ["text", "json_object", "json_schema"]})
-
 SCHEMAS: dict[str, Schema] = {
-    "ChatCompletionRequest": _object(
-        ["model", "messages"],
-        model=_NAME,
-        messages={"type": "array", "items": _MESSAGE, "minItems": 1},
-        max_tokens=_or_null(_COUNT),
-        max_completion_tokens=_or_null(_COUNT),
-        temperature=_or_null({"type": "number", "minimum": 0, "maximum": 2}),
-        top_p=_or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-        top_k=_or_null({"type": "integer", "minimum": -1}),
-        n=_or_null({"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}),
-        stop=_or_null(_STOP),
-        seed=_or_null({"type": "integer"}),
-        logprobs=_or_null({"type": "boolean"}),
-        top_logprobs=_or_null({"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}),
-        stream=_or_null({"type": "boolean"}),
-        stream_options=_or_null(_object([], include_usage={"type": "boolean"})),
-        tools=_or_null({"type": "array", "items": _TOOL}),
-        tool_choice=_or_null({"anyOf": [{"enum": ["none", "auto", "required"]}, _object([])]}),
-        response_format=_or_null(_RESPONSE_FORMAT),
-    ),
-    "ChatCompletion": _object(
+    "ChatCompletionRequest": request_schemas.CHAT,
+    "ChatCompletion": an_object(
         ["id", "object", "created", "model", "choices", "usage"],
-        id=_TEXT,
+        id=TEXT,
         object={"const": "chat.completion"},
         created={"type": "integer"},
-        model=_TEXT,
+        model=TEXT,
         choices={
             "type": "array",
-            "items": _object(
+            "items": an_object(
                 ["index", "message", "finish_reason"],
                 index={"type": "integer"},
-                message=_MESSAGE,
+                message=MESSAGE,
                 finish_reason={"enum": ["stop", "length", "tool_calls"]},
             ),
         },
-        usage=_object(["prompt_tokens", "completion_tokens", "total_tokens"]),
+        usage=an_object(["prompt_tokens", "completion_tokens", "total_tokens"]),
     ),
-    "CompletionRequest": _object(
-        ["model", "prompt"],
-        model=_NAME,
-        prompt={"description": "text, texts, token ids, or lists of token ids"},
-    ),
-    "Completion": _object(["id", "object", "choices"], object={"const": "text_completion"}),
-    "ResponsesRequest": {
-        **_object(["model", "input"], model=_NAME),
-        "description": "https://platform.openai.com/docs/api-reference/responses",
-    },
-    "Response": _object(["id", "object", "output"], object={"const": "response"}),
-    "MessagesRequest": {
-        **_object(["model", "messages"], model=_NAME, messages={"type": "array"}),
-        "description": "https://docs.anthropic.com/en/api/messages",
-    },
-    "Message": _object(["id", "type", "content"], type={"const": "message"}),
-    "TokenCount": _object(["input_tokens"], input_tokens={"type": "integer"}),
-    "AnthropicError": _object(
+    "CompletionRequest": request_schemas.COMPLETION,
+    "Completion": an_object(["id", "object", "choices"], object={"const": "text_completion"}),
+    "ResponsesRequest": request_schemas.RESPONSES,
+    "Response": an_object(["id", "object", "output"], object={"const": "response"}),
+    "MessagesRequest": request_schemas.MESSAGES,
+    "CountTokensRequest": request_schemas.COUNT,
+    "Message": an_object(["id", "type", "content"], type={"const": "message"}),
+    "TokenCount": an_object(["input_tokens"], input_tokens={"type": "integer"}),
+    "AnthropicError": an_object(
         ["type", "error"],
         type={"const": "error"},
-        error=_object(["type", "message"], type=_TEXT, message=_TEXT),
+        error=an_object(["type", "message"], type=TEXT, message=TEXT),
     ),
-    "RewardRequest": _object(
+    "RewardRequest": an_object(
         ["value"],
         value=_REWARDS,
-        name=_or_null(_TEXT),
-        response_id=_or_null(_TEXT),
-        explanation=_or_null(_TEXT),
+        name=or_null(TEXT),
+        response_id=or_null(TEXT),
+        explanation=or_null(TEXT),
     ),
-    "Reward": _object(["name", "value", "key"], name=_TEXT, value=_REWARDS, key=_TEXT),
-    "AdapterRequest": _object(
+    "Reward": an_object(["name", "value", "key"], name=TEXT, value=_REWARDS, key=TEXT),
+    "AdapterRequest": an_object(
         ["name", "version", "path"],
-        name=_NAME,
+        name=NAME,
         version={"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-        path=_NAME,
+        path=NAME,
     ),
-    "Adapter": _object(["name", "version"], name=_TEXT, version={"type": "integer"}),
+    "Adapter": an_object(["name", "version"], name=TEXT, version={"type": "integer"}),
     "ExportTraceServiceRequest": {
         "type": "object",
         "description": "OTLP/HTTP, https://opentelemetry.io/docs/specs/otlp/",
     },
     "ExportTraceServiceResponse": {"type": "object"},
-    "Models": _object(["object", "data"], object={"const": "list"}, data={"type": "array"}),
-    "Health": _object(
+    "Models": {
+        **an_object(["data"], data={"type": "array", "items": _ref("Model")}),
+        "description": "Anthropic's object where the request has an anthropic-version",
+    },
+    "Model": an_object(["id"], id=TEXT),
+    "Health": an_object(
         ["status", "version", "boot_id", "recoveries"],
         status={"enum": ["ok", "unhealthy"]},
-        version=_TEXT,
-        boot_id=_TEXT,
+        version=TEXT,
+        boot_id=TEXT,
         recoveries={"type": "integer"},
     ),
-    "Error": _object(
+    "Error": an_object(
         ["error"],
-        error=_object(
+        error=an_object(
             ["message", "type", "param", "code"],
-            message=_TEXT,
-            type=_TEXT,
-            param=_or_null(_TEXT),
-            code=_or_null(_TEXT),
+            message=TEXT,
+            type=TEXT,
+            param=or_null(TEXT),
+            code=or_null(TEXT),
         ),
     ),
 }
@@ -184,14 +123,15 @@ def _paths() -> dict[str, Schema]:
             "post": _operation("Answer with this adapter version", "Adapter", "AdapterRequest")
         },
     }
-    rollout: Schema = {"name": "rollout_id", "in": "path", "required": True, "schema": _TEXT}
+    rollout: Schema = {"name": "rollout_id", "in": "path", "required": True, "schema": TEXT}
+    model: Schema = {"name": "model", "in": "path", "required": True, "schema": TEXT}
     chat = _operation("Complete a chat", "ChatCompletion", "ChatCompletionRequest")
     others = {
         "completions": _operation("Complete a text", "Completion", "CompletionRequest"),
         "responses": _operation("Respond", "Response", "ResponsesRequest"),
         "messages": _operation("Answer", "Message", "MessagesRequest", "AnthropicError"),
         "messages/count_tokens": _operation(
-            "Count a prompt's tokens", "TokenCount", "MessagesRequest", "AnthropicError"
+            "Count a prompt's tokens", "TokenCount", "CountTokensRequest", "AnthropicError"
         ),
     }
     spans = _operation("Export spans", "ExportTraceServiceResponse", "ExportTraceServiceRequest")
@@ -200,6 +140,10 @@ def _paths() -> dict[str, Schema]:
         paths[f"{prefix}/v1/models"] = {
             "parameters": parameters,
             "get": _operation("List models", "Models"),
+        }
+        paths[f"{prefix}/v1/models/{{model}}"] = {
+            "parameters": [*parameters, model],
+            "get": _operation("Describe a model", "Model"),
         }
         paths[f"{prefix}/v1/chat/completions"] = {"parameters": parameters, "post": chat}
         for name, operation in others.items():

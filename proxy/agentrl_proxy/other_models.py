@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.completions import legacy_entries, plain_entry
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
-from agentrl_proxy.errors import ApiError
+from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.litellm_router import make_router
@@ -85,6 +85,7 @@ class OtherJob(Accepted):
     first_choice: int
     calls: list[Call]  # one per choice
     noted: dict[str, Any] = field(default_factory=dict[str, Any])  # goes into the rows' params
+    sent: bool = False  # whether LiteLLM has got as far as asking the provider
 
 
 class OtherModels:
@@ -223,6 +224,8 @@ class OtherModels:
                 message += f" within {model.timeout:g} s"
                 raise ApiError(504, message, kind="server_error", code="provider_timeout") from None
             message += self._clean(f": {type(error).__name__}: {error}")
+            if all(map(_is_of_python, _causes(error))):
+                raise invalid(None, message) from None
             raise ApiError(502, message, kind="server_error", code="provider_error") from None
         return found.total_tokens
 
@@ -295,7 +298,9 @@ class OtherModels:
         job.noted["usage_unknown"] = "the answer did not come to its end"
         try:
             router = await self._ready_router()
-            answer = await router.acompletion(model=job.name, **job.asked)
+            answer = await router.acompletion(
+                model=job.name, logger_fn=_sets_sent(job), **job.asked
+            )
             if write is not None and "stream" in job.asked:
                 held = await self._relay(answer, job, gathered, write)
                 response = gathered.response()
@@ -381,6 +386,7 @@ class OtherModels:
         said = f"{type(error).__name__}: {text}"
         status = getattr(error, "status_code", None)
         causes = list(_causes(error))
+        stumbled = _is_of_python(causes[-1])  # LiteLLM's code over what it was given, or was told
         if isinstance(error, openai.APITimeoutError):
             status, code = 504, "provider_timeout"
             message = f"the model {job.name!r} did not answer in time: {said}"
@@ -388,7 +394,12 @@ class OtherModels:
         elif any(type(c) is openai.APIConnectionError or isinstance(c, OSError) for c in causes):
             status, code = 502, "provider_unreachable"
             message = f"the provider of {job.name!r} cannot be reached: {said}"
-        elif type(status) is int and 400 <= status < 600 and len(causes) > 1:
+        elif not job.sent and (stumbled or (status == 400 and len(causes) == 1)):
+            unsupported = type(error).__name__ == "UnsupportedParamsError"
+            code = "unsupported_parameter" if unsupported else "invalid_value"
+            return invalid(None, f"LiteLLM made no request of this to the model {job.name!r}: "
+                           f"{said}", code=code)  # fmt: skip
+        elif type(status) is int and 400 <= status < 600 and len(causes) > 1 and not stumbled:
             code = self._clean(next(filter(None, map(_own_code, causes)), "provider_error"))
             message = f"the provider of {job.name!r} answered {status}: {said}"
         else:
@@ -504,6 +515,21 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _sets_sent(job: OtherJob) -> Callable[[dict[str, Any]], None]:
+    """LiteLLM calls it with what it is about to do, and has done."""
+
+    def note(details: dict[str, Any]) -> None:
+        job.sent |= details.get("log_event_type") == "pre_api_call"
+
+    return note
+
+
+def _is_of_python(error: BaseException) -> bool:
+    """Whether it says that code met what it was not made for; sockets' troubles are something else.
+    LiteLLM raises bare ``Exception`` of messages that it cannot read."""
+    return type(error).__module__ == "builtins" and not isinstance(error, OSError)
 
 
 def _own_code(error: BaseException) -> str | None:

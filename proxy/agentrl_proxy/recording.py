@@ -140,7 +140,8 @@ def open_calls(
     Args:
         constrained: what a grammar enforced, see agentrl_proxy.constraints.
         branched: why the prompt continues no earlier call, see agentrl_proxy.continuity.
-        not_enforced: fields of the request that only a grammar could have met, see openai_types.
+        not_enforced: what of the request only a grammar could have met, see openai_types, or what
+            of its schemas no grammar can, see constraints.
         first_choice: the index of these rows' first choice in the response, which is not 0 where
             one response answers several prompts.
     """

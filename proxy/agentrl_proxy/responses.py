@@ -24,22 +24,22 @@ _UNSUPPORTED = {
 }
 _FORMATS = ("text", "json_object", "json_schema")
 _WITH_LOGPROBS = "message.output_text.logprobs"
+# What is done, whatever was asked for: nothing is stored, and what is too long is refused.
+_ALWAYS: dict[str, Any] = {"previous_response_id": None, "store": False, "truncation": "disabled"}
 # What an answer repeats of its request, and what it says where that is silent.
 _REPEATED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
+    "max_tool_calls": None,  # of built-in tools: there are none, so any limit holds
     "metadata": {},
     "parallel_tool_calls": True,
-    "previous_response_id": None,
     "reasoning": {"effort": None, "summary": None},
-    "store": False,
     "temperature": 1.0,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
     "top_logprobs": 0,
     "top_p": 1.0,
-    "truncation": "disabled",
     "user": None,
 }
 _INCOMPLETE = {
@@ -99,6 +99,13 @@ def _check(raw: dict[str, Any], *, ours: bool) -> None:
     for name, kind in (("tools", list), ("include", list), ("text", dict), ("metadata", dict)):
         if raw.get(name) is not None and not isinstance(raw[name], kind):
             raise invalid(name, f"{name} must be {'a list' if kind is list else 'an object'}")
+    limit = raw.get("max_tool_calls")
+    if limit is not None and (type(limit) is not int or limit < 0):
+        raise invalid("max_tool_calls", "max_tool_calls must be an integer of at least 0")
+    if raw.get("truncation") not in (None, "auto", "disabled"):
+        raise invalid("truncation", "truncation must be auto or disabled")
+    if not isinstance(raw.get("store"), bool | None):
+        raise invalid("store", "store must be true or false")
     if not isinstance(raw.get("instructions"), str | None):
         raise invalid("instructions", "instructions must be a string")
     format = (raw.get("text") or {}).get("format") or {"type": "text"}
@@ -172,7 +179,7 @@ class Responses:
         self._repeated = {
             name: default if request.get(name) is None else request[name]
             for name, default in _REPEATED.items()
-        }
+        } | _ALWAYS
         self._sequence = 0
         self._heading: wire.Heading | None = None  # once the stream has begun
         self._id = ""  # the response's, less its prefix

@@ -85,6 +85,23 @@ class RefusedError(ValueError):
 
 
 @runtime_checkable
+class PromptScorer(Protocol):
+    """What a sampler may be besides: one that says how likely given tokens are. A gateway whose
+    sampler is none refuses ``echo`` with ``logprobs``."""
+
+    async def score(
+        self, prompt_ids: Sequence[int], adapter: str | None, top: int
+    ) -> list[TokenEvent]:
+        """Each token but the first, given those before it, with ``top`` alternatives. Nothing is
+        sampled.
+
+        Raises:
+            ContextLengthError, RefusedError: as ``Sampler.sample``.
+        """
+        ...
+
+
+@runtime_checkable
 class Sampler(Protocol):
     """Samples from one base model with any of its loaded adapters."""
 

@@ -281,11 +281,14 @@ def logprob_entries(
     ids: Sequence[int],
     logprobs: Sequence[float],
     tops: Sequence[Sequence[tuple[int, float]]],
+    *,
+    hidden: bool = False,
 ) -> list[dict[str, Any]]:
-    """Tokens in OpenAI's format; those that carry no text (the stop token) are left out."""
+    """Tokens in OpenAI's format; those that carry no text (the stop token) are left out, unless
+    ``hidden``: who scores a prompt finds its tokens by counting."""
     entries: list[dict[str, Any]] = []
     for i, token_id in enumerate(ids):
-        if renderer.is_hidden(token_id):
+        if not hidden and renderer.is_hidden(token_id):
             continue
         top = tops[i] if i < len(tops) else ()
         entry = _token(renderer, token_id, logprobs[i])

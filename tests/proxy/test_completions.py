@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from scripted_sampler import Running
+from scripted_sampler import Running, ScriptedSampler
 
 from agentrl_proxy.recording import derived_seed
+from agentrl_proxy.sampler import TokenEvent
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 
 
@@ -159,6 +161,82 @@ def test_a_reply_that_looks_like_a_tool_call_is_text(gateway: Running) -> None:
         answer = api.completions.create(model="policy", prompt="x", max_tokens=200)
     assert answer.choices[0].text == said
     assert answer.choices[0].finish_reason == "stop"
+
+
+class Scoring(ScriptedSampler):
+    """One that knows how likely any token is: the less, the further it is in the prompt."""
+
+    async def score(
+        self, prompt_ids: Sequence[int], adapter: str | None, top: int
+    ) -> list[TokenEvent]:
+        return [
+            TokenEvent(0, token, -i / 8, [(token, -i / 8), (0, -9.0)][:top], 3)
+            for i, token in enumerate(prompt_ids)
+        ][1:]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4])
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_prompt_is_scored(gateway: Running, limit: int, stops: bool) -> None:
+    """As evaluation harnesses ask: the prompt's tokens are found by counting."""
+    gateway.sampler.__class__ = Scoring
+    renderer = gateway.renderer
+    eos = renderer.tokenizer.eos_token_id
+    said = [eos] if stops else renderer.encode("1 2 3 4 5 6 7 8")
+    gateway.sampler.script = lambda *_: said
+    prompts = [[*renderer.encode("grüße 日本"), eos, 7, 300], [9]]
+    asked: Any = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 1, "max_tokens": limit}
+    with client(gateway) as api:
+        answer = api.completions.create(model="policy", **asked)
+    calls = gateway.calls(gateway.claims[0])
+    assert len(calls) == 4
+    for choice, call in zip(answer.choices, calls, strict=True):
+        prompt = prompts[choice.index // 2]
+        sampled = said[:limit]
+        assert (call.prompt_ids, call.response_ids) == (prompt, sampled)
+        assert call.response_logprobs == [-0.25 - i / 64 for i in range(len(sampled))]
+        assert choice.text == renderer.decode_raw(prompt) + renderer.decode(sampled)
+        assert choice.finish_reason == ("stop" if stops and limit else "length")
+        told = choice.logprobs
+        assert told is not None
+        assert told.token_logprobs == [
+            None, *(-i / 8 for i in range(1, len(prompt))), *call.response_logprobs
+        ]  # fmt: skip
+        assert told.tokens is not None
+        assert "".join(told.tokens[-2 - len(sampled) :]).endswith(renderer.decode_raw(sampled))
+        assert told.top_logprobs is not None
+        assert told.top_logprobs[0] is None
+        assert [max(top.values()) for top in told.top_logprobs[1:]] == told.token_logprobs[1:]
+        assert told.text_offset is not None
+        assert told.text_offset[0] == 0
+        assert call.response is not None
+        assert call.response["choices"][0]["text"] == choice.text
+    assert len(gateway.sampler.requests) == (2 if limit else 0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4 * len(said[:limit])
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_an_echo_alone_needs_no_scores(gateway: Running) -> None:
+    with client(gateway) as api:
+        answer = api.completions.create(model="policy", prompt="One", echo=True, max_tokens=0)
+        chunks = list(
+            api.completions.create(
+                model="policy", prompt="One", echo=True, max_tokens=0, stream=True
+            )
+        )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("One", "length")
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "One"
+    assert gateway.sampler.requests == []
+    for call in gateway.calls(gateway.claims[0]):
+        assert (call.state, call.response_ids) == (CallState.COMPLETED, [])
+
+
+def test_scores_are_not_streamed(gateway: Running) -> None:
+    gateway.sampler.__class__ = Scoring
+    with client(gateway) as api, pytest.raises(openai.BadRequestError) as caught:
+        api.completions.create(model="policy", prompt="One", echo=True, logprobs=1, stream=True)
+    assert caught.value.param == "stream"
 
 
 @pytest.mark.parametrize(

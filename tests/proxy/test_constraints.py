@@ -346,6 +346,19 @@ def test_not_strict_keeps_what_can_be_enforced(live: Live) -> None:
     answer = live.post(response_format=_format(schema), seed=1)
     assert answer.status_code == 200
     assert set(json.loads(answer.json()["choices"][0]["message"]["content"])) <= {1, 2}
+    [missed] = live.calls[-1].params["not_enforced"]
+    assert missed.startswith("response_format.json_schema.schema: ")
+    assert "uniqueItems" in missed
+    del schema["uniqueItems"]
+    assert live.post(response_format=_format(schema), seed=1).status_code == 200
+    assert "not_enforced" not in live.calls[-1].params
+    tool = copy.deepcopy(TOOLS[0])
+    tool["function"]["parameters"]["properties"]["q"] = {"type": "string", "format": "color"}
+    answer = live.post(tools=[tool], tool_choice="required", max_tokens=4)
+    assert answer.status_code == 200, answer.text
+    assert live.calls[-1].params["not_enforced"] == [
+        "tools[0].function.parameters: Unknown format: color"
+    ]
 
 
 def test_tool_choice_none_does_not_show_tools(live: Live) -> None:

@@ -140,7 +140,7 @@ GARBAGE = st.one_of(
 
 
 @st.composite
-def broken(draw: st.DrawFn, valid: Any) -> Any:
+def broken(draw: st.DrawFn, valid: Any, garbage: st.SearchStrategy[Any] = GARBAGE) -> Any:
     """``valid`` with up to three of its parts exchanged for garbage, removed or added."""
     value = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
@@ -159,13 +159,13 @@ def broken(draw: st.DrawFn, valid: Any) -> Any:
         place = draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
         change = draw(st.sampled_from(["exchange"] * 4 + ["remove", "add"]))
         if change == "exchange":
-            node[place] = draw(GARBAGE)
+            node[place] = draw(garbage)
         elif change == "remove":
             del node[place]
         elif isinstance(node, dict):
-            node[draw(st.text(max_size=5))] = draw(GARBAGE)
+            node[draw(st.text(max_size=5))] = draw(garbage)
         else:
-            node.append(draw(GARBAGE))
+            node.append(draw(garbage))
     return value
 
 
@@ -358,14 +358,14 @@ def test_the_document_describes_the_routes(gateway: Running) -> None:
         if method != "parameters"
     }
     routes = {
-        (route.path, method)
+        (route.path.replace(":path}", "}"), method)
         for route in gateway.app.routes
         for method in route.methods - {"HEAD"}
         if route.path != "/openapi.json"
     }
     assert routes <= described
     assert described <= routes
-    assert set(CHAT) == set(SCHEMAS["ChatCompletionRequest"]["properties"])
+    assert set(CHAT) <= set(SCHEMAS["ChatCompletionRequest"]["properties"])
     for path, item in document["paths"].items():
         if "post" in item and path.startswith("/rollouts"):
             answer = httpx.post(gateway.url + path.replace("{rollout_id}", "nobody"))

@@ -441,3 +441,47 @@ def test_a_call_that_breaks_after_its_beginning_was_streamed(gateway: Running) -
     assert "tool_use" in begun
     [call] = gateway.store.calls(attempt_ids=[claim.attempt_id])
     assert call.state is CallState.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("not found", "Error: not found"),
+        ([{"type": "text", "text": "not"}, {"type": "text", "text": "found"}], "Error: not"),
+        ([], "Error: "),
+        (None, "Error: "),
+    ],
+)
+def test_the_model_sees_that_a_tool_failed(gateway: Running, content: Any, told: str) -> None:
+    def ask(failed: bool | None) -> str:
+        result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "t"}
+        result |= {} if failed is None else {"is_error": failed}
+        result |= {} if content is None else {"content": content}
+        call = {"type": "tool_use", "id": "t", "name": "search", "input": {}}
+        messages: Any = [
+            {"role": "user", "content": "Where?"},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        with client(gateway) as api:
+            api.messages.create(model="policy", max_tokens=5, messages=messages)
+        return gateway.renderer.decode_raw(gateway.sampler.requests[-1].prompt_ids)
+
+    assert f"<tool_response>\n{told}" in ask(True)
+    assert "Error" not in ask(False)
+    assert "Error" not in ask(None)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, {"container": "c"}],
+)
+def test_what_would_vanish_is_refused(gateway: Running, more: dict[str, Any]) -> None:
+    body = {"model": "policy", "max_tokens": 5, "messages": [{"role": "user", "content": "h"}]}
+    answer = httpx.post(
+        f"{gateway.base_url(gateway.claims[0])}/messages",
+        json=body | more,
+        headers={"x-api-key": gateway.claims[0].key},
+    )
+    assert answer.status_code == 400
+    assert next(iter(more)) in answer.json()["error"]["message"]

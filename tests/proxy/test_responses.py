@@ -391,3 +391,31 @@ def test_a_marked_retry_is_replayed(gateway: Running) -> None:
     assert again == first
     assert made[0].response == made[1].response
     assert len(gateway.sampler.requests) == 2  # one whole, one streamed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_tells_what_was_done(gateway: Running, stream: bool) -> None:
+    """Nothing is stored, nothing is truncated, and no built-in tool is called too often."""
+    asked: Any = {"model": "policy", "input": "h", "max_tool_calls": 3}
+    asked |= {"store": True, "truncation": "auto"}
+    with client(gateway) as api:
+        if stream:
+            with api.responses.stream(**asked) as events:
+                answer: Any = events.get_final_response()
+        else:
+            answer = api.responses.create(**asked)
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.responses.create(model="policy", input="word " * 3000, truncation="auto")
+    assert (answer.store, answer.truncation, answer.max_tool_calls) == (False, "disabled", 3)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "more", [{"max_tool_calls": "x"}, {"max_tool_calls": True}, {"truncation": 1}, {"store": "x"}]
+)
+def test_what_is_not_done_is_checked_all_the_same(gateway: Running, more: Any) -> None:
+    with client(gateway) as api, pytest.raises(openai.BadRequestError) as caught:
+        api.post(
+            "/responses", body={"model": "policy", "input": "h"} | more, cast_to=httpx.Response
+        )
+    assert caught.value.param == next(iter(more))

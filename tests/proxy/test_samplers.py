@@ -16,6 +16,7 @@ from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,
     GrammarError,
+    PromptScorer,
     RefusedError,
     SamplingParams,
     TokenEvent,
@@ -92,6 +93,35 @@ async def test_log_probs_are_the_policys(
                 assert dict(event.top).get(event.token_id, event.logprob) == event.logprob
     [greedy] = await ask(tiny_sampler, prompt, "policy", temperature=0.0)
     assert ids(greedy)[0] == policy.likeliest(prompt)[0]
+
+
+async def test_given_tokens_are_scored(
+    tiny_sampler: Any, policy: Policy, prompt: list[int], tmp_path: Path
+) -> None:
+    """Each but the first, as the policy sees it, with the likeliest in its place."""
+    assert isinstance(tiny_sampler, PromptScorer)
+    policy.become(5, tmp_path / "v5")
+    await tiny_sampler.load_adapter("policy", 5, str(tmp_path / "v5"))
+    best = policy.likeliest(prompt)
+    for ids in (prompt, [*prompt, best[0]], [*prompt, best[1]], prompt[:2]):
+        for top in (0, 3):
+            scores = await tiny_sampler.score(ids, "policy", top)
+            expected = policy.logprobs(ids[:1], ids[1:])
+            assert close((scores, FinishEvent(0, "stop")), expected)
+            for event in scores:
+                assert event.adapter_version == 5
+                assert len(event.top or ()) == top
+                assert dict(event.top or ()).get(event.token_id, event.logprob) == event.logprob
+    scores = await tiny_sampler.score([*prompt, best[1]], "policy", 2)
+    assert [token for token, _ in scores[-1].top] == best[:2]
+    assert await tiny_sampler.score(prompt[:1], "policy", 1) == []
+    with policy.model.disable_adapter():
+        base = await tiny_sampler.score(prompt, None, 0)
+        assert close((base, FinishEvent(0, "stop")), policy.logprobs(prompt[:1], prompt[1:]))
+    with pytest.raises(RefusedError):
+        await tiny_sampler.score(prompt, "nobody", 0)
+    with pytest.raises(ContextLengthError):
+        await tiny_sampler.score([5] * (tiny_sampler.context_length + 1), "policy", 0)
 
 
 async def test_a_swap_is_never_stale(

@@ -61,6 +61,19 @@ class TokenLogprobs:
         trie = batch.trie and replace(batch.trie, flex=not self.why_no_flex)
         return decoder_states(self.model, batch.input_ids, batch.position_ids, trie)[batch.places]
 
+    def likeliest(self, batch: MicroBatch, count: int) -> tuple[Tensor, Tensor]:
+        """[N, count] ids, and their log-probs at temperature 1, of the likeliest tokens where each
+        trained one stands; best first."""
+        if self.why_all_logits is not None:
+            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
+            parts = [logits.flatten(0, 1)[batch.places]]
+        else:
+            head, embedding = _head(self.model), _output_embedding(self.model)
+            step = max(1, self.max_logits // embedding.weight.shape[0])
+            parts = (head(part) for part in self.hidden(batch).split(step))  # one at a time
+        found = [part.float().log_softmax(-1).topk(count) for part in parts]
+        return torch.cat([top.indices for top in found]), torch.cat([top.values for top in found])
+
     def of_hidden(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None = None
     ) -> Tensor:

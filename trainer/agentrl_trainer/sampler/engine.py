@@ -43,6 +43,7 @@ from agentrl_trainer.sampler.types import (
     SampleParams,
     SampleRequest,
     SamplerStats,
+    Scored,
 )
 
 log = logging.getLogger(__name__)
@@ -216,6 +217,15 @@ class SamplerEngine:
         RequestError, or the future does, for an adapter that is not loaded and for rows that are
         empty or longer than the context.
         """
+        self._check_rows(rows)
+        return self._command(lambda: self._scheduler.logprobs(rows, adapter))
+
+    def score(self, row: list[int], adapter: str | None, top: int = 0) -> Future[Scored]:
+        """``logprobs`` of one row, with ``top`` alternatives to each of its tokens."""
+        self._check_rows([row])
+        return self._command(lambda: self._scheduler.score(row, adapter, top))
+
+    def _check_rows(self, rows: Sequences[list[int]]) -> None:
         for row in rows:
             if not row or min(row) < 0 or max(row) >= self._forward.vocab:
                 raise RequestError(
@@ -228,7 +238,6 @@ class SamplerEngine:
                     f"a row has {len(row)} tokens and the model's context is "
                     f"{self.base.context_length}",
                 )
-        return self._command(lambda: self._scheduler.logprobs(rows, adapter))
 
     def stats(self) -> SamplerStats:
         with self._changed:

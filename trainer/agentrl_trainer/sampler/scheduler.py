@@ -23,7 +23,15 @@ from agentrl_trainer.sampler.forward import Forward
 from agentrl_trainer.sampler.grammar import Masks
 from agentrl_trainer.sampler.lane import Lane, Sequence
 from agentrl_trainer.sampler.pick import Steering, pick
-from agentrl_trainer.sampler.types import Event, Finished, FinishReason, RequestError, Token
+from agentrl_trainer.sampler.scorer import Scorer
+from agentrl_trainer.sampler.types import (
+    Event,
+    Finished,
+    FinishReason,
+    RequestError,
+    Scored,
+    Token,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +55,7 @@ class Scheduler:
     prefixes: PrefixStore
     max_batch: int
     prefill_chunk: int
-    scorer: Callable[[Sequences[list[int]]], list[list[float]]]
+    scorer: Scorer
     """Log-probs of rows under the weights that are active."""
     waiting: deque[Sequence] = field(default_factory=deque)
     count: Counters = field(default_factory=Counters)
@@ -272,6 +280,12 @@ class Scheduler:
             raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
         self.weights.activate(lane.weights)
         return self.scorer(rows)
+
+    def score(self, row: list[int], adapter: str | None, top: int) -> Scored:
+        """One row's log-probs, and ``top`` alternatives to each token, by one adapter version."""
+        [logprobs] = self.logprobs([row], adapter)
+        likeliest = self.scorer.likeliest(row, top) if top else [[] for _ in row]
+        return Scored(logprobs, likeliest, self.current[adapter].version)
 
     def swap(self, name: str, version: int, prepared: Prepared) -> None:
         self.weights.install(prepared)

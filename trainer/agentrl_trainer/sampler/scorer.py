@@ -6,12 +6,14 @@ agree. Does not know: adapters (those active count), threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 from agentrl_trainer.batches import Datum, pack
 from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.model import BaseModel
+
+T = TypeVar("T")
 
 _TOKENS = {"cpu": 4096}
 _TOKENS_ELSEWHERE = 16384
@@ -26,9 +28,17 @@ class Scorer:
         self._logprobs: TokenLogprobs | None = None
 
     def __call__(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        return self._apart(lambda: self._score(rows))
+
+    def likeliest(self, row: list[int], count: int) -> list[list[tuple[int, float]]]:
+        """(id, log-prob) of the ``count`` likeliest tokens in each one's place, best first, given
+        those before it; none for the first."""
+        return self._apart(lambda: self._likeliest(row, count))
+
+    def _apart(self, score: Callable[[], T]) -> T:
         attention = cast(str, self._base.model.config._attn_implementation)
         try:
-            return self._score(rows)
+            return score()
         finally:  # sampling has an attention of its own
             if self._base.model.config._attn_implementation != attention:
                 self._base.model.set_attn_implementation(attention)
@@ -45,6 +55,18 @@ class Scorer:
             where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
             for row, column, value in where:
                 found[batch.indices[row]][column + 1] = value
+        return found
+
+    def _likeliest(self, row: list[int], count: int) -> list[list[tuple[int, float]]]:
+        self._logprobs = self._logprobs or TokenLogprobs(self._base.model)
+        found: list[list[tuple[int, float]]] = [[] for _ in row]
+        share = self._logprobs.why_padded is None
+        for batch in pack([_scored(row)], token_budget=len(row), share=share):
+            batch = batch.to(self._base.device)
+            ids, values = self._logprobs.likeliest(batch, count)
+            columns = zip(batch.columns.tolist(), ids.tolist(), values.tolist(), strict=True)
+            for column, likeliest, logprobs in columns:
+                found[column + 1] = list(zip(likeliest, logprobs, strict=True))
         return found
 
 

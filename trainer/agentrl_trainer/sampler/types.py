@@ -87,6 +87,19 @@ Event: TypeAlias = Token | Finished
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """A given row of tokens as the policy sees it."""
+
+    logprobs: list[float]
+    """Of each token given those before it, at temperature 1; 0 for the first."""
+    top: list[list[tuple[int, float]]]
+    """(id, log-prob) of the likeliest tokens in each one's place, best first; none for the first,
+    and none unless asked for."""
+    adapter_version: int | None
+    """None: the base model."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
     prompt_ids: list[int]
     params: SampleParams
