@@ -425,6 +425,9 @@ def _messages(messages: Any, *, ours: bool = True) -> list[dict[str, Any]]:
         if isinstance(content, list):
             check = _check_parts if ours else _check_any_parts
             check(content, f"{where}.content")
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            if not isinstance(message.get(key), str | None):
+                raise _wrong(f"{where}.{key}", message[key], "a string")
         calls = message.get("tool_calls")
         if calls is not None:
             _check_tool_calls(calls, f"{where}.tool_calls")

@@ -255,7 +255,7 @@ COUNT: Schema = an_object(
     tool_choice=or_null(_TOOL_USE),
     thinking=or_null(
         {"anyOf": [
-            _typed("enabled", ["budget_tokens"], budget_tokens=FIELDS["max_tokens"].schema),
+            _typed("enabled", [], budget_tokens=FIELDS["max_tokens"].schema),
             _typed("disabled", []),
         ]}
     ),

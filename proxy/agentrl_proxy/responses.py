@@ -108,6 +108,10 @@ def _check(raw: dict[str, Any], *, ours: bool) -> None:
         raise invalid("store", "store must be true or false")
     if not isinstance(raw.get("instructions"), str | None):
         raise invalid("instructions", "instructions must be a string")
+    choice = raw.get("tool_choice")
+    chooses = isinstance(choice, dict) and choice.get("type") == "function"
+    if chooses and not isinstance((choice or {}).get("name"), str):
+        raise invalid("tool_choice.name", "tool_choice.name must be a string")
     format = (raw.get("text") or {}).get("format") or {"type": "text"}
     kind = format.get("type") if isinstance(format, dict) else None
     if kind not in _FORMATS:

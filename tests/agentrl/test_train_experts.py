@@ -80,7 +80,7 @@ def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
     save_adapter(attach_adapter(base, "policy", lora_config(4, 8), 0), "policy", folder)
     assert vllm._fresh_load("policy", 1, str(folder)).request()["is_3d_lora_weight"] is True
     exported = export(str(folder), tmp_path / "out", merged=False, model=str(mixture), adapter=None)
-    command = exported.commands[1]
+    [command] = exported.servers["vLLM"]
     assert "--enable-mixed-moe-lora-format" in command
     lora = json.loads(shlex.split(command)[-1])
     assert lora["path"] == str(tmp_path / "out")
