@@ -13,6 +13,7 @@ from agentrl_trainer.model import ModelError
 from agentrl_trainer.sampler import RequestError, SampleParams, SamplerEngine, SampleRequest
 from agentrl_trainer.sampler import lean as lean_decoder
 from agentrl_trainer.sampler.adapters import MergedWeights, PeftWeights
+from agentrl_trainer.sampler.lane import Lane, Sequence
 
 CLOSE = 1e-5
 
@@ -260,6 +261,29 @@ def test_bad_adapter_folder_raises_for_the_caller(engine_of, base, tmp_path) -> 
     with pytest.raises(ModelError, match="another model"):
         engine.load_adapter("policy", 1, tmp_path / "other")
     assert engine.healthy
+
+
+def test_the_youngest_is_preempted(engine_of, base, monkeypatch) -> None:
+    """Not the one in the last row: rows are ordered by length."""
+    youngest: list[tuple[int, int, int]] = []
+    leave = Lane.leave
+
+    def spy(lane: Lane, seq: Sequence, *, keep: bool = True) -> None:
+        if not keep:
+            seeds = [s.request.params.seed for s in lane.decoding]
+            youngest.append((seq.request.params.seed, max(seeds), seeds[-1]))
+        leave(lane, seq, keep=keep)
+
+    monkeypatch.setattr(Lane, "leave", spy)
+    engine = engine_of(base, kv_tokens=2500)
+    asked = [
+        Asked(engine, prompt(i, 33 - i), SampleParams(max_tokens=100 + i, seed=i))
+        for i in range(24)
+    ]
+    for a in asked:
+        assert len(a.wait()[0].tokens) == a.params.max_tokens
+    assert all(sent_back == newest for sent_back, newest, _ in youngest)
+    assert any(newest != last for _, newest, last in youngest)
 
 
 def test_tight_budget_preempts_and_still_agrees(engine_of, base) -> None:
