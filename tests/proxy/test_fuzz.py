@@ -350,7 +350,7 @@ def test_everything_accepted_is_recorded(gateway: Running) -> None:
 
 
 def test_the_document_describes_the_routes(gateway: Running) -> None:
-    # The first request of all imports LiteLLM, which a busy machine takes long for.
+    # The gateway imports LiteLLM meanwhile, which a busy machine takes long for.
     document = httpx.get(f"{gateway.url}/openapi.json", timeout=60).json()
     described = {
         (path, method.upper())
