@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from agentrl import ollama
 from agentrl.config import ConfigError
 from agentrl.run_folder import find_adapters, run_and_step
 from agentrl.vllm_server import adapts_experts
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,13 @@ def export(
         from agentrl_trainer.model import resolve_model
 
         shutil.copytree(peft, out)
-        ours = f"agentrl serve --adapter-path {out} --model {base}"
-        theirs = f"vllm serve {resolve_model(base)} {_lora_options(name, out)}"
+        ours = shlex.join(["agentrl", "serve", "--adapter-path", str(out), "--model", base])
+        theirs = f"{shlex.join(['vllm', 'serve', resolve_model(base)])} {_lora_options(name, out)}"
         return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
     _merge(peft, base, out)
     servers = {
-        "agentrl": [f"agentrl serve --model {out}"],
-        "vLLM": [f"vllm serve {out}"],
+        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out)])],
+        "vLLM": [shlex.join(["vllm", "serve", str(out)])],
         "Ollama, by way of llama.cpp": ollama.commands(out),
     }
     return Exported(out, True, servers)
@@ -69,7 +74,7 @@ def _lora_options(name: str, folder: Path) -> str:
     if rank > 16:  # vLLM's own limit
         options += f" --max-lora-rank {1 << (rank - 1).bit_length()}"
     if not adapts_experts(folder):
-        return f"{options} --lora-modules {name}={folder}"
+        return f"{options} --lora-modules {shlex.quote(f'{name}={folder}')}"
     lora = json.dumps({"name": name, "path": str(folder), "is_3d_lora_weight": True})
     return f"{options} --enable-mixed-moe-lora-format --lora-modules {shlex.quote(lora)}"
 
@@ -97,7 +102,8 @@ def _base_of(source: str, peft: Path) -> str | None:
 def _merge(peft: Path, model: str, out: Path) -> None:
     """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it.
 
-    Added up in float32 and rounded once, to the type that the base's checkpoint is in.
+    Added up in float32 and rounded once, to the type that the base's checkpoint is in; but for what
+    the model keeps in float32.
     """
     from peft import PeftModel
 
@@ -108,10 +114,18 @@ def _merge(peft: Path, model: str, out: Path) -> None:
     with no_false_warnings():
         adapted = PeftModel.from_pretrained(base.model, str(peft))
     whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
-    whole = whole.to(checkpoint_dtype(model))
+    _round(whole, checkpoint_dtype(model))
     staging = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     whole.save_pretrained(staging)
     base.tokenizer.save_pretrained(staging)
     ollama.write_modelfile(staging, base.tokenizer)
     staging.rename(out)
+
+
+def _round(model: Any, dtype: torch.dtype) -> None:
+    """``model.to(dtype)``, less what transformers loads in float32 whatever is asked for."""
+    kept = [re.compile(part.replace("*", ".*")) for part in model._get_dtype_plan(dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not any(part.search(name) for part in kept):
+            tensor.data = tensor.data.to(dtype)

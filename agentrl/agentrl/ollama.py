@@ -8,6 +8,7 @@ ones run such imports with MLX only (https://docs.ollama.com/import).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def chatml(messages: Sequence[dict[str, str]]) -> str:
 
 def commands(folder: Path) -> list[str]:
     """From the merged model to ``ollama run``; the first is run in a checkout of llama.cpp."""
+    whole = folder.resolve()
     return [
-        f"python convert_hf_to_gguf.py {folder.resolve()} --outfile {folder.resolve() / GGUF}",
-        f"ollama create {folder.name.lower()} -f {folder / 'Modelfile'}",
+        shlex.join(["python", "convert_hf_to_gguf.py", str(whole), "--outfile", str(whole / GGUF)]),
+        shlex.join(["ollama", "create", folder.name.lower(), "-f", str(folder / "Modelfile")]),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from agentrl import ollama
 from agentrl.config import ConfigError
@@ -127,6 +129,33 @@ def test_a_merged_model_is_as_large_as_its_base(tmp_path: Path) -> None:
     assert (plain - live).gather(-1, chosen).abs().max() > 0.2
 
 
+def test_a_merged_model_keeps_in_float32_what_its_base_keeps(tmp_path: Path) -> None:
+    """How this router corrects its scores: in bfloat16, other experts would be chosen."""
+    tokenizer: Any = load_base("agentrl-tiny", device="cpu").tokenizer
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, intermediate_size=32, moe_intermediate_size=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=0, max_position_embeddings=64, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(config).to(torch.bfloat16)
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    exact = torch.rand(4)
+    model.get_buffer(bias).data = exact
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = load_base(str(tmp_path / "base"), device="cpu")
+    save_adapter(
+        attach_adapter(base, "policy", lora_config(4, 8, ["q_proj"]), 0), "policy", tmp_path / "p"
+    )
+    whole = tmp_path / "whole"
+    export(str(tmp_path / "p"), whole, merged=True, model=str(tmp_path / "base"), adapter=None)
+    weights = load_file(str(whole / "model.safetensors"))
+    assert torch.equal(weights.pop(bias), exact)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert json.loads((whole / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_the_modelfile_is_the_tokenizers(tmp_path: Path) -> None:
     tokenizer: Any = load_base("agentrl-tiny", device="cpu").tokenizer
     text = ollama.write_modelfile(tmp_path, tokenizer).read_text()
@@ -149,6 +178,20 @@ def test_the_modelfile_is_the_tokenizers(tmp_path: Path) -> None:
         assert text.startswith("FROM ./model.gguf\n")
         assert 'TEMPLATE """' not in text
         assert "not plain ChatML" in text
+
+
+def test_commands_are_for_a_shell_whatever_a_folder_is_called(tmp_path: Path) -> None:
+    base = load_base("agentrl-tiny", device="cpu")
+    save_adapter(attach_adapter(base, "a", lora_config(4, 4), 0), "a", tmp_path / "peft")
+    out = tmp_path / "My model; x"
+    source = str(tmp_path / "peft")
+    done = export(source, out, merged=False, model="agentrl-tiny", adapter=None)
+    said = [words for commands in done.servers.values() for words in map(shlex.split, commands)]
+    assert said[0] == ["agentrl", "serve", "--adapter-path", str(out), "--model", "agentrl-tiny"]
+    assert said[1][-2:] == ["--lora-modules", f"peft={out}"]
+    convert, create = map(shlex.split, ollama.commands(out))
+    assert convert[2:] == [str(out), "--outfile", str(out / "model.gguf")]
+    assert create == ["ollama", "create", "my model; x", "-f", str(out / "Modelfile")]
 
 
 def test_vllm_is_told_of_a_large_rank(tmp_path: Path) -> None:

@@ -268,6 +268,39 @@ def test_silence_ends_a_session(tmp_path: Path) -> None:
         )
 
 
+def test_a_session_that_cannot_be_ended_is_no_harm_to_others(
+    app: FastAPI, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server: TinkerServer = app.state.server
+    bad, good = (post(url, "create_session", {}).json()["session_id"] for _ in range(2))
+    for index in (0, 1):
+        settled(url, post(url, "create_model", begun(good, index)))
+    close = server.models[f"{good}:train:0"].close
+
+    def closed_by_two() -> Any:
+        server.finish(good)
+        return close()
+
+    monkeypatch.setattr(server.models[f"{good}:train:0"], "close", closed_by_two)
+    release = server.samplers.release
+
+    def fails(prefix: str) -> None:
+        if prefix == f"{bad}:":
+            raise OSError("no space left")
+        release(prefix)
+
+    monkeypatch.setattr(server.samplers, "release", fails)
+    for session in (bad, good):
+        server.leases._heard[session] -= 10_000
+    server.finish_silent()
+    assert not server.models
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.getMessage() for record in errors] == [
+        f"session {bad} could not be ended cleanly"
+    ]
+    assert "no space left" in str(errors[0].exc_info)
+
+
 def test_a_model_that_comes_after_its_session_is_not_kept(
     app: FastAPI, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

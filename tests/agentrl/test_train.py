@@ -26,6 +26,8 @@ from agentrl_trainer.model import load_base
 
 HERE = Path(__file__).parent
 RUN = "run"
+# Whole runs, some tests several of them one after the other; each has a limit of its own below.
+pytestmark = pytest.mark.timeout(600)
 
 
 class Run:

@@ -74,6 +74,7 @@ def test_both_adapters_are_saved_and_found_again(trained: Example) -> None:
     assert [call.adapter for call in calls] == list(BOTH), output
 
 
+@pytest.mark.timeout(600)  # three runs, each with a limit of its own
 def test_a_killed_run_repeats_both_adapters_to_the_last_bit(tmp_path: Path) -> None:
     settings = {"runners": 1, "steps": 3, "batch_size": 2, "seed": 3}
     whole, killed = (short(tmp_path / name, **settings) for name in ("whole", "killed"))

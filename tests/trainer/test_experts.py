@@ -33,10 +33,11 @@ from transformers import (
 
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.client import ServiceClient
-from agentrl_trainer.experts import grouped
+from agentrl_trainer.experts import expert_stacks, grouped, no_false_warnings
 from agentrl_trainer.learner import AdamParams, Learner
 from agentrl_trainer.model import ModelError, attach_adapter, lora_config, save_adapter
 from agentrl_trainer.sampler import SampleParams, SamplerEngine
+from agentrl_trainer.sampler.adapters import read_lora
 
 SMALL: dict[str, Any] = {
     "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -70,6 +71,13 @@ def qwen2_moe() -> PreTrainedModel:
     """A dense layer first, and beside the experts of the second one that every token meets."""
     own = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
     more = {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}
+    return _made(Qwen2MoeForCausalLM, Qwen2MoeConfig(**SMALL, **own, **more))
+
+
+def dense_layers() -> PreTrainedModel:
+    """A mixture whose layers have no experts."""
+    own = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
+    more = {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0, 1]}
     return _made(Qwen2MoeForCausalLM, Qwen2MoeConfig(**SMALL, **own, **more))
 
 
@@ -187,6 +195,47 @@ def test_targets_name_experts_as_checkpoints_or_as_the_model_does(targets: list[
     assert ends == {"self_attn.q_proj", "mlp.experts"}
     ids = tokens(2, 9)
     assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
+
+
+EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "expected"),
+    [
+        (qwen3_moe, ["model.layers.1.mlp.experts.down_proj"], {"1.mlp.experts"}),
+        (qwen3_moe, ["layers.1.mlp.experts.gate_up_proj"], {"1.mlp.experts"}),
+        (qwen3_moe, ["1.mlp.gate_proj", "1.mlp.up_proj"], {"1.mlp.experts"}),
+        (qwen3_moe, r".*layers\.1\..*(q_proj|experts.*)",
+         {"1.self_attn.q_proj", *(f"1.{x}" for x in EXPERTS)}),
+        (qwen3_moe, ["mlp.experts.down_proj"], {"0.mlp.experts", "1.mlp.experts"}),
+        (dense_layers, ["model.layers.0.mlp.up_proj", "o_proj"],
+         {"0.mlp.up_proj", "0.self_attn.o_proj", "1.self_attn.o_proj"}),
+        (dense_layers, r".*layers\.1\.mlp\.down_proj", {"1.mlp.down_proj"}),
+        (dense_layers, ["up_proj"], {"0.mlp.up_proj", "1.mlp.up_proj"}),
+    ],
+)  # fmt: skip
+def test_targets_of_one_layer_train_that_layer(
+    make: Make, targets: str | list[str], expected: set[str], tmp_path: Path
+) -> None:
+    learner = Learner(as_base(make()), rank=RANK, alpha=ALPHA, targets=targets)
+    names = {n.split(".lora_")[0] for n, p in learner.model.named_parameters() if p.requires_grad}
+    assert {n.rpartition("model.layers.")[2] for n in names} == expected
+    layers = len({n[0] for n in expected if "experts" in n})
+    if layers:
+        said = learner.what_is_trained("default") or ""
+        assert f"experts in {layers} layers has a LoRA of rank {RANK // 2}" in said
+    become(learner.model, 1)
+    ids = tokens(1, 9)
+    assert worst(learner.model(ids).logits, as_peft_computes(learner.model)(ids).logits) < 1e-5
+    folder = tmp_path / "one layer"
+    save_adapter(learner.model, "default", folder)
+    model = make()
+    stacks = expert_stacks(model)
+    assert len(read_lora(folder, stacks)) == len(expected)
+    with no_false_warnings():
+        loaded = PeftModel.from_pretrained(model, str(folder))
+    assert worst(learner.model(ids).logits, loaded(ids).logits) < 1e-5
 
 
 def test_a_router_that_is_a_linear_layer_is_left_alone() -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadMo
 from agentrl_trainer.model import attach_adapter, lora_config, save_adapter
 from agentrl_trainer.sampler import SampleParams, SamplerEngine
 from agentrl_trainer.sampler import forward as forward_module
+from agentrl_trainer.sampler import lean as lean_module
 from agentrl_trainer.sampler.forward import BLOCK, _blocks
-from agentrl_trainer.sampler.lean import Norm, Product
+from agentrl_trainer.sampler.lean import Norm, Product, _packs
 
 
 def gpt2() -> PreTrainedModel:
@@ -42,6 +44,25 @@ def gemma() -> PreTrainedModel:
 )
 def test_models_of_the_llama_family_are_decoded_lean(make, lean: bool) -> None:
     assert (SamplerEngine(as_base(make()))._forward.lean is not None) == lean
+
+
+def test_a_torch_without_its_private_operations_decodes_lean_all_the_same(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert _packs(qwen3())
+    monkeypatch.setattr(lean_module, "_onednn", SimpleNamespace())
+    base = as_base(qwen3())
+    plain = copy.deepcopy(base.model)
+    engine = SamplerEngine(base)
+    lean = engine._forward.lean
+    assert lean is not None
+    assert all(product._packed is None for product in lean.own)
+    engine.start()
+    try:
+        (answer,) = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).wait()
+    finally:
+        engine.stop()
+    assert worst_difference(plain, list(range(20)), answer) < 1e-5
 
 
 def test_adapters_that_are_not_merged_need_the_models_own_modules() -> None:

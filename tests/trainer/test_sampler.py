@@ -11,7 +11,9 @@ from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, sett
 
 from agentrl_trainer.model import ModelError
 from agentrl_trainer.sampler import RequestError, SampleParams, SamplerEngine, SampleRequest
+from agentrl_trainer.sampler import lean as lean_decoder
 from agentrl_trainer.sampler.adapters import MergedWeights, PeftWeights
+from agentrl_trainer.sampler.lane import Lane, Sequence
 
 CLOSE = 1e-5
 
@@ -73,6 +75,50 @@ def test_mixed_batch_agrees_with_a_plain_forward(engine_of, tmp_path, make, merg
     stats = engine.stats()
     assert stats.running == stats.waiting == 0
     assert stats.reused_tokens > 20 * 12
+
+
+@pytest.mark.parametrize("merge_below", [10**9, 0], ids=["merged", "unmerged"])
+def test_a_version_loaded_after_the_base_was_asked_is_used(
+    engine_of, base, tmp_path, merge_below
+) -> None:
+    plain = copy.deepcopy(base.model)
+    engine = engine_of(base, merge_below=merge_below)
+    ids, params = prompt(8, 30), SampleParams(max_tokens=8, temperature=0.0)
+    for version in (1, 2):
+        reference = make_adapter(as_base(plain), tmp_path / f"v{version}", seed=version)
+        engine.load_adapter("policy", version, tmp_path / f"v{version}").result(30)
+        (answer,) = Asked(engine, ids, params, "policy").wait()
+        assert {t.adapter_version for t in answer.tokens} == {version}
+        assert worst_difference(reference, ids, answer) < CLOSE
+        assert worst_difference(plain, ids, answer) > 0.01  # it is no small adapter
+        (answer,) = Asked(engine, ids, params).wait()
+        assert worst_difference(plain, ids, answer) < CLOSE
+
+
+@pytest.mark.parametrize("merge_below", [10**9, 0], ids=["merged", "unmerged"])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "modules"])
+def test_an_adapter_of_a_tied_head_is_none_of_the_embeddings(
+    engine_of, tmp_path, monkeypatch, lean, merge_below
+) -> None:
+    base = as_base(qwen3())
+    plain = copy.deepcopy(base.model)
+    assert plain.lm_head.weight is plain.get_input_embeddings().weight
+    reference = make_adapter(base, tmp_path / "head", 1, ["lm_head", "q_proj"])
+    if not lean:
+        monkeypatch.setattr(lean_decoder, "_why_not", lambda *_: "not in this test")
+    engine = engine_of(base, merge_below=merge_below)
+    assert (engine._forward.lean is not None) == (lean and merge_below > 0)
+    engine.load_adapter("head", 1, tmp_path / "head").result(30)
+    ids = prompt(9, 30)
+    for name, model in (("head", reference), (None, plain)):
+        (answer,) = Asked(engine, ids, SampleParams(max_tokens=8), name).wait()
+        assert worst_difference(model, ids, answer) < CLOSE
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        scored = engine.score(ids, name).result(30).logprobs
+        assert scored[1:] == pytest.approx(expected, abs=CLOSE)
 
 
 def test_group_shares_one_prefill(engine_of, base) -> None:
@@ -215,6 +261,29 @@ def test_bad_adapter_folder_raises_for_the_caller(engine_of, base, tmp_path) -> 
     with pytest.raises(ModelError, match="another model"):
         engine.load_adapter("policy", 1, tmp_path / "other")
     assert engine.healthy
+
+
+def test_the_youngest_is_preempted(engine_of, base, monkeypatch) -> None:
+    """Not the one in the last row: rows are ordered by length."""
+    youngest: list[tuple[int, int, int]] = []
+    leave = Lane.leave
+
+    def spy(lane: Lane, seq: Sequence, *, keep: bool = True) -> None:
+        if not keep:
+            seeds = [s.request.params.seed for s in lane.decoding]
+            youngest.append((seq.request.params.seed, max(seeds), seeds[-1]))
+        leave(lane, seq, keep=keep)
+
+    monkeypatch.setattr(Lane, "leave", spy)
+    engine = engine_of(base, kv_tokens=2500)
+    asked = [
+        Asked(engine, prompt(i, 33 - i), SampleParams(max_tokens=100 + i, seed=i))
+        for i in range(24)
+    ]
+    for a in asked:
+        assert len(a.wait()[0].tokens) == a.params.max_tokens
+    assert all(sent_back == newest for sent_back, newest, _ in youngest)
+    assert any(newest != last for _, newest, last in youngest)
 
 
 def test_tight_budget_preempts_and_still_agrees(engine_of, base) -> None:

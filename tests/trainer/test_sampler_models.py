@@ -93,11 +93,13 @@ def as_base(model: PreTrainedModel) -> BaseModel:
     )
 
 
-def make_adapter(base: BaseModel, folder: Path, seed: int) -> PreTrainedModel:
+def make_adapter(
+    base: BaseModel, folder: Path, seed: int, targets: str | list[str] = "all-linear"
+) -> PreTrainedModel:
     """Save a random adapter to ``folder``; returns a model of its own with it, for reference."""
     own = as_base(copy.deepcopy(base.model))
     own.model.set_attn_implementation("sdpa")
-    peft_model = attach_adapter(own, "policy", lora_config(4, 8), seed)
+    peft_model = attach_adapter(own, "policy", lora_config(4, 8, targets), seed)
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():

@@ -204,7 +204,7 @@ class TurnAdvantages:
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """What is still to come at each turn, its own reward included: G_k = r_k + discount * G_k+1
-    (Sutton and Barto, Reinforcement Learning, equation 3.9)."""
+    (Sutton and Barto 2018, Reinforcement Learning, equation 3.9)."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):

@@ -22,7 +22,7 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -154,9 +154,15 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
 
     changed = copy.deepcopy(config)
     changed.target_modules = _shortest([p for p in chosen if p not in taken], model)
-    changed.target_parameters = sorted({*_suffixes(experts), *_suffixes(by_weight, 3)})
+    weights = {
+        f"{path}.{name}"
+        for path, module in own_modules(model)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    of_experts = _endings(experts, 2, weights)
+    changed.target_parameters = sorted({*of_experts, *_endings(by_weight, 3, weights)})
     if experts and (rank := expert_rank(model.config, config.r)) != config.r:
-        changed.rank_pattern = {re.escape(end): rank for end in _suffixes(experts)}
+        changed.rank_pattern = {re.escape(end): rank for end in of_experts}
     return changed
 
 
@@ -166,8 +172,8 @@ def what_is_trained(model: Any, config: LoraConfig) -> str | None:
     if not count:
         return None
     stacks = expert_stacks(model)
-    ends = tuple(f".{target}" for target in config.target_parameters or ())
-    layers = {path.rpartition(".")[0] for path in stacks if path.endswith(ends)} if ends else set()
+    targets = config.target_parameters or ()
+    layers = {p.rpartition(".")[0] for p in stacks if any(_ends(p, t) for t in targets)}
     rank = next(iter((config.rank_pattern or {}).values()), config.r)
     said = [
         f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}"
@@ -193,10 +199,13 @@ def _named(
         chosen, experts = [], []
         fused: dict[str, set[str]] = {}  # path: the names that asked for it
         for target in sorted(targets):
-            mine = [p for p in linears if p == target or p.endswith(f".{target}")]
+            mine = [p for p in linears if _ends(p, target)]
             owner, _, leaf = target.rpartition(".")
-            end = f".{target}" if leaf not in _BEFORE_FUSION else f".{_BEFORE_FUSION[leaf]}"
-            whole = [p for p in stacks if p.endswith(end) and owner in p]
+            if leaf in _BEFORE_FUSION:  # between the owner and the weight may be "experts"
+                named = [p for p in stacks if _ends(p, _BEFORE_FUSION[leaf])]
+                whole = [p for p in named if not owner or f".{owner}." in f".{p}"]
+            else:
+                whole = [p for p in stacks if _ends(p, target)]
             _require(bool(mine or whole), target, linears, stacks)
             chosen += mine
             for path in whole:
@@ -224,9 +233,17 @@ def _require(found: bool, target: str, linears: Sequence[str], stacks: Sequence[
     raise TargetError(f"targets: {target!r} is nothing to train here; there is {', '.join(known)}.")
 
 
-def _suffixes(paths: Sequence[str], parts: int = 2) -> list[str]:
-    """The last parts of the paths: the same for all layers."""
-    return list(dict.fromkeys(".".join(p.split(".")[-parts:]) for p in paths))
+def _ends(path: str, target: str) -> bool:
+    """Whether PEFT takes ``path`` for what ``target`` names."""
+    return path == target or path.endswith(f".{target}")
+
+
+def _endings(chosen: Sequence[str], parts: int, others: Set[str]) -> list[str]:
+    """Last parts of the paths, the same for all layers, where they name no other weight as well."""
+    others = others - set(chosen)
+    short = {path: ".".join(path.split(".")[-parts:]) for path in chosen}
+    clash = {end for end in short.values() if any(_ends(path, end) for path in others)}
+    return list(dict.fromkeys(path if end in clash else end for path, end in short.items()))
 
 
 def _shortest(chosen: Sequence[str], model: Any) -> list[str]:
@@ -247,7 +264,7 @@ def places(
 
     A module's second weight wraps the first, so the first is found under one more "base_layer".
     """
-    wanted = [p for p in stacks if any(p.endswith(f".{t}") or p == t for t in target_parameters)]
+    wanted = [p for p in stacks if any(_ends(p, t) for t in target_parameters)]
     by_module: dict[str, list[str]] = {}
     for path in wanted:
         by_module.setdefault(path.rpartition(".")[0], []).append(path)

@@ -60,17 +60,22 @@ class TinkerServer:
         """Let go of what a session had, adapters included. What it asked for before is done."""
         self.leases.end(session)
         for model_id in [key for key in [*self.models] if key.startswith(f"{session}:")]:
-            self.models.pop(model_id).close()
+            model = self.models.pop(model_id, None)
+            if model is not None:  # else another thread let go of it
+                model.close()
         self.samplers.release(f"{session}:")
         self.promises.release(f"{session}:")
 
     def finish_silent(self) -> None:
-        """As ``finish``, of all that have been silent for too long."""
+        """As ``finish``, of all that have been silent for too long; one may fail, and is logged."""
         for session in self.leases.take_silent():
             log.warning(
                 "session %s was silent for %.0f s and has ended", session, self.leases.seconds
             )
-            self.finish(session)
+            try:
+                self.finish(session)
+            except Exception:  # the next ones are over as well, and nobody else ends them
+                log.exception("session %s could not be ended cleanly", session)
 
     def keep(self, session: str, model_id: str, client: TrainingClient) -> None:
         """Raises ValueError where the session has ended while the model was loaded."""
@@ -214,7 +219,10 @@ def create_app(
     async def watch() -> None:
         while True:
             await asyncio.sleep(min(lease_seconds / 4, 15.0))
-            await run_in_threadpool(server.finish_silent)
+            try:
+                await run_in_threadpool(server.finish_silent)
+            except Exception:  # or no session would ever end again
+                log.exception("sessions that are silent could not be ended")
 
     @asynccontextmanager
     async def closing(_: FastAPI) -> AsyncIterator[None]:

@@ -86,6 +86,11 @@ class MergedWeights:
             for name, module in base.model.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
+        head, embeddings = base.model.get_output_embeddings(), base.model.get_input_embeddings()
+        if isinstance(head, torch.nn.Linear) and head.weight is embeddings.weight:
+            # A tied head gets a Parameter of its own, to the same storage: an adapter of the head
+            # is none of the embeddings.
+            head.weight = torch.nn.Parameter(head.weight.data, head.weight.requires_grad)
         self._stacks = expert_stacks(base.model)
         self._adapted: dict[str, torch.nn.Linear | ExpertStack] = {**linears, **self._stacks}
         # The Parameters stay; only the storage they point at changes.
@@ -156,18 +161,22 @@ class PeftWeights:
                 self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
             beside_the_weights(self._peft)
             evaluation_mode(self._peft)
-            self._peft.set_adapter(prepared.key)
-        self._active = prepared
+            self._use(prepared)
 
     def activate(self, prepared: Prepared | None) -> None:
         if prepared is self._active or self._peft is None:
             return
         if prepared is None:
             cast(LoraModel, self._peft.base_model).disable_adapter_layers()
+            self._active = None
         else:
-            if self._active is None:
-                cast(LoraModel, self._peft.base_model).enable_adapter_layers()
-            self._peft.set_adapter(prepared.key)
+            self._use(prepared)
+
+    def _use(self, prepared: Prepared) -> None:
+        assert self._peft is not None
+        if self._active is None:  # set_adapter() would not turn them on
+            cast(LoraModel, self._peft.base_model).enable_adapter_layers()
+        self._peft.set_adapter(prepared.key)
         self._active = prepared
 
     def drop(self, prepared: Prepared) -> None:

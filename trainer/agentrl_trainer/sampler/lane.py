@@ -54,6 +54,8 @@ class Sequence:
     """Token ids and what is added to their logits, on the model's device."""
     lane: Lane | None = None
     """Set when first admitted, and for good: a sequence has one adapter version."""
+    admitted: int = 0
+    """Grows with the time when it was *first* admitted: one sent back is no younger for it."""
     reused: int = 0
     cancelled: bool = False
     done: bool = False

@@ -38,6 +38,7 @@ _PACK_FROM_ROWS = 16
 _PACK_BELOW = 50_000_000
 """Parameters up to which weights are held a second time, in oneDNN's order."""
 _onednn = torch.ops.mkldnn
+_PRIVATE = ("_reorder_linear_weight", "_linear_pointwise")
 
 
 class Product:
@@ -71,10 +72,14 @@ class Product:
 
 
 def _packs(model: PreTrainedModel) -> bool:
-    """Whether products go by oneDNN too; it is no quicker without AVX-512."""
+    """Whether products go by oneDNN too; it is no quicker without AVX-512.
+
+    The operations are torch's own and may go: this decoder works, and is quicker, without them.
+    """
     return (
         model.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
+        and all(hasattr(_onednn, name) for name in _PRIVATE)
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and sum(p.numel() for p in model.parameters()) < _PACK_BELOW
     )

@@ -8,10 +8,11 @@ adapter version). Sequences join and leave between steps.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ class Scheduler:
     lanes: list[Lane] = field(init=False)
     """Those, and superseded versions which still have sequences."""
     masks: Masks = field(init=False)
+    _admissions: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def __post_init__(self) -> None:
         self.masks = Masks(self.forward.vocab)
@@ -164,6 +166,7 @@ class Scheduler:
             seq.reused = seq.reused or reused
             if seq.lane is None:
                 seq.lane = lane
+                seq.admitted = next(self._admissions)
                 lane.users += 1
             running += 1
         self.waiting.extendleft(reversed(passed))
@@ -185,7 +188,7 @@ class Scheduler:
     def _decode(self, lane: Lane) -> None:
         while lane.decoding and not lane.make_room(force=not self._others(lane.decoding[:1])):
             # The youngest goes back to the queue; its tokens stay, its keys are computed again.
-            seq = lane.decoding[-1]
+            seq = max(lane.decoding, key=lambda s: s.admitted)
             lane.leave(seq, keep=False)
             self._requeue([seq])
         if not lane.decoding:
