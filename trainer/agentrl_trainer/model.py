@@ -222,8 +222,8 @@ def attach_adapter(
         raise ModelError(f"adapter: {name!r} is no usable name; it may not be empty or hold dots.")
     config = copy.deepcopy(config)  # PEFT resolves the targets in place: one config, many adapters
     try:
-        # Not get_base_model(), which fails once the last adapter is gone.
-        plain = cast(Any, base).base_model.model if isinstance(base, PeftModel) else base.model
+        # get_base_model() asks for the active adapter, and the last one may have been deleted.
+        plain = base.base_model.model if isinstance(base, PeftModel) else base.model
         config = for_experts(config, plain)
     except TargetError as error:
         raise ModelError(str(error)) from error
