@@ -214,7 +214,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if not waits:
             self._hang_up(linger=linger)
             return
-        if own:  # it waits in line, last, and shall never begin
+        if own and before is not None:  # it waits in line, last, and shall never begin
             self.pipeline.popleft()
             self.cycle = before
         self._owed = error, linger
