@@ -32,6 +32,8 @@ from agentrl.supervisor import Supervised, end_with_parent, python_module
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from agentrl.embedded import EmbeddedSampler
     from agentrl.vllm import VllmSampler
     from agentrl_proxy.deps import OtherModel
@@ -43,7 +45,7 @@ log = logging.getLogger("agentrl")
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
 FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
 _LOOK_AFTER_SAMPLER_S = 0.25
-_USELESS = 78  # the exit code of wrong settings (EX_CONFIG): starting again would not help
+_NOT_READY = 78  # its exit code (EX_CONFIG) where it has not come as far as serving
 _HOPELESS_RESTARTS = 5  # in a row
 _LIVED_S = 30.0  # well: then earlier deaths are forgotten
 _WATCH_S = 0.1
@@ -93,7 +95,24 @@ def import_gateway() -> None:
 
 
 def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
-    """Serves on ``sock`` until told to stop."""
+    """Serves on ``sock`` until told to stop.
+
+    Raises:
+        SystemExit: it cannot begin to (code 78), and has said why.
+    """
+    with contextlib.ExitStack() as ending:
+        try:
+            app = _ready_app(settings, ending)
+        except Exception as error:
+            _say_why(error)
+            sys.exit(_NOT_READY)
+        from agentrl_proxy.server import serve_on
+
+        serve_on(app, sock)
+
+
+def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastAPI:
+    """The app, with a sampler that runs and has its adapters."""
     import_gateway()
     import torch
 
@@ -101,7 +120,6 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     from agentrl_proxy.connection import Limits
     from agentrl_proxy.deps import GatewayDeps
     from agentrl_proxy.rendering import Renderer
-    from agentrl_proxy.server import serve_on
     from agentrl_tracer.writer import TraceWriter
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
@@ -109,10 +127,12 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
     # a second; Python's default patience of 5 ms would stall every decode step.
     sys.setswitchinterval(1e-4)
     store = Store(settings.store)
+    ending.callback(store.close)
     boot_id = secrets.token_hex(6)
     store.register_gateway(boot_id, settings.run_id, os.getpid())
     sampler, tokenizer = _make_sampler(settings)
     writer = TraceWriter(store, boot_id)
+    ending.callback(writer.close)
     deps = GatewayDeps(
         sampler=sampler,
         renderer=Renderer(tokenizer),
@@ -141,22 +161,38 @@ def run_gateway(settings: GatewaySettings, sock: socket.socket) -> None:
         forward=_forward(settings),
     )
 
-    stopping = threading.Event()
-    try:
-        sampler.start()
-        deps.context_length = sampler.context_length
-        if settings.vllm_url is None:  # a server comes back, and its sampler then sees to the rest
-            threading.Thread(
-                target=_end_without, args=(sampler, stopping), name="sampler-watch", daemon=True
-            ).start()
-        for name, version, path in _adapters_to_load(settings, store):
-            sampler.load_now(name, version, path)
-        serve_on(create_app(deps), sock)
-    finally:
-        stopping.set()
-        sampler.stop()
-        writer.close()
-        store.close()
+    ending.callback(sampler.stop)
+    sampler.start()
+    deps.context_length = sampler.context_length
+    if settings.vllm_url is None:  # a server comes back, and its sampler then sees to the rest
+        stopping = threading.Event()
+        ending.callback(stopping.set)
+        threading.Thread(
+            target=_end_without, args=(sampler, stopping), name="sampler-watch", daemon=True
+        ).start()
+    for name, version, path in _adapters_to_load(settings, store):
+        sampler.load_now(name, version, path)
+    return create_app(deps)
+
+
+def _say_why(error: Exception) -> None:
+    """One line, where what is to be changed is outside of here; else where it happened, too."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from agentrl.vllm_api import VllmError
+
+    # Of SQLAlchemy's errors, the driver's own words: the rest is a link.
+    said = " ".join(str(getattr(error, "orig", None) or error).split())
+    if isinstance(error, SQLAlchemyError):
+        said = f"store: {said}"
+    expected = isinstance(
+        error, ValueError | OSError | VllmError | SQLAlchemyError | httpx.HTTPError
+    )
+    log.critical(
+        "the gateway cannot start: %s",
+        said if expected else f"{type(error).__name__}: {said}",
+        exc_info=None if expected else error,
+    )
 
 
 def _make_sampler(settings: GatewaySettings) -> tuple[EmbeddedSampler | VllmSampler, Any]:
@@ -326,13 +362,14 @@ class Gateway:
         """Looks after the process until interrupted.
 
         Raises:
-            ValueError: it cannot do with its settings, and has said why.
+            ValueError: the first one could not begin to serve, and has said why. (One that takes
+                over from one that served may find it better the next time.)
             RuntimeError: it dies again and again.
         """
         seen = forgotten = 0
         well_since = None
         while True:
-            if self._process.last_code == _USELESS:
+            if self._process.first_code == _NOT_READY:
                 raise ValueError("the gateway cannot start with these settings; see above")
             if self.restarts > seen:
                 seen, well_since = self.restarts, None
@@ -341,10 +378,13 @@ class Gateway:
                     f"the gateway has died {seen - forgotten} times in a row, the last time with "
                     f"code {self._process.last_code}; what it said is above"
                 )
-            if seen > forgotten and self.health() is not None:
-                well_since = well_since or time.monotonic()
-                if time.monotonic() - well_since >= _LIVED_S:
-                    forgotten = seen
+            if seen > forgotten:
+                if self.health() is None:
+                    well_since = None
+                else:
+                    well_since = well_since or time.monotonic()
+                    if time.monotonic() - well_since >= _LIVED_S:
+                        forgotten = seen
             time.sleep(_WATCH_S)
 
     def log_tail(self) -> str:
@@ -372,15 +412,8 @@ def _may_fork() -> bool:
 def main(argv: Sequence[str]) -> None:
     end_with_parent()
     settings = GatewaySettings(**json.loads(os.environ.pop(_SETTINGS)))
-    import_gateway()
-    from agentrl_trainer.model import ModelError
-
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        try:
-            run_gateway(settings, socket.socket(fileno=int(argv[0])))
-        except ModelError as error:
-            log.critical("%s", error)
-            sys.exit(_USELESS)
+        run_gateway(settings, socket.socket(fileno=int(argv[0])))
 
 
 if __name__ == "__main__":

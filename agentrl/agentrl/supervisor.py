@@ -67,6 +67,8 @@ class Supervised:
         self.restarts = 0
         self.last_code: int | None = None
         """What it ended with when it last ended by itself; negative: by which signal."""
+        self.first_code: int | None = None
+        """The same of the first time."""
         self._argv = list(argv)
         self._log = log
         self._env = dict(env or {})
@@ -122,6 +124,8 @@ class Supervised:
             if self._stopping.is_set():
                 return
             self.last_code = code
+            if self.first_code is None:
+                self.first_code = code
             if time.monotonic() - started > _HEALTHY_AFTER_S:
                 backoff = _FIRST_BACKOFF_S
             logger.warning("%s ended with code %s; starting it again", self.name, code)

@@ -15,7 +15,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from agentrl_proxy.errors import ApiError, invalid, overloaded
 
@@ -73,7 +77,10 @@ class GuardedProtocol(HttpToolsProtocol):
     _refusal: ApiError | None = None
     _body = 0  # bytes of the body that is coming in
     _reserved = 0  # of those, what is held of the bound for all
-    _deaf = False  # it was refused while it was sending: nothing more is heard
+    _heard_head = False  # of the request that is coming in: ``cycle`` is its own
+    _cycle_before: RequestResponseCycle | None = None  # of the request before that one
+    _deaf = False  # it was refused: nothing more is heard
+    _owed: tuple[ApiError, bool] | None = None  # a refusal that waits for the answers before it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -98,18 +105,24 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self.parser is None or self.transport.is_closing():
             return
-        if self._whole:
+        if self._whole or self._deaf:
             return
         if self._held > self.limits.head_bytes:
             self._refuse(_head_too_large(self.limits.head_bytes))
         elif self._receiving is None:
             self._receiving = self.loop.call_later(self.limits.receive_s, self._too_slow)
 
+    # The parser goes on to the end of what it was given, also when that made us deaf.
+
     def on_message_begin(self) -> None:
+        if self._deaf:
+            return
         super().on_message_begin()
-        self._whole = False
+        self._whole = self._heard_head = False
 
     def on_headers_complete(self) -> None:
+        if self._deaf:
+            return
         size = len(self.url)
         for name, value in self.headers:
             size += len(name) + len(value) + 4
@@ -117,9 +130,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refusal = _head_too_large(self.limits.head_bytes)
             raise _HeadTooLarge  # httptools wraps it; uvicorn then calls send_400_response
         self._held = 0
+        self._cycle_before = self.cycle
         super().on_headers_complete()
+        self._heard_head = True
 
     def on_body(self, body: bytes) -> None:
+        if self._deaf:
+            return
         self._held = 0
         self._body += len(body)
         if self._body > self.limits.always_bytes and not self._has_room():
@@ -127,6 +144,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._deaf:
+            return
         self._held = 0
         self._whole = True
         self._end_receiving()
@@ -136,12 +155,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.cycle.response_complete:  # no later request is coming in; what comes is dropped
             self._release()
+        was_last = not self.pipeline
         super().on_response_complete()
+        if was_last and self._owed is not None and not self.transport.is_closing():
+            error, linger = self._owed
+            self._unset_keepalive_if_required()
+            self._tell(error)
+            self._hang_up(linger=linger)
 
     def _has_room(self) -> bool:
         """Whether what has come of a large body may be kept; else its sender is told so."""
-        if self._deaf:
-            return False
         if self.cycle.response_complete:
             return True
         more = self._body - self.limits.always_bytes - self._reserved
@@ -170,24 +193,45 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(ApiError(408, message, code="request_timeout"))
 
     def _refuse(self, error: ApiError, *, linger: bool = False) -> None:
-        """Answers and closes. With ``linger`` what the client still sends is read for a moment:
-        closing on it would be a reset, which eats the answer."""
+        """Answers and closes, after the answers to the requests before this one. With ``linger``
+        what the client still sends is read for a moment: closing on it would be a reset, which
+        eats the answer."""
         self._end_receiving()
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = error.json()
-            head = b"content-type: application/json\r\nconnection: close\r\n"
-            for name, value in (error.headers or {}).items():
-                head += f"{name}: {value}\r\n".encode()
-            head += b"content-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[error.status] + head + body)
-        if not linger:
+        own = self._heard_head and not self._whole  # whether ``cycle`` is the refused request's
+        before = self._cycle_before if own else self.cycle
+        waits = before is not None and not before.response_complete
+        if not waits and not (own and self.cycle.response_started):
+            self._tell(error)
+        if not waits and not linger:
             self.transport.close()
             return
         self._deaf = True
         self._release()
-        self.cycle.disconnected = True  # for the app the client has gone
-        self.cycle.body.clear()
-        self.cycle.message_event.set()
+        if own:
+            self.cycle.disconnected = True  # for the app the client has gone
+            self.cycle.body.clear()
+            self.cycle.message_event.set()
+        if not waits:
+            self._hang_up(linger=linger)
+            return
+        if own and before is not None:  # it waits in line, last, and shall never begin
+            self.pipeline.popleft()
+            self.cycle = before
+        self._owed = error, linger
+        self.flow.resume_reading()  # a client that leaves shall be noticed
+
+    def _tell(self, error: ApiError) -> None:
+        body = error.json()
+        head = b"content-type: application/json\r\nconnection: close\r\n"
+        for name, value in (error.headers or {}).items():
+            head += f"{name}: {value}\r\n".encode()
+        head += b"content-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+
+    def _hang_up(self, *, linger: bool) -> None:
+        if not linger:
+            self.transport.close()
+            return
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(_LINGER_S, self.transport.close)

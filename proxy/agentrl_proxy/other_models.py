@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +31,7 @@ from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.completions import legacy_entries, plain_entry
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.gathered import Gathered, complete
 from agentrl_proxy.life import Accepted, CallLife
 from agentrl_proxy.litellm_router import make_router
@@ -114,11 +115,21 @@ class OtherModels:
             self._router = asyncio.create_task(asyncio.to_thread(make_router, self._models))
 
     async def _ready_router(self) -> Any:
+        """
+        Raises:
+            ApiError: LiteLLM cannot be imported, or makes no Router of the configuration (503).
+        """
         router = self._router
         if router is None or (router.done() and router.exception() is not None):
             self.begin()  # what failed once need not fail again
         assert self._router is not None
-        return await asyncio.shield(self._router)
+        try:
+            return await asyncio.shield(self._router)
+        except Exception as error:
+            said = self._clean(f"{type(error).__name__}: {error}")
+            log.error("LiteLLM does not start", exc_info=_without_cause(error, said))
+            message = f"LiteLLM, which asks the models of other providers, does not start: {said}"
+            raise unavailable(message, "other_models_unavailable") from None
 
     # --- accepting
 
@@ -185,7 +196,8 @@ class OtherModels:
         and the prompt to api.anthropic.com all the same.
 
         Raises:
-            ApiError: there are too many requests (429), it took too long (504) or failed (502).
+            ApiError: there are too many requests (429), LiteLLM stumbles over this one (400) or
+                does not start (503), the count took too long (504) or failed (502).
         """
         slot = self._admission.enter(0)
         try:
@@ -224,9 +236,12 @@ class OtherModels:
                 message += f" within {model.timeout:g} s"
                 raise ApiError(504, message, kind="server_error", code="provider_timeout") from None
             message += self._clean(f": {type(error).__name__}: {error}")
-            if all(map(_is_of_python, _causes(error))):
+            if _counted_here(error) and all(map(_is_of_python, _causes(error))):
                 raise invalid(None, message) from None
             raise ApiError(502, message, kind="server_error", code="provider_error") from None
+        if found.total_tokens <= 0:  # LiteLLM says zero of an answer without the number
+            message = f"the provider of {request.name!r} counted no tokens in a prompt"
+            raise ApiError(502, message, kind="server_error", code="provider_error")
         return found.total_tokens
 
     def _open(
@@ -530,6 +545,12 @@ def _is_of_python(error: BaseException) -> bool:
     """Whether it says that code met what it was not made for; sockets' troubles are something else.
     LiteLLM raises bare ``Exception`` of messages that it cannot read."""
     return type(error).__module__ == "builtins" and not isinstance(error, OSError)
+
+
+def _counted_here(error: BaseException) -> bool:
+    """Whether it comes from LiteLLM's own counter, which knows the request and no provider."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "token_counter" for frame, _ in frames)
 
 
 def _own_code(error: BaseException) -> str | None:

@@ -26,8 +26,9 @@ class Redaction:
     """Takes secrets out of texts."""
 
     def __init__(self, models: Iterable[OtherModel]) -> None:
+        models = list(models)
         found = {text for one in models for text in _of(one)}
-        if found:
+        if models:  # also where none has a key of its own: LiteLLM finds one there
             found |= {v for name, v in os.environ.items() if name.upper().endswith(_ENVIRONMENT)}
         long_enough = (text for text in found if len(text) >= _SHORTEST)
         self._secrets = sorted(long_enough, key=len, reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,11 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+
+from agentrl.gateway import Gateway
 
 HELLO: dict[str, Any] = {
     "model": "agentrl-tiny",
@@ -37,11 +42,12 @@ class Served:
     """A running ``agentrl serve``."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.store = str(folder / "served.db")
+        if "--store" not in arguments:
+            arguments = ("--store", str(folder / "served.db"), *arguments)
         self.said = (folder / "said").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "agentrl.cli", "serve", "--port", "0", "--device", "cpu",
-             "--store", self.store, *arguments],
+             *arguments],
             stdout=subprocess.PIPE, stderr=self.said, text=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert self.process.stdout is not None
@@ -124,13 +130,74 @@ def test_a_gateway_that_dies_again_and_again_ends_it(serve: Callable[..., Served
     assert re.search(r"died 5 times in a row.*code\s.*-9", served.all_said(), re.DOTALL)
 
 
-def test_settings_that_no_gateway_can_use_end_it_at_once(serve: Callable[..., Served]) -> None:
-    served = serve("--model", "/nowhere/at/all")
-    assert served.process.wait(60) == 2
-    said = served.all_said()
-    assert "/nowhere/at/all" in said
+@pytest.mark.parametrize(
+    ("setting", "value", "why"),
+    [
+        ("--model", "/nowhere/at/all", "/nowhere/at/all"),
+        ("--store", "postgresql://u@127.0.0.1:1/x", "store: connection failed"),
+        ("--vllm-url", "<a locked one>", "vllm: the server wants an API key"),
+    ],
+    ids=["model", "store", "vllm"],
+)
+def test_settings_that_no_gateway_can_use_end_it_at_once(
+    serve: Callable[..., Served], setting: str, value: str, why: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if setting == "--vllm-url":
+            value = stack.enter_context(locked_vllm())
+            served = serve("--sampler", "vllm", setting, value)
+        else:
+            served = serve(setting, value)
+        assert served.process.wait(60) == 2
+    said = " ".join(served.all_said().split())
+    assert why in said
     assert "cannot start with these settings" in said
+    assert said.count("the gateway cannot start: ") == 1
     assert "Traceback" not in said
+
+
+@contextlib.contextmanager
+def locked_vllm() -> Iterator[str]:
+    """A server that is up, and wants a key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 401)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class Flickering(Gateway):
+    """Its process dies now and then, and in between it is well, for moments."""
+
+    def __init__(self, restarts_at: list[int]) -> None:
+        self.asked = 0
+        self._restarts_at = restarts_at
+        self._process: Any = SimpleNamespace(first_code=1, last_code=1)
+
+    @property
+    def restarts(self) -> int:
+        return sum(self.asked >= at for at in self._restarts_at)
+
+    def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
+        self.asked += 1
+        return {} if self.asked % 2 else None
+
+
+def test_moments_of_health_are_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway._WATCH_S", 0.01)
+    monkeypatch.setattr("agentrl.gateway._LIVED_S", 0.1)
+    with pytest.raises(RuntimeError, match="5 times in a row"):
+        Flickering([0, 50, 100, 150, 200]).watch()
 
 
 def in_flight(served: Served) -> int:

@@ -36,7 +36,7 @@ pytestmark = [  # LiteLLM's connections, which it closes too late
 ]
 
 PATHS = ["chat/completions", "completions", "responses", "messages", "messages/count_tokens"]
-EXAMPLES = int(os.environ.get("AGENTRL_FUZZ_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("AGENTRL_FUZZ_EXAMPLES", "6"))
 KEY = "sk-of-the-provider"
 # What an otherwise valid request may be refused for: rules between fields, the sense of a text in
 # a field, and what this model, its template and its sampler can do.

@@ -498,6 +498,30 @@ def test_what_is_taken_for_a_secret() -> None:
     )
 
 
+def test_a_key_that_litellm_finds_in_the_environment(
+    start: Any, faulty: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream = faulty((400, lambda headers: trouble(f"no: {headers['authorization']}")))
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
+    gateway: Running = start(
+        other_models={"answerer": OtherModel("openai/gpt-4o-mini", num_retries=0)}
+    )
+    caplog.set_level(logging.DEBUG)
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", "messages": USER},
+        headers={"authorization": f"Bearer {claim.key}"},
+        timeout=90,  # LiteLLM is imported
+    )
+    assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
+    assert response.status_code == 400
+    assert "[key]" in response.json()["error"]["message"]
+    assert_no_key(gateway, caplog.text, response.text, only_call(gateway).error or "")
+    assert Redaction([]).clean(SECRET) == SECRET  # nobody else's model, nobody's secrets
+
+
 def test_a_request_cannot_lead_the_key_elsewhere(
     gateway: Running, provider: Running, faulty: Any
 ) -> None:

@@ -148,3 +148,46 @@ def test_a_provider_that_was_asked_is(start: Any, faulty: Any, answered: Any, st
     assert "the provider of 'o' answered" in error["message"]
     [call] = gateway.calls(gateway.claims[0])
     assert call.params["provider_status"] == status
+
+
+@pytest.mark.parametrize("broken", ["import", "settings"])
+def test_litellm_that_does_not_start_is_nobodys_request(
+    start: Any, faulty: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    provider = faulty((200, said("x")))
+    if broken == "import":
+
+        def failing(_: Any) -> None:
+            raise ImportError(f"no module named x, says {SECRET}")
+
+        monkeypatch.setattr("agentrl_proxy.other_models.make_router", failing)
+        gateway = elsewhere(start, provider)
+    else:
+        gateway = elsewhere(start, provider, params={"tpm": "a lot"})
+    for path in ("chat/completions", "messages", "messages/count_tokens"):
+        answer = post(gateway, path, {"model": "o", "messages": HI, "max_tokens": 9})
+        assert answer.status_code == 503, answer.text
+        assert "LiteLLM" in answer.text
+        assert "does not start" in answer.text
+        assert SECRET not in answer.text
+    assert provider.seen == []
+    assert SECRET not in caplog.text
+    for call in gateway.calls(gateway.claims[0]):
+        assert "provider_status" not in call.params
+
+
+def test_a_count_blames_whoever_it_was(
+    start: Any, faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = elsewhere(start, faulty((200, {"input_tokens": 0})))
+    asked = {"model": "o", "messages": HI}
+    answer = post(gateway, "messages/count_tokens", asked)
+    assert (answer.status_code, "counted no tokens" in answer.text) == (502, True)
+
+    async def stumbling(*_: Any, **__: Any) -> None:
+        raise TypeError("the reply has no number")
+
+    monkeypatch.setattr("litellm.acount_tokens", stumbling)
+    answer = post(gateway, "messages/count_tokens", asked)
+    assert answer.status_code == 502, answer.text
+    assert "the reply has no number" in answer.text

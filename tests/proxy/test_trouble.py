@@ -281,6 +281,51 @@ def test_no_body_is_counted_for_good(start: Any) -> None:
                     answers += sock.recv(65536)
 
 
+@pytest.mark.parametrize("refused", ["too much", "no http", "too slow"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_refusal_waits_for_the_answers_before_it(start: Any, refused: str, stream: bool) -> None:
+    """Pipelined: the answers under way come whole and in order, then the refusal, then the end."""
+    gateway: Running = start(limits=Limits(receive_bytes=100_000, receive_s=0.5))
+    gateway.sampler.delay = 0.05  # the answer takes over a second
+    body = json.dumps(BODY | {"stream": stream}).encode()
+    whole = head(content_length=len(body)) + body
+    last, status = {
+        "too much": (head(content_length=400_000) + b" " * 400_000 + whole, 429),
+        "no http": (b"nonsense\r\n\r\n" + whole, 400),
+        "too slow": (head()[:-2], 408),
+    }[refused]
+    with connected(gateway) as sock:
+        for number in range(2):
+            sock.sendall(whole)
+            if number == 0:
+                wait_until(lambda: gateway.stats["in_flight"] == 1)
+        sock.sendall(last)
+        data = read_all(sock)
+    assert data.count(b"HTTP/1.1 ") == 3
+    first, second, third = data.split(b"HTTP/1.1 ")[1:]
+    for answer in (first, second):
+        assert answer.startswith(b"200 ")
+        if stream:
+            assert b"data: [DONE]" in answer
+        else:
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]
+    assert third.startswith(b"%d " % status)
+    assert json.loads(third.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert (gateway.stats["completed"], gateway.stats["cancelled"]) == (2, 0)
+
+
+def test_a_refused_body_is_not_too_slow_as_well(start: Any, caplog: Any) -> None:
+    gateway: Running = start(limits=Limits(receive_bytes=100_000, receive_s=0.3))
+    with connected(gateway) as sock:
+        sock.sendall(head(content_length=400_000) + b" " * 200_000)
+        data = read_all(sock)
+        time.sleep(0.6)  # the client goes on sending, or rather does not
+    assert data.startswith(b"HTTP/1.1 429 ")
+    assert data.count(b"HTTP/1.1 ") == 1
+    assert not [record for record in caplog.records if record.exc_info]
+    assert "408" not in caplog.text
+
+
 # --- clients that do not read
 
 
