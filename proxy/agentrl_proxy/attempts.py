@@ -29,13 +29,15 @@ RETRY_WITHIN_S = 90.0  # clients that were refused come back sooner, or not at a
 
 @dataclass(slots=True)
 class Answer:
-    """One request of an attempt, being answered."""
+    """One request of an attempt, being answered: a part for each of its prompts."""
 
     key: bytes
-    done: asyncio.Future[dict[str, Any]]
+    response_id: str
+    done: asyncio.Future[list[dict[str, Any]]]
+    parts: int = 1
+    said: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     waiting: int = 0  # retries that wait for it: it must then outlive its own client
     claims: int = 0  # retries that have ever waited for it
-    committing: bool = False  # its client left, and its rows are on their way to the store
 
 
 @dataclass(slots=True)
@@ -63,8 +65,8 @@ class Attempt:
     _answered: OrderedDict[bytes, tuple[bytes, ...]] = field(
         default_factory=OrderedDict[bytes, tuple[bytes, ...]]
     )
-    """The last answer of each, as JSON: its objects would take three times that. After recalled
-    ones, several: the last is the next retry's, until one is left."""
+    """The last answer of each (a list of its parts) as JSON: its objects would take three times
+    that. After recalled ones, several: the last is the next retry's, until one is left."""
 
     @property
     def running(self) -> int:
@@ -83,7 +85,7 @@ class Attempt:
 
     async def earlier(
         self, body: bytes, idempotency_key: str | None = None
-    ) -> dict[str, Any] | None:
+    ) -> list[dict[str, Any]] | None:
         """The answer that a marked retry of this body asks for again, waited for if on its way.
 
         With an idempotency key there is one request it can be a retry of. Without, several
@@ -92,7 +94,7 @@ class Attempt:
         waits for), and the last one answered, whose answer may have been lost.
 
         Returns:
-            None: it has to be sampled.
+            All its parts; None: it has to be sampled.
         """
         key = _key(body, idempotency_key)
         if self._take_unanswered(key):
@@ -117,34 +119,46 @@ class Attempt:
         self,
         body: bytes,
         idempotency_key: str | None,
-        responses: Sequence[dict[str, Any]],
+        told: Sequence[list[dict[str, Any]]],
         unanswered: int,
     ) -> None:
         """Takes over what somebody else remembers of such requests.
 
         Args:
-            responses: the answers that were given, the one to be replayed first last.
+            told: the answers that were given (all parts of each), the one to be replayed first
+                last.
             unanswered: how many failed and have not been retried.
         """
         key = _key(body, idempotency_key)
         for _ in range(min(unanswered, MAX_ANSWERS)):
             self._to_be_retried(key)
-        if responses:
-            self._keep(key, responses[-MAX_RECALLED:])
+        if told:
+            self._keep(key, told[-MAX_RECALLED:])
 
-    def begin(self, body: bytes, idempotency_key: str | None = None) -> Answer:
-        answer = Answer(_key(body, idempotency_key), asyncio.get_running_loop().create_future())
-        self._running.setdefault(answer.key, []).append(answer)
+    def begin(self, body: bytes, idempotency_key: str | None, response_id: str) -> Answer:
+        """A request is accepted, or one more part of it: all are accepted before one is run."""
+        key = _key(body, idempotency_key)
+        running = self._running.setdefault(key, [])
+        for answer in running:
+            if answer.response_id == response_id:
+                answer.parts += 1
+                return answer
+        answer = Answer(key, response_id, asyncio.get_running_loop().create_future())
+        running.append(answer)
         return answer
 
     def answered(self, answer: Answer, response: dict[str, Any]) -> None:
-        """From now on its retries get this response."""
+        """A part is answered; with the last one it is what retries get from now on."""
+        answer.said.append(response)
+        if len(answer.said) < answer.parts or answer.done.done():
+            return
         self._end(answer)
-        answer.done.set_result(response)
-        self._keep(answer.key, [response])
+        answer.said.sort(key=lambda part: [choice["index"] for choice in part["choices"]])
+        answer.done.set_result(answer.said)
+        self._keep(answer.key, [answer.said])
 
     def abandon(self, answer: Answer) -> None:
-        """It failed or was cancelled: a retry samples again."""
+        """A part failed or was cancelled: a retry samples all of them again."""
         self._end(answer)
         if not answer.done.done():
             answer.done.cancel()
@@ -155,9 +169,9 @@ class Attempt:
         """It was told to come back: its retry must not be taken for another's."""
         self._to_be_retried(_key(body, idempotency_key))
 
-    def _keep(self, key: bytes, responses: Sequence[dict[str, Any]]) -> None:
+    def _keep(self, key: bytes, told: Sequence[list[dict[str, Any]]]) -> None:
         # Copies: orjson's bytes keep the buffer of 8 KB that they were written into.
-        self._answered[key] = tuple(bytes(memoryview(orjson.dumps(one))) for one in responses)
+        self._answered[key] = tuple(bytes(memoryview(orjson.dumps(one))) for one in told)
         self._answered.move_to_end(key)
         if len(self._answered) > MAX_ANSWERS:
             self._answered.popitem(last=False)
@@ -228,8 +242,8 @@ class Attempts:
             del self._by_id[attempt_id]
 
 
-async def _shared(answer: Answer) -> dict[str, Any] | None:
-    """The response of a request that another client began; None: it failed."""
+async def _shared(answer: Answer) -> list[dict[str, Any]] | None:
+    """The answer to a request that another client began; None: it failed."""
     answer.waiting += 1
     answer.claims += 1
     try:

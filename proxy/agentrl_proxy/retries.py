@@ -39,7 +39,8 @@ class EarlierAnswers:
     async def find(
         self,
         raw: dict[str, Any],
-        bodies: Sequence[bytes],
+        body: bytes,
+        prompts: int,
         dialect: wire.Dialect,
         caller: Caller,
         headers: Mapping[str, str],
@@ -49,7 +50,8 @@ class EarlierAnswers:
 
         Args:
             raw: the wire request.
-            bodies: what memory knows each job by.
+            body: what memory knows it by.
+            prompts: how many jobs it is.
         """
         if caller.attempt is None:
             return None
@@ -57,25 +59,25 @@ class EarlierAnswers:
         await asyncio.sleep(0)
         attempt_id, name = caller.attempt.attempt_id, headers.get("idempotency-key")
         memory = self._attempts.get(attempt_id)
-        if not memory.knows(bodies[0], name):
+        if not memory.knows(body, name):
             async with self._looking:  # in a thread: it may be many calls with long requests
                 past = await asyncio.to_thread(self._store.same_requests, attempt_id, raw)
-            if not memory.knows(bodies[0], name):  # nobody else has looked meanwhile
-                _recall(memory, past, bodies, dialect, headers)
-        found = [await memory.earlier(body, name) for body in bodies]
-        answers = [one for one in found if one is not None]
-        self._stats.replayed += len(answers)
-        return answers if len(answers) == len(found) else None
+            if not memory.knows(body, name):  # nobody else has looked meanwhile
+                _recall(memory, past, body, prompts, dialect, headers)
+        answers = await memory.earlier(body, name)
+        self._stats.replayed += len(answers or ())
+        return answers
 
 
 def _recall(
     memory: Attempt,
     past: Iterable[PastCall],
-    bodies: Sequence[bytes],
+    body: bytes,
+    prompts: int,
     dialect: wire.Dialect,
     headers: Mapping[str, str],
 ) -> None:
-    """Gives memory back what the store has of the request with these bodies."""
+    """Gives memory back what the store has of the request with this body."""
     agent, name = agent_name(headers), headers.get("idempotency-key")
     requests: dict[str, list[PastCall]] = {}
     for one in past:
@@ -88,16 +90,15 @@ def _recall(
     for calls in requests.values():
         if calls[0].call.params.get("client_retry") and unanswered:
             unanswered -= 1  # it was sampled in the place of one of these
-        answers = [_answer(calls, prompt, dialect) for prompt in range(len(bodies))]
+        answers = [_answer(calls, prompt, dialect) for prompt in range(prompts)]
         whole = [one for one in answers if one is not None]
-        if len(whole) == len(bodies):
+        if len(whole) == prompts:
             told.append((any(one.continued for one in calls), whole))
         elif any(one.call.state in _FAILED for one in calls):
             unanswered += 1
     # Whom an agent went on from has been heard: a retry asks rather for another, and for the last.
     told.sort(key=lambda one: not one[0])
-    for i, body in enumerate(bodies):
-        memory.recall(body, name, [whole[i] for _, whole in told], unanswered)
+    memory.recall(body, name, [whole for _, whole in told], unanswered)
 
 
 def _answer(calls: Sequence[PastCall], prompt: int, dialect: wire.Dialect) -> dict[str, Any] | None:

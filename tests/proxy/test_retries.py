@@ -19,6 +19,7 @@ from scripted_sampler import Running
 
 from agentrl_proxy.attempts import MAX_ANSWERS
 from agentrl_proxy.deps import OtherModel
+from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import CallState, Claim
 from agentrl_tracer.store.engine import normalise_url
@@ -349,3 +350,66 @@ def test_a_retry_after_a_restart_trains_once(gateway: Running) -> None:
     with restarted(gateway) as after:
         assert said(after, **RETRY) == first
     assert_trained_once(gateway, 1)
+
+
+# --- several prompts in one request
+
+
+@pytest.mark.parametrize("again", ["remembered", "recalled"])
+def test_a_retry_of_very_many_prompts_trains_once(gateway: Running, again: str) -> None:
+    prompts = [[10 + i, 20 + i] for i in range(MAX_CHOICES)]
+    asked = {"model": "policy", "prompt": prompts, "max_tokens": 2}
+    first = post(gateway, "/completions", asked).raise_for_status().json()
+    with restarted(gateway) if again == "recalled" else contextlib.nullcontext(gateway) as after:
+        for _ in range(2):
+            assert post(after, "/completions", asked, headers=RETRY).json() == first
+        assert after.stats["replayed"] == 2 * MAX_CHOICES
+    assert len(gateway.calls(gateway.claims[0])) == MAX_CHOICES
+
+
+def test_a_retry_of_prompts_of_which_memory_dropped_some(gateway: Running) -> None:
+    """However its prompts finished: memory has them all, or asks the store for all."""
+    gateway.sampler.script = lambda ids, *_: "said " * (20 - 5 * len(ids))  # the last ends first
+    gateway.sampler.delay = 0.02
+    asked = {"model": "policy", "prompt": [[5], [6, 7], [8, 9, 10]]}
+    first = post(gateway, "/completions", asked).raise_for_status().json()
+    gateway.sampler.delay = 0.0
+    for i in range(MAX_ANSWERS + 1):
+        post(gateway, CHAT, HELLO | {"seed": i, "max_tokens": 2}).raise_for_status()
+        if i >= MAX_ANSWERS - 3:
+            assert post(gateway, "/completions", asked, headers=RETRY).json() == first
+    assert len(gateway.calls(gateway.claims[0])) == 3 + MAX_ANSWERS + 1
+
+
+def test_identical_requests_of_several_prompts_are_not_mixed(gateway: Running) -> None:
+    """The one that began first ends its first prompt last, the other its second."""
+    asked = {"model": "policy", "prompt": [[5], [6]]}
+    begun: list[int] = []
+
+    def script(ids: Any, *_: Any) -> str:
+        begun.append(ids[0])
+        turn = len(begun) - 1  # 0: first's [5], 1: first's [6], 2: other's [5], 3: other's [6]
+        return "word " * (12, 2, 2, 18)[turn] + str(turn)
+
+    gateway.sampler.script = script
+    gateway.sampler.delay = 0.05
+    with ThreadPoolExecutor() as pool:
+        told = []
+        for count in (2, 4):
+            told.append(pool.submit(post, gateway, "/completions", asked))
+            until(lambda count=count: len(begun) == count)
+    again = post(gateway, "/completions", asked, headers=RETRY).json()
+    assert again in [one.result().json() for one in told]
+    assert len(gateway.calls(gateway.claims[0])) == 4
+
+
+def test_a_refused_request_of_several_prompts_is_retried_once(
+    start: Callable[..., Running],
+) -> None:
+    gateway = start(max_concurrent=2)
+    asked = {"model": "policy", "prompt": ["One", "Two", "Three"]}
+    assert post(gateway, "/completions", asked).status_code == 429
+    gateway.deps.max_concurrent = 10
+    again = [post(gateway, "/completions", asked, headers=RETRY).json() for _ in range(2)]
+    assert again[0] == again[1]
+    assert len(gateway.sampler.requests) == 3
