@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from running_gateway import restarted, running
 from scripted_sampler import Running
 
-from agentrl_proxy.attempts import MAX_ANSWERS
+from agentrl_proxy.attempts import MAX_ANSWER_BYTES, MAX_ANSWERS, RETRY_WITHIN_S, Attempt
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.rendering import Renderer
@@ -413,3 +413,88 @@ def test_a_refused_request_of_several_prompts_is_retried_once(
     again = [post(gateway, "/completions", asked, headers=RETRY).json() for _ in range(2)]
     assert again[0] == again[1]
     assert len(gateway.sampler.requests) == 3
+
+
+# --- what memory and the store know together
+
+
+def test_a_failure_of_long_ago_is_nobodys_any_more(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client came back unmarked, and was answered."""
+    gateway.sampler.fail_after = 0
+    assert post(gateway, CHAT, HELLO).status_code == 503
+    gateway.sampler.fail_after = None
+    heard = said(gateway)
+    now = time.time
+    with restarted(gateway) as after:
+        monkeypatch.setattr("time.time", lambda: now() + RETRY_WITHIN_S + 1)
+        assert said(after, **RETRY) == heard
+        assert not after.sampler.requests
+
+
+@pytest.mark.parametrize("when", ["answered", "running", "during the lookup"])
+def test_another_client_asks_the_same_after_a_restart(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    first = said(gateway)
+    with restarted(gateway) as after, ThreadPoolExecutor() as pool:
+        after.sampler.delay = 0.0 if when == "answered" else 0.1
+        look, others = after.store.same_requests, []
+
+        def ask() -> None:
+            others.append(pool.submit(said, after))
+            until(others[0].done if when == "answered" else lambda: after.sampler.requests)
+
+        if when == "during the lookup":
+            monkeypatch.setattr(after.store, "same_requests", lambda *a: (look(*a), ask())[0])
+        else:
+            ask()
+        assert said(after, **RETRY) == first
+        monkeypatch.setattr(after.store, "same_requests", None)  # it is asked once
+        assert said(after, **RETRY) == others[0].result() != first
+        assert len(after.sampler.requests) == 1
+
+
+def test_long_answers_are_left_to_the_store(gateway: Running) -> None:
+    gateway.sampler.script = lambda *_: "word " * 100
+    asked = [HELLO | {"logprobs": True, "top_logprobs": 2, "n": 24, "seed": i} for i in range(2)]
+    first = [post(gateway, CHAT, one).raise_for_status().json() for one in asked]
+    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
+    assert 0 < held(memory) <= MAX_ANSWER_BYTES < sum(len(str(one)) for one in first)
+    for _ in range(2):
+        for one, told in zip(asked, first, strict=True):
+            assert post(gateway, CHAT, one, headers=RETRY).json() == told
+            assert held(memory) <= MAX_ANSWER_BYTES
+    assert len(gateway.sampler.requests) == 2
+
+
+def test_an_answer_that_is_too_long_to_be_remembered(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl_proxy.attempts.MAX_ANSWER_BYTES", 100)
+    first = said(gateway)
+    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
+    assert [said(gateway, **RETRY) for _ in range(2)] == [first, first]
+    assert not held(memory)
+
+
+def held(memory: Attempt) -> int:
+    """Bytes of the answers that an attempt remembers."""
+    return sum(len(one) for answers in memory._answered.values() for one in answers)
+
+
+def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) -> None:
+    """Its gateway died between two commits."""
+    asked = HELLO | {"n": 3}
+    first = post(gateway, CHAT, asked).raise_for_status().json()
+    path = gateway.store.url.removeprefix("sqlite:///")
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            "UPDATE calls SET state = 'open', ended_at = NULL, response = NULL WHERE choice = 2"
+        )
+    with restarted(gateway) as after:
+        again = post(after, CHAT, asked, headers=RETRY).raise_for_status().json()
+        assert len(again["choices"]) == 3
+        assert again["id"] != first["id"]
+        assert after.stats["replayed"] == 0
