@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -22,6 +22,8 @@ from agentrl_proxy.continuity import Conversations
 MAX_ATTEMPTS = 10_000
 IDLE_S = 3600.0
 MAX_ANSWERS = 64  # different requests per attempt, kept for client retries
+MAX_ANSWER_BYTES = 2**20  # of them per attempt: with log-probs one can be tens of MB
+MAX_LOOKED_UP = 256  # different requests per attempt
 MAX_RECALLED = 16  # identical requests' answers, each for a retry of its own
 QUIET_S = 5.0  # after which an attempt may be over; then twice as long, and so on
 RETRY_WITHIN_S = 90.0  # clients that were refused come back sooner, or not at all
@@ -29,13 +31,15 @@ RETRY_WITHIN_S = 90.0  # clients that were refused come back sooner, or not at a
 
 @dataclass(slots=True)
 class Answer:
-    """One request of an attempt, being answered."""
+    """One request of an attempt, being answered: a part for each of its prompts."""
 
     key: bytes
-    done: asyncio.Future[dict[str, Any]]
+    response_id: str
+    done: asyncio.Future[list[dict[str, Any]]]
+    parts: int = 1
+    said: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     waiting: int = 0  # retries that wait for it: it must then outlive its own client
     claims: int = 0  # retries that have ever waited for it
-    committing: bool = False  # its client left, and its rows are on their way to the store
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class Attempt:
     """The memory of one attempt."""
 
     next_seq: int | None = None
+    first_seq: int | None = None  # where it began: what was accepted before, only the store knows
     in_flight: int = 0
     used_at: float = 0.0
     patience: float = QUIET_S  # how long it has to be quiet to be looked at
@@ -63,8 +68,13 @@ class Attempt:
     _answered: OrderedDict[bytes, tuple[bytes, ...]] = field(
         default_factory=OrderedDict[bytes, tuple[bytes, ...]]
     )
-    """The last answer of each, as JSON: its objects would take three times that. After recalled
-    ones, several: the last is the next retry's, until one is left."""
+    """The last answer of each (a list of its parts) as JSON: its objects would take three times
+    that. After recalled ones, several: the last is the next retry's, until one is left."""
+    _answer_bytes: int = 0
+    _missed: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict[bytes, tuple[bytes, ...]])
+    """Recalled answers that their clients may not have heard: the next retries', the last first."""
+    _looked_up: dict[bytes, None] = field(default_factory=dict[bytes, None])
+    """What has been recalled, the oldest first."""
 
     @property
     def running(self) -> int:
@@ -76,27 +86,36 @@ class Attempt:
         if self.next_seq is None:
             begin = await first()
             if self.next_seq is None:  # nobody else asked meanwhile
-                self.next_seq = begin
+                self.next_seq = self.first_seq = begin
         seq = self.next_seq
         self.next_seq = seq + 1
         return seq
 
     async def earlier(
         self, body: bytes, idempotency_key: str | None = None
-    ) -> dict[str, Any] | None:
+    ) -> list[dict[str, Any]] | None:
         """The answer that a marked retry of this body asks for again, waited for if on its way.
 
         With an idempotency key there is one request it can be a retry of. Without, several
         identical ones may be about, and the retry belongs to one whose client got no answer. In
-        that order: one that failed or was refused, one that runs (the oldest that no other retry
-        waits for), and the last one answered, whose answer may have been lost.
+        that order: one that failed or was refused, one whose answer was lately given by another
+        memory, one that runs (the oldest that no other retry waits for), and the last one
+        answered, whose answer may have been lost.
 
         Returns:
-            None: it has to be sampled.
+            All its parts; None: it has to be sampled.
         """
         key = _key(body, idempotency_key)
         if self._take_unanswered(key):
             return None
+        if missed := self._missed.pop(key, ()):
+            *others, packed = missed
+            self._answer_bytes -= len(packed)
+            if others:
+                self._missed[key] = tuple(others)
+            if key not in self._answered:
+                self._put(key, (packed,))
+            return orjson.loads(packed)
         running = self._running.get(key)
         if running:
             return await _shared(min(running, key=lambda answer: (answer.waiting, answer.claims)))
@@ -105,46 +124,75 @@ class Attempt:
             return None
         *others, packed = answers
         if others:
-            self._answered[key] = tuple(others)
+            self._put(key, tuple(others))
         return orjson.loads(packed)
 
     def knows(self, body: bytes, idempotency_key: str | None) -> bool:
         """Whether anything is remembered of such a request."""
         key = _key(body, idempotency_key)
-        return key in self._running or key in self._unanswered or key in self._answered
+        kept = (self._running, self._unanswered, self._answered, self._missed)
+        return any(key in one for one in kept)
+
+    def knows_all(self, body: bytes, idempotency_key: str | None) -> bool:
+        """Whether there is nothing to be recalled of such requests."""
+        looked_up = self.first_seq == 0 or _key(body, idempotency_key) in self._looked_up
+        return looked_up and self.knows(body, idempotency_key)
 
     def recall(
         self,
         body: bytes,
         idempotency_key: str | None,
-        responses: Sequence[dict[str, Any]],
+        told: Sequence[list[dict[str, Any]]],
+        missed: Sequence[list[dict[str, Any]]],
         unanswered: int,
     ) -> None:
-        """Takes over what somebody else remembers of such requests.
+        """Takes over what somebody else remembers of such requests. ``trim`` when it is used.
 
         Args:
-            responses: the answers that were given, the one to be replayed first last.
+            told: the answers that were given (all parts of each), the one to be replayed first
+                last.
+            missed: likewise, but their clients may not have heard them.
             unanswered: how many failed and have not been retried.
         """
         key = _key(body, idempotency_key)
         for _ in range(min(unanswered, MAX_ANSWERS)):
             self._to_be_retried(key)
-        if responses:
-            self._keep(key, responses[-MAX_RECALLED:])
+        if missed:
+            packed = _packed(missed[-MAX_RECALLED:])
+            self._answer_bytes += sum(map(len, packed)) - sum(map(len, self._missed.get(key, ())))
+            self._missed[key] = packed
+        own = self._answered.get(key, ())
+        if told or own:
+            self._put(key, (*_packed(told[-MAX_RECALLED:]), *own))
+        self._looked_up[key] = None
+        if len(self._looked_up) > MAX_LOOKED_UP:
+            del self._looked_up[next(iter(self._looked_up))]
 
-    def begin(self, body: bytes, idempotency_key: str | None = None) -> Answer:
-        answer = Answer(_key(body, idempotency_key), asyncio.get_running_loop().create_future())
-        self._running.setdefault(answer.key, []).append(answer)
+    def begin(self, body: bytes, idempotency_key: str | None, response_id: str) -> Answer:
+        """A request is accepted, or one more part of it: all are accepted before one is run."""
+        key = _key(body, idempotency_key)
+        running = self._running.setdefault(key, [])
+        for answer in running:
+            if answer.response_id == response_id:
+                answer.parts += 1
+                return answer
+        answer = Answer(key, response_id, asyncio.get_running_loop().create_future())
+        running.append(answer)
         return answer
 
     def answered(self, answer: Answer, response: dict[str, Any]) -> None:
-        """From now on its retries get this response."""
+        """A part is answered; with the last one it is what retries get from now on."""
+        answer.said.append(response)
+        if len(answer.said) < answer.parts or answer.done.done():
+            return
         self._end(answer)
-        answer.done.set_result(response)
-        self._keep(answer.key, [response])
+        answer.said.sort(key=lambda part: [choice["index"] for choice in part["choices"]])
+        answer.done.set_result(answer.said)
+        self._put(answer.key, _packed([answer.said]))
+        self.trim()
 
     def abandon(self, answer: Answer) -> None:
-        """It failed or was cancelled: a retry samples again."""
+        """A part failed or was cancelled: a retry samples all of them again."""
         self._end(answer)
         if not answer.done.done():
             answer.done.cancel()
@@ -155,12 +203,16 @@ class Attempt:
         """It was told to come back: its retry must not be taken for another's."""
         self._to_be_retried(_key(body, idempotency_key))
 
-    def _keep(self, key: bytes, responses: Sequence[dict[str, Any]]) -> None:
-        # Copies: orjson's bytes keep the buffer of 8 KB that they were written into.
-        self._answered[key] = tuple(bytes(memoryview(orjson.dumps(one))) for one in responses)
+    def _put(self, key: bytes, packed: tuple[bytes, ...]) -> None:
+        self._answer_bytes += sum(map(len, packed)) - sum(map(len, self._answered.get(key, ())))
+        self._answered[key] = packed
         self._answered.move_to_end(key)
-        if len(self._answered) > MAX_ANSWERS:
-            self._answered.popitem(last=False)
+
+    def trim(self) -> None:
+        """Drops the oldest answers that are too many; the store has them."""
+        while len(self._answered) > MAX_ANSWERS or self._answer_bytes > MAX_ANSWER_BYTES:
+            kept = self._answered or self._missed
+            self._answer_bytes -= sum(map(len, kept.pop(next(iter(kept)))))
 
     def _end(self, answer: Answer) -> None:
         running = self._running.get(answer.key, [])
@@ -228,8 +280,8 @@ class Attempts:
             del self._by_id[attempt_id]
 
 
-async def _shared(answer: Answer) -> dict[str, Any] | None:
-    """The response of a request that another client began; None: it failed."""
+async def _shared(answer: Answer) -> list[dict[str, Any]] | None:
+    """The answer to a request that another client began; None: it failed."""
     answer.waiting += 1
     answer.claims += 1
     try:
@@ -240,6 +292,11 @@ async def _shared(answer: Answer) -> dict[str, Any] | None:
         raise
     finally:
         answer.waiting -= 1
+
+
+def _packed(told: Iterable[list[dict[str, Any]]]) -> tuple[bytes, ...]:
+    # Copies: orjson's bytes keep the buffer of 8 KB that they were written into.
+    return tuple(bytes(memoryview(orjson.dumps(one))) for one in told)
 
 
 def _key(body: bytes, idempotency_key: str | None) -> bytes:

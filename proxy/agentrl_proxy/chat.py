@@ -129,7 +129,8 @@ class ChatService:
         try:
             slot = self._admission.enter(request.n)
         except ApiError:
-            if memory is not None:
+            first = bare is None or not bare.first_choice  # else its first prompt is given up
+            if memory is not None and first:
                 memory.refused(body, headers.get("idempotency-key"))
             raise
         try:
@@ -219,7 +220,7 @@ class ChatService:
             branched[why] = branched.get(why, 0) + 1
         answer = None
         if memory is not None:
-            answer = memory.begin(body, headers.get("idempotency-key"))
+            answer = memory.begin(body, headers.get("idempotency-key"), heading.id)
         return Job(
             caller, memory, answer, heading, slot, request, prompt, params, constraint, adapter,
             record, first_choice, one_call, scorer,

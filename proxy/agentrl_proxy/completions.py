@@ -154,8 +154,7 @@ class PromptsWork(RequestWork[JobT]):
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        bodies = [body + b"#%d" % i if i else body for i in range(prompts)]
-        super().__init__(service, answers, dialect, raw, bodies, caller, headers)
+        super().__init__(service, answers, dialect, raw, body, caller, headers, prompts)
         self._completion = dialect
 
     async def _say(self, responses: list[dict[str, Any]], write: Write | None) -> dict[str, Any]:
@@ -194,10 +193,10 @@ class CompletionWork(PromptsWork[Job]):
             raise
         heading = wire.Heading(new_id(common.dialect.id_prefix), common.model)
         try:
-            for i, (ids, body) in enumerate(zip(request.prompts, self._bodies, strict=True)):
+            for i, ids in enumerate(request.prompts):
                 bare = BarePrompt(ids, heading, i * common.n, request.scored)
                 self._jobs.append(
-                    await self._chat.accept(common, body, self._caller, self._headers, bare)
+                    await self._chat.accept(common, self._body, self._caller, self._headers, bare)
                 )
         except BaseException:  # no room for all of them: the answer is one, so it has none
             for job in self._jobs:

@@ -148,9 +148,9 @@ class OtherCompletionWork(PromptsWork[OtherJob]):
     async def accept(self) -> None:
         """Opens the rows of every prompt, or refuses before the first is asked."""
         try:
-            for request, body in zip(self._requests, self._bodies, strict=True):
+            for request in self._requests:
                 self._jobs.append(
-                    await self._others.accept(request, body, self._caller, self._headers)
+                    await self._others.accept(request, self._body, self._caller, self._headers)
                 )
         except BaseException:  # no budget for all of them: the answer is one, so it has none
             for job in self._jobs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_proxy import wire
@@ -33,9 +33,13 @@ class Accepted:
 
     caller: Caller
     memory: Attempt | None
-    answer: Answer | None  # what retries of this request wait for
+    answer: Answer | None  # what retries of this request wait for; its prompts share it
     heading: wire.Heading
     slot: Slot  # its place among those being answered
+    committing: bool = field(default=False, init=False)
+    """Its client left, and its rows are on their way to the store."""
+    told: bool = field(default=False, init=False)
+    """Its part of the answer is there for retries."""
 
     @property
     def wanted_by_retry(self) -> bool:
@@ -130,6 +134,7 @@ class CallLife:
         if job.memory is not None and job.answer is not None and state is AttemptState.RUNNING:
             if remember is not None:
                 remember()
+            job.told = True
             job.memory.answered(job.answer, response)
         return state
 
@@ -140,12 +145,10 @@ class CallLife:
             self._alone.discard(commit)
             if not commit.cancelled() and commit.exception() is not None:
                 log.error("the store did not take %s", job.heading.id, exc_info=commit.exception())
-            if job.answer is not None:
-                job.answer.committing = False
+            job.committing = False
             self._abandon(job)  # no retry gets it, unless it has been answered
 
-        if job.answer is not None:
-            job.answer.committing = True
+        job.committing = True
         self._alone.add(commit)
         commit.add_done_callback(ended)
 
@@ -161,5 +164,7 @@ class CallLife:
 
     @staticmethod
     def _abandon(job: Accepted) -> None:
-        if job.answer is not None and job.memory is not None and not job.answer.committing:
+        if job.committing or job.told:
+            return
+        if job.answer is not None and job.memory is not None:
             job.memory.abandon(job.answer)

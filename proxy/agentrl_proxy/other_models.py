@@ -142,7 +142,8 @@ class OtherModels:
         try:
             slot = self._admission.enter(0)
         except ApiError:
-            if memory is not None:
+            first = not request.first_choice  # else its first prompt is given up
+            if memory is not None and first:
                 memory.refused(body, headers.get("idempotency-key"))
             raise
         try:
@@ -177,7 +178,7 @@ class OtherModels:
         calls = self._open(heading.id, request, caller, seq, headers)
         answer = None
         if memory is not None:
-            answer = memory.begin(body, headers.get("idempotency-key"))
+            answer = memory.begin(body, headers.get("idempotency-key"), heading.id)
         return OtherJob(
             caller, memory, answer, heading, slot, name, asked, dialect, request.first_choice, calls
         )

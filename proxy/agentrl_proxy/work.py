@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from agentrl_proxy import wire
@@ -38,7 +38,8 @@ class RequestWork(ABC, Generic[JobT]):
 
     Args:
         raw: the wire request.
-        bodies: what retries find the answer of each job by.
+        body: what retries find its answer by.
+        prompts: how many jobs it is.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class RequestWork(ABC, Generic[JobT]):
         answers: EarlierAnswers,
         dialect: wire.Dialect,
         raw: dict[str, Any],
-        bodies: Sequence[bytes],
+        body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
+        prompts: int = 1,
     ) -> None:
         self._service = service
         self._answers = answers
@@ -57,7 +59,8 @@ class RequestWork(ABC, Generic[JobT]):
         self._raw = raw
         # The same words in another protocol, or of another agent, are another request.
         whose = f"{dialect.id_prefix}{agent_name(headers)}\0".encode()
-        self._bodies = [whose + body for body in bodies]
+        self._body = whose + body
+        self._prompts = prompts
         self._caller = caller
         self._headers = headers
         self._jobs: list[JobT] = []
@@ -75,7 +78,7 @@ class RequestWork(ABC, Generic[JobT]):
         responses = None
         if not self._jobs:
             responses = await self._answers.find(
-                self._raw, self._bodies, self._dialect, self._caller, self._headers
+                self._raw, self._body, self._prompts, self._dialect, self._caller, self._headers
             )
         if responses is None:
             if not self._jobs:
@@ -119,10 +122,9 @@ class OneJob(RequestWork[Accepted]):
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(service, answers, dialect, request.raw, [body], caller, headers)
+        super().__init__(service, answers, dialect, request.raw, body, caller, headers)
         self._request = request
 
     async def accept(self) -> None:
-        (body,) = self._bodies
-        job = await self._service.accept(self._request, body, self._caller, self._headers)
+        job = await self._service.accept(self._request, self._body, self._caller, self._headers)
         self._jobs = [job]

@@ -17,8 +17,9 @@ import sqlalchemy as sa
 from running_gateway import restarted, running
 from scripted_sampler import Running
 
-from agentrl_proxy.attempts import MAX_ANSWERS
+from agentrl_proxy.attempts import MAX_ANSWER_BYTES, MAX_ANSWERS, RETRY_WITHIN_S, Attempt
 from agentrl_proxy.deps import OtherModel
+from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.rendering import Renderer
 from agentrl_tracer.schemas import CallState, Claim
 from agentrl_tracer.store.engine import normalise_url
@@ -349,3 +350,151 @@ def test_a_retry_after_a_restart_trains_once(gateway: Running) -> None:
     with restarted(gateway) as after:
         assert said(after, **RETRY) == first
     assert_trained_once(gateway, 1)
+
+
+# --- several prompts in one request
+
+
+@pytest.mark.parametrize("again", ["remembered", "recalled"])
+def test_a_retry_of_very_many_prompts_trains_once(gateway: Running, again: str) -> None:
+    prompts = [[10 + i, 20 + i] for i in range(MAX_CHOICES)]
+    asked = {"model": "policy", "prompt": prompts, "max_tokens": 2}
+    first = post(gateway, "/completions", asked).raise_for_status().json()
+    with restarted(gateway) if again == "recalled" else contextlib.nullcontext(gateway) as after:
+        for _ in range(2):
+            assert post(after, "/completions", asked, headers=RETRY).json() == first
+        assert after.stats["replayed"] == 2 * MAX_CHOICES
+    assert len(gateway.calls(gateway.claims[0])) == MAX_CHOICES
+
+
+def test_a_retry_of_prompts_of_which_memory_dropped_some(gateway: Running) -> None:
+    """However its prompts finished: memory has them all, or asks the store for all."""
+    gateway.sampler.script = lambda ids, *_: "said " * (20 - 5 * len(ids))  # the last ends first
+    gateway.sampler.delay = 0.02
+    asked = {"model": "policy", "prompt": [[5], [6, 7], [8, 9, 10]]}
+    first = post(gateway, "/completions", asked).raise_for_status().json()
+    gateway.sampler.delay = 0.0
+    for i in range(MAX_ANSWERS + 1):
+        post(gateway, CHAT, HELLO | {"seed": i, "max_tokens": 2}).raise_for_status()
+        if i >= MAX_ANSWERS - 3:
+            assert post(gateway, "/completions", asked, headers=RETRY).json() == first
+    assert len(gateway.calls(gateway.claims[0])) == 3 + MAX_ANSWERS + 1
+
+
+def test_identical_requests_of_several_prompts_are_not_mixed(gateway: Running) -> None:
+    """The one that began first ends its first prompt last, the other its second."""
+    asked = {"model": "policy", "prompt": [[5], [6]]}
+    begun: list[int] = []
+
+    def script(ids: Any, *_: Any) -> str:
+        begun.append(ids[0])
+        turn = len(begun) - 1  # 0: first's [5], 1: first's [6], 2: other's [5], 3: other's [6]
+        return "word " * (12, 2, 2, 18)[turn] + str(turn)
+
+    gateway.sampler.script = script
+    gateway.sampler.delay = 0.05
+    with ThreadPoolExecutor() as pool:
+        told = []
+        for count in (2, 4):
+            told.append(pool.submit(post, gateway, "/completions", asked))
+            until(lambda count=count: len(begun) == count)
+    again = post(gateway, "/completions", asked, headers=RETRY).json()
+    assert again in [one.result().json() for one in told]
+    assert len(gateway.calls(gateway.claims[0])) == 4
+
+
+def test_a_refused_request_of_several_prompts_is_retried_once(
+    start: Callable[..., Running],
+) -> None:
+    gateway = start(max_concurrent=2)
+    asked = {"model": "policy", "prompt": ["One", "Two", "Three"]}
+    assert post(gateway, "/completions", asked).status_code == 429
+    gateway.deps.max_concurrent = 10
+    again = [post(gateway, "/completions", asked, headers=RETRY).json() for _ in range(2)]
+    assert again[0] == again[1]
+    assert len(gateway.sampler.requests) == 3
+
+
+# --- what memory and the store know together
+
+
+def test_a_failure_of_long_ago_is_nobodys_any_more(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client came back unmarked, and was answered."""
+    gateway.sampler.fail_after = 0
+    assert post(gateway, CHAT, HELLO).status_code == 503
+    gateway.sampler.fail_after = None
+    heard = said(gateway)
+    now = time.time
+    with restarted(gateway) as after:
+        monkeypatch.setattr("time.time", lambda: now() + RETRY_WITHIN_S + 1)
+        assert said(after, **RETRY) == heard
+        assert not after.sampler.requests
+
+
+@pytest.mark.parametrize("when", ["answered", "running", "during the lookup"])
+def test_another_client_asks_the_same_after_a_restart(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    first = said(gateway)
+    with restarted(gateway) as after, ThreadPoolExecutor() as pool:
+        after.sampler.delay = 0.0 if when == "answered" else 0.1
+        look, others = after.store.same_requests, []
+
+        def ask() -> None:
+            others.append(pool.submit(said, after))
+            until(others[0].done if when == "answered" else lambda: after.sampler.requests)
+
+        if when == "during the lookup":
+            monkeypatch.setattr(after.store, "same_requests", lambda *a: (look(*a), ask())[0])
+        else:
+            ask()
+        assert said(after, **RETRY) == first
+        monkeypatch.setattr(after.store, "same_requests", None)  # it is asked once
+        assert said(after, **RETRY) == others[0].result() != first
+        assert len(after.sampler.requests) == 1
+
+
+def test_long_answers_are_left_to_the_store(gateway: Running) -> None:
+    gateway.sampler.script = lambda *_: "word " * 100
+    asked = [HELLO | {"logprobs": True, "top_logprobs": 2, "n": 24, "seed": i} for i in range(2)]
+    first = [post(gateway, CHAT, one).raise_for_status().json() for one in asked]
+    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
+    assert 0 < held(memory) <= MAX_ANSWER_BYTES < sum(len(str(one)) for one in first)
+    for _ in range(2):
+        for one, told in zip(asked, first, strict=True):
+            assert post(gateway, CHAT, one, headers=RETRY).json() == told
+            assert held(memory) <= MAX_ANSWER_BYTES
+    assert len(gateway.sampler.requests) == 2
+
+
+def test_an_answer_that_is_too_long_to_be_remembered(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl_proxy.attempts.MAX_ANSWER_BYTES", 100)
+    first = said(gateway)
+    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
+    assert [said(gateway, **RETRY) for _ in range(2)] == [first, first]
+    assert not held(memory)
+
+
+def held(memory: Attempt) -> int:
+    """Bytes of the answers that an attempt remembers."""
+    return sum(len(one) for answers in memory._answered.values() for one in answers)
+
+
+def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) -> None:
+    """Its gateway died between two commits."""
+    asked = HELLO | {"n": 3}
+    first = post(gateway, CHAT, asked).raise_for_status().json()
+    path = gateway.store.url.removeprefix("sqlite:///")
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            "UPDATE calls SET state = 'open', ended_at = NULL, response = NULL WHERE choice = 2"
+        )
+    with restarted(gateway) as after:
+        again = post(after, CHAT, asked, headers=RETRY).raise_for_status().json()
+        assert len(again["choices"]) == 3
+        assert again["id"] != first["id"]
+        assert after.stats["replayed"] == 0

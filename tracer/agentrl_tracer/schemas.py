@@ -180,7 +180,7 @@ class PastCall:
     """A call that may have been the one which a retry repeats."""
 
     call: Call
-    continued: bool  # a later call of its attempt went on from its very tokens
+    continued: bool  # a later call of its attempt went on from its very tokens, or is taken to have
 
 
 @dataclass(frozen=True, slots=True)

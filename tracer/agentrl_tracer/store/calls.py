@@ -75,16 +75,19 @@ def _goes_on_from(later: sa.FromClause) -> sa.ColumnElement[bool]:
 # The text of the request is compared, not a digest of it: an index or a column more would cost
 # every call, and this is asked only when a client says that it repeats what nobody remembers.
 _SAME_REQUESTS = (
-    sa.select(
-        *_CALL_COLUMNS,
-        sa.exists().where(_goes_on_from(t.calls.alias("later"))).label("continued"),
-    )
+    sa.select(*_CALL_COLUMNS)
     .where(
         t.calls.c.attempt_id == sa.bindparam("attempt_id"),
         sa.cast(t.calls.c.request, sa.Text) == sa.bindparam("request", type_=sa.Text),
     )
     .order_by(t.calls.c.seq, t.calls.c.choice)
 )
+_GONE_ON_FROM = sa.select(t.calls.c.id).where(
+    t.calls.c.attempt_id == sa.bindparam("attempt_id"),
+    t.calls.c.response_id.in_(sa.bindparam("responses", expanding=True)),
+    sa.exists().where(_goes_on_from(t.calls.alias("later"))),
+)
+_LOOKED_AFTER = 16  # requests: each is compared with every later call of its attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +174,22 @@ class CallStore:
         return len(rows), tokens
 
     def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
-        """Calls of an attempt that were asked with exactly this wire request, in order."""
+        """Calls of an attempt that were asked with exactly this wire request, in order.
+
+        Whether an agent went on from them is looked up for the newest few requests, and taken for
+        granted of the others.
+        """
         asked = {"attempt_id": attempt_id, "request": json_text(request)}
-        found: list[PastCall] = []
         with self.db.read() as c:
-            for row in c.execute(_SAME_REQUESTS, asked).mappings():
-                columns = dict(row)
-                continued = bool(columns.pop("continued"))
-                found.append(PastCall(_call(columns), continued))
-        return found
+            calls = [_call(row) for row in c.execute(_SAME_REQUESTS, asked).mappings()]
+            newest = list(dict.fromkeys(call.response_id for call in reversed(calls)))
+            newest = newest[:_LOOKED_AFTER]
+            which = {"attempt_id": attempt_id, "responses": newest}
+            gone_on_from = set(c.execute(_GONE_ON_FROM, which).scalars()) if newest else set()
+        return [
+            PastCall(call, call.response_id not in newest or call.id in gone_on_from)
+            for call in calls
+        ]
 
     def _keep(self, c: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
         dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]
