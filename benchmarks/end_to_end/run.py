@@ -73,9 +73,20 @@ def measured(command: list[str], log: Path) -> tuple[float, float]:
 
 
 def run_trl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
+    return run_script("TRL", options.trl_python, "trl_hello.py", options, seed, folder)
+
+
+def run_client(options: argparse.Namespace, seed: int, folder: Path) -> Run:
+    return run_script("agentrl", sys.executable, "client_hello.py", options, seed, folder)
+
+
+def run_script(
+    tool: str, python: str, script: str, options: argparse.Namespace, seed: int, folder: Path
+) -> Run:
+    folder.mkdir(parents=True, exist_ok=True)
     wall, cpu = measured(
         [
-            options.trl_python, str(HERE / "trl_hello.py"),
+            python, str(HERE / script),
             "--model", str(MODEL),
             "--tasks", str(HELLO / "train.jsonl"),
             "--eval-tasks", str(HELLO / "held_out.jsonl"),
@@ -89,7 +100,7 @@ def run_trl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
     )  # fmt: skip
     found = json.loads((folder / "figures.json").read_text())
     return Run(
-        "TRL", seed, found["steps"], found["held_out"][-1][1], wall, cpu,
+        tool, seed, found["steps"], found["held_out"][-1][1], wall, cpu,
         found["seconds_per_step"], found["held_out"],
     )  # fmt: skip
 
@@ -175,6 +186,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--trl-python", help="python of the venv that has TRL")
     parser.add_argument("--only", choices=["agentrl", "trl"])
+    parser.add_argument(
+        "--without-agent", action="store_true", help="agentrl: a loop over its client API, as TRL"
+    )
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--runners", type=int, default=8)
     parser.add_argument(
@@ -205,7 +219,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     console, runs = Console(), []
     for seed in options.seeds:
-        for name, run in (("agentrl", run_agentrl), ("trl", run_trl)):
+        ours = run_client if options.without_agent else run_agentrl
+        for name, run in (("agentrl", ours), ("trl", run_trl)):
             if options.only in (None, name):
                 place = folder / f"{name}-{seed}"
                 runs.append(run(options, seed, place))
