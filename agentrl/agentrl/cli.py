@@ -94,9 +94,10 @@ def train(
         TrainDisplay(console, f"agentrl · {folder.name}") as display,
     ):
         with heavy_imports():
-            from agentrl.train import Training
+            from agentrl.train import train as run_training
+            from agentrl.training_run import TrainingRun
 
-        summary = Training(config, tasks, eval_tasks, session, display).run()
+        summary = run_training(TrainingRun(config, tasks, eval_tasks, session, display))
     console.print(training_report(summary))
     # Outside the panel: a line to copy must not be wrapped into a frame.
     console.print(f"serve it:  [b cyan]{serve_command(summary, config.model)}[/]", soft_wrap=True)

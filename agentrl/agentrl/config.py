@@ -27,6 +27,7 @@ from pydantic import (
 
 from agentrl.algorithm import AlgorithmConfig
 from agentrl.named_secrets import variables_in, written_out
+from agentrl.tinker_settings import check_backend
 
 _AGENT = Group("Agent and tasks", sort_key=1)
 _ROLLOUTS = Group("Rollouts", sort_key=2)
@@ -512,6 +513,22 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
             description="Experiment trackers that get the metrics as well; packages apart.",
         )
     )
+    backend: Annotated[Literal["local", "tinker"], Parameter(group=_MODEL)] = Field(
+        "local",
+        description="What trains and samples: this machine, or Tinker by its official SDK "
+        "(agentrl[tinker]; the key is in TINKER_API_KEY). The agent runs here either way.",
+    )
+    tinker_base_url: Annotated[str | None, Parameter(group=_MODEL)] = Field(
+        None,
+        pattern=r"^https?://",
+        description="URL of a server that speaks Tinker's protocol, such as `agentrl "
+        "tinker-server`; by default TINKER_BASE_URL, else Tinker itself.",
+    )
+    tinker_tokenizer: Annotated[str | None, Parameter(group=_MODEL)] = Field(
+        None,
+        description="Folder or Hugging Face name of the model's configuration, tokenizer and chat "
+        "template, where that is not the name that Tinker has for it.",
+    )
     gateway_host: Annotated[str, Parameter(group=_RUN)] = Field(
         "127.0.0.1",
         description="Address that the gateway listens on; 0.0.0.0 lets `agentrl runner` join from "
@@ -536,6 +553,11 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
                 f"resample_zero_variance does not go with estimator {self.estimator!r}, which "
                 "learns from groups whose rewards are all equal"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_backend_can_do_it(self) -> Self:
+        check_backend(self)
         return self
 
     @model_validator(mode="after")

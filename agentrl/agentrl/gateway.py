@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from agentrl.embedded import EmbeddedSampler
+    from agentrl.tinker_sampler import TinkerSampler
     from agentrl.vllm import VllmSampler
     from agentrl_proxy.deps import OtherModel
     from agentrl_proxy.forward import OtlpForward
@@ -44,6 +45,7 @@ log = logging.getLogger("agentrl")
 
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
 FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
+TINKER_KEY = "TINKER_API_KEY"
 _LOOK_AFTER_SAMPLER_S = 0.25
 _NOT_READY = 78  # its exit code (EX_CONFIG) where it has not come as far as serving
 _HOPELESS_RESTARTS = 5  # in a row
@@ -83,6 +85,10 @@ class GatewaySettings:
     max_tokens_per_rollout: int | None = None
     vllm_url: str | None = None  # sample there; None: in this process
     vllm_key_env: str | None = None
+    tinker: bool = False
+    """Sample on Tinker; its key stays in the environment."""
+    tinker_base_url: str | None = None
+    tinker_tokenizer: str | None = None
     forward_otlp: str | None = None
     """Base URL of an OTLP backend; its headers are in AGENTRL_FORWARD_OTLP_HEADERS."""
 
@@ -164,7 +170,9 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
     ending.callback(sampler.stop)
     sampler.start()
     deps.context_length = sampler.context_length
-    if settings.vllm_url is None:  # a server comes back, and its sampler then sees to the rest
+    if (
+        settings.vllm_url is None and not settings.tinker
+    ):  # a server comes back, and its sampler then sees to the rest
         stopping = threading.Event()
         ending.callback(stopping.set)
         threading.Thread(
@@ -195,10 +203,24 @@ def _say_why(error: Exception) -> None:
     )
 
 
-def _make_sampler(settings: GatewaySettings) -> tuple[EmbeddedSampler | VllmSampler, Any]:
+def _make_sampler(
+    settings: GatewaySettings,
+) -> tuple[EmbeddedSampler | VllmSampler | TinkerSampler, Any]:
     """The sampler, not started yet, and the tokenizer of its model."""
     from agentrl_trainer.model import load_base, load_facts
 
+    if settings.tinker:
+        from agentrl.tinker_sampler import TinkerSampler
+
+        facts = load_facts(settings.tinker_tokenizer or settings.model)
+        sampler = TinkerSampler(
+            settings.model,
+            base_url=settings.tinker_base_url,
+            tokenizer=facts.tokenizer,
+            eos_ids=facts.eos_ids,
+            context_length=facts.context_length,
+        )
+        return sampler, facts.tokenizer
     if settings.vllm_url is not None:
         from agentrl.vllm import VllmSampler
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from agentrl.config import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway import (
     FORWARD_HEADERS,
+    TINKER_KEY,
     Gateway,
     GatewaySettings,
     import_gateway,
@@ -112,6 +113,7 @@ class Session:
             max_tokens_per_rollout=config.max_tokens_per_rollout,
             vllm_url=self._vllm.url if self._vllm else config.vllm_url,
             vllm_key_env=config.vllm_key_env,
+            **_tinker_settings(config),
         )
         self._asks_for = asks_for
         self._imports_torch = imports_torch
@@ -170,6 +172,7 @@ class Session:
                     name
                     for name in (
                         FORWARD_HEADERS,
+                        TINKER_KEY,
                         config.vllm_key_env,
                         *variables_of(self._settings.models),
                     )
@@ -334,6 +337,16 @@ class Session:
     def _restarts(self) -> int:
         vllm = self._vllm.restarts if self._vllm else 0
         return self.gateway.restarts + self.pool.restarts + vllm
+
+
+def _tinker_settings(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, Any]:
+    if not isinstance(config, TrainConfig) or config.backend == "local":
+        return {}
+    return {
+        "tinker": True,
+        "tinker_base_url": config.tinker_base_url,
+        "tinker_tokenizer": config.tinker_tokenizer,
+    }
 
 
 def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dict[str, Any]]:

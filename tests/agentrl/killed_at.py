@@ -100,11 +100,11 @@ def main() -> None:
     moment, step, *arguments = sys.argv[1:]
     MOMENTS[moment](int(step))
 
-    def begin(original: Any, self: Any, at: int) -> None:
+    def begin(original: Any, run: Any, at: int) -> None:
         NOW["step"] = at
-        original(self, at)
+        original(run, at)
 
-    around(train.Training, "_step", begin)
+    around(train, "train_step", begin)
     sys.argv = ["agentrl", *arguments]
     cli.main()
 

@@ -18,7 +18,7 @@ from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
 from agentrl.runner.handle import runner_environment
 from agentrl.tasks import load_tasks
-from agentrl.train import steps_of_one_epoch
+from agentrl.training_run import steps_of_one_epoch
 from agentrl_tracer.schemas import Claim, Purpose
 from agentrl_trainer.schedules import default_learning_rate
 

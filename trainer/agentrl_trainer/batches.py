@@ -136,6 +136,13 @@ def count_tokens(datums: Sequence[Datum], batches: Sequence[MicroBatch]) -> Toke
     )
 
 
+def count_rows(datums: Sequence[Datum]) -> TokenCounts:
+    """Where nothing is known of how they are computed: each row by itself."""
+    rows = _rows(datums)
+    total = sum(len(row.tokens) for row in rows)
+    return TokenCounts(total=total, unique=sum(_branch_lengths(rows)), fed=total)
+
+
 def pack(
     datums: Sequence[Datum], *, token_budget: int, share: bool = True, pad_id: int = 0
 ) -> list[MicroBatch]:

@@ -266,7 +266,7 @@ class Learner:
                 self._poisoned.add(batch.adapter)
                 break
             (value * scale).backward()
-        return _stats(loss_sum * scale, sums, counts, started, poisoned=bool(self._poisoned))
+        return step_stats(loss_sum * scale, sums, counts, started, poisoned=bool(self._poisoned))
 
     def optim_step(
         self, adam: AdamParams | None = None, adapters: Collection[str] | None = None
@@ -615,9 +615,10 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
-def _stats(
+def step_stats(
     loss: float, sums: Sums, counts: TokenCounts, started: float, *, poisoned: bool
 ) -> StepStats:
+    """What was seen, from a loss's sums over all tokens. ``started``: by ``perf_counter``."""
     values = {name: float(value) for name, value in sums.items()}
 
     def mean(name: str) -> float:

@@ -1,16 +1,16 @@
 """What one step's datums need before its optimizer passes.
 
-Knows the learner and datums; not rollouts, configuration files or the store.
+Knows datums and what to ask of a policy; not rollouts, configuration files or the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from agentrl_trainer.advantages import Scaling
 from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LOSSES
 from agentrl_trainer.values import with_gae
 
@@ -36,23 +36,34 @@ class UpdateSettings:
     gae: Gae | None = None  # advantages come from the learner's value function
 
 
-def prepare(learner: Learner, datums: Sequence[Datum], settings: UpdateSettings) -> list[Datum]:
+class Policy(Protocol):
+    """What can be asked of a policy in training: a ``Learner``, or one on another machine."""
+
+    def with_temperature(self, datums: Sequence[Datum]) -> list[Datum]: ...
+    def with_reference(
+        self, datums: Sequence[Datum], adapter: str | None = None
+    ) -> list[Datum]: ...
+    def with_proximal(self, datums: Sequence[Datum]) -> list[Datum]: ...
+    def values(self, datums: Sequence[Datum]) -> list[list[float]]: ...
+
+
+def prepare(policy: Policy, datums: Sequence[Datum], settings: UpdateSettings) -> list[Datum]:
     """The datums with all that depends on the policy before the update."""
     options = LOSSES[settings.loss].options(settings.loss_config)
-    done = learner.with_temperature(datums)
+    done = policy.with_temperature(datums)
     if settings.gae is not None:
         how = settings.gae
         done = with_gae(
             done,
-            learner.values(done),
+            policy.values(done),
             discount=how.discount,
             trace=how.trace,
             whiten=how.whiten,
             scaling=how.scaling,
         )
     if options["kl_coef"]:
-        done = learner.with_reference(done, settings.reference)
+        done = policy.with_reference(done, settings.reference)
     # In a single pass the policy at hand is the proximal one: the loss sees to that by itself.
     if options["correction"] != "none" and settings.epochs > 1:
-        done = learner.with_proximal(done)
+        done = policy.with_proximal(done)
     return done

@@ -32,13 +32,14 @@ from agentrl_trainer.client.types import (
 )
 from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LossConfig
+from agentrl_trainer.update import UpdateSettings
 
 T = TypeVar("T")
 
 EndStatus = Literal["success", "errored", "interrupted"]
 
 Data = Sequence[Datum] | Sequence[Row]
-"""Tinker's datums or, locally, the trainer's own rows (``batches.Datum``)."""
+"""Tinker's datums, or the trainer's own rows (``batches.Datum``)."""
 
 CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 """``(data, logprobs) -> (loss, metrics)``: log-probs [T] of each datum's targets. The loss may be
@@ -83,6 +84,8 @@ class TrainingBackend(Protocol):
     def forward_backward_custom(
         self, data: Data, function: CustomLoss
     ) -> Future[ForwardBackwardOutput]: ...
+
+    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> Future[list[Row]]: ...
 
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]: ...
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.backend import (
     CustomLoss,
@@ -54,6 +55,7 @@ from agentrl_trainer.client.types import (
 )
 from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LossConfig
+from agentrl_trainer.update import UpdateSettings
 
 T = TypeVar("T")
 
@@ -207,8 +209,8 @@ class TrainingClient(_Made):
     ) -> APIFuture[ForwardBackwardOutput]:
         """The log-probs of the targets, and no gradient.
 
-        ``data`` may, here and below, be the trainer's own rows (``agentrl_trainer.batches.Datum``)
-        where the backend is the local one.
+        ``data`` may, here and in ``forward_backward``, be the trainer's own rows
+        (``agentrl_trainer.batches.Datum``).
         """
         return APIFuture(self._backend.forward(data, loss_fn, loss_fn_config))
 
@@ -226,7 +228,8 @@ class TrainingClient(_Made):
         """Add the gradient of the loss to what ``optim_step`` will apply.
 
         The loss is a sum over tokens (``losses``), as in Tinker, divided by ``normalize_by``; None:
-        by the number of tokens that count in ``data``, and ``loss:sum`` then is that mean.
+        by the number of tokens that count in ``data``, and ``loss:sum`` then is that mean. Tinker
+        divides rows only, not its own datums.
         ``logprobs`` False spares fetching them: ``loss_fn_outputs`` is empty then.
 
         Raises ValueError at once, naming datum, field and fix, for data that no loss can take.
@@ -257,6 +260,11 @@ class TrainingClient(_Made):
         return APIFuture(self._backend.forward_backward_custom(data, loss_fn))
 
     forward_backward_custom_async = submitted(forward_backward_custom)
+
+    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> APIFuture[list[Row]]:
+        """The rows with all that depends on the policy as it is now, before an update by them:
+        log-probs of references, values, GAE's advantages (``agentrl_trainer.update``)."""
+        return APIFuture(self._backend.prepare(rows, settings))
 
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
@@ -317,8 +325,9 @@ class TrainingClient(_Made):
     ) -> APIFuture[SavedPath]:
         """Save the weights to sample with: locally a PEFT folder, which vLLM serves as well.
 
-        A ``Path`` in place of a name says where. ``ttl_seconds`` and ``user_metadata`` are for
-        Tinker: a PEFT folder has no place for them.
+        A ``Path`` in place of a name says where; on Tinker its last part is the name, and a file
+        there, ``tinker.json``, holds the path that comes back. ``ttl_seconds`` and
+        ``user_metadata`` are for Tinker: a PEFT folder has no place for them.
         """
         options = SaveOptions(ttl_seconds, user_metadata)
         return APIFuture(self._backend.save_weights_for_sampler(name, options))
@@ -412,7 +421,7 @@ class ServiceClient:
     ``backend`` tinker: the official SDK (``pip install 'agentrl[tinker]'``), on Tinker itself or
     whatever speaks its protocol at ``base_url``; the default where a ``base_url`` is given. The
     first parameters, from ``user_metadata`` to ``default_headers_overrides``, are for it alone.
-    What is for the local backend only says so, and docs/client.md lists it; ``agentrl train`` is.
+    What is for the local backend only says so, and docs/client.md lists it.
     """
 
     def __init__(
@@ -559,7 +568,8 @@ class ServiceClient:
         keep: int = 2,
     ) -> APIFuture[SavedPath]:
         """All adapters of this service, their optimizers and the random states, as one checkpoint
-        that is whole or does not exist (``agentrl_trainer.checkpoint``); local backend only."""
+        that is whole or does not exist (``agentrl_trainer.checkpoint``). Over Tinker it holds the
+        paths of states (``save_state``), which stay there."""
         return APIFuture(self._backend.save_checkpoint(Path(root), step, meta or {}, keep))
 
     def restore_checkpoint(self, root: Folder) -> APIFuture[Restored]:

@@ -1,25 +1,46 @@
 """The tinker backend: the official SDK, on Tinker itself or a server that speaks its protocol.
 
 Knows the SDK's client and types, and turns ours into its and back. The SDK is an optional extra
-and is imported when a service is made. Learning from ``mask`` and other inputs of ours is for the
-local backend: the SDK names what it does not know.
+and is imported when a service is made. What becomes of the trainer's own rows is
+``hosted_rows``'s; ``mask`` and other inputs of ours in a client's datum are for the local backend:
+the SDK names what it does not know.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from agentrl_trainer.checkpoint import Restored
+from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.checkpoint import (
+    Restored,
+    latest_checkpoint,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+)
 from agentrl_trainer.client.backend import CustomLoss, Data, EndStatus
-from agentrl_trainer.client.futures import finished, gather, map_future
-from agentrl_trainer.client.naming import new_folder
+from agentrl_trainer.client.futures import Worker, finished, gather, map_future
+from agentrl_trainer.client.hosted_rows import (
+    HostedPolicy,
+    bare,
+    check_rows,
+    folded,
+    loss_of,
+    native_config,
+    stats_of,
+)
+from agentrl_trainer.client.naming import POINTER, new_folder
 from agentrl_trainer.client.types import (
     AdamParams,
     Datum,
@@ -41,7 +62,10 @@ from agentrl_trainer.client.types import (
     numbers,
     whole_numbers,
 )
-from agentrl_trainer.losses import LossConfig
+from agentrl_trainer.losses import LossConfig, Sums
+from agentrl_trainer.update import UpdateSettings, prepare
+
+_STATES = "tinker_states"  # in a checkpoint's meta: by client, the path of what save_state wrote
 
 
 class HostedService:
@@ -59,6 +83,8 @@ class HostedService:
             ) from error
         self._folder = Path(folder) if folder is not None else new_folder("tinker")
         self._service = self._sdk.ServiceClient(base_url=base_url, api_key=api_key, **options)
+        self._trained: dict[str, HostedTraining] = {}
+        self._worker = Worker("agentrl-tinker")  # for what is done here with the service's answers
 
     def train(self, base_model: str, options: LoraOptions, name: str | None) -> HostedTraining:
         if options.targets is not None or options.alpha != LoraOptions().alpha:
@@ -75,7 +101,7 @@ class HostedService:
                 optimizer=options.optimizer,
             ),
         )
-        return HostedTraining(self._sdk, made.result(), self._folder, name)
+        return self._training(made.result(), name)
 
     def train_from(
         self, path: str, *, optimizer: bool, options: StateOptions, name: str | None
@@ -84,7 +110,15 @@ class HostedService:
         if optimizer:
             make = self._service.create_training_client_from_state_with_optimizer
         made = make(path, **_given(**asdict(options)))
-        return HostedTraining(self._sdk, made.result(), self._folder, name)
+        return self._training(made.result(), name)
+
+    def _training(self, client: Any, name: str | None) -> HostedTraining:
+        made = HostedTraining(self._sdk, client, self._folder, name, self._worker, self._base)
+        self._trained[made.name] = made
+        return made
+
+    def _base(self, base_model: str) -> HostedSampling:
+        return self.sampler(None, base_model, SamplerOptions())
 
     def sampler(
         self, model_path: str | None, base_model: str | None, options: SamplerOptions
@@ -111,19 +145,64 @@ class HostedService:
     def save_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], keep: int
     ) -> Future[SavedPath]:
-        _local_only("save_checkpoint", "save_state")
+        name = f"step-{step:08d}"
+        asked = {
+            client: training.save_state(name, overwrite=True, options=SaveOptions())
+            for client, training in self._trained.items()
+        }
+
+        def work() -> SavedPath:
+            states = {client: saved.result().path for client, saved in asked.items()}
+            kept = {**meta, _STATES: states}
+            return SavedPath(str(save_checkpoint(root, step, tensors={}, meta=kept, keep=keep)))
+
+        return self._worker.submit(work)
 
     def restore_checkpoint(self, root: Path) -> Future[Restored]:
-        _local_only("restore_checkpoint", "load_state")
+        def work() -> Restored:
+            found = latest_checkpoint(root)
+            if found.folder is None:
+                return Restored(None, {}, found.torn)
+            checkpoint = load_checkpoint(found.folder)
+            states = checkpoint.meta.get(_STATES, {})
+            if states.keys() != self._trained.keys():
+                raise ValueError(
+                    f"checkpoint {found.folder} holds states of {sorted(states) or 'no client'} on "
+                    f"Tinker, but this trains {sorted(self._trained)}"
+                )
+            asked = [
+                self._trained[client].load_state(path, optimizer=True, access_token=None)
+                for client, path in states.items()
+            ]
+            for loaded in asked:
+                loaded.result()
+            restore_rng(checkpoint.rng)
+            return Restored(checkpoint.step, checkpoint.meta, found.torn)
+
+        return self._worker.submit(work)
 
     def close(self, status: EndStatus, detail: str | None) -> None:
+        self._worker.shutdown()
         self._service.close(status, detail).result()
 
 
 class HostedTraining:
-    def __init__(self, sdk: Any, client: Any, folder: Path, name: str | None) -> None:
+    """``base``: samples from a base model by its name."""
+
+    def __init__(
+        self,
+        sdk: Any,
+        client: Any,
+        folder: Path,
+        name: str | None,
+        worker: Worker,
+        base: Callable[[str], HostedSampling],
+    ) -> None:
         self._sdk = sdk
         self._client = client
+        self._worker = worker
+        self._base = base
+        self._reference: HostedSampling | None = None
         found = client.get_info()
         model = found.model_data
         self.info = ModelInfo(
@@ -134,12 +213,13 @@ class HostedTraining:
             model_name=found.model_name or model.model_name or "",
             lora_rank=found.lora_rank,
         )
-        self.folder = folder / (name or found.model_id.replace(":", "-"))
+        self.name = name or found.model_id.replace(":", "-")
+        self.folder = folder / self.name
 
     def forward(
         self, data: Data, loss_fn: str, config: LossConfig | None
     ) -> Future[ForwardBackwardOutput]:
-        sent = _datums(self._sdk, data)
+        sent = _datums(self._sdk, [bare(one) if isinstance(one, Row) else one for one in data])
         return map_future(self._client.forward(sent, loss_fn, config).future(), _output)
 
     def forward_backward(
@@ -150,12 +230,47 @@ class HostedTraining:
         normalize_by: float | None,
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
+        if isinstance(data[0] if data else None, Row):
+            rows = [row for row in cast(Sequence[Row], data) if row.trained]
+            return self._of_rows(rows, loss_fn, config or {}, normalize_by, logprobs)
         if normalize_by != 1.0:
             raise ValueError(
                 "normalize_by: Tinker sums over tokens; divide weights or advantages instead"
             )
         sent = _datums(self._sdk, data)
         return map_future(self._client.forward_backward(sent, loss_fn, config).future(), _output)
+
+    def _of_rows(
+        self,
+        rows: Sequence[Row],
+        loss_fn: str,
+        config: LossConfig,
+        normalize_by: float | None,
+        logprobs: bool,
+    ) -> Future[ForwardBackwardOutput]:
+        started = time.perf_counter()
+        check_rows(rows)
+        divisor = normalize_by or sum(row.trained for row in rows)
+        seen: list[tuple[Tensor, Sums]] = []
+
+        def loss(_: Any, computed: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+            seen.append(loss_of(rows, computed, loss_fn, config))
+            return seen[0][0] / divisor, {}
+
+        def report(done: ForwardBackwardOutput) -> ForwardBackwardOutput:
+            if not seen:
+                loss(None, [torch.from_numpy(row["logprobs"]) for row in done.loss_fn_outputs])
+            stats = stats_of(rows, *seen[0], divisor, started)
+            outputs = done.loss_fn_outputs if logprobs else []
+            return ForwardBackwardOutput(outputs, done.metrics | {"loss:sum": stats.loss}, stats)
+
+        own = native_config(loss_fn, config)
+        if own is None:
+            added = self.forward_backward_custom([bare(row) for row in rows], loss)
+        else:
+            sent = [folded(row, divisor) for row in rows]
+            added = self.forward_backward(sent, loss_fn, own, 1.0, True)
+        return map_future(added, report)
 
     def forward_backward_custom(
         self, data: Data, function: CustomLoss
@@ -165,6 +280,20 @@ class HostedTraining:
             _datums(self._sdk, data), lambda _, logprobs: function(ours, logprobs)
         )
         return map_future(done.future(), _output)
+
+    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> Future[list[Row]]:
+        policy = HostedPolicy(self._row_logprobs, self._reference_logprobs)
+        return self._worker.submit(lambda: prepare(policy, rows, settings))
+
+    def _row_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+        done = self.forward([bare(row) for row in rows], "cross_entropy", None).result()
+        return [row["logprobs"].tolist() for row in done.loss_fn_outputs]
+
+    def _reference_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+        if self._reference is None:
+            self._reference = self._base(self.info.model_name)
+        found = self._reference.logprobs([row.tokens for row in rows]).result()
+        return [[lp or 0.0 for lp in row[1:]] for row in found]
 
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]:
         # What is not ours is the SDK's, of an optimizer that we do not know.
@@ -182,10 +311,16 @@ class HostedTraining:
         return map_future(done.future(), lambda _: None)
 
     def save_weights_for_sampler(self, name: str | Path, options: SaveOptions) -> Future[SavedPath]:
-        if isinstance(name, Path):
-            raise ValueError("save_weights_for_sampler: Tinker takes a name, no path")
-        done = self._client.save_weights_for_sampler(name, **_given(**asdict(options)))
-        return map_future(done.future(), lambda saved: SavedPath(saved.path))
+        asked = name.name if isinstance(name, Path) else name
+        done = self._client.save_weights_for_sampler(asked, **_given(**asdict(options)))
+
+        def pointed(saved: Any) -> SavedPath:
+            if isinstance(name, Path):
+                name.mkdir(parents=True, exist_ok=True)
+                (name / POINTER).write_text(json.dumps({"path": saved.path}), encoding="utf-8")
+            return SavedPath(saved.path)
+
+        return map_future(done.future(), pointed)
 
     def sampler(self, options: SamplerOptions) -> HostedSampling:
         made = self._client.save_weights_and_get_sampling_client(
@@ -246,7 +381,7 @@ def _datums(sdk: Any, data: Data) -> list[Any]:
     sent: list[Any] = []
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
-            raise ValueError(f"data[{index}]: the trainer's own rows are for the local backend")
+            raise ValueError(f"data[{index}] is no Datum: rows and datums do not mix")
         inputs: dict[str, Any] = {}
         for name, values in datum.loss_fn_inputs.items():
             where = f"data[{index}]: {name}"

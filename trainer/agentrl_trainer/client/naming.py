@@ -3,6 +3,8 @@
 <folder>/<client>/weights/<name>          what ``save_state`` writes
 <folder>/<client>/sampler_weights/<name>  what ``save_weights_for_sampler`` writes
 <folder>/<client>/metrics.jsonl           what ``log`` is given
+
+A folder of sampler weights that are on Tinker holds nothing but POINTER, which names their path.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 
 STATES, SAMPLERS = "weights", "sampler_weights"
+POINTER = "tinker.json"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 

@@ -39,6 +39,7 @@ from agentrl_trainer.client.types import (
 from agentrl_trainer.learner import Learner, StepStats
 from agentrl_trainer.losses import LossConfig
 from agentrl_trainer.model import save_adapter
+from agentrl_trainer.update import UpdateSettings, prepare
 
 T = TypeVar("T")
 
@@ -149,6 +150,9 @@ class LocalTraining:
             return ForwardBackwardOutput(outputs(found), {**known, **metrics}, stats)
 
         return self.base.run(self._accumulates(work))
+
+    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> Future[list[Row]]:
+        return self.base.run(lambda: prepare(self.learner, rows, settings))
 
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]:
         ours = adam_of(adam)

@@ -1,0 +1,210 @@
+"""One run of ``agentrl train`` with all its parts, and how it begins, is kept, and ends.
+
+Knows what is wired to what, and what a checkpoint holds besides weights. What happens in a step,
+and in which order, is ``agentrl.train``'s.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from agentrl.clock import Clock
+from agentrl.config import TrainConfig
+from agentrl.display import TrainDisplay
+from agentrl.held_out import HeldOut
+from agentrl.journal import Journal
+from agentrl.rollout_stream import RolloutStream, StepRollouts
+from agentrl.session import Session
+from agentrl.step_notes import note_failures
+from agentrl.step_records import StepRecords, adapter_rules
+from agentrl.step_row import step_row
+from agentrl.summary import Summary, summarise
+from agentrl.trained import load_trained
+from agentrl_tracer.schemas import Call, Json, Purpose
+from agentrl_trainer.adapters import AdapterBatches
+from agentrl_trainer.client import APIFuture
+from agentrl_trainer.learner import StepStats
+from agentrl_trainer.schedules import schedule_factor
+
+T = TypeVar("T")
+
+
+class TrainingRun:
+    """Fresh or resumed; the base model is loaded when it is made."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tasks: Sequence[Json],
+        eval_tasks: Sequence[Json],
+        session: Session,
+        display: TrainDisplay,
+    ) -> None:
+        self.config, self.session, self.display = config, session, display
+        self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
+        self.clock = Clock()
+        self.steps = config.steps or steps_of_one_epoch(len(tasks), config.batch_size)
+        task_ids = self.store.add_tasks(self.run_id, "train", tasks)
+        self._eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
+        self.journal = Journal(config, self.folder, self.store, self.run_id, display.note)
+        self._stream = RolloutStream(
+            session,
+            task_ids,
+            steps=self.steps,
+            batch_size=config.batch_size,
+            group_size=config.group_size,
+            seed=config.seed,
+            max_staleness=config.max_staleness,
+            never_older=config.stale == "wait",
+            resample=config.resample_zero_variance,
+            teaches=lambda step, group: self.records.teach(step, group),
+        )
+        self.held_out = HeldOut(
+            config,
+            self._eval_ids,
+            session=session,
+            display=display,
+            journal=self.journal,
+            clock=self.clock,
+            steps=self.steps,
+            swap=self.swap,
+        )
+        self._rules = adapter_rules(config)
+        self._trained = load_trained(config, self._rules, self.folder.root, display.note)
+        self.clients = self._trained.clients
+        """Training clients by adapter."""
+        max_length = config.max_length or self._trained.context_length
+        self.records = StepRecords(config, self.store, self._rules, max_length)
+        self._saved: dict[str, str] = {}  # by adapter: where its newest version is
+
+    # ---- of a step
+
+    def sample(self, step: int) -> StepRollouts:
+        """Waits for the step's groups of rollouts; those of later steps may be under way then."""
+        taken = self._stream.take(
+            step, lambda done, total: self.display.phase("rollouts", done, total)
+        )
+        self.display.phase("learning", ahead=self._stream.under_way if taken.ahead else None)
+        return taken
+
+    def learning_rate(self, step: int) -> float:
+        config = self.config
+        factor = schedule_factor(config.schedule, step, self.steps, config.warmup_steps)
+        return self._trained.peak_learning_rate * factor
+
+    def result(self, asked: APIFuture[T]) -> T:
+        """What a client computes; runners and leases are looked after meanwhile: rollouts of the
+        next steps may be under way."""
+        return self.session.upkeep.result(asked.future())
+
+    def row(
+        self,
+        step: int,
+        *,
+        taken: StepRollouts,
+        calls: Sequence[Call],
+        batches: AdapterBatches,
+        passes: Mapping[str, Sequence[StepStats]],
+        seconds: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """The step in numbers. Tells what went wrong in it.
+
+        Raises:
+            RunError: every rollout of the step failed.
+        """
+        outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
+        note_failures(
+            taken.rollouts,
+            batches.whole(),
+            outcomes,
+            note=self.display.note,
+            logs=self.folder.logs,
+        )
+        return step_row(
+            step,
+            taken=taken,
+            calls=calls,
+            batches=batches,
+            passes=passes,
+            outcomes=outcomes,
+            seconds=seconds,
+            learning_rate=self.learning_rate(step),
+            max_staleness=self.config.max_staleness,
+        )
+
+    def publish(self, step: int, saved: Mapping[str, str]) -> None:
+        """Makes adapters the ones that answer, as version ``step``.
+
+        Args:
+            saved: by adapter, where ``save_weights_for_sampler`` put it.
+        """
+        self._saved = dict(saved)
+        self.swap(step)
+
+    def swap(self, step: int) -> None:
+        """Once more, with an empty cache."""
+        for name, path in self._saved.items():
+            self.session.publish(name, step, path, step, self.display.note)
+
+    # ---- across crashes
+
+    def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
+        meta = {"run_id": self.run_id, "rollouts": self._stream.state(), "row": row}
+        keep = self.config.keep_checkpoints
+        saved = self._trained.service.save_checkpoint(
+            self.folder.checkpoints, step, meta=meta, keep=keep
+        )
+        self.result(saved)
+
+    def restore(self) -> int:
+        """Goes back to the newest whole checkpoint, if there is one, and undoes what came after;
+        returns its step."""
+        found = self._trained.service.restore_checkpoint(self.folder.checkpoints).result()
+        for torn, fault in found.torn.items():
+            self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
+        step = found.step or 0
+        self._stream.restore(step, found.meta.get("rollouts"))
+        # What a killed evaluation had done of this step is made again.
+        evaluated = step in self.journal.held_out()
+        why = "the run was resumed"
+        self.store.cancel(self.run_id, why, after_step=step, evaluated=evaluated)
+        self.store.supersede(self.run_id, after_step=step)
+        self.store.drop_adapters_after(self.run_id, step)
+        self.journal.go_back(step, found.meta.get("row"))
+        return step
+
+    # ---- beginning and end
+
+    def wait_ready(self, step: int) -> None:
+        """Returns when the gateway answers."""
+        self.display.begin(self.steps, step)
+        self.session.wait_ready()
+
+    def started(self) -> None:
+        self.clock.spent["start"] = time.perf_counter() - self.session.started
+
+    def finish(self, step: int) -> Summary:
+        self._stream.close()
+        self.session.begin_stop()  # it takes a moment, in which the picture is drawn
+        with self.clock("picture"):
+            summary = summarise(
+                self.folder,
+                self.store,
+                self.run_id,
+                step,
+                model=self.config.model,
+                adapters=self._rules,
+                eval_ids=self._eval_ids,
+                seconds=self.clock.spent,
+            )
+        self.store.end_run(self.run_id, "finished")
+        self.journal.close()
+        self._trained.service.close()
+        return summary
+
+
+def steps_of_one_epoch(tasks: int, batch_size: int) -> int:
+    return math.ceil(tasks / batch_size)

@@ -1,0 +1,160 @@
+"""The trainer's own rows over Tinker's API, which knows no masks, no weights and no means.
+
+Pure: rows, and the log-probs that the service computed of them, in; datums and statistics out.
+
+The losses of ``NATIVE`` are linear in the advantages, so whatever multiplies a token's term there,
+its weight and one over the number of the step's tokens, goes into its advantage; and a target
+without an advantage has neither value nor gradient, so no mask is needed. Every other loss, and
+what goes around losses (the KL to a reference, corrections), is our own formula on the service's
+log-probs, by ``forward_backward_custom``: right in the same way, for the price of another forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from agentrl_trainer.batches import LOSS_EXTRA, count_rows
+from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.client.types import Array, Datum, ModelInput
+from agentrl_trainer.learner import StepStats, step_stats, with_extra
+from agentrl_trainer.losses import LOSSES, LossConfig, Sums
+
+_Logprobs = Callable[[Sequence[Row]], Sequence[Sequence[float]]]
+
+NATIVE: dict[str, tuple[str, ...]] = {
+    "importance_sampling": (),
+    "ppo": ("clip_low_threshold", "clip_high_threshold"),
+    "cispo": ("clip_low_threshold", "clip_high_threshold"),
+}
+"""Tinker's losses that are linear in the advantages, and their options there. Its ``dro`` is not:
+its square would hold even those tokens that nobody sampled near probability one."""
+
+
+def native_config(loss: str, config: LossConfig) -> dict[str, float] | None:
+    """What to call Tinker's own loss with; None: it has no such loss, or not all of it."""
+    if loss not in NATIVE:
+        return None
+    options = LOSSES[loss].options(config)
+    own = {name: options[name] for name in NATIVE[loss]}
+    around = {name: value for name, value in options.items() if name not in own}
+    if around["kl_coef"] or around["correction"] != "none" or around.get("dual_clip_threshold"):
+        return None
+    return {name: float(value) for name, value in own.items()}
+
+
+def folded(row: Row, divisor: float) -> Datum:
+    """A row for a native loss: its weights, and one over ``divisor``, are in the advantages."""
+    weights = row.extra.get("weights", [1.0] * len(row.tokens))
+    columns: dict[str, Array] = {
+        "logprobs": [q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)][1:],
+        "advantages": [
+            a * w / divisor if on else 0.0
+            for a, w, on in zip(row.advantages, weights, row.mask, strict=True)
+        ][1:],
+    }
+    return _datum(row, columns)
+
+
+def bare(row: Row) -> Datum:
+    """Only its tokens: for log-probs, and for a loss of ours."""
+    return _datum(row, {})
+
+
+def _datum(row: Row, columns: dict[str, Array]) -> Datum:
+    inputs = {"target_tokens": row.tokens[1:], **columns}
+    return Datum(ModelInput.from_ints(row.tokens[:-1]), inputs)
+
+
+def loss_of(
+    rows: Sequence[Row], logprobs: Sequence[Tensor], loss: str, config: LossConfig
+) -> tuple[Tensor, Sums]:
+    """The loss's sum over the rows' tokens, and what is reported of them.
+
+    Args:
+        logprobs: of each row's targets, [tokens of the row - 1].
+    """
+    masks = [torch.tensor(row.mask[1:]) for row in rows]
+
+    def flat(columns: Sequence[Sequence[float]]) -> Tensor:
+        kept = [
+            torch.tensor(column[1:], dtype=torch.float32)[mask]
+            for column, mask in zip(columns, masks, strict=True)
+        ]
+        return torch.cat(kept)
+
+    of_tokens = torch.cat([row[mask] for row, mask in zip(logprobs, masks, strict=True)])
+    counts = torch.tensor([int(mask.sum()) for mask in masks])
+    return LOSSES[loss](
+        of_tokens,
+        flat([row.logprobs for row in rows]),
+        flat([row.advantages for row in rows]),
+        torch.ones_like(of_tokens, dtype=torch.bool),
+        config,
+        sequences=torch.repeat_interleave(torch.arange(len(rows)), counts),
+        **{
+            name: flat([row.extra[name] for row in rows])
+            for name in LOSS_EXTRA
+            if all(name in row.extra for row in rows)
+        },
+    )
+
+
+def stats_of(
+    rows: Sequence[Row], loss: Tensor, sums: Sums, divisor: float, started: float
+) -> StepStats:
+    """What ``Learner.forward_backward`` would say of the same rows. What the service shares among
+    them is not known: every row counts by itself."""
+    value = loss.item() / divisor
+    finite = value - value == 0.0
+    return step_stats(value, sums, count_rows(rows), started, poisoned=not finite)
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raises ValueError for what Tinker has no way to learn from."""
+    for name, why in _IMPOSSIBLE.items():
+        if any(name in row.extra for row in rows):
+            raise ValueError(why)
+
+
+_IMPOSSIBLE = {
+    "temperature": "temperature: these answers were sampled at another than 1, and Tinker computes "
+    'log-probs at temperature 1 only. Let the agent set none, or train with backend = "local"',
+    "returns": "estimator: Tinker has no value function; choose another than gae",
+}
+
+
+class HostedPolicy:
+    """What ``update.prepare`` asks of a policy, by the service's log-probs.
+
+    ``forward`` and ``reference`` give [tokens of the row - 1] log-probs of each row's targets.
+    """
+
+    def __init__(self, forward: _Logprobs, reference: _Logprobs) -> None:
+        self._forward = forward
+        self._reference = reference
+
+    def with_temperature(self, datums: Sequence[Row]) -> list[Row]:
+        check_rows(datums)
+        return list(datums)
+
+    def values(self, datums: Sequence[Row]) -> list[list[float]]:
+        raise ValueError(_IMPOSSIBLE["returns"])
+
+    def with_reference(self, datums: Sequence[Row], adapter: str | None = None) -> list[Row]:
+        if adapter is not None:
+            raise ValueError("kl_reference: over Tinker the reference is the base model")
+        return with_extra(datums, reference=_aligned(datums, self._reference(datums)))
+
+    def with_proximal(self, datums: Sequence[Row]) -> list[Row]:
+        return with_extra(datums, proximal=_aligned(datums, self._forward(datums)))
+
+
+def _aligned(rows: Sequence[Row], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
+    """As the learner has them: one for each token of a row, 0 where nothing trains."""
+    return [
+        [0.0, *(lp if on else 0.0 for lp, on in zip(found, row.mask[1:], strict=True))]
+        for row, found in zip(rows, logprobs, strict=True)
+    ]
