@@ -68,12 +68,12 @@ def train(
     Runs the agent on tasks against the model, compares the rewards it emits, updates the
     adapter, swaps it into the model, and again.
 
-    It learns on this machine, with torch and PEFT. Hosted Tinker is for loops of your own, by
-    ServiceClient(backend="tinker"); docs/client.md says what is missing here.
+    It learns on this machine, with torch and PEFT, or with --backend tinker on Tinker, or any
+    server that speaks its protocol; docs/client.md says what differs.
     """
     from agentrl.display import TrainDisplay
     from agentrl.report import serve_command, training_report
-    from agentrl.run_folder import RunFolder
+    from agentrl.run_folder import RunFolder, how_to_fetch
     from agentrl.runner import validate_agent
     from agentrl.session import Session
     from agentrl.tasks import load_tasks
@@ -100,6 +100,10 @@ def train(
         summary = run_training(TrainingRun(config, tasks, eval_tasks, session, display))
     console.print(training_report(summary))
     # Outside the panel: a line to copy must not be wrapped into a frame.
+    if fetched := how_to_fetch(summary.adapter):
+        for command in fetched:
+            console.print(f"it is on Tinker; fetch it:  [b cyan]{command}[/]", soft_wrap=True)
+        return
     console.print(f"serve it:  [b cyan]{serve_command(summary, config.model)}[/]", soft_wrap=True)
 
 

@@ -12,6 +12,9 @@ from typing import Any
 from agentrl.config import AdapterConfig, ConfigError, EvalConfig, ModelConfig, RunConfig
 
 
+POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
+
+
 class RunFolder:
     """``runs/NAME``: configuration, store, adapters, checkpoints, logs, metrics and the picture."""
 
@@ -105,6 +108,8 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
     """
     path = Path(source)
     run, step = run_and_step(source)
+    if fetched := how_to_fetch(path):
+        raise ConfigError(f"{field}: {str(source)!r} is on Tinker; fetch it first: {fetched[0]}")
     if (path / "adapter_config.json").is_file():
         found = {path.name: path}
     elif run.config.is_file():
@@ -165,4 +170,19 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
                 f"kept are those of: {kept}"
             )
         found[folder.name] = versions[version]
+        if fetched := how_to_fetch(versions[version]):
+            raise ConfigError(
+                f"{field}: adapter {folder.name!r} of {run.root} is on Tinker; fetch it, and give "
+                f"the folder that it writes: {fetched[0]}"
+            )
+    return found
+
+
+def how_to_fetch(adapter: Path) -> list[str]:
+    """The commands that bring an adapter here that is on Tinker, or several in folders of their
+    own; none where the weights are here."""
+    found: list[str] = []
+    for pointer in sorted({*adapter.glob(POINTER), *adapter.glob(f"*/{POINTER}")}):
+        said = json.loads(pointer.read_text(encoding="utf-8"))
+        found.append(f"tinker checkpoint download {said['state'] or said['path']}")
     return found

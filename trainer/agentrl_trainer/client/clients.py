@@ -326,7 +326,7 @@ class TrainingClient(_Made):
         """Save the weights to sample with: locally a PEFT folder, which vLLM serves as well.
 
         A ``Path`` in place of a name says where; on Tinker its last part is the name, and a file
-        there, ``tinker.json``, holds the path that comes back. ``ttl_seconds`` and
+        there, ``tinker.json``, says where the weights are. ``ttl_seconds`` and
         ``user_metadata`` are for Tinker: a PEFT folder has no place for them.
         """
         options = SaveOptions(ttl_seconds, user_metadata)

@@ -83,6 +83,7 @@ class HostedService:
             ) from error
         self._folder = Path(folder) if folder is not None else new_folder("tinker")
         self._service = self._sdk.ServiceClient(base_url=base_url, api_key=api_key, **options)
+        self._rest = self._sdk.RestClient(base_url=base_url, api_key=api_key)
         self._trained: dict[str, HostedTraining] = {}
         self._worker = Worker("agentrl-tinker")  # for what is done here with the service's answers
 
@@ -132,7 +133,7 @@ class HostedService:
         return HostedSampling(self._sdk, made)
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
-        found = self._service.create_rest_client().get_server_capabilities().result()
+        found = self._rest.get_server_capabilities().result()
         return GetServerCapabilitiesResponse(
             [
                 SupportedModel(
@@ -203,6 +204,7 @@ class HostedTraining:
         self._worker = worker
         self._base = base
         self._reference: HostedSampling | None = None
+        self._state: str | None = None  # the newest one saved or loaded
         found = client.get_info()
         model = found.model_data
         self.info = ModelInfo(
@@ -303,12 +305,21 @@ class HostedTraining:
 
     def save_state(self, name: str, overwrite: bool, options: SaveOptions) -> Future[SavedPath]:
         done = self._client.save_state(name, overwrite=overwrite, **_given(**asdict(options)))
-        return map_future(done.future(), lambda saved: SavedPath(saved.path))
+
+        def noted(saved: Any) -> SavedPath:
+            self._state = saved.path
+            return SavedPath(saved.path)
+
+        return map_future(done.future(), noted)
 
     def load_state(self, path: str, optimizer: bool, access_token: str | None) -> Future[None]:
         load = self._client.load_state_with_optimizer if optimizer else self._client.load_state
         done = load(path, **_given(weights_access_token=access_token))
-        return map_future(done.future(), lambda _: None)
+
+        def noted(_: Any) -> None:
+            self._state = path
+
+        return map_future(done.future(), noted)
 
     def save_weights_for_sampler(self, name: str | Path, options: SaveOptions) -> Future[SavedPath]:
         asked = name.name if isinstance(name, Path) else name
@@ -317,7 +328,8 @@ class HostedTraining:
         def pointed(saved: Any) -> SavedPath:
             if isinstance(name, Path):
                 name.mkdir(parents=True, exist_ok=True)
-                (name / POINTER).write_text(json.dumps({"path": saved.path}), encoding="utf-8")
+                pointer = {"path": saved.path, "state": self._state}
+                (name / POINTER).write_text(json.dumps(pointer), encoding="utf-8")
             return SavedPath(saved.path)
 
         return map_future(done.future(), pointed)

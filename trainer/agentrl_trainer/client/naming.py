@@ -4,7 +4,8 @@
 <folder>/<client>/sampler_weights/<name>  what ``save_weights_for_sampler`` writes
 <folder>/<client>/metrics.jsonl           what ``log`` is given
 
-A folder of sampler weights that are on Tinker holds nothing but POINTER, which names their path.
+A folder of sampler weights that are on Tinker holds nothing but POINTER: their ``path`` there, and
+the path of the newest ``state`` before them, which Tinker lets one download.
 """
 
 from __future__ import annotations
