@@ -11,7 +11,6 @@ from typing import Any
 
 from agentrl.config import AdapterConfig, ConfigError, EvalConfig, ModelConfig, RunConfig
 
-
 POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
 
 
