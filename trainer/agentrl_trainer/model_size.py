@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import cast
 
 import torch
@@ -19,7 +20,8 @@ def count_parameters(name: str, rank: int) -> int | None:
     model's own code knows how."""
     try:
         config = AutoConfig.from_pretrained(resolve_model(name))
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries about each other
             base = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
             model = get_peft_model(base, lora_config(rank, 32.0, "all-linear"))
     except (OSError, ValueError, KeyError, ImportError, RuntimeError):

@@ -1,0 +1,150 @@
+"""``agentrl train --backend tinker``, against our own server by the official SDK.
+
+The SDK is taken from here or, where it is not installed, from AGENTRL_TEST_TINKER_PYTHON's
+environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from test_resume import killed
+from test_tinker_server import PYTHON, app, one_thread, url  # noqa: F401 - fixtures
+from test_train import HERE, Run
+
+from agentrl.config import ConfigError, TrainConfig
+from agentrl.run_folder import find_adapters
+
+INSTALLED = importlib.util.find_spec("tinker") is not None
+needs_sdk = pytest.mark.skipif(
+    not INSTALLED and PYTHON is None,
+    reason="install agentrl[tinker], or set AGENTRL_TEST_TINKER_PYTHON",
+)
+
+
+@pytest.fixture
+def sdk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here and in every process that is started."""
+    path = [p for p in sys.path if p]
+    if not INSTALLED:
+        packages = next((Path(str(PYTHON)).parent.parent / "lib").glob("python*/site-packages"))
+        path.append(str(packages))  # ours first, with its own versions
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def config(**settings: Any) -> TrainConfig:
+    agent = f"{HERE / 'train_agents.py'}:steady"
+    return TrainConfig(agent=agent, tasks=Path("tasks.jsonl"), backend="tinker", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"estimator": "gae"}, "estimator"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"alpha": 16}, "alpha"),
+        ({"kl_coef": 0.1, "kl_reference": "here"}, "kl_reference"),
+        ({"sampler": "vllm"}, "sampler"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"load_in_4bit": True}, "load_in_4bit"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=f"{named}: .*tinker"):
+        config(**settings)
+
+
+def test_its_settings_mean_nothing_elsewhere() -> None:
+    with pytest.raises(ValidationError, match="tinker_base_url: has no effect without backend"):
+        TrainConfig(
+            agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
+        )
+
+
+def weights(run: Run, served: Path) -> dict[str, Any]:
+    """The final adapter's tensors; of a run on Tinker, from the server's own folder."""
+    pointer = run.folder.adapter / "tinker.json"
+    folder = run.folder.adapter
+    if pointer.exists():
+        model, kind, name = json.loads(pointer.read_text())["path"][len("tinker://") :].split("/")
+        folder = served / model.replace(":", "-") / kind / name
+    return load_file(str(folder / "adapter_model.safetensors"))
+
+
+@pytest.mark.tinker
+@needs_sdk
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"loss": "ppo", "epochs": 2}, id="its own loss"),
+        pytest.param(
+            {"loss": "gspo", "kl_coef": 0.05, "length_normalization": "sequence"}, id="a custom one"
+        ),
+    ],
+)
+def test_a_run_on_tinker_is_the_run_here(
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+) -> None:
+    """Killed and resumed, too. One runner, so that both sample in one order."""
+    settings = {
+        "runners": 1, "steps": 2, "seed": 5, "eval_every": 9, "batch_size": 2, "group_size": 3,
+        "lease": 5,
+    } | settings  # fmt: skip
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    here = Run(tmp_path / "here", "mixed", **settings).finish()
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    there = Run(tmp_path / "there", "mixed", backend="tinker", **settings)
+    killed(there, "publishing", 1)
+    there.resume()
+
+    assert there.accounting().adds_up
+    assert there.accounting().pending == 0
+    rows, expected = there.curve(), here.curve()
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    shared = ("tokens/saved_by_sharing", "tokens/total")  # the server's own affair
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - set(shared):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
+    ours, theirs = weights(here, tmp_path), weights(there, tmp_path)
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[k] - theirs[k]).abs().max()) for k in ours) < 1e-4
+    with pytest.raises(ConfigError, match=r"tinker checkpoint download tinker://.*weights/step-"):
+        find_adapters(there.folder.root, "adapter_path")
+
+
+@pytest.mark.tinker
+@needs_sdk
+def test_its_sampler_gives_what_the_client_does(
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+) -> None:
+    """In a process of its own: the SDK leaves its connections to the end of the process."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "tinker_sampler_checks.py"), url, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,129 @@
+"""The trainer's rows over an API without masks and means: gradients and statistics stay."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.client import AdamParams, ServiceClient
+from agentrl_trainer.client.hosted_rows import (
+    bare,
+    check_rows,
+    folded,
+    loss_of,
+    native_config,
+    stats_of,
+)
+from agentrl_trainer.learner import with_extra
+from agentrl_trainer.model_size import count_parameters, parameters_in_name
+
+TINY = "agentrl-tiny"
+
+
+def rows(**extra: float) -> list[Row]:
+    drawn = random.Random(3)
+    made: list[Row] = []
+    for length in (7, 12, 9):
+        tokens = [drawn.randrange(5, 900) for _ in range(length)]
+        mask = [False, *(drawn.random() < 0.6 for _ in range(length - 2)), True]
+        made.append(
+            Row(
+                tokens=tokens,
+                mask=mask,
+                # Also where the mask is off: it must have no effect there.
+                logprobs=[-drawn.random() * 9 for _ in tokens],
+                advantages=[drawn.choice([-1.0, 0.0, 0.5]) for _ in tokens],
+                adapter="policy",
+            )
+        )
+    columns = {
+        name: [[-drawn.random() * scale for _ in row.tokens] for row in made]
+        for name, scale in extra.items()
+    }
+    return with_extra(made, **columns)
+
+
+@pytest.mark.parametrize(
+    ("loss", "config", "extra", "native"),
+    [
+        ("importance_sampling", {}, {}, True),
+        ("importance_sampling", {}, {"weights": -2.0}, True),
+        ("ppo", {"clip_low_threshold": 0.7}, {}, True),
+        ("cispo", {"clip_high_threshold": 5.0}, {}, True),
+        ("ppo", {"dual_clip_threshold": 3.0}, {}, False),
+        ("dro", {"beta": 0.1}, {}, False),
+        ("gspo", {}, {"weights": -2.0}, False),
+        ("dppo", {}, {}, False),
+        ("cispo", {"kl_coef": 0.1}, {"reference": 9.0}, False),
+        ("ppo", {"correction": "mask", "correction_level": "geometric"}, {"proximal": 9.0}, False),
+    ],
+)
+def test_the_update_is_the_learners(
+    tmp_path: Path, loss: str, config: dict[str, Any], extra: dict[str, float], native: bool
+) -> None:
+    """Ours is asked for datums as Tinker would be: it gives sums, and the loss's own options."""
+    data = rows(**extra)
+    tokens = sum(row.trained for row in data)
+    with ServiceClient(folder=tmp_path) as service:
+        client = service.create_lora_training_client(TINY, rank=4, seed=1)
+
+        def stepped() -> dict[str, torch.Tensor]:
+            client.optim_step(AdamParams(1.0, beta1=0.0, beta2=0.0, eps=1.0)).result()
+            return client.local(lambda learner: learner.state_dict()).result()
+
+        client.load_state(client.save_state("before").result().path).result()
+        expected = client.forward_backward(data, loss, config, normalize_by=None).result().stats
+        weights = stepped()
+        client.load_state(tmp_path / client.model_id / "weights" / "before").result()
+
+        own = native_config(loss, config)
+        assert (own is not None) == native
+        seen: list[Any] = []
+
+        def custom(_: Any, logprobs: list[torch.Tensor]) -> Any:
+            seen.append(loss_of(data, logprobs, loss, config))
+            return seen[0][0] / tokens, {}
+
+        if own is None:
+            client.forward_backward_custom([bare(row) for row in data], custom).result()
+        else:
+            sent = [folded(row, tokens) for row in data]
+            done = client.forward_backward(sent, loss, own).result()
+            custom(None, [torch.from_numpy(row["logprobs"]) for row in done.loss_fn_outputs])
+        found = stats_of(data, *seen[0], tokens, 0.0)
+        again = stepped()
+    assert weights.keys() == again.keys()
+    for name in weights:
+        assert torch.allclose(weights[name], again[name], rtol=1e-4, atol=1e-6), name
+    for name in ("loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "tokens"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4), name
+    assert found.sampler_trainer_kl == pytest.approx(expected.sampler_trainer_kl, rel=1e-4)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
+    assert found.tokens_unique == expected.tokens_unique
+
+
+def test_what_cannot_be_learned_from_names_its_cause() -> None:
+    with pytest.raises(ValueError, match="temperature: these answers were sampled at another"):
+        check_rows(rows(temperature=-0.7))
+    check_rows(rows())
+
+
+def test_how_large_a_model_is_that_is_not_here(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        client = service.create_lora_training_client(TINY, rank=8, seed=0)
+        model = client.local(lambda learner: learner.base.model).result()
+        assert count_parameters(TINY, 8) == sum(p.numel() for p in model.parameters())
+    assert count_parameters(str(tmp_path), 8) is None
+    names = {
+        "Qwen/Qwen3-30B-A3B": 30_000_000_000,
+        "meta-llama/Llama-3.2-1B": 1_000_000_000,
+        "openai/gpt-oss-20b": 20_000_000_000,
+        "a/0.6B-Base": 600_000_000,
+        "moonshotai/Kimi-K2": None,
+    }
+    assert {name: parameters_in_name(name) for name in names} == names
