@@ -17,7 +17,7 @@ from agentrl.display import TrainDisplay
 from agentrl.held_out import HeldOut
 from agentrl.journal import Journal
 from agentrl.rollout_stream import RolloutStream, StepRollouts
-from agentrl.session import Session
+from agentrl.session import RunError, Session
 from agentrl.step_notes import note_failures
 from agentrl.step_records import StepRecords, adapter_rules
 from agentrl.step_row import step_row
@@ -97,8 +97,18 @@ class TrainingRun:
 
     def result(self, asked: APIFuture[T]) -> T:
         """What a client computes; runners and leases are looked after meanwhile: rollouts of the
-        next steps may be under way."""
-        return self.session.upkeep.result(asked.future())
+        next steps may be under way.
+
+        Raises:
+            RunError: the service of the backend failed.
+        """
+        try:
+            return self.session.upkeep.result(asked.future())
+        except self._trained.failures as error:
+            raise RunError(
+                f"{self.config.backend}: {error}\nWhat was checkpointed is there: go on with "
+                f"--resume {self.folder.root}"
+            ) from error
 
     def row(
         self,
@@ -162,7 +172,7 @@ class TrainingRun:
     def restore(self) -> int:
         """Goes back to the newest whole checkpoint, if there is one, and undoes what came after;
         returns its step."""
-        found = self._trained.service.restore_checkpoint(self.folder.checkpoints).result()
+        found = self.result(self._trained.service.restore_checkpoint(self.folder.checkpoints))
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
         step = found.step or 0
