@@ -252,6 +252,8 @@ class HostedTraining:
     ) -> Future[ForwardBackwardOutput]:
         started = time.perf_counter()
         check_rows(rows)
+        if not rows:
+            raise ValueError("data: none of the rows has a token to learn from")
         divisor = normalize_by or sum(row.trained for row in rows)
         seen: list[tuple[Tensor, Sums]] = []
 

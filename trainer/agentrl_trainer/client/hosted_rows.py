@@ -59,8 +59,9 @@ def folded(row: Row, divisor: float) -> Datum:
 
 
 def bare(row: Row) -> Datum:
-    """Only its tokens: for log-probs, and for a loss of ours."""
-    return _datum(row, {})
+    """Only its tokens: for log-probs, and for a loss of ours. Tinker's cross_entropy wants weights,
+    even where only its log-probs are."""
+    return _datum(row, {"weights": [0.0] * (len(row.tokens) - 1)})
 
 
 def _datum(row: Row, columns: dict[str, Array]) -> Datum:
