@@ -39,6 +39,7 @@ from agentrl_trainer.client.hosted_rows import (
     loss_of,
     native_config,
     stats_of,
+    trained_logprobs,
 )
 from agentrl_trainer.client.naming import POINTER, new_folder
 from agentrl_trainer.client.types import (
@@ -233,7 +234,7 @@ class HostedTraining:
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
         if isinstance(data[0] if data else None, Row):
-            rows = [row for row in cast(Sequence[Row], data) if row.trained]
+            rows = cast(Sequence[Row], data)
             return self._of_rows(rows, loss_fn, config or {}, normalize_by, logprobs)
         if normalize_by != 1.0:
             raise ValueError(
@@ -244,14 +245,15 @@ class HostedTraining:
 
     def _of_rows(
         self,
-        rows: Sequence[Row],
+        given: Sequence[Row],
         loss_fn: str,
         config: LossConfig,
         normalize_by: float | None,
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
         started = time.perf_counter()
-        check_rows(rows)
+        check_rows(given)
+        rows = [row for row in given if row.trained]
         if not rows:
             raise ValueError("data: none of the rows has a token to learn from")
         divisor = normalize_by or sum(row.trained for row in rows)
@@ -265,7 +267,8 @@ class HostedTraining:
             if not seen:
                 loss(None, [torch.from_numpy(row["logprobs"]) for row in done.loss_fn_outputs])
             stats = stats_of(rows, *seen[0], divisor, started)
-            outputs = done.loss_fn_outputs if logprobs else []
+            computed = [row["logprobs"] for row in done.loss_fn_outputs]
+            outputs = trained_logprobs(given, computed) if logprobs else []
             return ForwardBackwardOutput(outputs, done.metrics | {"loss:sum": stats.loss}, stats)
 
         own = native_config(loss_fn, config)
