@@ -172,12 +172,11 @@ class HostedService:
                     f"checkpoint {found.folder} holds states of {sorted(states) or 'no client'} on "
                     f"Tinker, but this trains {sorted(self._trained)}"
                 )
-            asked = [
-                self._trained[client].load_state(path, optimizer=True, access_token=None)
-                for client, path in states.items()
-            ]
-            for loaded in asked:
-                loaded.result()
+            # Loading into a client that exists is going to leave the SDK: each gets a new one.
+            make = self._service.create_training_client_from_state_with_optimizer
+            asked = {client: make(path) for client, path in states.items()}
+            for client, made in asked.items():
+                self._trained[client].go_on_as(made.result(), states[client])
             restore_rng(checkpoint.rng)
             return Restored(checkpoint.step, checkpoint.meta, found.torn)
 
@@ -201,11 +200,17 @@ class HostedTraining:
         base: Callable[[str], HostedSampling],
     ) -> None:
         self._sdk = sdk
-        self._client = client
         self._worker = worker
         self._base = base
         self._reference: HostedSampling | None = None
-        self._state: str | None = None  # the newest one saved or loaded
+        self.go_on_as(client, None)
+        self.name = name or self.info.model_id.replace(":", "-")
+        self.folder = folder / self.name
+
+    def go_on_as(self, client: Any, state: str | None) -> None:
+        """``client``: the SDK's, of the same base model. ``state``: what it was made from."""
+        self._client = client
+        self._state = state  # the newest one saved or loaded
         found = client.get_info()
         model = found.model_data
         self.info = ModelInfo(
@@ -216,8 +221,6 @@ class HostedTraining:
             model_name=found.model_name or model.model_name or "",
             lora_rank=found.lora_rank,
         )
-        self.name = name or found.model_id.replace(":", "-")
-        self.folder = folder / self.name
 
     def forward(
         self, data: Data, loss_fn: str, config: LossConfig | None
