@@ -42,6 +42,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may be answered later, so that its client comes back."""
+        return (self.status in (408, 429) or self.status >= 500) and self.headers != DO_NOT_RETRY
+
     def body(self) -> dict[str, Any]:
         return {
             "error": {

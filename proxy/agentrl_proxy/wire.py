@@ -235,7 +235,7 @@ def heading_of(response: dict[str, Any]) -> Heading:
 
 
 def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
-    """A whole answer as the stream that a client asked for."""
+    """Whole choices as the stream that a client asked for, but for its end."""
     heading = heading_of(response)
     for one in response["choices"]:
         text = {k: v for k, v in one["message"].items() if k != "tool_calls"}
@@ -245,7 +245,35 @@ def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
         if delta:
             yield dialect.chunk(heading, one["index"], delta)
         yield last_chunk(dialect, heading, one, response.get("prompt_token_ids"))
-    yield dialect.end(response)
+
+
+def missing(parts: Sequence[dict[str, Any]], prompts: int, n: int) -> list[list[int]]:
+    """Which of a request's choices none of these parts of its answer has, for each prompt."""
+    found = {choice["index"] for part in parts for choice in part["choices"]}
+    whole = (range(i * n, (i + 1) * n) for i in range(prompts))
+    return [[choice for choice in choices if choice not in found] for choices in whole]
+
+
+def together(parts: Sequence[dict[str, Any]], n: int) -> dict[str, Any]:
+    """Parts of an answer as one.
+
+    Args:
+        parts: in order, at least one.
+        n: choices per prompt; they share its tokens.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    choices = [choice for part in parts for choice in part["choices"]]
+    said = {}
+    if all(part["usage"] for part in parts):
+        prompt_tokens: dict[int, int] = {}
+        for i, part in enumerate(parts):
+            prompt = part["choices"][0]["index"] // n if part["choices"] else -i
+            prompt_tokens[prompt] = part["usage"]["prompt_tokens"]
+        completion_tokens = sum(part["usage"]["completion_tokens"] for part in parts)
+        said = usage(sum(prompt_tokens.values()), completion_tokens)
+    choices.sort(key=lambda choice: choice["index"])
+    return {**parts[0], "choices": choices, "usage": said}
 
 
 def last_chunk(

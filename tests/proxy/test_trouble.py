@@ -425,7 +425,7 @@ def test_clients_that_stop_reading_leave_nothing_behind(start: Any) -> None:
     assert abs(sum(len(call.response_ids) for call in calls) - taken) <= count
     memory = gateway.app.state.gateway.attempts.get(claim.attempt_id)
     assert memory.in_flight == 0
-    assert memory.running == 0
+    assert memory.requests.running == 0
 
     def held() -> int:
         gc.collect()
