@@ -15,7 +15,7 @@ from agentrl_proxy.asgi import Write
 from agentrl_proxy.asked import Asked
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.chat import BarePrompt, ChatService, Job
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.life import Accepted
 from agentrl_proxy.openai_types import MAX_CHOICES, MAX_TOP_LOGPROBS, ChatRequest, chat_request
 from agentrl_proxy.rendering import Renderer
@@ -223,6 +223,7 @@ class Completion:
     """
 
     id_prefix = "cmpl-"
+    names: Names = ()
 
     def __init__(self, *, include_usage: bool, n: int, echoed: list[str]) -> None:
         self._include_usage = include_usage

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from agentrl_proxy.errors import ApiError
+from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.replies import CallPiece, Reply, ToolCall
 
@@ -42,6 +42,7 @@ class Dialect(Protocol):
     """How one answer is said. Made for one request, as some count events or keep blocks open."""
 
     id_prefix: str
+    names: Names  # for errors: what of a chat request is called otherwise
 
     def chunk(
         self,
@@ -201,6 +202,7 @@ class Chat:
     """Chat completions as they are."""
 
     id_prefix = "chatcmpl-"
+    names: Names = ()
 
     def __init__(self, *, include_usage: bool) -> None:
         self._include_usage = include_usage

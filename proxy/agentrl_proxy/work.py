@@ -82,6 +82,8 @@ class RequestWork(ABC, Generic[JobT]):
         except BaseException as error:
             comes_back = not isinstance(error, ApiError) or error.may_pass
             self._answers.refused(asked, self._caller, comes_back=comes_back)
+            if isinstance(error, ApiError):
+                error.rename(self._dialect.names)
             raise
         if asked is not None:
             asked.jobs = len(self._jobs)
@@ -105,8 +107,11 @@ class RequestWork(ABC, Generic[JobT]):
             for part in parts:
                 for chunk in wire.replayed(self._dialect, part):
                     await write(chunk)
-        said = await self._run(write)
-        parts = [*parts, *said]
+        try:
+            parts = [*parts, *await self._run(write)]
+        except ApiError as error:
+            error.rename(self._dialect.names)
+            raise
         together = wire.together(parts, self._same.n)
         if write is not None and not self._jobs:
             await write(self._dialect.end(together))
