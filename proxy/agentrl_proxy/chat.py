@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_proxy import wire
 from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.asgi import Write
+from agentrl_proxy.asked import Asked, Part
 from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.choice_stream import ChoiceReader, ChoiceStream
@@ -66,7 +67,7 @@ class BarePrompt:
 
     ids: list[int]
     heading: wire.Heading  # shared by all prompts of a request
-    first_choice: int  # index in the response of this prompt's first choice
+    choices: list[int]  # those of the response that go on from this prompt, and are missing
     scored: bool = False  # the answer tells the log-probs of the prompt's tokens, too
 
 
@@ -80,7 +81,8 @@ class Job(Accepted):
     constraint: Constraint | None
     adapter: str | None
     record: CallRecord
-    first_choice: int
+    choices: list[int]  # indices in the response, of each choice that is sampled
+    finished: list[Part]  # what an earlier try of the same request has of its answer
     one_call: bool  # the answer ends where a second tool call begins
     scorer: PromptScorer | None  # of the prompt's own tokens, where the client wants them
 
@@ -118,23 +120,23 @@ class ChatService:
     async def accept(
         self,
         request: ChatRequest,
-        body: bytes,
+        asked: Asked | None,
         caller: Caller,
         headers: Mapping[str, str],
         bare: BarePrompt | None = None,
     ) -> Job:
-        """Everything that can be refused is refused here, before a row exists."""
-        attempt = caller.attempt
-        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+        """Everything that can be refused is refused here, before a row exists.
+
+        Args:
+            asked: what is remembered of the request; None: nothing is.
+        """
+        finished = [] if asked is None else asked.parts()
+        choices = wire.missing(finished, 1, request.n)[0] if bare is None else bare.choices
+        slot = self._admission.enter(len(choices))
         try:
-            slot = self._admission.enter(request.n)
-        except ApiError:
-            first = bare is None or not bare.first_choice  # else its first prompt is given up
-            if memory is not None and first:
-                memory.refused(body, headers.get("idempotency-key"))
-            raise
-        try:
-            return await self._accept(request, body, caller, memory, headers, slot, bare)
+            return await self._accept(
+                request, asked, caller, headers, slot, bare, choices, finished
+            )
         except BaseException:
             slot.leave()
             raise
@@ -142,12 +144,13 @@ class ChatService:
     async def _accept(
         self,
         request: ChatRequest,
-        body: bytes,
+        asked: Asked | None,
         caller: Caller,
-        memory: Attempt | None,
         headers: Mapping[str, str],
         slot: Slot,
         bare: BarePrompt | None,
+        choices: list[int],
+        finished: list[Part],
     ) -> Job:
         deps = self.deps
         adapter = self.resolve_model(request.model, headers)
@@ -156,6 +159,7 @@ class ChatService:
         if adapter is not None and adapter not in deps.sampler.adapters:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
         attempt = caller.attempt
+        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         constraint = scorer = None
         if bare is not None and bare.scored:
             scorer = deps.sampler
@@ -166,12 +170,15 @@ class ChatService:
         if bare is None:
             prompt = self.render(request, caller, headers)
             constraint = await self._constraints.of(request, opened=prompt.opened)
-            heading = wire.Heading(new_id(request.dialect.id_prefix), request.model)
+            if finished:
+                heading = wire.heading_of(finished[0])
+            else:
+                heading = wire.Heading(new_id(request.dialect.id_prefix), request.model)
             heading.prompt_tokens = len(prompt.ids)
         else:
             prompt = Prompt(bare.ids, [], Key(b"", b"", adapter), goes_on=None)
             heading = bare.heading
-        params = self._params(request, caller, len(prompt.ids))
+        params = self._params(request, len(choices), caller, len(prompt.ids))
         if constraint is not None:
             params = replace(params, grammar=constraint.grammar)
         seq = 0
@@ -183,6 +190,8 @@ class ChatService:
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
             if params.seed is None:
                 params = replace(params, seed=derived_seed(attempt.seed, seq))
+            elif len(choices) < request.n:  # not again what the choices that are there have said
+                params = replace(params, seed=derived_seed(params.seed, choices[0]))
         one_call = bool(constraint is None and request.tools and not request.parallel_tool_calls)
         one_call = one_call and deps.renderer.tells_calls_apart
         not_enforced = request.wants_of_calls
@@ -191,7 +200,6 @@ class ChatService:
         if one_call:
             not_enforced.remove("parallel_tool_calls")
         version = None if adapter is None else deps.sampler.adapters.get(adapter)
-        first_choice = 0 if bare is None else bare.first_choice
         record = open_calls(
             deps.writer,
             response_id=heading.id,
@@ -209,7 +217,8 @@ class ChatService:
             params=params,
             request=request.raw,
             headers=headers,
-            first_choice=first_choice,
+            choices=choices,
+            again=bool(finished),
         )
         self.stats.accepted += params.n
         self.stats.constrained += constraint is not None
@@ -218,12 +227,9 @@ class ChatService:
         if prompt.branched is not None:
             branched, why = self.stats.branched, prompt.branched.value
             branched[why] = branched.get(why, 0) + 1
-        answer = None
-        if memory is not None:
-            answer = memory.begin(body, headers.get("idempotency-key"), heading.id)
         return Job(
-            caller, memory, answer, heading, slot, request, prompt, params, constraint, adapter,
-            record, first_choice, one_call, scorer,
+            caller, memory, asked, heading, slot, request, prompt, params, constraint, adapter,
+            record, choices, finished, one_call, scorer,
         )  # fmt: skip
 
     def render(self, request: ChatRequest, caller: Caller, headers: Mapping[str, str]) -> Prompt:
@@ -238,7 +244,9 @@ class ChatService:
             self.resolve_model(request.model, headers),
         )
 
-    def _params(self, request: ChatRequest, caller: Caller, prompt_tokens: int) -> SamplingParams:
+    def _params(
+        self, request: ChatRequest, n: int, caller: Caller, prompt_tokens: int
+    ) -> SamplingParams:
         """Forced by the attempt > asked for > the attempt's defaults > the gateway's."""
         deps = self.deps
         sampling = {} if caller.attempt is None else (caller.attempt.sampling or {})
@@ -263,7 +271,7 @@ class ChatService:
         if any(token_id >= vocab for token_id, _ in request.logit_bias):
             raise invalid("logit_bias", f"logit_bias: this model's token ids are 0 to {vocab - 1}")
         return SamplingParams(
-            n=request.n, top_logprobs=request.top_logprobs, logit_bias=request.logit_bias, **values
+            n=n, top_logprobs=request.top_logprobs, logit_bias=request.logit_bias, **values
         )
 
     def room(self, prompt_tokens: int) -> int | None:
@@ -278,8 +286,7 @@ class ChatService:
     async def give_up(self, job: Job) -> None:
         """Ends an accepted job that will not be run: another part of its request was refused."""
         reason = "another prompt of the request was refused"
-        sampled = [Sampled() for _ in range(job.params.n)]
-        await self._life.give_up(job, _failure(job, sampled, reason))
+        await self._life.give_up(job, _recorded(job, self._begin(job, None), None, reason))
 
     # --- answering
 
@@ -296,89 +303,72 @@ class ChatService:
         return await self._life.run(job, self._run(job, write))
 
     async def _run(self, job: Job, write: Write | None) -> dict[str, Any]:
-        renderer = self.deps.renderer
-        tools = job.request.tools or False
-        sampled = [Sampled() for _ in range(job.params.n)]
-        parsers: list[Parser] = [
-            renderer.parser(tools=tools, opened=job.prompt.opened, one_call=job.one_call)
-            if job.is_chat
-            else PlainText()
-            for _ in sampled
-        ]
-        streams = readers = None
+        choices = self._begin(job, write)
+        try:
+            scores = None if job.scorer is None else await self._score(job, job.scorer)
+            if job.params.max_tokens:
+                await self._sample(job, choices)
+            else:
+                for i, one in enumerate(choices):
+                    one.sampled.finish = FinishEvent(i, "length")
+            for one in choices:
+                self._read(job, one)
+            response = self._response(job, choices, scores)
+        except asyncio.CancelledError:
+            state, why = CallState.CANCELLED, SkipReason.CLIENT_DISCONNECTED
+            sampled = [one.sampled for one in choices]
+            await self._life.close(job, state, job.record.finish(sampled, state, skip_reason=why))
+            raise
+        except ContextLengthError as error:
+            await self._fail(job, choices, error)
+            param = "messages" if job.is_chat else "prompt"
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
+        except GrammarError as error:
+            await self._fail(job, choices, error)
+            param = None if job.constraint is None else job.constraint.param
+            raise invalid(param, f"{param} cannot be enforced: {error}") from None
+        except RefusedError as error:
+            await self._fail(job, choices, error)
+            raise refused_by_sampler(error.code, str(error)) from None
+        except ApiError as error:
+            await self._fail(job, choices, error)
+            raise
+        except Exception as error:
+            log.exception("sampling failed for %s", job.heading.id)
+            await self._fail(job, choices, error)
+            raise unavailable(f"the sampler failed: {type(error).__name__}: {error}",
+                              "sampler_error") from error  # fmt: skip
+        recording = _recorded(job, choices, response)
+        await self._life.commit(job, recording, response, self._remembering(job, choices, response))
         if write is not None:
-            streams = [
-                ChoiceStream(
+            await self._finish_stream(job, choices, response, write)
+        return response
+
+    def _begin(self, job: Job, write: Write | None) -> list[_Choice]:
+        renderer, choices = self.deps.renderer, list[_Choice]()
+        for index in job.choices:
+            parser: Parser = PlainText()
+            if job.is_chat:
+                tools = job.request.tools or False
+                parser = renderer.parser(
+                    tools=tools, opened=job.prompt.opened, one_call=job.one_call
+                )
+            reader = None
+            if write is not None:
+                reader = ChoiceStream(
                     job.request,
                     job.heading,
                     job.prompt.ids,
                     job.params.stop,
-                    job.first_choice + i,
+                    index,
                     renderer,
                     parser,
                     write,
                 )
-                for i, parser in enumerate(parsers)
-            ]
-            readers = streams
-        elif job.one_call:
-            readers = [ChoiceReader(renderer, parser, job.params.stop) for parser in parsers]
-        try:
-            scores = None if job.scorer is None else await self._score(job, job.scorer)
-            if job.params.max_tokens:
-                await self._sample(job, sampled, parsers, readers)
-            else:
-                for i, one in enumerate(sampled):
-                    one.finish = FinishEvent(i, "length")
-            texts = [self._text(one, job.params) for one in sampled]
-            if readers is not None:
-                for reader in readers:
-                    reader.feed_rest()
-            else:
-                for parser, text in zip(parsers, texts, strict=True):
-                    parser.feed(text)
-            for i, parser in enumerate(parsers):
-                if parser.ended_at >= 0:
-                    texts[i], sampled[i].cut_at_call = parser.text, True
-            replies = [parser.finish() for parser in parsers]
-            withdrawn = [parser.withdrawn if streams else [] for parser in parsers]
-            response = self._response(job, sampled, replies, withdrawn, scores)
-        except asyncio.CancelledError:
-            state, why = CallState.CANCELLED, SkipReason.CLIENT_DISCONNECTED
-            await self._life.close(job, state, job.record.finish(sampled, state, skip_reason=why))
-            raise
-        except ContextLengthError as error:
-            await self._fail(job, sampled, error)
-            param = "messages" if job.is_chat else "prompt"
-            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
-        except GrammarError as error:
-            await self._fail(job, sampled, error)
-            param = None if job.constraint is None else job.constraint.param
-            raise invalid(param, f"{param} cannot be enforced: {error}") from None
-        except RefusedError as error:
-            await self._fail(job, sampled, error)
-            raise refused_by_sampler(error.code, str(error)) from None
-        except ApiError as error:
-            await self._fail(job, sampled, error)
-            raise
-        except Exception as error:
-            log.exception("sampling failed for %s", job.heading.id)
-            await self._fail(job, sampled, error)
-            raise unavailable(f"the sampler failed: {type(error).__name__}: {error}",
-                              "sampler_error") from error  # fmt: skip
-
-        def remember() -> None:
-            assert job.memory is not None
-            for i, one in enumerate(response["choices"]):
-                self._remember(job, job.memory, one["message"], sampled[i], texts[i])
-                if withdrawn[i]:  # an agent may drop the calls that never became any
-                    self._remember(job, job.memory, wire.message(replies[i]), sampled[i], texts[i])
-
-        recording = _whole(job, sampled, response)
-        await self._life.commit(job, recording, response, remember if job.is_chat else None)
-        if write is not None and streams is not None:
-            await self._finish_stream(job, streams, replies, response, write)
-        return response
+            elif job.one_call:
+                reader = ChoiceReader(renderer, parser, job.params.stop)
+            choices.append(_Choice(index, Sampled(), parser, reader))
+        return choices
 
     async def _score(self, job: Job, scorer: PromptScorer) -> list[dict[str, Any]]:
         """The prompt's tokens, each with its log-prob; the first has none. They never train: the
@@ -391,57 +381,62 @@ class ChatService:
         [first] = wire.logprob_entries(renderer, ids[:1], [0.0], [()], hidden=True)
         return [{**first, "logprob": None, "top_logprobs": None}, *rest]
 
-    async def _sample(
-        self,
-        job: Job,
-        sampled: list[Sampled],
-        parsers: Sequence[Parser],
-        readers: Sequence[ChoiceStream | ChoiceReader] | None,
-    ) -> None:
+    async def _sample(self, job: Job, choices: list[_Choice]) -> None:
         tops = job.params.top_logprobs > 0
-        unfinished = len(sampled)
+        unfinished = len(choices)
+        failed: ApiError | None = None
         events = self.deps.sampler.sample(job.prompt.ids, job.params, job.adapter)
         try:
             async for event in events:
-                one = sampled[event.choice]
+                choice = choices[event.choice]
+                one = choice.sampled
                 if one.finish is not None:
                     continue  # ended here already, while the other choices go on
                 if isinstance(event, FinishEvent):
                     one.finish = event
-                    unfinished -= 1
                     if event.reason in ("error", "cancelled"):
-                        raise unavailable(
+                        failed = unavailable(
                             f"the sampler failed: {event.error or event.reason}", "sampler_error"
                         )
-                    if not unfinished:
-                        break
-                    continue
-                one.add(event, tops=tops)
-                if job.heading.fingerprint is None:
-                    job.heading.fingerprint = _fingerprint(job.adapter, event.adapter_version)
-                if readers is None:
-                    continue
-                await readers[event.choice].push(one)
-                if parsers[event.choice].ended_at >= 0:
+                else:
+                    one.add(event, tops=tops)
+                    if job.heading.fingerprint is None:
+                        job.heading.fingerprint = _fingerprint(job.adapter, event.adapter_version)
+                    if choice.reader is None:
+                        continue
+                    await choice.reader.push(one)
+                    if choice.parser.ended_at < 0:
+                        continue
                     one.finish = FinishEvent(event.choice, "stop")
-                    unfinished -= 1
-                    if not unfinished:
-                        break
+                unfinished -= 1
+                if not unfinished:
+                    break
         finally:
             if job.memory is not None and job.memory.spent is not None:
-                job.memory.spent.tokens += sum(len(one.ids) for one in sampled)
+                job.memory.spent.tokens += sum(len(one.sampled.ids) for one in choices)
             await _aclose(events)
         if unfinished:
             raise unavailable("the sampler ended without finishing", "sampler_error")
+        if failed is not None:
+            raise failed
+
+    def _read(self, job: Job, one: _Choice) -> None:
+        """Reads a choice whose tokens are all there."""
+        renderer, parser = self.deps.renderer, one.parser
+        visible = [i for i in one.sampled.ids if not renderer.is_hidden(i)]
+        one.text = whole_text(renderer.decode_raw, visible, job.params.stop)
+        if one.reader is not None:
+            one.reader.feed_rest()
+        else:
+            parser.feed(one.text)
+        if parser.ended_at >= 0:
+            one.text, one.sampled.cut_at_call = parser.text, True
+        one.reply = parser.finish()
+        one.withdrawn = parser.withdrawn if isinstance(one.reader, ChoiceStream) else []
 
     def _response(
-        self,
-        job: Job,
-        sampled: list[Sampled],
-        replies: list[Reply],
-        withdrawn: list[list[ToolCall]],
-        scores: list[dict[str, Any]] | None,
-    ) -> dict[str, Any]:
+        self, job: Job, made: list[_Choice], scores: list[dict[str, Any]] | None = None
+    ) -> Part:
         heading = job.heading
         if heading.fingerprint is None:  # not one token was sampled
             version = None
@@ -449,54 +444,63 @@ class ChatService:
                 version = self.deps.sampler.adapters.get(job.adapter)
             heading.fingerprint = _fingerprint(job.adapter, version)
         choices: list[dict[str, Any]] = []
-        for i, (one, reply) in enumerate(zip(sampled, replies, strict=True)):
+        for choice in made:
+            one = choice.sampled
             reason = "stop" if one.finish is None else one.finish.reason
-            if reply.tool_calls and reason == "stop":
+            if choice.reply.tool_calls and reason == "stop":
                 reason = "tool_calls"
             logprobs = None
             if job.request.logprobs:
                 logprobs = wire.logprob_entries(
                     self.deps.renderer, one.ids, one.logprobs, one.tops, hidden=scores is not None
                 )
-            message = wire.message(reply, withdrawn[i])
-            choice = wire.choice(job.first_choice + i, message, reason, logprobs)
+            message = wire.message(choice.reply, choice.withdrawn)
+            said = wire.choice(choice.index, message, reason, logprobs)
             if one.finish is not None and one.finish.stop_string is not None:
-                choice["stop_reason"] = one.finish.stop_string  # as vLLM tells it
+                said["stop_reason"] = one.finish.stop_string  # as vLLM tells it
             if scores is not None:
-                choice["prompt_logprobs"] = scores
+                said["prompt_logprobs"] = scores
             if job.request.return_token_ids:
-                choice["token_ids"] = one.ids
-            choices.append(choice)
-        usage = wire.usage(len(job.prompt.ids), sum(len(one.ids) for one in sampled))
+                said["token_ids"] = one.ids
+            choices.append(said)
+        usage = wire.usage(len(job.prompt.ids), sum(len(one.sampled.ids) for one in made))
         response = wire.completion(heading, choices, usage)
         if job.request.return_token_ids:
             response["prompt_token_ids"] = job.prompt.ids
         return response
 
     async def _finish_stream(
-        self,
-        job: Job,
-        streams: list[ChoiceStream],
-        replies: list[Reply],
-        response: dict[str, Any],
-        write: Write,
+        self, job: Job, choices: list[_Choice], response: Part, write: Write
     ) -> None:
         """The last chunks, all in one write: they leave only after the commit."""
         chunks: list[bytes] = []
-        for stream, reply, one in zip(streams, replies, response["choices"], strict=True):
-            chunks += stream.last_chunks(reply, one)
-        chunks.append(job.request.dialect.end(response))
+        for one, said in zip(choices, response["choices"], strict=True):
+            assert isinstance(one.reader, ChoiceStream)
+            chunks += one.reader.last_chunks(one.reply, said)
+        whole = wire.together([*job.finished, response], job.request.n)
+        chunks.append(job.request.dialect.end(whole))
         await write(b"".join(chunks))
 
-    def _text(self, one: Sampled, params: SamplingParams) -> str:
-        renderer = self.deps.renderer
-        visible = [i for i in one.ids if not renderer.is_hidden(i)]
-        return whole_text(renderer.decode_raw, visible, params.stop)
+    def _remembering(
+        self, job: Job, made: list[_Choice], response: Part
+    ) -> Callable[[], None] | None:
+        """What keeps the conversation for its next turn, once the answer is durable."""
+        memory = job.memory
+        if memory is None or not job.is_chat:
+            return None
+
+        def remember() -> None:
+            for one, said in zip(made, response["choices"], strict=True):
+                self._remember(job, memory, said["message"], one.sampled, one.text)
+                if one.withdrawn:  # an agent may drop the calls that never became any
+                    self._remember(job, memory, wire.message(one.reply), one.sampled, one.text)
+
+        return remember
 
     def _remember(
         self, job: Job, memory: Attempt, message: dict[str, Any], one: Sampled, text: str
     ) -> None:
-        """Keeps the conversation for its next turn. The answer is durable: nothing may fail it."""
+        """The answer is durable: nothing may fail it."""
         renderer, stop = self.deps.renderer, job.params.stop
         try:
             cut = one.cut_at_call or (
@@ -508,25 +512,59 @@ class ChatService:
         except Exception:
             log.exception("%s will not be continued", job.heading.id)
 
-    async def _fail(self, job: Job, sampled: list[Sampled], error: Exception) -> None:
+    async def _fail(self, job: Job, choices: list[_Choice], error: Exception) -> None:
+        """Records what failed. Choices that are whole are answers: a retry is given them, and
+        has the others sampled."""
         text = error.message if isinstance(error, ApiError) else f"{type(error).__name__}: {error}"
-        await self._life.close(job, CallState.ERROR, _failure(job, sampled, text))
+        whole = [one for one in choices if one.is_whole]
+        if not whole or len(whole) == len(choices):
+            await self._life.close(job, CallState.ERROR, _recorded(job, choices, None, text))
+            return
+        for one in whole:
+            self._read(job, one)
+        response = self._response(job, whole)
+        recording = _recorded(job, choices, response, text)
+        remember = self._remembering(job, whole, response)
+        await self._life.commit(job, recording, response, remember, whole=False)
+        self.stats.failed += 1
 
 
-def _whole(job: Job, sampled: list[Sampled], response: dict[str, Any]) -> Recording:
-    """Records a whole answer, each choice with its own part of the response."""
+@dataclass(slots=True)
+class _Choice:
+    """One choice of an answer on its way."""
+
+    index: int  # in the response
+    sampled: Sampled
+    parser: Parser
+    reader: ChoiceStream | ChoiceReader | None
+    # When it has been read:
+    text: str = ""
+    reply: Reply = field(default_factory=Reply)
+    withdrawn: list[ToolCall] = field(default_factory=list[ToolCall])
+
+    @property
+    def is_whole(self) -> bool:
+        finish = self.sampled.finish
+        return finish is not None and finish.reason not in ("error", "cancelled")
+
+
+def _recorded(
+    job: Job, choices: list[_Choice], response: Part | None, error: str = ""
+) -> Recording:
+    """Records an answer, each choice with its own part of the response; the others failed."""
     whole = job.request.dialect.whole
-    parts = [response]
-    if len(sampled) > 1:
-        parts = [{**response, "choices": [one]} for one in response["choices"]]
-    responses = [whole(part) for part in parts]
-    return job.record.finish(sampled, CallState.COMPLETED, responses=responses)
-
-
-def _failure(job: Job, sampled: list[Sampled], text: str) -> Recording:
-    text = text.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
-    reason = SkipReason.SAMPLER_ERROR
-    return job.record.finish(sampled, CallState.ERROR, skip_reason=reason, error=text)
+    said: dict[int, dict[str, Any]] = {}
+    if response is not None and len(choices) == 1:
+        said = {choices[0].index: whole(response)}
+    elif response is not None:
+        said = {one["index"]: whole({**response, "choices": [one]}) for one in response["choices"]}
+    return job.record.finish(
+        [one.sampled for one in choices],
+        CallState.ERROR,
+        responses=[said.get(one.index) for one in choices],
+        skip_reason=SkipReason.SAMPLER_ERROR,
+        error=error.replace("\0", "\ufffd"),  # PostgreSQL takes no NUL
+    )
 
 
 def _fingerprint(adapter: str | None, version: int | None) -> str:

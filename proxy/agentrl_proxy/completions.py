@@ -6,20 +6,21 @@ one is a Job of ChatService, with rows and a place in the attempt's order of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agentrl_proxy import wire
 from agentrl_proxy.asgi import Write
+from agentrl_proxy.asked import Asked
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.chat import BarePrompt, ChatService, Job
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.life import Accepted
 from agentrl_proxy.openai_types import MAX_CHOICES, MAX_TOP_LOGPROBS, ChatRequest, chat_request
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.retries import EarlierAnswers
-from agentrl_proxy.work import RequestWork, Service
+from agentrl_proxy.work import RequestWork
 from agentrl_tracer.ids import new_id
 
 JobT = TypeVar("JobT", bound=Accepted)
@@ -143,26 +144,23 @@ def _is_id(value: Any) -> bool:
 class PromptsWork(RequestWork[JobT]):
     """Answers one request: a job per prompt, one answer for all."""
 
-    def __init__(
-        self,
-        service: Service,
-        answers: EarlierAnswers,
-        dialect: Completion,
-        raw: dict[str, Any],
-        prompts: int,
-        body: bytes,
-        caller: Caller,
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__(service, answers, dialect, raw, body, caller, headers, prompts)
-        self._completion = dialect
+    _dialect: Completion
 
-    async def _say(self, responses: list[dict[str, Any]], write: Write | None) -> dict[str, Any]:
-        together = _together(responses)
-        if write is None:
-            return self._completion.whole(together)
-        await write(self._completion.tail(together))
-        return together
+    async def _say(self, answer: dict[str, Any], write: Write | None) -> dict[str, Any]:
+        if write is not None:
+            await write(self._dialect.tail(answer))
+        return await super()._say(answer, write)
+
+    async def _accept_each(self, accepting: Iterable[Awaitable[JobT]]) -> None:
+        """The answer is one: if there is no room for all of them, there is for none."""
+        try:
+            for one in accepting:
+                self._jobs.append(await one)
+        except BaseException:
+            for job in self._jobs:
+                await self._service.give_up(job)
+            self._jobs = []
+            raise
 
 
 class CompletionWork(PromptsWork[Job]):
@@ -177,13 +175,14 @@ class CompletionWork(PromptsWork[Job]):
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        raw, prompts = request.common.raw, len(request.prompts)
-        super().__init__(service, answers, request.dialect, raw, prompts, body, caller, headers)
+        raw, prompts, n = request.common.raw, len(request.prompts), request.common.n
+        super().__init__(
+            service, answers, request.dialect, raw, body, caller, headers, prompts=prompts, n=n
+        )
         self._chat = service
         self._request = request
 
-    async def accept(self) -> None:
-        """Opens the rows of every prompt, or refuses before the first."""
+    async def _accept(self, asked: Asked | None) -> None:
         request, common = self._request, self._request.common
         try:
             for ids in request.prompts:
@@ -191,35 +190,20 @@ class CompletionWork(PromptsWork[Job]):
         except ApiError as error:
             error.param = "prompt"
             raise
-        heading = wire.Heading(new_id(common.dialect.id_prefix), common.model)
-        try:
-            for i, ids in enumerate(request.prompts):
-                bare = BarePrompt(ids, heading, i * common.n, request.scored)
-                self._jobs.append(
-                    await self._chat.accept(common, self._body, self._caller, self._headers, bare)
-                )
-        except BaseException:  # no room for all of them: the answer is one, so it has none
-            for job in self._jobs:
-                await self._chat.give_up(job)
-            raise
-
-
-def _together(responses: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answers to several prompts as one."""
-    if len(responses) == 1:
-        return responses[0]
-    usages = [response["usage"] for response in responses]
-    usage: dict[str, Any] = {}
-    if all(usages):
-        usage = wire.usage(
-            sum(usage["prompt_tokens"] for usage in usages),
-            sum(usage["completion_tokens"] for usage in usages),
+        finished = [] if asked is None else asked.parts()
+        if finished:
+            heading = wire.heading_of(finished[0])
+        else:
+            heading = wire.Heading(new_id(common.dialect.id_prefix), common.model)
+        missing = wire.missing(finished, len(request.prompts), common.n)
+        bare = (
+            BarePrompt(ids, heading, choices, request.scored)
+            for ids, choices in zip(request.prompts, missing, strict=True)
+            if choices
         )
-    return {
-        **responses[0],
-        "choices": [choice for response in responses for choice in response["choices"]],
-        "usage": usage,
-    }
+        await self._accept_each(
+            self._chat.accept(common, asked, self._caller, self._headers, one) for one in bare
+        )
 
 
 @dataclass(slots=True)
@@ -239,6 +223,7 @@ class Completion:
     """
 
     id_prefix = "cmpl-"
+    names: Names = ()
 
     def __init__(self, *, include_usage: bool, n: int, echoed: list[str]) -> None:
         self._include_usage = include_usage

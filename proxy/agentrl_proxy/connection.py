@@ -5,7 +5,8 @@ Knows bytes, timers and what an unreadable request is told. Does not know routes
 uvicorn with httptools reads a request's head whatever its size, waits for the rest of a request
 forever, and keeps what a client does not read. Its flow control does bound a stream: ``send``
 waits while more than 64 KiB are unread, and that reaches the sampler. What it lacks is an end to
-the waiting, and a bound on all bodies together that are not here entirely.
+the waiting, and a bound on all bodies together that are not here entirely. And it stops reading a
+client that pipelines, so that it does not see it leave: the end of what was sent comes last.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -24,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from agentrl_proxy.errors import ApiError, invalid, overloaded
 
 _LINGER_S = 2.0
+_IN_LINE = 4  # pipelined requests that are read while one is answered; then none is, for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _cycle_before: RequestResponseCycle | None = None  # of the request before that one
     _deaf = False  # it was refused: nothing more is heard
     _owed: tuple[ApiError, bool] | None = None  # a refusal that waits for the answers before it
+    _answering: RequestResponseCycle | None = None  # ``cycle``, unless more requests wait in line
+    _lined: dict[RequestResponseCycle, int] | None = None  # of whole ones in line, what they hold
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,8 +95,13 @@ class GuardedProtocol(HttpToolsProtocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         self._end_receiving()
         self._release()
+        self.receiving.held -= sum((self._lined or {}).values())
+        self._lined = None
         self.resume_writing()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -111,6 +121,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(_head_too_large(self.limits.head_bytes))
         elif self._receiving is None:
             self._receiving = self.loop.call_later(self.limits.receive_s, self._too_slow)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        if self._lined:
+            self.receiving.held -= self._lined.pop(cycle, 0)
+        super()._start_asgi_task(cycle, app)
 
     # The parser goes on to the end of what it was given, also when that made us deaf.
 
@@ -133,6 +149,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cycle_before = self.cycle
         super().on_headers_complete()
         self._heard_head = True
+        self._read_on()
 
     def on_body(self, body: bytes) -> None:
         if self._deaf:
@@ -142,6 +159,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._body > self.limits.always_bytes and not self._has_room():
             return
         super().on_body(body)
+        self._read_on()
 
     def on_message_complete(self) -> None:
         if self._deaf:
@@ -149,6 +167,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._held = 0
         self._whole = True
         self._end_receiving()
+        if self._reserved and self.cycle is not self._answering:
+            self._lined = {**(self._lined or {}), self.cycle: self._reserved}
+            self._reserved = 0  # it is held until it begins
         self._release()
         super().on_message_complete()
 
@@ -162,6 +183,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             self._tell(error)
             self._hang_up(linger=linger)
+
+    def _read_on(self) -> None:
+        """What waits in line is bounded; what comes behind it may be that the client leaves."""
+        if self.cycle is not self._answering and len(self.pipeline) <= _IN_LINE:
+            self.flow.resume_reading()
 
     def _has_room(self) -> bool:
         """Whether what has come of a large body may be kept; else its sender is told so."""

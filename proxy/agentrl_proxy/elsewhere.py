@@ -17,10 +17,12 @@ to the letter. Token ids as prompts are refused: chat has no place for them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy import wire
 from agentrl_proxy.asgi import Write
+from agentrl_proxy.asked import Asked
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.completions import (
     CHAT_ONLY,
@@ -140,22 +142,27 @@ class OtherCompletionWork(PromptsWork[OtherJob]):
         caller: Caller,
         headers: Mapping[str, str],
     ) -> None:
-        raw = requests[0].raw
-        super().__init__(service, answers, dialect, raw, len(requests), body, caller, headers)
+        raw, n = requests[0].raw, requests[0].n
+        super().__init__(
+            service, answers, dialect, raw, body, caller, headers, prompts=len(requests), n=n
+        )
         self._others = service
         self._requests = requests
 
-    async def accept(self) -> None:
-        """Opens the rows of every prompt, or refuses before the first is asked."""
-        try:
-            for request in self._requests:
-                self._jobs.append(
-                    await self._others.accept(request, self._body, self._caller, self._headers)
-                )
-        except BaseException:  # no budget for all of them: the answer is one, so it has none
-            for job in self._jobs:
-                await self._others.give_up(job)
-            raise
+    async def _accept(self, asked: Asked | None) -> None:
+        requests = self._requests
+        if asked is not None and (finished := asked.parts()):
+            heading, n = wire.heading_of(finished[0]), self._same.n
+            missing = wire.missing(finished, len(requests), n)
+            # A provider is asked for all choices of a prompt; it may have given fewer.
+            requests = [
+                replace(request, heading=heading, again=True)
+                for request, choices in zip(requests, missing, strict=True)
+                if len(choices) == n
+            ]
+        await self._accept_each(
+            self._others.accept(one, asked, self._caller, self._headers) for one in requests
+        )
 
 
 def _checked(raw: Mapping[str, Any]) -> tuple[bool, bool, int]:

@@ -7,6 +7,8 @@ credential.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -17,6 +19,9 @@ from agentrl_tracer.schemas import AttemptState
 # they are told not to.
 DO_NOT_RETRY = {"x-should-retry": "false"}
 _LONGEST_MESSAGE = 1000
+
+Names = Sequence[tuple[re.Pattern[str], str]]
+"""What a protocol calls the fields of chat completions, as pattern and replacement, in order."""
 
 
 class ApiError(Exception):
@@ -42,6 +47,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may be answered later, so that its client comes back."""
+        return (self.status in (408, 429) or self.status >= 500) and self.headers != DO_NOT_RETRY
+
     def body(self) -> dict[str, Any]:
         return {
             "error": {
@@ -51,6 +61,12 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    def rename(self, names: Names) -> None:
+        """Says the field that is wrong in the words of the client's protocol."""
+        for pattern, own in names:
+            self.message = pattern.sub(own, self.message, count=1)
+            self.param = self.param and pattern.sub(own, self.param, count=1)
 
     def json(self) -> bytes:
         return orjson.dumps(self.body())

@@ -15,7 +15,8 @@ from typing import Any
 
 from agentrl_proxy import wire
 from agentrl_proxy.admission import Slot
-from agentrl_proxy.attempts import Answer, Attempt, Attempts
+from agentrl_proxy.asked import Asked
+from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.deps import GatewayStats
 from agentrl_proxy.errors import attempt_sealed, unavailable
@@ -33,17 +34,17 @@ class Accepted:
 
     caller: Caller
     memory: Attempt | None
-    answer: Answer | None  # what retries of this request wait for; its prompts share it
+    asked: Asked | None  # the request of which this is a job; with a memory always
     heading: wire.Heading
     slot: Slot  # its place among those being answered
     committing: bool = field(default=False, init=False)
     """Its client left, and its rows are on their way to the store."""
-    told: bool = field(default=False, init=False)
-    """Its part of the answer is there for retries."""
+    ended: bool = field(default=False, init=False)
+    """Retries wait for it no more."""
 
     @property
     def wanted_by_retry(self) -> bool:
-        return self.answer is not None and self.answer.waiting > 0
+        return self.asked is not None and self.asked.waiting > 0
 
 
 class CallLife:
@@ -65,7 +66,8 @@ class CallLife:
             response = await answering
             self._leave(job, answered=True)
         except BaseException:
-            self._abandon(job)
+            if not job.committing:
+                self._end(job, whole=False)
             raise
         finally:
             self._leave(job)
@@ -81,18 +83,21 @@ class CallLife:
         recording: Recording,
         response: dict[str, Any],
         remember: Callable[[], None] | None = None,
+        *,
+        whole: bool = True,
     ) -> None:
-        """Records a whole answer: after this it is durable, may leave, and is what retries get.
+        """Records an answer: after this it is durable, may leave, and is what retries get.
 
         Args:
             remember: what else is to be done once the answer is durable.
+            whole: all that the job was to make; else a retry samples what is missing.
 
         Raises:
             ApiError: it is not (503), or came after its attempt was sealed (409).
             asyncio.CancelledError: the client left in the last moment. The commit goes on, and
                 the answer waits for the client's retry: sampled again, it would train twice.
         """
-        commit = asyncio.create_task(self._commit(job, recording, response, remember))
+        commit = asyncio.create_task(self._commit(job, recording, response, remember, whole))
         try:
             state = await asyncio.shield(commit)
         except asyncio.CancelledError:
@@ -120,7 +125,6 @@ class CallLife:
     async def give_up(self, job: Accepted, recording: Recording) -> None:
         """Ends a request that will not be run at all."""
         self._leave(job)
-        self._abandon(job)
         await self._record_end(job, CallState.ERROR, recording)
 
     async def _commit(
@@ -129,13 +133,15 @@ class CallLife:
         recording: Recording,
         response: dict[str, Any],
         remember: Callable[[], None] | None,
+        whole: bool,
     ) -> AttemptState | None:
         state = await recording
-        if job.memory is not None and job.answer is not None and state is AttemptState.RUNNING:
+        if job.memory is not None and job.asked is not None and state is AttemptState.RUNNING:
             if remember is not None:
                 remember()
-            job.told = True
-            job.memory.answered(job.answer, response)
+            job.asked.add(response)
+            if whole:
+                self._end(job, whole=True)
         return state
 
     def _leave_alone(self, job: Accepted, commit: asyncio.Task[AttemptState | None]) -> None:
@@ -145,8 +151,7 @@ class CallLife:
             self._alone.discard(commit)
             if not commit.cancelled() and commit.exception() is not None:
                 log.error("the store did not take %s", job.heading.id, exc_info=commit.exception())
-            job.committing = False
-            self._abandon(job)  # no retry gets it, unless it has been answered
+            self._end(job, whole=False)  # unless it is durable
 
         job.committing = True
         self._alone.add(commit)
@@ -163,8 +168,7 @@ class CallLife:
         job.slot.leave(answered=answered)
 
     @staticmethod
-    def _abandon(job: Accepted) -> None:
-        if job.committing or job.told:
-            return
-        if job.answer is not None and job.memory is not None:
-            job.memory.abandon(job.answer)
+    def _end(job: Accepted, *, whole: bool) -> None:
+        if job.asked is not None and job.memory is not None and not job.ended:
+            job.memory.requests.job_ended(job.asked, whole=whole)
+        job.ended = True

@@ -7,13 +7,14 @@ Knows Anthropic's fields, blocks and events. Does not know tokens; LiteLLM reads
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from agentrl_proxy import translation, wire
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.openai_types import ChatRequest, chat_request
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -32,6 +33,20 @@ _STOP_REASONS = {
 _FINISH_REASONS = {said: reason for reason, said in _STOP_REASONS.items()} | {
     "stop_sequence": "stop"
 }
+# One message may be several of chat's: which it was nobody knows any more.
+_NAMES: Names = [
+    (re.compile(pattern), own)
+    for pattern, own in (
+        (r"^max_completion_tokens\b", "max_tokens"),
+        (r"^messages\[\d+\][.\w\[\]]*", "messages"),
+        (r"^stop\b", "stop_sequences"),
+        (r"^response_format(\.json_schema)?\b", "output_config.format"),
+        (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+        (r"^(tools\[\d+\])\.function\b", r"\1"),
+        (r"^parallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
+        (r"^tool_choice 'required'", "tool_choice 'any'"),
+    )
+]
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -51,7 +66,11 @@ def messages_request(raw: dict[str, Any]) -> ChatRequest:
 def count_request(raw: dict[str, Any]) -> ChatRequest:
     """The request of ``/v1/messages/count_tokens``."""
     chat, dialect = _chat(raw, None)
-    request = chat_request(chat)
+    try:
+        request = chat_request(chat)
+    except ApiError as error:
+        error.rename(dialect.names)
+        raise
     request.raw = raw
     request.dialect = dialect
     return request
@@ -224,6 +243,9 @@ def _check_content(content: Any, where: str, ours: bool) -> None:
             raise invalid(f"{where}[{i}].name", f"{where}[{i}].name must be a string")
         if not isinstance(block.get("is_error"), bool | None):
             raise invalid(f"{where}[{i}].is_error", f"{where}[{i}].is_error must be true or false")
+        if kind == "tool_result" and not isinstance(block.get("tool_use_id"), str | None):
+            where = f"{where}[{i}].tool_use_id"
+            raise invalid(where, f"{where} must be a string")
         if kind == "tool_result" and block.get("content") is not None:
             _check_content(block["content"], f"{where}[{i}].content", ours)
 
@@ -236,6 +258,7 @@ class Messages:
     """
 
     id_prefix = "msg_"
+    names: Names = _NAMES
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

@@ -27,7 +27,8 @@ from typing import Any
 from agentrl_proxy import wire
 from agentrl_proxy.admission import Admission, Slot
 from agentrl_proxy.asgi import Write
-from agentrl_proxy.attempts import Attempt, Attempts
+from agentrl_proxy.asked import Asked
+from agentrl_proxy.attempts import Attempts
 from agentrl_proxy.auth import Caller, ask
 from agentrl_proxy.completions import legacy_entries, plain_entry
 from agentrl_proxy.deps import GatewayDeps, GatewayStats, OtherModel
@@ -74,6 +75,7 @@ class OtherRequest:
     n: int = 1
     heading: wire.Heading | None = None  # shared by all prompts of a request
     first_choice: int = 0  # index in the response of this prompt's first choice
+    again: bool = False  # it failed before, and has rows of that
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class OtherJob(Accepted):
     """An accepted request to another model."""
 
     name: str
-    asked: dict[str, Any]  # the arguments of LiteLLM
+    fields: dict[str, Any]  # the arguments of LiteLLM
     dialect: wire.Dialect
     first_choice: int
     calls: list[Call]  # one per choice
@@ -134,20 +136,16 @@ class OtherModels:
     # --- accepting
 
     async def accept(
-        self, request: OtherRequest, body: bytes, caller: Caller, headers: Mapping[str, str]
+        self,
+        request: OtherRequest,
+        asked: Asked | None,
+        caller: Caller,
+        headers: Mapping[str, str],
     ) -> OtherJob:
         """What the gateway itself refuses is refused here, before a row exists."""
-        attempt = caller.attempt
-        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+        slot = self._admission.enter(0)
         try:
-            slot = self._admission.enter(0)
-        except ApiError:
-            first = not request.first_choice  # else its first prompt is given up
-            if memory is not None and first:
-                memory.refused(body, headers.get("idempotency-key"))
-            raise
-        try:
-            return await self._accept(request, body, caller, memory, headers, slot)
+            return await self._accept(request, asked, caller, headers, slot)
         except BaseException:
             slot.leave()
             raise
@@ -155,13 +153,13 @@ class OtherModels:
     async def _accept(
         self,
         request: OtherRequest,
-        body: bytes,
+        asked: Asked | None,
         caller: Caller,
-        memory: Attempt | None,
         headers: Mapping[str, str],
         slot: Slot,
     ) -> OtherJob:
         attempt = caller.attempt
+        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         seq = 0
         if attempt is not None and memory is not None:
             # Its calls count. Its tokens are the provider's, and known only when it has answered.
@@ -169,18 +167,15 @@ class OtherModels:
             deps, attempt_id = self._deps, attempt.attempt_id
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
         chat = request.chat
-        asked = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
+        fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
         if request.stream and not _streams_badly(self._models[request.name], request.n):
             # usage is recorded whether or not the client asked for it
-            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
         name, dialect = request.name, request.dialect
         heading = request.heading or wire.Heading(new_id(dialect.id_prefix), name)
         calls = self._open(heading.id, request, caller, seq, headers)
-        answer = None
-        if memory is not None:
-            answer = memory.begin(body, headers.get("idempotency-key"), heading.id)
         return OtherJob(
-            caller, memory, answer, heading, slot, name, asked, dialect, request.first_choice, calls
+            caller, memory, asked, heading, slot, name, fields, dialect, request.first_choice, calls
         )
 
     async def give_up(self, job: OtherJob) -> None:
@@ -256,8 +251,9 @@ class OtherModels:
         attempt = caller.attempt
         trace_id, span_id = trace_context(headers)
         begin, chat = request.first_choice, request.chat
+        tried = seq if request.again else None
         first = Call(
-            id=row_id(response_id, begin),
+            id=row_id(response_id, begin, tried),
             response_id=response_id,
             choice=begin,
             run_id=self._deps.run_id if attempt is None else attempt.run_id,
@@ -290,7 +286,10 @@ class OtherModels:
             ),
         )
         others = range(begin + 1, begin + request.n)
-        calls = [first, *(replace(first, id=row_id(response_id, i), choice=i) for i in others)]
+        calls = [
+            first,
+            *(replace(first, id=row_id(response_id, i, tried), choice=i) for i in others),
+        ]
         for call in calls:
             self._deps.writer.open(call)
         self._stats.accepted += request.n
@@ -315,16 +314,16 @@ class OtherModels:
         try:
             router = await self._ready_router()
             answer = await router.acompletion(
-                model=job.name, logger_fn=_sets_sent(job), **job.asked
+                model=job.name, logger_fn=_sets_sent(job), **job.fields
             )
-            if write is not None and "stream" in job.asked:
+            if write is not None and "stream" in job.fields:
                 held = await self._relay(answer, job, gathered, write)
                 response = gathered.response()
                 held.append(job.dialect.end(response))
             else:
                 response = _whole(answer, job)
                 if write is not None:
-                    held = [*wire.replayed(job.dialect, response)]
+                    held = [*wire.replayed(job.dialect, response), job.dialect.end(response)]
             self._spend(job, response["usage"])
         except asyncio.CancelledError:
             state = CallState.CANCELLED

@@ -64,18 +64,24 @@ class CallRecord:
         sampled: Sequence[Sampled],
         state: CallState,
         *,
-        responses: Sequence[dict[str, Any]] | None = None,
+        responses: Sequence[dict[str, Any] | None] = (),
         skip_reason: SkipReason | None = None,
         error: str | None = None,
     ) -> AttemptState | None:
-        """Makes the rows durable; returns the attempt's state as of that commit."""
+        """Makes the rows durable; returns the attempt's state as of that commit.
+
+        Args:
+            responses: of each choice; one that has one is completed.
+            state, skip_reason, error: of the others.
+        """
         self.finished = True
         ended_at = time.time()
         rows = [
-            self._row(call, one, state, ended_at, skip_reason, error,
-                      responses[i] if responses else None)
+            self._row(call, one, CallState.COMPLETED, ended_at, response=responses[i])
+            if responses and responses[i] is not None
+            else self._row(call, one, state, ended_at, skip_reason=skip_reason, error=error)
             for i, (call, one) in enumerate(zip(self._calls, sampled, strict=True))
-        ]  # fmt: skip
+        ]
         if len(rows) == 1:
             return await self._writer.finish(rows[0])
         states = await asyncio.gather(*(self._writer.finish(row) for row in rows))
@@ -88,9 +94,10 @@ class CallRecord:
         sampled: Sampled,
         state: CallState,
         ended_at: float,
-        skip_reason: SkipReason | None,
-        error: str | None,
-        response: dict[str, Any] | None,
+        *,
+        response: dict[str, Any] | None = None,
+        skip_reason: SkipReason | None = None,
+        error: str | None = None,
     ) -> Call:
         params = call.params
         if len(sampled.versions) > 1:
@@ -133,7 +140,8 @@ def open_calls(
     params: SamplingParams,
     request: dict[str, Any],
     headers: Mapping[str, str],
-    first_choice: int = 0,
+    choices: Sequence[int],
+    again: bool = False,
 ) -> CallRecord:
     """Accepts a request: its rows exist from now on, whatever happens.
 
@@ -142,8 +150,8 @@ def open_calls(
         branched: why the prompt continues no earlier call, see agentrl_proxy.continuity.
         not_enforced: what of the request only a grammar could have met, see openai_types, or what
             of its schemas no grammar can, see constraints.
-        first_choice: the index of these rows' first choice in the response, which is not 0 where
-            one response answers several prompts.
+        choices: a row for each; indices in the response, which may answer several prompts.
+        again: these choices have failed before, and have rows of that.
     """
     extra: dict[str, Any] = client_marks(headers)
     if constrained is not None:
@@ -155,10 +163,11 @@ def open_calls(
     if params.logit_bias:
         extra["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     trace_id, span_id = trace_context(headers)
+    tried = seq if again else None
     first = Call(
-        id=row_id(response_id, first_choice),
+        id=row_id(response_id, choices[0], tried),
         response_id=response_id,
-        choice=first_choice,
+        choice=choices[0],
         run_id=run_id if attempt is None else attempt.run_id,
         rollout_id=None if attempt is None else attempt.rollout_id,
         attempt_id=None if attempt is None else attempt.attempt_id,
@@ -193,14 +202,14 @@ def open_calls(
         ended_at=None,
         skip_reason=SkipReason.NO_ROLLOUT if attempt is None else None,
     )
-    others = [
-        replace(first, id=row_id(response_id, i), choice=i)
-        for i in range(first_choice + 1, first_choice + params.n)
-    ]
+    others = [replace(first, id=row_id(response_id, i, tried), choice=i) for i in choices[1:]]
     return CallRecord(writer, [first, *others])
 
 
-def row_id(response_id: str, choice: int) -> str:
+def row_id(response_id: str, choice: int, again: int | None = None) -> str:
+    """Of one choice. ``again``: the ``seq`` of a further try, where an earlier one failed."""
+    if again is not None:
+        return f"{response_id}#{choice}@{again}"
     return f"{response_id}#{choice}" if choice else response_id
 
 

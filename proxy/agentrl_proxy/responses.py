@@ -7,12 +7,13 @@ requests: a client sends the whole conversation, as with chat completions.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
 
 from agentrl_proxy import translation, wire
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.openai_types import ChatRequest, chat_request
 
 # Refused unless null or false: the answer would be another one without them.
@@ -46,13 +47,28 @@ _INCOMPLETE = {
     "length": {"reason": "max_output_tokens"},
     "content_filter": {"reason": "content_filter"},
 }
+# One item may be several messages, and several items one: which it was nobody knows any more.
+_NAMES: Names = [
+    (re.compile(pattern), own)
+    for pattern, own in (
+        (r"^max_(completion_)?tokens\b", "max_output_tokens"),
+        (r"^messages(\[\d+\][.\w\[\]]*)?", "input"),
+        (r"^response_format(\.json_schema)?\b", "text.format"),
+        (r"^(tools\[\d+\])\.function\b", r"\1"),
+        (r'\{"type": "function", "function": \{(.*?)\}\}', r'{"type": "function", \1}'),
+    )
+]
 _CUT = {details["reason"]: reason for reason, details in _INCOMPLETE.items()}
 
 
 def responses_request(raw: dict[str, Any]) -> ChatRequest:
     """The request of ``/v1/responses``, or an ApiError that names the wrong field."""
     chat, dialect = _chat(raw, None)
-    request = chat_request(chat)
+    try:
+        request = chat_request(chat)
+    except ApiError as error:
+        error.rename(dialect.names)
+        raise
     request.raw = raw
     request.dialect = dialect
     return request
@@ -123,6 +139,9 @@ def _check(raw: dict[str, Any], *, ours: bool) -> None:
                           "this model has no built-in tools", code="unsupported_tool")  # fmt: skip
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise invalid(f"tools[{i}].name", f"tools[{i}].name must be a non-empty string")
+        if not isinstance(tool.get("parameters"), dict | None):
+            where = f"tools[{i}].parameters"
+            raise invalid(where, f"{where} must be an object, the JSON schema")
     if isinstance(items, list):
         called = set[str]()
         for i, item in enumerate(items):
@@ -178,6 +197,7 @@ class Responses:
     """A response whole, or as its events. Item ids derive from the response's own."""
 
     id_prefix = "resp_"
+    names: Names = _NAMES
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._repeated = {

@@ -1,8 +1,8 @@
 """What a client's marked retry is answered with: what the request that it repeats was told.
 
-Knows what attempts remember while a gateway runs, and what the store has of requests that nobody
-remembers any more, because the gateway was restarted or too much came after. Does not know who
-answers requests, nor routes.
+Knows what attempts remember while a gateway runs (asked.py), and what the store has of requests
+that nobody remembers any more, because the gateway was restarted or too much came after. Does not
+know who answers requests, nor routes.
 
 In the store a request is recognised by itself: same attempt, same wire request, protocol, agent and
 idempotency key. Its answer is the recorded one, said again, so a retry after a restart hears the
@@ -15,17 +15,49 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from agentrl_proxy import wire
-from agentrl_proxy.attempts import RETRY_WITHIN_S, Attempt, Attempts
+from agentrl_proxy.asked import RETRY_WITHIN_S, Asked, Part
+from agentrl_proxy.attempts import Attempt, Attempts
 from agentrl_proxy.auth import Caller
 from agentrl_proxy.deps import GatewayStats, GatewayStore
 from agentrl_proxy.recording import agent_name
-from agentrl_tracer.schemas import CallState, PastCall
+from agentrl_tracer.schemas import Call, CallState, PastCall
 
 _LOOKING_AT_ONCE = 4  # after a restart many clients retry; the store has others to serve
 _FAILED = (CallState.ERROR, CallState.CANCELLED)
+
+
+@dataclass(slots=True)
+class Identity:
+    """By what a request is known to be the same as another: memory by ``key``, the store by the
+    rest."""
+
+    key: bytes
+    raw: dict[str, Any]
+    dialect: wire.Dialect
+    agent: str | None
+    name: str | None  # its idempotency key
+    prompts: int
+    n: int  # choices per prompt
+
+
+def identity(
+    raw: dict[str, Any],
+    body: bytes,
+    dialect: wire.Dialect,
+    headers: Mapping[str, str],
+    prompts: int,
+    n: int,
+) -> Identity:
+    agent, name = agent_name(headers), headers.get("idempotency-key")
+    # The same words in another protocol, or of another agent, are another request.
+    whose = f"{dialect.id_prefix}{agent}\0{name or ''}\0".encode()
+    key = blake2b(whose + body, digest_size=16).digest()
+    return Identity(key, raw, dialect, agent, name, prompts, n)
 
 
 class EarlierAnswers:
@@ -37,85 +69,75 @@ class EarlierAnswers:
         self._stats = stats
         self._looking = asyncio.Semaphore(_LOOKING_AT_ONCE)
 
-    async def find(
-        self,
-        raw: dict[str, Any],
-        body: bytes,
-        prompts: int,
-        dialect: wire.Dialect,
-        caller: Caller,
-        headers: Mapping[str, str],
-    ) -> list[dict[str, Any]] | None:
-        """The answer (a chat completion) of each job of an identical request of this attempt,
-        waited for if still on its way; None: it has to be sampled.
-
-        Args:
-            raw: the wire request.
-            body: what memory knows it by.
-            prompts: how many jobs it is.
-        """
+    async def find(self, same: Identity, caller: Caller) -> Asked | None:
+        """What a marked retry repeats, see ``Requests.earlier``."""
         if caller.attempt is None:
             return None
         # The client closed the connection of the request that it repeats: let that be seen first.
         await asyncio.sleep(0)
-        attempt_id, name = caller.attempt.attempt_id, headers.get("idempotency-key")
+        attempt_id = caller.attempt.attempt_id
         memory = self._attempts.get(attempt_id)
-        if not memory.knows_all(body, name):
+        if not _knows_all(memory, same.key):
             async with self._looking:  # in a thread: it may be many calls with long requests
-                past = await asyncio.to_thread(self._store.same_requests, attempt_id, raw)
-            if not memory.knows_all(body, name):  # nobody else has looked meanwhile
-                _recall(memory, past, body, prompts, dialect, headers)
-        try:
-            answers = await memory.earlier(body, name)
-        finally:
-            memory.trim()
-        self._stats.replayed += len(answers or ())
-        return answers
+                past = await asyncio.to_thread(self._store.same_requests, attempt_id, same.raw)
+            if not _knows_all(memory, same.key):  # nobody else has looked meanwhile
+                _recall(memory, past, same)
+        asked = await memory.requests.earlier(same.key)
+        self._stats.replayed += 0 if asked is None else len(asked.packed)
+        return asked
+
+    def begin(self, same: Identity, caller: Caller) -> Asked | None:
+        """A request that is no retry of anything that is known; None: nobody's, not remembered."""
+        if caller.attempt is None:
+            return None
+        return self._attempts.get(caller.attempt.attempt_id).requests.begin(same.key)
+
+    def refused(self, asked: Asked | None, caller: Caller, *, comes_back: bool) -> None:
+        if asked is not None and caller.attempt is not None:
+            requests = self._attempts.get(caller.attempt.attempt_id).requests
+            requests.refused(asked, comes_back=comes_back)
 
 
-def _recall(
-    memory: Attempt,
-    past: Iterable[PastCall],
-    body: bytes,
-    prompts: int,
-    dialect: wire.Dialect,
-    headers: Mapping[str, str],
-) -> None:
-    """Gives memory back what the store has of the request with this body."""
-    agent, name = agent_name(headers), headers.get("idempotency-key")
-    known = memory.knows(body, name)
+def _knows_all(memory: Attempt, key: bytes) -> bool:
+    """Whether there is nothing to be recalled of such requests."""
+    requests = memory.requests
+    return (memory.first_seq == 0 or requests.was_recalled(key)) and requests.knows(key)
+
+
+def _recall(memory: Attempt, past: Iterable[PastCall], same: Identity) -> None:
+    """Gives memory back what the store has of such requests."""
+    known = memory.requests.knows(same.key)
     requests: dict[str, list[PastCall]] = {}
     for one in past:
         call = one.call
         if memory.first_seq is not None and call.seq >= memory.first_seq and known:
             continue  # since this memory began: that is what it knows
-        same = (call.agent, call.params.get("idempotency_key")) == (agent, name)
-        if same and call.response_id.startswith(dialect.id_prefix):
+        identical = (call.agent, call.params.get("idempotency_key")) == (same.agent, same.name)
+        if identical and call.response_id.startswith(same.dialect.id_prefix):
             requests.setdefault(call.response_id, []).append(one)
-    heard: list[list[dict[str, Any]]] = []
-    missed: list[list[dict[str, Any]]] = []
-    lately: list[list[dict[str, Any]]] = []
-    unanswered = 0
+    heard: list[list[Part]] = []
+    missed: list[list[Part]] = []
+    lately: list[list[Part]] = []
+    unanswered: list[list[Part]] = []
     for calls in requests.values():
-        if calls[0].call.params.get("client_retry") and unanswered:
-            unanswered -= 1  # it was sampled in the place of one of these
-        answers = [_answer(calls, prompt, dialect) for prompt in range(prompts)]
-        whole = [one for one in answers if one is not None]
-        if len(whole) == prompts:
+        if calls[0].call.params.get("client_retry") and [] in unanswered:
+            unanswered.remove([])  # it was sampled in the place of one of these
+        parts, whole = _parts([one.call for one in calls], same)
+        if whole:
             before = memory.first_seq is None or calls[0].call.seq < memory.first_seq
             if any(one.continued for one in calls):
-                heard.append(whole)
+                heard.append(parts)
             elif before and all(map(_lately, calls)):
-                lately.append(whole)
+                lately.append(parts)
             else:
-                missed.append(whole)
+                missed.append(parts)
         elif any(one.call.state in _FAILED and _lately(one) for one in calls):
-            unanswered += 1
+            unanswered.append(parts)
     # Whom an agent went on from has been heard: a retry asks rather for another, and for the last.
     told = [*heard, *missed]
     if unanswered:  # the retries are theirs
         told, lately = [*told, *lately], []
-    memory.recall(body, name, told, lately, unanswered)
+    memory.requests.recall(same.key, told, lately, unanswered)
 
 
 def _lately(past: PastCall) -> bool:
@@ -125,20 +147,36 @@ def _lately(past: PastCall) -> bool:
     return ended_at is None or time.time() - ended_at < RETRY_WITHIN_S
 
 
-def _answer(calls: Sequence[PastCall], prompt: int, dialect: wire.Dialect) -> dict[str, Any] | None:
-    """What was answered to one prompt of a request; None: nothing, or its gateway died before all
-    its choices were durable. (One that a provider never gave is durable, as an error.)"""
-    n = calls[0].call.params.get("n") or 1
-    rows = [one.call for one in calls if one.call.choice // n == prompt]
-    if len(rows) < n or any(row.ended_at is None for row in rows):
-        return None
-    parts = [row.response for row in rows if row.state is CallState.COMPLETED and row.response]
-    if not parts:
-        return None
+def _parts(calls: Sequence[Call], same: Identity) -> tuple[list[Part], bool]:
+    """What there is of a request's answer, a part for each of its jobs; and whether that is all.
+
+    Of a job that failed our own model's choices that were whole are kept, and the others sampled
+    anew. Somebody else's model is asked for all choices of a prompt at once, and of a choice that
+    it never gave is an error recorded.
+    """
+    parts: list[Part] = []
+    for seq in dict.fromkeys(call.seq for call in calls):
+        rows = [call for call in calls if call.seq == seq]
+        done = [row for row in rows if row.state is CallState.COMPLETED and row.response]
+        if not done or (_is_theirs(rows[0]) and any(row.ended_at is None for row in rows)):
+            continue
+        answers = [row.response or {} for row in done]
+        # Of other models the chat completion is recorded, whatever the protocol.
+        said = [
+            a if a.get("object") == "chat.completion" else same.dialect.read(a) for a in answers
+        ]
+        choices = [choice for one in said for choice in one["choices"]]
+        parts.append({**said[0], "choices": choices, "usage": said[0]["usage"] or {}})
+    missing = wire.missing(parts, same.prompts, same.n)
+    if _is_theirs(calls[0]):
+        return parts, all(len(choices) < same.n for choices in missing)
+    return parts, not any(missing)
+
+
+def _said(recorded: dict[str, Any], dialect: wire.Dialect) -> Part:
     # Of other models the chat completion is recorded, whatever the protocol.
-    said = [p if p.get("object") == "chat.completion" else dialect.read(p) for p in parts]
-    return {
-        **said[0],
-        "choices": [choice for part in said for choice in part["choices"]],
-        "usage": said[0]["usage"] or {},
-    }
+    return recorded if recorded.get("object") == "chat.completion" else dialect.read(recorded)
+
+
+def _is_theirs(call: Call) -> bool:
+    return not call.prompt_ids  # only our own sampler tells tokens

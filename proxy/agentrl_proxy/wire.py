@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from agentrl_proxy.errors import ApiError
+from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering import Renderer
 from agentrl_proxy.replies import CallPiece, Reply, ToolCall
 
@@ -42,6 +42,7 @@ class Dialect(Protocol):
     """How one answer is said. Made for one request, as some count events or keep blocks open."""
 
     id_prefix: str
+    names: Names  # for errors: what of a chat request is called otherwise
 
     def chunk(
         self,
@@ -201,6 +202,7 @@ class Chat:
     """Chat completions as they are."""
 
     id_prefix = "chatcmpl-"
+    names: Names = ()
 
     def __init__(self, *, include_usage: bool) -> None:
         self._include_usage = include_usage
@@ -235,7 +237,7 @@ def heading_of(response: dict[str, Any]) -> Heading:
 
 
 def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
-    """A whole answer as the stream that a client asked for."""
+    """Whole choices as the stream that a client asked for, but for its end."""
     heading = heading_of(response)
     for one in response["choices"]:
         text = {k: v for k, v in one["message"].items() if k != "tool_calls"}
@@ -245,7 +247,35 @@ def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
         if delta:
             yield dialect.chunk(heading, one["index"], delta)
         yield last_chunk(dialect, heading, one, response.get("prompt_token_ids"))
-    yield dialect.end(response)
+
+
+def missing(parts: Sequence[dict[str, Any]], prompts: int, n: int) -> list[list[int]]:
+    """Which of a request's choices none of these parts of its answer has, for each prompt."""
+    found = {choice["index"] for part in parts for choice in part["choices"]}
+    whole = (range(i * n, (i + 1) * n) for i in range(prompts))
+    return [[choice for choice in choices if choice not in found] for choices in whole]
+
+
+def together(parts: Sequence[dict[str, Any]], n: int) -> dict[str, Any]:
+    """Parts of an answer as one.
+
+    Args:
+        parts: in order, at least one.
+        n: choices per prompt; they share its tokens.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    choices = [choice for part in parts for choice in part["choices"]]
+    said = {}
+    if all(part["usage"] for part in parts):
+        prompt_tokens: dict[int, int] = {}
+        for i, part in enumerate(parts):
+            prompt = part["choices"][0]["index"] // n if part["choices"] else -i
+            prompt_tokens[prompt] = part["usage"]["prompt_tokens"]
+        completion_tokens = sum(part["usage"]["completion_tokens"] for part in parts)
+        said = usage(sum(prompt_tokens.values()), completion_tokens)
+    choices.sort(key=lambda choice: choice["index"])
+    return {**parts[0], "choices": choices, "usage": said}
 
 
 def last_chunk(

@@ -278,6 +278,7 @@ def test_a_client_that_leaves_cancels_every_prompt(gateway: Running) -> None:
             model="policy", prompt=["One", "Two"], max_tokens=200, stream=True
         )
         next(stream)
+        wait_for(lambda: all(seen.sampled for seen in gateway.sampler.requests))
         stream.close()
         wait_for(lambda: all(seen.cancelled for seen in gateway.sampler.requests))
     wait_for(lambda: all(call.ended_at for call in gateway.calls(gateway.claims[0])))

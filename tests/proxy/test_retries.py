@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,12 +18,14 @@ import pytest
 import sqlalchemy as sa
 from running_gateway import restarted, running
 from scripted_sampler import Running
+from test_chat import client
 
-from agentrl_proxy.attempts import MAX_ANSWER_BYTES, MAX_ANSWERS, RETRY_WITHIN_S, Attempt
+from agentrl_proxy.asked import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
 from agentrl_proxy.deps import OtherModel
 from agentrl_proxy.openai_types import MAX_CHOICES
 from agentrl_proxy.rendering import Renderer
-from agentrl_tracer.schemas import CallState, Claim
+from agentrl_proxy.sampler import FinishEvent, SamplingParams
+from agentrl_tracer.schemas import Call, CallState, Claim
 from agentrl_tracer.store.engine import normalise_url
 from agentrl_trainer.trajectories import build_trajectories
 
@@ -278,7 +282,7 @@ def test_retries_at_once_after_a_restart(
 
 def test_an_answer_that_memory_had_to_drop(gateway: Running) -> None:
     first = said(gateway)
-    for i in range(MAX_ANSWERS):
+    for i in range(MAX_REQUESTS):
         post(gateway, CHAT, HELLO | {"seed": i}).raise_for_status()
     assert said(gateway, **RETRY) == first
 
@@ -374,11 +378,11 @@ def test_a_retry_of_prompts_of_which_memory_dropped_some(gateway: Running) -> No
     asked = {"model": "policy", "prompt": [[5], [6, 7], [8, 9, 10]]}
     first = post(gateway, "/completions", asked).raise_for_status().json()
     gateway.sampler.delay = 0.0
-    for i in range(MAX_ANSWERS + 1):
+    for i in range(MAX_REQUESTS + 1):
         post(gateway, CHAT, HELLO | {"seed": i, "max_tokens": 2}).raise_for_status()
-        if i >= MAX_ANSWERS - 3:
+        if i >= MAX_REQUESTS - 3:
             assert post(gateway, "/completions", asked, headers=RETRY).json() == first
-    assert len(gateway.calls(gateway.claims[0])) == 3 + MAX_ANSWERS + 1
+    assert len(gateway.calls(gateway.claims[0])) == 3 + MAX_REQUESTS + 1
 
 
 def test_identical_requests_of_several_prompts_are_not_mixed(gateway: Running) -> None:
@@ -461,30 +465,197 @@ def test_long_answers_are_left_to_the_store(gateway: Running) -> None:
     asked = [HELLO | {"logprobs": True, "top_logprobs": 2, "n": 24, "seed": i} for i in range(2)]
     first = [post(gateway, CHAT, one).raise_for_status().json() for one in asked]
     memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
-    assert 0 < held(memory) <= MAX_ANSWER_BYTES < sum(len(str(one)) for one in first)
+    assert 0 < memory.requests.held_bytes <= MAX_ANSWER_BYTES < sum(len(str(one)) for one in first)
     for _ in range(2):
         for one, told in zip(asked, first, strict=True):
             assert post(gateway, CHAT, one, headers=RETRY).json() == told
-            assert held(memory) <= MAX_ANSWER_BYTES
+            assert memory.requests.held_bytes <= MAX_ANSWER_BYTES
     assert len(gateway.sampler.requests) == 2
 
 
 def test_an_answer_that_is_too_long_to_be_remembered(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl_proxy.attempts.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("agentrl_proxy.asked.MAX_ANSWER_BYTES", 100)
     first = said(gateway)
     memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
     assert [said(gateway, **RETRY) for _ in range(2)] == [first, first]
-    assert not held(memory)
+    assert not memory.requests.held_bytes
 
 
-def held(memory: Attempt) -> int:
-    """Bytes of the answers that an attempt remembers."""
-    return sum(len(one) for answers in memory._answered.values() for one in answers)
+# --- a part of an answer failed: its retry gets the others, and only that one is sampled again
 
 
-def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) -> None:
+def failing(gateway: Running, choice: int, prompt: list[int] | None = None) -> None:
+    """That choice fails after two tokens, of the first request (with this prompt); once."""
+    sample, left = gateway.sampler.sample, [choice]
+
+    async def fail(ids: Any, params: SamplingParams, adapter: str | None) -> AsyncIterator[Any]:
+        broken = left.pop() if left and prompt in (None, ids) else None
+        said: Counter[int] = Counter()
+        async for event in sample(ids, params, adapter):
+            said[event.choice] += 1
+            if event.choice != broken or said[event.choice] <= 2:
+                yield event
+            elif said[event.choice] == 3:
+                yield FinishEvent(event.choice, "error", error="it fell over")
+
+    gateway.sampler.sample = fail  # type: ignore[method-assign]
+
+
+def assert_sampled_once(gateway: Running, texts: dict[int, str], failed: list[int]) -> list[Call]:
+    """What the client heard was sampled, recorded and trained once; of the choices that failed
+    there are rows besides, which are not trained."""
+    rows = gateway.calls(gateway.claims[0])
+    assert len({row.id for row in rows}) == len(rows)
+    assert len({row.response_id for row in rows}) == 1
+    done = [row for row in rows if row.state is CallState.COMPLETED]
+    said = {row.choice: gateway.renderer.decode(row.response_ids) for row in done}
+    assert (len(said), said) == (len(done), texts)
+    broken = [row for row in rows if row.state is not CallState.COMPLETED]
+    assert sorted(row.choice for row in broken) == failed
+    built = build_trajectories(rows, max_length=10_000)
+    assert len(built.skipped) == len(failed)
+    sampled = sum(len(row.response_ids) for row in done)
+    assert sum(map(sum, (row.mask for row in built.trajectories))) == sampled
+    assert gateway.store.accounting(gateway.run_id).adds_up
+    return done
+
+
+def texts_of(answer: dict[str, Any]) -> dict[int, str]:
+    said = [(one, one.get("text")) for one in answer["choices"]]
+    return {one["index"]: one["message"]["content"] if t is None else t for one, t in said}
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_of_several_choices_one_fails(gateway: Running, seed: int | None) -> None:
+    failing(gateway, 1)
+    asked: Any = {"messages": USER, "model": "policy", "n": 3, "seed": seed}
+    with client(gateway).with_options(max_retries=2) as api:
+        answer = api.chat.completions.create(**asked)
+    said = answer.to_dict()
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len(set(texts_of(said).values())) == 3
+    done = assert_sampled_once(gateway, texts_of(said), failed=[1])
+    assert [seen.params.n for seen in gateway.sampler.requests] == [3, 1]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(done[0].prompt_ids)
+    assert answer.usage.completion_tokens == sum(len(row.response_ids) for row in done)
+    assert post(gateway, CHAT, asked, headers=RETRY).json() == said
+    with restarted(gateway) as after:
+        assert post(after, CHAT, asked, headers=RETRY).json() == said
+
+
+@pytest.mark.parametrize("again", ["remembered", "recalled"])
+def test_of_a_stream_of_several_choices_one_fails(gateway: Running, again: str) -> None:
+    failing(gateway, 0)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    asked = HELLO | {"n": 2} | options
+    assert "sampler_error" in post(gateway, CHAT, asked).text
+    with restarted(gateway) if again == "recalled" else contextlib.nullcontext(gateway) as after:
+        lines = post(after, CHAT, asked, headers=RETRY).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        texts = {0: "", 1: ""}
+        for one in (one for chunk in chunks for one in chunk["choices"]):
+            texts[one["index"]] += one["delta"].get("content") or ""
+        done = assert_sampled_once(gateway, texts, failed=[0])
+        assert [seen.params.n for seen in after.sampler.requests][-1] == 1
+        usage = chunks[-1]["usage"]
+        assert usage["prompt_tokens"] == len(done[0].prompt_ids)
+        assert usage["completion_tokens"] == sum(len(row.response_ids) for row in done)
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        twice = post(after, CHAT, asked | {"stream": False}, headers=RETRY).json()
+        assert twice["id"] != chunks[0]["id"]  # not the same request
+
+
+@pytest.mark.parametrize("again", ["remembered", "recalled"])
+def test_of_several_prompts_one_fails(gateway: Running, again: str) -> None:
+    """The others are answered to their end, and what the retry samples is one choice of one."""
+    failing(gateway, 1, [6])
+    gateway.sampler.script = lambda ids, params, choice: f"{ids[0]} {params.seed} " * ids[0]
+    gateway.sampler.delay = 0.002
+    asked = {"model": "policy", "prompt": [[5], [6], [12]], "n": 2, "max_tokens": 200}
+    after = gateway
+    if again == "remembered":
+        with client(gateway).with_options(max_retries=2) as api:
+            answer = api.completions.create(**asked).to_dict()
+    else:
+        assert post(gateway, "/completions", asked).status_code == 503
+        with restarted(gateway) as after:
+            answer = post(after, "/completions", asked, headers=RETRY).json()
+            assert len(after.sampler.requests) == 1
+    done = assert_sampled_once(gateway, texts_of(answer), failed=[3])
+    again_asked = after.sampler.requests[-1]
+    assert (again_asked.prompt_ids, again_asked.params.n) == ([6], 1)
+    assert [one["index"] for one in answer["choices"]] == list(range(6))
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == sum(len(row.response_ids) for row in done)
+    if again == "remembered":
+        with client(gateway) as api:
+            replay: Any = api.completions.create(**asked, extra_headers=RETRY)
+        assert replay.to_dict() == answer
+
+
+def test_what_failed_may_fail_again(gateway: Running) -> None:
+    """Part by part, and a retry that is refused takes nothing away."""
+    failing(gateway, 0)
+    asked = HELLO | {"n": 3}
+    assert post(gateway, CHAT, asked).status_code == 503
+    gateway.sampler.healthy = False
+    assert post(gateway, CHAT, asked, headers=RETRY).status_code == 503
+    gateway.sampler.healthy = True
+    failing(gateway, 0)
+    assert post(gateway, CHAT, asked, headers=RETRY).status_code == 503
+    gateway.deps.max_concurrent = 0
+    assert post(gateway, CHAT, asked, headers=RETRY).status_code == 429
+    gateway.deps.max_concurrent = 10
+    answer = post(gateway, CHAT, asked, headers=RETRY).json()
+    assert_sampled_once(gateway, texts_of(answer), failed=[0, 0])
+    assert [seen.params.n for seen in gateway.sampler.requests] == [3, 1, 1]
+
+
+def test_retries_at_once_of_what_failed(gateway: Running) -> None:
+    failing(gateway, 2)
+    gateway.sampler.delay = 0.02
+    asked = HELLO | {"n": 3}
+    assert post(gateway, CHAT, asked).status_code == 503
+    with ThreadPoolExecutor() as pool:
+        again = list(pool.map(lambda _: post(gateway, CHAT, asked, headers=RETRY).json(), range(4)))
+    assert all(one == again[0] for one in again)
+    assert_sampled_once(gateway, texts_of(again[0]), failed=[2])
+
+
+def test_of_several_prompts_to_another_model_one_fails(
+    start: Callable[..., Running], renderer: Renderer, tmp_path: Any
+) -> None:
+    with running(tmp_path / "provider", renderer, {}) as provider:
+        base, key = provider.base_url(), str(provider.deps.operator_key)
+        gateway = start(other_models={"answerer": OtherModel("openai/policy", base, key,
+                                                             num_retries=0)})  # fmt: skip
+        fell: list[Any] = []
+
+        def script(ids: Any, *_: Any) -> str:
+            if "Two" in renderer.decode(ids) and not fell:
+                fell.append(ids)
+                raise RuntimeError("it fell over")
+            return f"answer {len(ids)}"
+
+        provider.sampler.script = script
+        asked = {"model": "answerer", "prompt": ["One", "Two", "Three"]}
+        assert post(gateway, "/completions", asked).status_code == 503
+        answer = post(gateway, "/completions", asked, headers=RETRY).raise_for_status().json()
+        assert len(provider.sampler.requests) == 4
+        assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
+        assert post(gateway, "/completions", asked, headers=RETRY).json() == answer
+        rows = gateway.calls(gateway.claims[0])
+        assert [row.state for row in rows].count(CallState.COMPLETED) == 3
+        assert {row.response_id for row in rows} == {answer["id"]}
+        with restarted(gateway) as after:
+            assert post(after, "/completions", asked, headers=RETRY).json() == answer
+
+
+def test_of_an_answer_of_which_a_choice_was_lost_that_one_is_sampled(gateway: Running) -> None:
     """Its gateway died between two commits."""
     asked = HELLO | {"n": 3}
     first = post(gateway, CHAT, asked).raise_for_status().json()
@@ -495,6 +666,8 @@ def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) 
         )
     with restarted(gateway) as after:
         again = post(after, CHAT, asked, headers=RETRY).raise_for_status().json()
-        assert len(again["choices"]) == 3
-        assert again["id"] != first["id"]
-        assert after.stats["replayed"] == 0
+        assert again["id"] == first["id"]
+        assert again["choices"][:2] == first["choices"][:2]
+        assert again["choices"][2]["index"] == 2
+        assert again["choices"][2] != first["choices"][2]
+        assert [seen.params.n for seen in after.sampler.requests] == [1]

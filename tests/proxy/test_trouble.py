@@ -314,6 +314,31 @@ def test_a_refusal_waits_for_the_answers_before_it(start: Any, refused: str, str
     assert (gateway.stats["completed"], gateway.stats["cancelled"]) == (2, 0)
 
 
+@pytest.mark.parametrize("behind", ["a refused body", "a large body", "two whole requests"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_with_more_on_the_way_is_missed(start: Any, behind: str, stream: bool) -> None:
+    """Pipelined: nothing is read behind the first request, or what comes is dropped."""
+    room = 10_000 if behind == "a refused body" else 10_000_000
+    gateway: Running = start(limits=Limits(receive_bytes=room))
+    gateway.sampler.delay = 0.5  # ten seconds an answer
+    body = json.dumps(BODY | {"stream": stream}).encode()
+    whole = head(content_length=len(body)) + body
+    with connected(gateway) as sock:
+        sock.sendall(whole)
+        wait_until(lambda: gateway.stats["in_flight"] == 1)
+        large = head(content_length=400_000) + b" " * 400_000
+        sock.sendall(2 * whole if behind == "two whole requests" else large)
+        if behind == "a refused body":
+            wait_until(lambda: gateway.stats["overloaded"] == 1)
+        else:
+            time.sleep(0.2)
+        assert gateway.stats["in_flight"] == 1
+    wait_until(lambda: gateway.stats["cancelled"] == 1)
+    wait_until(lambda: gateway.stats["in_flight"] == 0)
+    assert gateway.stats["completed"] == 0
+    assert len(gateway.sampler.requests) == 1
+
+
 def test_a_refused_body_is_not_too_slow_as_well(start: Any, caplog: Any) -> None:
     gateway: Running = start(limits=Limits(receive_bytes=100_000, receive_s=0.3))
     with connected(gateway) as sock:
@@ -425,7 +450,7 @@ def test_clients_that_stop_reading_leave_nothing_behind(start: Any) -> None:
     assert abs(sum(len(call.response_ids) for call in calls) - taken) <= count
     memory = gateway.app.state.gateway.attempts.get(claim.attempt_id)
     assert memory.in_flight == 0
-    assert memory.running == 0
+    assert memory.requests.running == 0
 
     def held() -> int:
         gc.collect()

@@ -147,7 +147,7 @@ class Call:
     the policy at temperature 1, before top-p/top-k, as the trainer recomputes them.
     """
 
-    id: str  # unique; ``response_id`` for choice 0, ``response_id#i`` for choice i
+    id: str  # unique: ``response_id``, ``response_id#i`` for choice i, ``#i@seq`` if sampled again
     response_id: str  # the id the client saw
     choice: int
     run_id: str | None

@@ -50,7 +50,7 @@ _LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(
 )
 # JSON is read in Python: PostgreSQL extracts nothing from a document that has a NUL anywhere.
 _SIZES = sa.select(
-    t.calls.c.choice,
+    t.calls.c.seq,
     t.calls.c.params,
     sa.func.length(t.calls.c.prompt_ids),
     sa.func.length(t.calls.c.response_ids),
@@ -166,9 +166,11 @@ class CallStore:
         with self.db.read() as c:
             rows = c.execute(_SIZES, {"attempt_id": attempt_id}).all()
         tokens = 0
-        for choice, params, prompt, response in rows:
+        counted: set[int] = set()
+        for seq, params, prompt, response in rows:
             tokens += response // _TOKEN_BYTES
-            if choice % (params.get("n") or 1) == 0:  # the choices of a prompt share it
+            if seq not in counted:  # choices that were sampled together share the prompt
+                counted.add(seq)
                 usage = params.get("usage") or {}  # of other models, which tell no ids
                 tokens += prompt // _TOKEN_BYTES + (usage.get("total_tokens") or 0)
         return len(rows), tokens
