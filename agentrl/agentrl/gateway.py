@@ -83,6 +83,7 @@ class GatewaySettings:
     max_tokens_per_rollout: int | None = None
     vllm_url: str | None = None  # sample there; None: in this process
     vllm_key_env: str | None = None
+    vllm_wait: float | None = None  # seconds, for a server that does not answer yet; None: no limit
     forward_otlp: str | None = None
     """Base URL of an OTLP backend; its headers are in AGENTRL_FORWARD_OTLP_HEADERS."""
 
@@ -208,6 +209,7 @@ def _make_sampler(settings: GatewaySettings) -> tuple[EmbeddedSampler | VllmSamp
             eos_ids=facts.eos_ids,
             context_length=facts.context_length,
             api_key=os.environ[settings.vllm_key_env] if settings.vllm_key_env else None,
+            wait_s=settings.vllm_wait,
         )
         return sampler, facts.tokenizer
     from agentrl.embedded import EmbeddedSampler
@@ -396,8 +398,8 @@ class Gateway:
                         forgotten = seen
             time.sleep(_WATCH_S)
 
-    def log_tail(self) -> str:
-        return self._process.log_tail()
+    def log_tail(self, lines: int = 20) -> str:
+        return self._process.log_tail(lines)
 
     def stop(self) -> None:
         self._process.stop()

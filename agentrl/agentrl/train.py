@@ -132,7 +132,7 @@ class Training:
         self._load_model()
         step = self._restore()
         self.display.begin(self.steps, step)
-        self.session.wait_ready()
+        self.session.wait_ready(self.display.note)
         self._publish(step)
         self.clock.spent["start"] = time.perf_counter() - self.session.started
         self._evaluate_if_due(step)

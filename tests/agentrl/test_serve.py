@@ -138,16 +138,17 @@ def test_a_gateway_that_dies_again_and_again_ends_it(serve: Callable[..., Served
         ("--model", "/nowhere/at/all", "/nowhere/at/all"),
         ("--store", "postgresql://u@127.0.0.1:1/x", "store: connection failed"),
         ("--vllm-url", "<a locked one>", "vllm: the server wants an API key"),
+        ("--vllm-url", "http://127.0.0.1:1", "no vLLM server is ready at http://127.0.0.1:1: "),
     ],
-    ids=["model", "store", "vllm"],
+    ids=["model", "store", "vllm", "nobody"],
 )
 def test_settings_that_no_gateway_can_use_end_it_at_once(
     serve: Callable[..., Served], setting: str, value: str, why: str
 ) -> None:
     with contextlib.ExitStack() as stack:
         if setting == "--vllm-url":
-            value = stack.enter_context(locked_vllm())
-            served = serve("--sampler", "vllm", setting, value)
+            url = value if "://" in value else stack.enter_context(locked_vllm())
+            served = serve("--sampler", "vllm", setting, url, "--vllm-wait", "0")
         else:
             served = serve(setting, value)
         assert served.process.wait(60) == 2
