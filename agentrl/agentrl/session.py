@@ -268,6 +268,10 @@ class Session:
         said = log_tail(1)
         return f"{what} starts since {seconds:.0f} s" + (f": {said}" if said else "")
 
+    def why_not_lean(self) -> str | None:
+        """Why the sampler decodes by the model's own modules; None: it does not, or is not ours."""
+        return ((self.gateway.health() or {}).get("sampler") or {}).get("why_not_lean")
+
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]
     ) -> None:
