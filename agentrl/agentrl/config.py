@@ -447,8 +447,8 @@ class LearningConfig(_Config):
     micro_batch_tokens: Annotated[int | None, Parameter(group=_LEARNING)] = Field(
         None,
         ge=64,
-        description="Tokens per forward and backward pass: lower it to save memory. By default "
-        "4096 on a CPU, 16384 on a GPU.",
+        description="Most tokens per forward and backward pass: lower it to save memory. By "
+        "default 4096 on a CPU, 16384 on a GPU.",
     )
     gradient_checkpointing: Annotated[bool, Parameter(group=_LEARNING)] = Field(
         False, description="Compute layers twice rather than keep what the backward needs."
