@@ -5,20 +5,28 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # The Makefile installs torch itself, with what belongs to its build; agentrl is this repository.
 SKIP = re.compile(r"^(torch|triton|nvidia-\S+|cuda-\S+)==|^agentrl @|^#")
+# A peer that the tests compute formulas with. The dev extra cannot have it: it wants transformers
+# up to 5.5.4, its one requirement that clashes with ours, and what the tests call of it works with
+# ours. A lock may override that, for every package alike: so override with our own range alone.
+COOKBOOK = "tinker-cookbook[math-rl]==0.5.8\n"
+OURS = "transformers>=5.13,<6\n"
 
 
-def lock(name: str, extras: list[str], constraints: list[str]) -> None:
+def lock(name: str, extras: list[str], constraints: list[str], *more: str) -> None:
+    """``more``: further arguments of ``uv pip compile``."""
     output = ROOT / "requirements" / name
     command = [
         *(sys.executable, "-m", "uv", "pip", "compile", "-q", "--generate-hashes", "--upgrade"),
         *("--no-header", "--no-annotate", "--python", sys.executable, "--output-file", str(output)),
         *(f"--extra={extra}" for extra in extras),
         *(f"--constraint={constraint}" for constraint in constraints),
+        *more,
         str(ROOT / "pyproject.toml"),
     ]
     subprocess.run(command, check=True, cwd=ROOT)
@@ -28,9 +36,11 @@ def lock(name: str, extras: list[str], constraints: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    torch = ROOT / "requirements" / "torch.constraint"
-    torch.write_text("torch==2.13.0\n")
-    # dev first: the frameworks of the examples pin hard, and one environment holds it all.
-    lock("dev.txt", ["dev"], [str(torch)])
-    lock("runtime.txt", ["train", "hello"], [str(torch), "requirements/dev.txt"])
-    torch.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        torch, cookbook, ours = (Path(folder, name) for name in ("torch", "cookbook", "ours"))
+        torch.write_text("torch==2.13.0\n")
+        cookbook.write_text(COOKBOOK)
+        ours.write_text(OURS)
+        # dev first: the frameworks of the examples pin hard, and one environment holds it all.
+        lock("dev.txt", ["dev"], [str(torch)], f"--override={ours}", str(cookbook))
+        lock("runtime.txt", ["train", "hello"], [str(torch), "requirements/dev.txt"])

@@ -33,7 +33,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         server.start()
     try:
-        server.wait()
+        server.wait(print)
         yield server.url
     finally:
         server.stop()

@@ -1,4 +1,4 @@
-"""Functions of another project, asked over a pipe: it lives in a virtual environment of its own.
+"""Functions of another project, asked over a pipe: it may live in an environment of its own.
 
 To each JSON line ``{"function": name, "arguments": {...}}`` the script answers with a JSON line.
 """
@@ -8,13 +8,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 Ask = Callable[..., Any]
 """``ask(function, **arguments)``"""
+
+
+def python_with(module: str, variable: str) -> str | None:
+    """The Python that the environment variable names, else this one, if it has the module."""
+    return os.environ.get(variable) or (sys.executable if find_spec(module) else None)
 
 
 @contextmanager

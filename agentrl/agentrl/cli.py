@@ -215,6 +215,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             **settings.gateway_limits(),
             vllm_url=vllm.url if vllm else settings.vllm_url,
             vllm_key_env=settings.vllm_key_env,
+            vllm_wait=None if vllm else settings.vllm_wait,
         ),
         None,
         sock,
@@ -226,7 +227,8 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             log.parent.mkdir(parents=True, exist_ok=True)
             console.print(f"[dim]starting vLLM; its log is {log}[/]", soft_wrap=True)
             vllm.start()
-            vllm.wait()
+            with console.status("vLLM starts") as status:
+                vllm.wait(status.update if console.is_terminal else console.print)
         gateway.start()
         stack.callback(gateway.stop)
         gateway.watch()

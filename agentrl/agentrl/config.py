@@ -185,6 +185,11 @@ class ModelConfig(_Config):
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; it must see the run folder under the same path.",
         pattern=r"^(https?://|unix:/).+",
     )
+    vllm_wait: Annotated[float, Parameter(group=_MODEL)] = Field(
+        60,
+        ge=0,
+        description="Seconds to wait for the server at vllm_url, if it does not answer yet.",
+    )
     vllm_key_env: Annotated[str | None, Parameter(group=_MODEL)] = Field(
         None,
         description="NAME of the environment variable that holds that server's API key.",
@@ -258,13 +263,16 @@ class ModelConfig(_Config):
 
     @model_validator(mode="after")
     def _vllm_is_meant(self) -> Self:
-        given = [n for n in type(self).model_fields if n.startswith("vllm_") and getattr(self, n)]
+        ours = {n: f for n, f in type(self).model_fields.items() if n.startswith("vllm_")}
+        given = [n for n, field in ours.items() if getattr(self, n) != field.default]
         if given and self.sampler != "vllm":
             raise ValueError(f'{given[0]}: has no effect without sampler = "vllm"')
         if self.vllm_url and (self.vllm_python or self.vllm_args):
             raise ValueError("vllm_url: this server runs already; drop vllm_python and vllm_args")
         if self.vllm_key_env and not self.vllm_url:
             raise ValueError("vllm_key_env: is for vllm_url; the server we start needs no key")
+        if "vllm_wait" in given and not self.vllm_url:
+            raise ValueError("vllm_wait: is for vllm_url; the server we start may take its time")
         if self.load_in_4bit and self.sampler == "vllm":
             raise ValueError(
                 "load_in_4bit: vLLM would sample from another model than the trainer's, for its 4 "
@@ -440,8 +448,8 @@ class LearningConfig(_Config):
     micro_batch_tokens: Annotated[int | None, Parameter(group=_LEARNING)] = Field(
         None,
         ge=64,
-        description="Tokens per forward and backward pass: lower it to save memory. By default "
-        "4096 on a CPU, 16384 on a GPU.",
+        description="Most tokens per forward and backward pass: lower it to save memory. By "
+        "default 4096 on a CPU, 16384 on a GPU.",
     )
     gradient_checkpointing: Annotated[bool, Parameter(group=_LEARNING)] = Field(
         False, description="Compute layers twice rather than keep what the backward needs."

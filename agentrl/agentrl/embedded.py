@@ -6,6 +6,7 @@ Knows both sides and nothing more: the engine's thread, and the gateway's event 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -30,6 +31,8 @@ from agentrl_trainer.sampler import (
     SampleRequest,
 )
 
+log = logging.getLogger("agentrl")
+
 _REFUSALS: dict[str, RefusalCode] = {
     "invalid_parameter": "invalid_parameter",
     "unknown_adapter": "unknown_adapter",
@@ -47,6 +50,11 @@ class EmbeddedSampler:
         self.engine = SamplerEngine(base, after_round=self._hand_over)
 
     def start(self) -> None:
+        if self.engine.why_not_lean:
+            log.warning(
+                "sampled by the model's own modules, not by the lean decoder: %s",
+                self.engine.why_not_lean,
+            )
         self.engine.start()
 
     def stop(self) -> None:
@@ -61,7 +69,7 @@ class EmbeddedSampler:
         return self.engine.healthy
 
     def stats(self) -> dict[str, Any]:
-        return asdict(self.engine.stats())
+        return {**asdict(self.engine.stats()), "why_not_lean": self.engine.why_not_lean}
 
     @property
     def context_length(self) -> int:

@@ -59,7 +59,7 @@ def evaluate(config: EvalConfig, console: Console) -> None:
     task_ids = store.add_tasks(run_id, "eval", tasks)
     with session, Progress(console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=len(tasks) * config.samples)
-        session.wait_ready()
+        session.wait_ready(progress.console.print)
         rollouts = session.execute(
             plan_evaluation(task_ids, 0, config.samples, config.seed, config.temperature),
             lambda done, total: progress.update(bar, completed=done, description="rollouts"),

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from agentrl import ollama
 from agentrl.config import ConfigError
 from agentrl.run_folder import find_adapters, run_and_step
 from agentrl.vllm_server import adapts_experts
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,9 @@ def export(
         ours = shlex.join(["agentrl", "serve", "--adapter-path", str(out), "--model", base])
         theirs = f"{shlex.join(['vllm', 'serve', resolve_model(base)])} {_lora_options(name, out)}"
         return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
-    _merge(peft, base, out)
+    from agentrl.merge import merge
+
+    merge(peft, base, out)
     servers = {
         "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out)])],
         "vLLM": [shlex.join(["vllm", "serve", str(out)])],
@@ -97,35 +94,3 @@ def _base_of(source: str, peft: Path) -> str | None:
     return json.loads((peft / "adapter_config.json").read_text(encoding="utf-8")).get(
         "base_model_name_or_path"
     )
-
-
-def _merge(peft: Path, model: str, out: Path) -> None:
-    """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it.
-
-    Added up in float32 and rounded once, to the type that the base's checkpoint is in; but for what
-    the model keeps in float32.
-    """
-    from peft import PeftModel
-
-    from agentrl_trainer.experts import no_false_warnings
-    from agentrl_trainer.model import checkpoint_dtype, load_base
-
-    base = load_base(model, device="cpu", dtype="float32")
-    with no_false_warnings():
-        adapted = PeftModel.from_pretrained(base.model, str(peft))
-    whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
-    _round(whole, checkpoint_dtype(model))
-    staging = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    whole.save_pretrained(staging)
-    base.tokenizer.save_pretrained(staging)
-    ollama.write_modelfile(staging, base.tokenizer)
-    staging.rename(out)
-
-
-def _round(model: Any, dtype: torch.dtype) -> None:
-    """``model.to(dtype)``, less what transformers loads in float32 whatever is asked for."""
-    kept = [re.compile(part.replace("*", ".*")) for part in model._get_dtype_plan(dtype)]
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not any(part.search(name) for part in kept):
-            tensor.data = tensor.data.to(dtype)

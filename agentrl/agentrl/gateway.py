@@ -48,7 +48,7 @@ FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
 TINKER_KEY = "TINKER_API_KEY"
 _LOOK_AFTER_SAMPLER_S = 0.25
 _NOT_READY = 78  # its exit code (EX_CONFIG) where it has not come as far as serving
-_HOPELESS_RESTARTS = 5  # in a row
+_HOPELESS_DEATHS = 5  # in a row
 _LIVED_S = 30.0  # well: then earlier deaths are forgotten
 _WATCH_S = 0.1
 _STOP_S = 5.0  # beyond the answers' grace: for the sampler and the last rows
@@ -89,6 +89,7 @@ class GatewaySettings:
     """Sample on Tinker; its key stays in the environment."""
     tinker_base_url: str | None = None
     tinker_tokenizer: str | None = None
+    vllm_wait: float | None = None  # seconds, for a server that does not answer yet; None: no limit
     forward_otlp: str | None = None
     """Base URL of an OTLP backend; its headers are in AGENTRL_FORWARD_OTLP_HEADERS."""
 
@@ -230,6 +231,7 @@ def _make_sampler(
             eos_ids=facts.eos_ids,
             context_length=facts.context_length,
             api_key=os.environ[settings.vllm_key_env] if settings.vllm_key_env else None,
+            wait_s=settings.vllm_wait,
         )
         return sampler, facts.tokenizer
     from agentrl.embedded import EmbeddedSampler
@@ -342,6 +344,7 @@ class Gateway:
             pass_fds=[self._socket.fileno()],
             fork=self._serve if _may_fork() else None,
             grace_s=self._settings.grace + _STOP_S,
+            cannot_start=_NOT_READY,
         )
 
     def _serve(self) -> None:
@@ -351,6 +354,15 @@ class Gateway:
     @property
     def restarts(self) -> int:
         return self._process.restarts
+
+    @property
+    def deaths(self) -> int:
+        return self._process.deaths
+
+    @property
+    def could_not_start(self) -> bool:
+        """The first process could not begin to serve, has said why, and was the last one."""
+        return self._process.could_not_start
 
     @property
     def pid(self) -> int:
@@ -384,18 +396,17 @@ class Gateway:
         """Looks after the process until interrupted.
 
         Raises:
-            ValueError: the first one could not begin to serve, and has said why. (One that takes
-                over from one that served may find it better the next time.)
+            ValueError: it could not begin to serve, and has said why.
             RuntimeError: it dies again and again.
         """
         seen = forgotten = 0
         well_since = None
         while True:
-            if self._process.first_code == _NOT_READY:
+            if self.could_not_start:
                 raise ValueError("the gateway cannot start with these settings; see above")
-            if self.restarts > seen:
-                seen, well_since = self.restarts, None
-            if seen - forgotten >= _HOPELESS_RESTARTS:
+            if self.deaths > seen:
+                seen, well_since = self.deaths, None
+            if seen - forgotten >= _HOPELESS_DEATHS:
                 raise RuntimeError(
                     f"the gateway has died {seen - forgotten} times in a row, the last time with "
                     f"code {self._process.last_code}; what it said is above"
@@ -409,8 +420,8 @@ class Gateway:
                         forgotten = seen
             time.sleep(_WATCH_S)
 
-    def log_tail(self) -> str:
-        return self._process.log_tail()
+    def log_tail(self, lines: int = 20) -> str:
+        return self._process.log_tail(lines)
 
     def stop(self) -> None:
         self._process.stop()

@@ -34,7 +34,7 @@ def run_once(config: RunConfig, console: Console) -> bool:
     seed = rollout_seed(config.seed, "run")
     plan = [NewRollout(task_id, "run", Purpose.EVAL, step=0, index=0, seed=seed)]
     with session, console.status("starting") as status:
-        session.wait_ready()
+        session.wait_ready(status.update)
         status.update("running")
         started = time.monotonic()
         [rollout] = session.execute(plan, lambda _done, _all: None)

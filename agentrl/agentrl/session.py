@@ -25,6 +25,7 @@ from agentrl.run_folder import RunFolder
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl.upkeep import Upkeep
 from agentrl.vllm_server import planned_server
+from agentrl.waiting import Waiting
 from agentrl_tracer.schemas import (
     AttemptState,
     Json,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.03
 _LONGEST_POLL_S = 1.0  # of what is published, for a sampler that is away
-_TELL_AFTER_S, _TELL_AGAIN_S = 5.0, 60.0  # of waiting for it
 _REFUSED_S = 3.0  # until we believe it: a dying vLLM refuses too, and a shared folder may lag
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _VLLM_READY_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
@@ -114,6 +114,7 @@ class Session:
             vllm_url=self._vllm.url if self._vllm else config.vllm_url,
             vllm_key_env=config.vllm_key_env,
             **_tinker_settings(config),
+            vllm_wait=None if self._vllm else config.vllm_wait,
         )
         self._asks_for = asks_for
         self._imports_torch = imports_torch
@@ -236,25 +237,43 @@ class Session:
         """Asks the runners to end: nothing more will be executed. Does not wait."""
         self.pool.begin_stop()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, on_wait: Callable[[str], object]) -> None:
         """Returns when the gateway answers.
 
+        Args:
+            on_wait: is told, now and then, what it is waiting for.
+
         Raises:
-            RunError: it keeps dying, or takes too long; with the end of its log.
+            RunError: it cannot start, or keeps dying, or takes too long; with the end of its log.
         """
-        vllm = self._settings.vllm_url is not None
-        deadline = time.monotonic() + (_VLLM_READY_TIMEOUT_S if vllm else _READY_TIMEOUT_S)
+        waiting = Waiting(on_wait)
+        limit = _READY_TIMEOUT_S + (self._settings.vllm_wait or 0)
+        if self._vllm:
+            limit = _VLLM_READY_TIMEOUT_S
         while self.gateway.health() is None:
             if self._vllm and self._vllm.restarts >= 2:
                 raise RunError(
                     f"vLLM does not start; the end of {self._vllm.log}:\n{self._vllm.log_tail()}"
                 )
-            if self.gateway.restarts >= 2 or time.monotonic() > deadline:
+            hopeless = self.gateway.could_not_start or self.gateway.restarts >= 2
+            if hopeless or waiting.seconds > limit:
                 raise RunError(
                     f"the gateway does not start; the end of {self.folder.logs / 'gateway.log'}:\n"
                     f"{self.gateway.log_tail()}"
                 )
+            waiting.still(lambda: self._what_starts(waiting.seconds))
             time.sleep(_POLL_S)
+
+    def _what_starts(self, seconds: float) -> str:
+        what, log_tail = "the gateway", self.gateway.log_tail
+        if self._vllm:
+            what, log_tail = "vLLM", self._vllm.log_tail
+        said = log_tail(1)
+        return f"{what} starts since {seconds:.0f} s" + (f": {said}" if said else "")
+
+    def why_not_lean(self) -> str | None:
+        """Why the sampler decodes by the model's own modules; None: it does not, or is not ours."""
+        return ((self.gateway.health() or {}).get("sampler") or {}).get("why_not_lean")
 
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]
@@ -271,16 +290,14 @@ class Session:
         """
         self.store.publish_adapter(self.run_id, name, version, path, step)
         what, restarts = f"adapter {name}@{version}", self._restarts()
-        tell_at, refused_since, pause = time.monotonic() + _TELL_AFTER_S, None, _POLL_S
+        waiting, refused_since, pause = Waiting(on_trouble), None, _POLL_S
         while problem := self.gateway.try_load_adapter(name, version, path):
             now = time.monotonic()
             refused_since = (refused_since or now) if problem.refused else None
             refused = refused_since is not None and now - refused_since >= _REFUSED_S
             if refused or self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(f"{what} cannot be published: {problem.text}")
-            if now >= tell_at:
-                on_trouble(f"{what} is not published yet: {problem.text}")
-                tell_at = now + _TELL_AGAIN_S
+            waiting.still(lambda why=problem.text: f"{what} is not published yet: {why}")
             self.upkeep.look()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)

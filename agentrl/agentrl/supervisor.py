@@ -40,7 +40,7 @@ def end_with_parent() -> None:
 
 
 class Supervised:
-    """A child process that is started again whenever it ends by itself.
+    """A child process that is started again whenever it ends by itself, until it is stopped.
 
     Args:
         name: for messages.
@@ -51,6 +51,8 @@ class Supervised:
         fork: what the child does, where it may begin as a fork of this process, which has imported
             what it needs. Only the first time: later there are threads here, so it is executed.
         grace_s: what ``stop`` leaves it for ending by itself.
+        cannot_start: the code that it ends with where it cannot begin. The first one that does so
+            is the last one. (One that takes over from one that began may find it better later.)
     """
 
     def __init__(
@@ -62,18 +64,21 @@ class Supervised:
         pass_fds: Sequence[int] = (),
         fork: Callable[[], None] | None = None,
         grace_s: float = _STOP_GRACE_S,
+        cannot_start: int | None = None,
     ) -> None:
         self.name = name
+        self.deaths = 0
+        """How often it ended by itself."""
         self.restarts = 0
         self.last_code: int | None = None
         """What it ended with when it last ended by itself; negative: by which signal."""
-        self.first_code: int | None = None
-        """The same of the first time."""
+        self.could_not_start = False
         self._argv = list(argv)
         self._log = log
         self._env = dict(env or {})
         self._pass_fds = tuple(pass_fds)
         self._grace_s = grace_s
+        self._cannot_start = cannot_start
         self._stopping = threading.Event()
         self._process: _Process = _Forked(fork, log) if fork is not None else self._spawn()
         self._thread = threading.Thread(target=self._watch, name=f"supervise-{name}", daemon=True)
@@ -124,13 +129,16 @@ class Supervised:
             if self._stopping.is_set():
                 return
             self.last_code = code
-            if self.first_code is None:
-                self.first_code = code
+            self.deaths += 1
+            if self.deaths == 1 and code == self._cannot_start:
+                self.could_not_start = True
+                return
             if time.monotonic() - started > _HEALTHY_AFTER_S:
                 backoff = _FIRST_BACKOFF_S
-            logger.warning("%s ended with code %s; starting it again", self.name, code)
             if self._stopping.wait(backoff):
                 return
+            # Only now: whoever counts deaths may have had enough meanwhile.
+            logger.warning("%s ended with code %s; starting it again", self.name, code)
             backoff = min(backoff * 2, _LONGEST_BACKOFF_S)
             self.restarts += 1
             self._process = self._spawn()

@@ -191,7 +191,9 @@ class TrainingRun:
     def wait_ready(self, step: int) -> None:
         """Returns when the gateway answers."""
         self.display.begin(self.steps, step)
-        self.session.wait_ready()
+        self.session.wait_ready(self.display.note)
+        if why := self.session.why_not_lean():
+            self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
     def started(self) -> None:
         self.clock.spent["start"] = time.perf_counter() - self.session.started

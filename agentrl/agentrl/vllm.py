@@ -38,6 +38,7 @@ import httpx
 from agentrl import vllm_api
 from agentrl.vllm_api import VllmError
 from agentrl.vllm_server import adapts_experts
+from agentrl.waiting import Waiting
 from agentrl_proxy.sampler import (
     ContextLengthError,
     GrammarError,
@@ -49,7 +50,6 @@ from agentrl_proxy.sampler import (
 
 log = logging.getLogger("agentrl")
 
-_START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_START_S = 0.25
 _POLL_S = 1.0
 _SILENCE_S = 60.0  # a server that has not answered for so long is dead; a busy one is slower
@@ -97,13 +97,22 @@ class VllmSampler:
         api_key: what it was started with, if it wants one.
         eos_ids: tokens that end an answer.
         context_length: of the base model; the server may have been started with less.
+        wait_s: how long ``start`` waits for a server that does not answer yet; None: as long as it
+            takes, where others see to it that the server comes up.
     """
 
     def __init__(
-        self, url: str, *, eos_ids: frozenset[int], context_length: int, api_key: str | None = None
+        self,
+        url: str,
+        *,
+        eos_ids: frozenset[int],
+        context_length: int,
+        api_key: str | None = None,
+        wait_s: float | None = None,
     ) -> None:
         self.context_length = context_length
         self._url = url
+        self._wait_s = wait_s
         self._eos_ids = sorted(eos_ids)
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._base = ""  # the server's name of the base model
@@ -128,8 +137,8 @@ class VllmSampler:
 
     # ---- life
 
-    def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
-        """Waits for the server, checks that it is fit, begins to watch it.
+    def start(self) -> None:
+        """Waits for the server, and says so; checks that it is fit, begins to watch it.
 
         From then on the server may die and come back: ``healthy`` says which, and when it is true
         again the server has every adapter that was loaded.
@@ -137,14 +146,13 @@ class VllmSampler:
         Raises:
             VllmError: it does not come up in time, or is not fit.
         """
-        deadline = time.monotonic() + timeout_s
+        waiting = Waiting(log.warning, first_s=1.0)
         with self._blocking() as server:
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    if server.get("/health", timeout=10.0).status_code == 200:
-                        break
-                if time.monotonic() > deadline:
-                    raise VllmError(f"vllm: no server answers at {self._url}")
+            while why := vllm_api.why_not_up(server, _LOOK_S):
+                said = f"no vLLM server is ready at {self._url}: {why}"
+                if self._wait_s is not None and waiting.seconds >= self._wait_s:
+                    raise VllmError(f"vllm_url: {said}; vllm_wait is {self._wait_s:g} s")
+                waiting.still(lambda said=said: f"{said}; waiting{_up_to(self._wait_s)}")
                 if self._stopping.wait(_POLL_START_S):
                     return
             self._learn(server)
@@ -559,6 +567,10 @@ class VllmSampler:
 
 def _unanswered(error: httpx.TransportError) -> RefusedError:
     return RefusedError("stopped", f"vLLM does not answer: {type(error).__name__}: {error}")
+
+
+def _up_to(wait_s: float | None) -> str:
+    return "" if wait_s is None else f" up to {wait_s:g} s for it (vllm_wait)"
 
 
 def _silence() -> str:

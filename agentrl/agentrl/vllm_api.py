@@ -72,16 +72,52 @@ class Fitness:
     enforces_grammars: bool
 
 
+def why_not_up(server: httpx.Client, timeout_s: float) -> str | None:
+    """Why a server is not ready, though it may become so; None: it is.
+
+    Raises:
+        VllmError: it will not: it is no vLLM server.
+    """
+    try:
+        status = server.get("/health", timeout=timeout_s).status_code
+    except httpx.TransportError as error:
+        return str(error) or type(error).__name__
+    if status == 200:
+        return None
+    _require_key(status)
+    if status // 100 == 5:  # of a proxy in front as well
+        return f"/health answers {status}"
+    raise VllmError(f"{_no_vllm(server)}: /health answers {status}")
+
+
 def check(server: httpx.Client, eos_id: int) -> Fitness:
     """Asks a server whether its answers can be trained on.
 
     Raises:
-        VllmError: they cannot; or it asks for a key.
+        VllmError: they cannot; or it asks for a key; or it is no vLLM.
         httpx.HTTPError: it does not answer.
     """
-    models = server.get("/v1/models")
-    if models.status_code == 401:
+    try:
+        return _check(server, eos_id)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise VllmError(f"{_no_vllm(server)}: it answers otherwise ({what})") from error
+
+
+def _no_vllm(server: httpx.Client) -> str:
+    return f"vllm_url: what is at {server.base_url} seems to be no vLLM server"
+
+
+def _require_key(status: int) -> None:
+    if status in (401, 403):
         raise VllmError("vllm: the server wants an API key; name its variable in vllm_key_env")
+
+
+def _check(server: httpx.Client, eos_id: int) -> Fitness:
+    models = server.get("/v1/models")
+    _require_key(models.status_code)
+    if models.status_code == 404:
+        raise VllmError(f"{_no_vllm(server)}: /v1/models answers 404")
     models.raise_for_status()
     card = models.json()["data"][0]
     base = card["id"]

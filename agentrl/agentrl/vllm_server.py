@@ -29,6 +29,7 @@ from pathlib import Path
 
 from agentrl.config import ConfigError, ModelConfig
 from agentrl.supervisor import Supervised, python_module
+from agentrl.waiting import Waiting
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has room for
 _ENVIRONMENT = {
@@ -82,18 +83,19 @@ class VllmServer:
             env=_ENVIRONMENT | (_cpu_memory() if self._settings.on_cpu else {}),
         )
 
-    def wait(self) -> None:
-        """Returns when it accepts connections.
+    def wait(self, tell: Callable[[str], object]) -> None:
+        """Returns when it accepts connections; ``tell`` hears now and then how far it is.
 
         Raises:
             RuntimeError: it keeps dying, or takes too long; with the end of its log.
         """
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        waiting = Waiting(tell)
         while not self._listens():
-            if self.restarts >= 2 or time.monotonic() > deadline:
+            if self.restarts >= 2 or waiting.seconds > _START_TIMEOUT_S:
                 raise RuntimeError(
                     f"vLLM does not start; the end of {self.log}:\n{self.log_tail()}"
                 )
+            waiting.still(lambda: f"vLLM starts since {waiting.seconds:.0f} s: {self.log_tail(1)}")
             time.sleep(_POLL_S)
 
     def _listens(self) -> bool:
@@ -104,8 +106,8 @@ class VllmServer:
     def restarts(self) -> int:
         return self._process.restarts if self._process else 0
 
-    def log_tail(self) -> str:
-        return self._process.log_tail() if self._process else ""
+    def log_tail(self, lines: int = 20) -> str:
+        return self._process.log_tail(lines) if self._process else ""
 
     def stop(self) -> None:
         if self._process is not None:

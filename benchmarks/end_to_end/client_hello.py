@@ -13,6 +13,7 @@ import random
 import time
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -58,32 +59,33 @@ def datum(given: list[int], sequence, advantage: float) -> Datum:
     return Datum(ModelInput.from_ints(row[:-1]), inputs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tasks", type=Path, required=True)
-    parser.add_argument("--eval-tasks", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--learning-rate", type=float, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--eval-every", type=int, default=5)
-    parser.add_argument("--stop-at", type=float, default=0.95)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    tasks, asked_later = numbers(options.tasks), numbers(options.eval_tasks)
-    draw = random.Random(options.seed)
-    adam = AdamParams(learning_rate=options.learning_rate, beta2=0.95, eps=1e-12)
-    with ServiceClient(folder=options.out / "weights") as service:
-        client = service.create_lora_training_client(options.model, rank=32, seed=options.seed)
+def learn(
+    folder: Path,
+    *,
+    model: str,
+    tasks: Path,
+    eval_tasks: Path,
+    learning_rate: float,
+    seed: int,
+    rank: int = 32,
+    steps: int = 40,
+    eval_every: int = 5,
+    stop_at: float = 0.95,
+) -> dict[str, Any]:
+    """``steps``, ``held_out`` [(step, accuracy)], and ``seconds_per_step`` without evaluations."""
+    asked_first, asked_later = numbers(tasks), numbers(eval_tasks)
+    draw = random.Random(seed)
+    adam = AdamParams(learning_rate=learning_rate, beta2=0.95, eps=1e-12)
+    with ServiceClient(folder=folder) as service:
+        client = service.create_lora_training_client(model, rank=rank, seed=seed)
         policy = client.save_weights_and_get_sampling_client()
         tokenizer = policy.get_tokenizer()
         accuracy = [(0, held_out(policy, tokenizer, asked_later))]
         seconds, step = 0.0, 0
-        while step < options.steps and accuracy[-1][1] < options.stop_at:
+        while step < steps and accuracy[-1][1] < stop_at:
             began = time.perf_counter()
             step += 1
-            asked = draw.sample(tasks, TASKS)
+            asked = draw.sample(asked_first, TASKS)
             prompts = [prompt(tokenizer, n) for n in asked]
             how = SamplingParams(
                 max_tokens=NEW
@@ -100,10 +102,26 @@ def main() -> None:
             client.optim_step(adam)
             policy = client.save_weights_and_get_sampling_client()
             seconds += time.perf_counter() - began
-            if step % options.eval_every == 0 or step == options.steps:
+            if step % eval_every == 0 or step == steps:
                 accuracy.append((step, held_out(policy, tokenizer, asked_later)))
-    figures = {"steps": step, "held_out": accuracy, "seconds_per_step": seconds / step}
-    (options.out / "figures.json").write_text(json.dumps(figures))
+    return {"steps": step, "held_out": accuracy, "seconds_per_step": seconds / step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tasks", type=Path, required=True)
+    parser.add_argument("--eval-tasks", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--eval-every", type=int, default=5)
+    parser.add_argument("--stop-at", type=float, default=0.95)
+    options = vars(parser.parse_args())
+    torch.set_num_threads(1)
+    out: Path = options.pop("out")
+    (out / "figures.json").write_text(json.dumps(learn(out / "weights", **options)))
 
 
 if __name__ == "__main__":

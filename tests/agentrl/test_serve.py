@@ -127,7 +127,9 @@ def test_a_gateway_that_dies_again_and_again_ends_it(serve: Callable[..., Served
         pid = served.gateway(other_than=pid)
         os.kill(pid, signal.SIGKILL)
     assert served.process.wait(30) == 1
-    assert re.search(r"died 5 times in a row.*code\s.*-9", served.all_said(), re.DOTALL)
+    said = served.all_said()
+    assert re.search(r"died 5 times in a row.*code\s.*-9", said, re.DOTALL)
+    assert said.count("starting it again") == 4
 
 
 @pytest.mark.parametrize(
@@ -136,16 +138,17 @@ def test_a_gateway_that_dies_again_and_again_ends_it(serve: Callable[..., Served
         ("--model", "/nowhere/at/all", "/nowhere/at/all"),
         ("--store", "postgresql://u@127.0.0.1:1/x", "store: connection failed"),
         ("--vllm-url", "<a locked one>", "vllm: the server wants an API key"),
+        ("--vllm-url", "http://127.0.0.1:1", "no vLLM server is ready at http://127.0.0.1:1: "),
     ],
-    ids=["model", "store", "vllm"],
+    ids=["model", "store", "vllm", "nobody"],
 )
 def test_settings_that_no_gateway_can_use_end_it_at_once(
     serve: Callable[..., Served], setting: str, value: str, why: str
 ) -> None:
     with contextlib.ExitStack() as stack:
         if setting == "--vllm-url":
-            value = stack.enter_context(locked_vllm())
-            served = serve("--sampler", "vllm", setting, value)
+            url = value if "://" in value else stack.enter_context(locked_vllm())
+            served = serve("--sampler", "vllm", setting, url, "--vllm-wait", "0")
         else:
             served = serve(setting, value)
         assert served.process.wait(60) == 2
@@ -153,6 +156,7 @@ def test_settings_that_no_gateway_can_use_end_it_at_once(
     assert why in said
     assert "cannot start with these settings" in said
     assert said.count("the gateway cannot start: ") == 1
+    assert "starting it again" not in said
     assert "Traceback" not in said
 
 
@@ -179,14 +183,14 @@ def locked_vllm() -> Iterator[str]:
 class Flickering(Gateway):
     """Its process dies now and then, and in between it is well, for moments."""
 
-    def __init__(self, restarts_at: list[int]) -> None:
+    def __init__(self, dies_at: list[int]) -> None:
         self.asked = 0
-        self._restarts_at = restarts_at
-        self._process: Any = SimpleNamespace(first_code=1, last_code=1)
+        self._dies_at = dies_at
+        self._process: Any = SimpleNamespace(could_not_start=False, last_code=1)
 
     @property
-    def restarts(self) -> int:
-        return sum(self.asked >= at for at in self._restarts_at)
+    def deaths(self) -> int:
+        return sum(self.asked >= at for at in self._dies_at)
 
     def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
         self.asked += 1

@@ -1,6 +1,6 @@
 """Tinker's official SDK against our server, and the client API's tinker backend over both.
 
-The SDK lives in an environment of its own: AGENTRL_TEST_TINKER_PYTHON is its python.
+The SDK is in the dev extra; AGENTRL_TEST_TINKER_PYTHON names another Python that has one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from agentrl_trainer.client import (
     ServiceClient,
 )
 from agentrl_trainer.client.local.states import read_state
+from peer import python_with
 
-PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
+PYTHON = python_with("tinker", "AGENTRL_TEST_TINKER_PYTHON")
 needs_sdk = pytest.mark.skipif(
     PYTHON is None,
-    reason="set AGENTRL_TEST_TINKER_PYTHON to the python of a virtual environment with tinker",
+    reason="no tinker here, and AGENTRL_TEST_TINKER_PYTHON names no Python with it",
 )
 TINY = "agentrl-tiny"
 ROW = [5, 9, 300, 41, 77, 12, 600, 3]

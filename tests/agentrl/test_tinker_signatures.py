@@ -1,13 +1,12 @@
 """Our clients take every call that those of Tinker's SDK take, but for docs/client.md's exceptions.
 
-The SDK lives in an environment of its own: AGENTRL_TEST_TINKER_PYTHON is its python.
+The SDK is in the dev extra; AGENTRL_TEST_TINKER_PYTHON names another Python that has one.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -17,8 +16,9 @@ from typing import Any
 import pytest
 
 from agentrl_trainer.client import SamplingClient, ServiceClient, TrainingClient
+from peer import python_with
 
-PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
+PYTHON = python_with("tinker", "AGENTRL_TEST_TINKER_PYTHON")
 DOCS = Path(__file__).parents[2] / "docs" / "client.md"
 OURS = {kind.__name__: kind for kind in (ServiceClient, TrainingClient, SamplingClient)}
 # {class: {method: [[parameter, kind, has a default, its repr]]}} of the SDK.
@@ -76,7 +76,7 @@ def differences(theirs: list[Parameter], mine: list[Parameter]) -> list[str]:
 
 
 @pytest.mark.tinker
-@pytest.mark.skipif(PYTHON is None, reason="set AGENTRL_TEST_TINKER_PYTHON, see the top")
+@pytest.mark.skipif(PYTHON is None, reason="no tinker here, see the top")
 def test_every_parameter_of_the_sdk_is_taken(tmp_path: Path) -> None:
     assert PYTHON is not None
     done = subprocess.run(

@@ -51,6 +51,12 @@ def test_a_mixture_of_experts_is_trained_and_sampled_as_one_policy(
     settings = {"rank": 4, "learning_rate": 1e-2, "batch_size": 2, "runners": 1}
     run = Run(tmp_path, "mixed", model=mixture, **settings).finish()
     assert "each of the 4 experts in 2 layers has a LoRA of rank 2" in run.output
+    # Which decoder samples, once: in the run's notes, and in what the gateway says.
+    said = (
+        "sampled by the model's own modules, not by the lean decoder: its layers have other parts"
+    )
+    assert run.output.count(said) == 1
+    assert (run.folder.logs / "gateway.log").read_text().count(said) == 1
     rows = [row for row in run.folder.read_metrics() if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

@@ -18,9 +18,10 @@ import httpx
 import pytest
 
 import real_vllm
+from agentrl import waiting
 from agentrl.config import ConfigError, ServeConfig
 from agentrl.run_folder import RunFolder
-from agentrl.vllm_server import planned_server, vllm_settings
+from agentrl.vllm_server import VllmServer, VllmSettings, planned_server, vllm_settings
 from agentrl_tracer.schemas import Call
 from agentrl_tracer.store import Store
 from agentrl_trainer.model import load_facts
@@ -42,6 +43,7 @@ def config(**settings: Any) -> ServeConfig:
         ({"sampler": "vllm", "vllm_url": "gpu:8000"}, "vllm_url"),
         ({"sampler": "vllm", "vllm_url": "http://gpu:8000", "vllm_args": "-x"}, "runs already"),
         ({"sampler": "vllm", "vllm_key_env": "HOME"}, "needs no key"),
+        ({"sampler": "vllm", "vllm_wait": 5}, "vllm_wait: is for vllm_url"),
         ({"sampler": "vllm", "vllm_url": "http://gpu", "vllm_key_env": "NOT_SET"}, "NOT_SET"),
         ({"sampler": "triton"}, "embedded"),
     ],
@@ -115,6 +117,41 @@ def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
     assert leash.wait(60) == 128 + signal.SIGKILL
     assert leash.stdin is not None
     leash.stdin.close()
+
+
+# Says how far it is, and listens when it may.
+_SLOW = """#!{python}
+import pathlib, socket, sys, time
+print("Loading weights", flush=True)
+while not pathlib.Path("{permission}").exists():
+    time.sleep(0.02)
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(sys.argv[sys.argv.index("--uds") + 1])
+listening.listen()
+time.sleep(600)
+"""
+
+
+def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", 0.05)
+    script, permission, told = tmp_path / "slow", tmp_path / "permission", list[str]()
+    script.write_text(_SLOW.format(python=sys.executable, permission=permission))
+    script.chmod(0o700)
+    settings = VllmSettings(str(script), "agentrl-tiny", "float32", 8, on_cpu=True)
+    server = VllmServer(settings, tmp_path / "vllm.log")
+
+    def tell(said: str) -> None:
+        told.append(said)
+        if said.endswith(" s: Loading weights"):
+            permission.touch()
+
+    server.start()
+    try:
+        server.wait(tell)
+    finally:
+        server.stop()
+    assert told[-1].startswith("vLLM starts since ")
+    assert permission.exists()
 
 
 def alive(pid: int) -> bool:
@@ -245,7 +282,7 @@ def test_serve_starts_vllm_and_outlives_its_death(tmp_path: Path) -> None:
         wait_for(lambda: not alive(last))
     finally:
         server.kill()
-        server.wait()
+        server.wait(print)
         if server.stdout is not None:
             server.stdout.close()
 

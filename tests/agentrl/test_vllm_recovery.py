@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from agentrl import session, vllm
+from agentrl import session, vllm, waiting
 from agentrl.config import TrainConfig
 from agentrl.run_folder import RunFolder
 from agentrl.vllm import VllmSampler
+from agentrl.vllm_api import VllmError
 from agentrl_proxy.sampler import RefusedError, SamplingParams
 
 CHOICE = {
@@ -47,8 +49,10 @@ class Server(ThreadingHTTPServer):
         self.refusal: tuple[int, str] | None = None  # of loads
         self.looks = self.loads = 0
         self.updating: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by LoRA
+        self.under_way = threading.Semaphore(0)  # an answer more
         self.released = threading.Event()  # what it left without an answer ends
         self.while_loading: Callable[[], None] = lambda: None
+        self.answers: dict[str, tuple[int, Any]] = {}  # other than vLLM's, by path
         super().__init__(("127.0.0.1", 0), Handler)
 
     def start_anew(self) -> None:
@@ -61,7 +65,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
     def do_GET(self) -> None:
-        if self.path == "/health":
+        if self.path in self.server.answers:
+            self._answer(*self.server.answers[self.path])
+        elif self.path == "/health":
             self.server.looks += 1
             if self.server.silent:
                 self.server.released.wait()
@@ -76,6 +82,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path in self.server.answers:
+            self._answer(*self.server.answers[self.path])
+            return
         if self.path == "/v1/load_lora_adapter":
             self.server.loads += 1
             if self.server.refusal is not None:
@@ -98,9 +107,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(f"data: {json.dumps({'choices': [FIRST_CHUNK]})}\n\n".encode())
+            self.server.under_way.release()
             self.server.released.wait()
             return
         elif "structured_outputs" in body and body["max_tokens"] > 2:  # an answer, not a probe
+            self.server.under_way.release()
             self.server.released.wait()
             return
         self._answer(200, {"choices": [CHOICE]})
@@ -129,8 +140,8 @@ def sampler(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmSam
     monkeypatch.setattr(vllm, "_POLL_S", 0.02)
     monkeypatch.setattr(vllm, "_PATIENCE_S", 0.2)
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    sampler = VllmSampler(url, eos_ids=frozenset({2}), context_length=128)
-    sampler.start(timeout_s=10)
+    sampler = VllmSampler(url, eos_ids=frozenset({2}), context_length=128, wait_s=10)
+    sampler.start()
     yield sampler
     server.silent = False
     server.released.set()
@@ -241,9 +252,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
     grammar: str | None,
 ) -> None:
     sampler.load_now("policy", 1, "/1")
-    if "silent" in loss:
-        monkeypatch.setattr(vllm, "_SILENCE_S", 1.0)
-        monkeypatch.setattr(vllm, "_LOOK_S", 0.2)
+    monkeypatch.setattr(vllm, "_LOOK_S", 0.2)
     params = SamplingParams(max_tokens=4, grammar=grammar)
 
     async def answer() -> None:
@@ -252,11 +261,14 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
 
     async def lose() -> None:
         answers = asyncio.gather(*(answer() for _ in range(3)), return_exceptions=True)
-        await asyncio.sleep(0.2)
+        for _ in range(3):
+            assert await asyncio.to_thread(server.under_way.acquire, timeout=20)
         assert not answers.done()
         for name, value in loss.items():
             setattr(server, name, value)
-        for error in await asyncio.wait_for(answers, 10):
+        if "silent" in loss:
+            monkeypatch.setattr(vllm, "_SILENCE_S", 1.0)
+        for error in await asyncio.wait_for(answers, 20):
             assert isinstance(error, RefusedError)
             assert (error.code, why in str(error)) == ("stopped", True), error
         assert sampler.stats()["in_flight"] == 0
@@ -313,7 +325,7 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the server is in trouble it waits, and says so; what it refuses is an error."""
-    monkeypatch.setattr(session, "_TELL_AFTER_S", 1.0)
+    monkeypatch.setattr(waiting, "FIRST_S", 1.0)
     monkeypatch.setattr(session, "_REFUSED_S", 0.5)
     config = TrainConfig(
         agent="agents:mixed",
@@ -331,7 +343,7 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
 
     server.refusal = (500, "out of memory")
     with session.Session(RunFolder(tmp_path / "run"), config, "train") as running:
-        running.wait_ready()
+        running.wait_ready(print)
         with pytest.raises(session.RunError) as refused:
             running.publish("policy", 1, "/adapters/1", 1, on_trouble)
     assert len(told) == 1
@@ -340,3 +352,58 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     for part in ("policy@1 cannot be published", RANK, "--max-lora-rank", "/adapters/1"):
         assert part in str(refused.value)
     assert server.loads < 20  # not one each 30 ms
+
+
+def test_a_server_that_is_not_there_is_waited_for_no_longer_than_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    sampler = VllmSampler(url, eos_ids=frozenset({2}), context_length=128, wait_s=1.5)
+    with pytest.raises(VllmError, match=r"vllm_url: .* refused.*vllm_wait is 1\.5 s"):
+        sampler.start()
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith(f"no vLLM server is ready at {url}: ")
+    assert said.endswith("waiting up to 1.5 s for it (vllm_wait)")
+
+
+def test_a_run_says_what_it_waits_for_and_ends_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", 0.5)
+    monkeypatch.setattr(waiting, "MOST_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    config = TrainConfig(
+        agent="agents:mixed", tasks=tmp_path / "tasks.jsonl", sampler="vllm", vllm_url=url,
+        vllm_wait=4, device="cpu", runners=1,
+    )  # fmt: skip
+    told: list[str] = []
+    with session.Session(RunFolder(tmp_path / "run"), config, "train") as running:
+        with pytest.raises(session.RunError, match="vllm_wait is 4 s"):
+            running.wait_ready(told.append)
+        assert running.gateway.restarts == 0
+    assert any(f"no vLLM server is ready at {url}" in message for message in told), told
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ({"/health": (404, {})}, "seems to be no vLLM server: /health answers 404"),
+        ({"/v1/models": (404, {})}, "seems to be no vLLM server: /v1/models answers 404"),
+        ({"/v1/models": (200, {"models": []})}, "answers otherwise.*data"),
+        ({"/v1/models": (200, {"data": []})}, "answers otherwise.*IndexError"),
+        ({"/v1/models": (200, ["llama"])}, "answers otherwise"),
+        ({"/v1/completions": (200, {"choices": []})}, "answers otherwise"),
+        ({"/v1/completions": (200, {"choices": [CHOICE | {"logprobs": None}]})}, "otherwise"),
+        ({"/v1/models": (403, {})}, "vllm_key_env"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_at_once(
+    server: Server, answers: dict[str, tuple[int, Any]], why: str
+) -> None:
+    server.answers = answers
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    sampler = VllmSampler(url, eos_ids=frozenset({2}), context_length=128)
+    with pytest.raises(VllmError, match=why):
+        sampler.start()

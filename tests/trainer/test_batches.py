@@ -67,6 +67,26 @@ def test_a_group_over_the_budget_is_cut_evenly() -> None:
     assert (counts.total, counts.unique, counts.fed) == (240, 100, 120)
 
 
+def test_groups_go_one_by_one_when_one_is_enough() -> None:
+    """Three groups of 100 + 4 * 10 tokens that begin with the same two, as chat templates do."""
+    groups = [
+        made([1, 2, *range(100 * g, 100 * g + 98), *[g * 10 + i] * 11], [100, 110])
+        for g in (1, 2, 3)
+        for i in range(4)
+    ]
+    (whole,) = pack(groups, token_budget=1000)
+    assert whole.input_ids.numel() == 3 * 140 - 2 * 2
+    batches = pack(groups, token_budget=1000, enough=130)
+    assert [batch.input_ids.numel() for batch in batches] == [140, 140, 140]
+    assert [len(pack(groups, token_budget=1000, enough=n)) for n in (141, 281, 500)] == [2, 1, 1]
+    # What is shared is not computed again, and the budget holds all the same.
+    assert len(pack(groups[:4], token_budget=1000, enough=10)) == 1
+    assert [b.input_ids.numel() for b in pack(groups[:4], token_budget=125, enough=10)] == [
+        120,
+        120,
+    ]
+
+
 def made(tokens: list[int], trained: list[int]) -> Datum:
     mask = [at in trained for at in range(len(tokens))]
     return Datum(tokens, mask, [0.0] * len(tokens), [1.0] * len(tokens))
@@ -127,9 +147,11 @@ def data(draw: st.DrawFn) -> list[Datum]:
 
 
 @settings(deadline=None)
-@given(data(), st.integers(1, 80), st.booleans())
-def test_every_trained_token_is_in_one_place(datums: list[Datum], budget: int, share: bool) -> None:
-    batches = pack(datums, token_budget=budget, share=share)
+@given(data(), st.integers(1, 80), st.none() | st.integers(1, 80), st.booleans())
+def test_every_trained_token_is_in_one_place(
+    datums: list[Datum], budget: int, enough: int | None, share: bool
+) -> None:
+    batches = pack(datums, token_budget=budget, enough=enough, share=share)
     found: list[tuple[int, int]] = []
     for batch in batches:
         assert len(batch.indices) == 1 or batch.input_ids.numel() <= budget
@@ -148,7 +170,7 @@ def test_every_trained_token_is_in_one_place(datums: list[Datum], budget: int, s
             assert batch.advantages[n] == own.advantages[column + 1]
     expected = [(i, at) for i, d in enumerate(datums) for at, on in enumerate(d.mask) if on]
     assert sorted(found) == expected
-    assert same(pack(datums, token_budget=budget, share=share), batches)
+    assert same(pack(datums, token_budget=budget, enough=enough, share=share), batches)
     counts = count_tokens(datums, batches)
     assert counts.unique <= counts.total
     assert counts.fed >= counts.unique

@@ -40,10 +40,19 @@ def gemma() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "lean"), [(qwen3, True), (llama, True), (gpt2, False), (gemma, False)]
+    ("make", "why_not"),
+    [
+        (qwen3, None),
+        (llama, None),
+        (gpt2, "its decoder has other parts"),
+        (gemma, "its logits differ by"),
+    ],
 )
-def test_models_of_the_llama_family_are_decoded_lean(make, lean: bool) -> None:
-    assert (SamplerEngine(as_base(make()))._forward.lean is not None) == lean
+def test_models_of_the_llama_family_are_decoded_lean(make, why_not: str | None) -> None:
+    engine = SamplerEngine(as_base(make()))
+    assert (engine._forward.lean is None) == (why_not is not None)
+    assert (engine.why_not_lean or "").startswith(why_not or "")
+    assert bool(engine.why_not_lean) == bool(why_not)
 
 
 def test_a_torch_without_its_private_operations_decodes_lean_all_the_same(monkeypatch) -> None:
@@ -66,9 +75,12 @@ def test_a_torch_without_its_private_operations_decodes_lean_all_the_same(monkey
 
 
 def test_adapters_that_are_not_merged_need_the_models_own_modules() -> None:
-    assert SamplerEngine(as_base(qwen3()), merge_below=0)._forward.lean is None
-    half = as_base(qwen3().to(torch.bfloat16))
-    assert SamplerEngine(half)._forward.lean is None
+    large = SamplerEngine(as_base(qwen3()), merge_below=0)
+    assert large._forward.lean is None
+    assert "million parameters" in (large.why_not_lean or "")
+    half = SamplerEngine(as_base(qwen3().to(torch.bfloat16)))
+    assert half._forward.lean is None
+    assert half.why_not_lean == "its weights are bfloat16"
 
 
 def test_an_adapter_of_some_layers_comes_and_goes(tmp_path: Path) -> None:

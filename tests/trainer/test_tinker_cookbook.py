@@ -1,9 +1,12 @@
-"""The same quantities in tinker-cookbook, which computes them in an environment of its own.
+"""The same quantities in tinker-cookbook.
 
-It wants other versions of transformers than we do (0.5.8: below 5.6), so it cannot live in the dev
-extra. AGENTRL_TEST_TINKER_PYTHON names the python that has it; without one these tests are skipped:
+It wants transformers up to 5.5.4 (0.5.8 does), so it cannot live in the dev extra; ``make test``
+installs it all the same, beside ours, which what is called here works with (scripts/lock.py).
+AGENTRL_TEST_TINKER_PYTHON names another Python to run it with, one with the transformers it asks
+for, say; where there is neither these tests are skipped:
 
-    uv venv /tmp/tinker && uv pip install --python /tmp/tinker 'tinker>=0.38' tinker-cookbook==0.5.8
+    uv venv /tmp/tinker
+    uv pip install --python /tmp/tinker 'tinker>=0.38' 'tinker-cookbook[math-rl]==0.5.8'
     AGENTRL_TEST_TINKER_PYTHON=/tmp/tinker/bin/python pytest tests/trainer/test_tinker_cookbook.py
 
 The cookbook rounds to float32, so the numbers given to both sides are float32 to begin with. The
@@ -14,7 +17,6 @@ be compared here. Where the two differ by design, the test says so and checks th
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,15 +47,15 @@ from agentrl_trainer.schedules import default_learning_rate, schedule_factor
 from agentrl_trainer.step import StepBatch, StepSettings, assemble, normalize_lengths
 from agentrl_trainer.trajectories import Rules
 from agentrl_trainer.values import with_gae
-from peer import Ask, peer
+from peer import Ask, peer, python_with
 
-PYTHON = os.environ.get("AGENTRL_TEST_TINKER_PYTHON")
+PYTHON = python_with("tinker_cookbook", "AGENTRL_TEST_TINKER_PYTHON")
 pytestmark = [
     pytest.mark.tinker,
     pytest.mark.timeout(400),  # on a busy machine the import alone can take minutes
     pytest.mark.skipif(
         PYTHON is None,
-        reason="AGENTRL_TEST_TINKER_PYTHON names no Python with tinker and tinker-cookbook",
+        reason="no tinker-cookbook here, and AGENTRL_TEST_TINKER_PYTHON names no Python with it",
     ),
 ]
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"

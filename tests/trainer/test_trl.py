@@ -14,12 +14,9 @@ says so and checks the difference.
 from __future__ import annotations
 
 import math
-import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +30,9 @@ from agentrl_trainer.logprobs import TokenLogprobs
 from agentrl_trainer.losses import LOSSES, token_sums
 from agentrl_trainer.model import load_base
 from agentrl_trainer.step import LengthNormalization, normalize_lengths
-from peer import Ask, peer
+from peer import Ask, peer, python_with
 
-PYTHON = os.environ.get("AGENTRL_TRL_PYTHON") or (sys.executable if find_spec("trl") else None)
+PYTHON = python_with("trl", "AGENTRL_TRL_PYTHON")
 pytestmark = [
     pytest.mark.timeout(400),  # on a busy machine the import alone can take minutes
     pytest.mark.skipif(

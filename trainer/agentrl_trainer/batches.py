@@ -22,6 +22,8 @@ from agentrl_trainer.prefixes import common_prefix
 from agentrl_trainer.trajectories import Trajectory
 from agentrl_trainer.tries import Trie, pack_trie
 
+_LITTLE = 0.02
+"""Of a trie's tokens: what may be computed again for the sake of a smaller one."""
 _KEYS_PER_TOKEN = 4
 """A micro-batch holds at most so many keys and values for each token of its budget."""
 LOSS_EXTRA = frozenset({"weights", "proximal", "reference"})
@@ -144,18 +146,24 @@ def count_rows(datums: Sequence[Datum]) -> TokenCounts:
 
 
 def pack(
-    datums: Sequence[Datum], *, token_budget: int, share: bool = True, pad_id: int = 0
+    datums: Sequence[Datum],
+    *,
+    token_budget: int,
+    enough: int | None = None,
+    share: bool = True,
+    pad_id: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches of at most ``token_budget`` tokens through the model, or of a single row.
 
     ``share``: as tries, of about equal size and as few as the budget allows; else as padded rows
-    of like length. Deterministic. Rows that train nothing are left out. Longest first, so that
-    running out of memory happens at once or not at all.
+    of like length. ``enough``: a trie of so many tokens, which keep the device busy, ends where
+    the next row has next to nothing in common with it. Deterministic. Rows that train nothing are
+    left out. Longest first, so that running out of memory happens at once or not at all.
     """
     rows = _rows(datums)
     if not share:
         return [_pad(datums, chunk, pad_id) for chunk in _padded_chunks(rows, token_budget)]
-    chunks = _balanced_chunks(rows, token_budget)
+    chunks = _balanced_chunks(rows, token_budget, enough or token_budget)
     return [
         _share(datums, chunk) for chunk in sorted(chunks, key=lambda c: -sum(_branch_lengths(c)))
     ]
@@ -196,7 +204,7 @@ def _added(before: _Row, row: _Row) -> int:
     return len(row.tokens) - common_prefix(before.tokens, row.tokens)
 
 
-def _balanced_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
+def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[list[_Row]]:
     """Neighbours together. First as few chunks as the budget allows, then the smallest budget
     that makes no more of them: chunks of about equal size."""
     added = _branch_lengths(rows)
@@ -206,6 +214,8 @@ def _balanced_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
         size = keys = 0
         for row, more in zip(rows, added, strict=True):
             fits = chunks and chunks[-1][-1].adapter == row.adapter and size + more <= limit
+            if size >= enough and len(row.tokens) - more <= _LITTLE * size:
+                fits = False
             # Attention gathers the keys of each row's whole path, shared or not.
             keys += len(row.tokens)
             if fits and keys <= _KEYS_PER_TOKEN * budget:

@@ -449,7 +449,10 @@ class Learner:
 
     def _pack(self, datums: Sequence[Datum]) -> list[MicroBatch]:
         share = self.why_not_shared is None
-        return pack(datums, token_budget=self.token_budget, share=share)
+        enough = None
+        if self.base.device.type == "cpu":  # a GPU wants to be filled
+            enough = _TOKENS_PER_THREAD * torch.get_num_threads()
+        return pack(datums, token_budget=self.token_budget, enough=enough, share=share)
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """[N] float32 log-probs of the targets; with a value function, [N, hidden] states too,
@@ -568,6 +571,8 @@ def _configure(optimizer: torch.optim.AdamW, adam: AdamParams) -> None:
 
 
 _OPTIONAL = ("kl_reference", "correction", "dropped", "value_loss", "value_error")
+_TOKENS_PER_THREAD = 512
+"""More in a micro-batch make a CPU no quicker, but cost memory for their activations."""
 _VALUE = "value."  # no adapter's name has a dot
 
 

@@ -69,11 +69,15 @@ class AdapterWeights(Protocol):
     def drop(self, prepared: Prepared) -> None: ...
 
 
-def merges(base: BaseModel, merge_below: int = MERGE_BELOW) -> bool:
-    """Whether adapters are to be merged into copies of the weights."""
-    size = sum(p.numel() for p in base.model.parameters())
-    quantized = getattr(base.model, "is_quantized", False)  # its weights cannot be added to
-    return size < merge_below and base.dtype == torch.float32 and not quantized
+def why_not_merged(base: BaseModel, merge_below: int = MERGE_BELOW) -> str | None:
+    """Why adapters stay beside the weights; None: they are to be merged into copies of them."""
+    if getattr(base.model, "is_quantized", False):
+        return "its weights are quantized"
+    if base.dtype != torch.float32:
+        return f"its weights are {str(base.dtype).removeprefix('torch.')}"
+    if (size := sum(p.numel() for p in base.model.parameters())) >= merge_below:
+        return f"it has {size / 1e6:.0f} million parameters, {merge_below / 1e6:.0f} or more"
+    return None
 
 
 class MergedWeights:

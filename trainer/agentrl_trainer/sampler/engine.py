@@ -27,7 +27,7 @@ from agentrl_trainer.sampler.adapters import (
     AdapterWeights,
     MergedWeights,
     PeftWeights,
-    merges,
+    why_not_merged,
 )
 from agentrl_trainer.sampler.cache import Budget, PrefixStore
 from agentrl_trainer.sampler.forward import Forward
@@ -95,8 +95,11 @@ class SamplerEngine:
         a bridge to another loop can buffer events and hand them over once a round.
         """
         self.base = base
-        merge = merges(base, merge_below)
+        beside = why_not_merged(base, merge_below)
+        merge = beside is None
         self._forward = Forward(base, lean=merge)
+        self.why_not_lean = beside or self._forward.why_not_lean
+        """Why the model's own modules decode, and not the few operations that know its family."""
         self._weights: AdapterWeights = (
             MergedWeights(base, self._forward.lean) if merge else PeftWeights(base)
         )

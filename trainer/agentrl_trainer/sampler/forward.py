@@ -5,7 +5,6 @@ Knows: transformers models, attention. Does not know: requests, sampling, adapte
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import cast
 
@@ -19,8 +18,6 @@ from transformers.masking_utils import sdpa_mask
 from agentrl_trainer.model import BaseModel, ModelError
 from agentrl_trainer.sampler.cache import TIME_STEP, Budget, KVShape, RowCache
 from agentrl_trainer.sampler.lean import LeanDecoder
-
-log = logging.getLogger(__name__)
 
 ATTENTION = "agentrl_sdpa"
 BLOCK = 16
@@ -79,6 +76,8 @@ class Forward:
         self.shape = _kv_shape(base)
         self._additive = not getattr(base.model, "_supports_sdpa", False)
         self.lean: LeanDecoder | None = None
+        self.why_not_lean: str | None = None
+        """Why ``lean`` is not used although it was wanted."""
         self._run = torch.empty(0)
         self._self_check(base, lean)
 
@@ -153,8 +152,7 @@ class Forward:
                 why = f"its logits differ by {worst:.2g}"
             except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as no:
                 why = str(no)
-            log.debug("%s is sampled from by its own modules: %s", base.name, why)
-            self.lean = None
+            self.lean, self.why_not_lean = None, why
             self._run = torch.empty(0)
         try:
             worst = self._worst(first, second, expected)

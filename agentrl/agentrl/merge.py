@@ -1,0 +1,56 @@
+"""An adapter merged into the weights of its base model. Imports torch, so ``export`` asks late."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from agentrl import ollama
+from agentrl_trainer.experts import no_false_warnings
+from agentrl_trainer.model import checkpoint_dtype, load_base
+
+
+def merge(peft: Path, model: str, out: Path) -> None:
+    """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it.
+
+    Added up in float32 and rounded once, to the type that the base's checkpoint is in; but for what
+    the model keeps in float32.
+    """
+    base = load_base(model, device="cpu", dtype="float32")
+    with no_false_warnings():
+        adapted = PeftModel.from_pretrained(base.model, str(peft))
+    _untie(base.model)
+    whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
+    _round(whole, checkpoint_dtype(model))
+    staging = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    whole.save_pretrained(staging)
+    base.tokenizer.save_pretrained(staging)
+    ollama.write_modelfile(staging, base.tokenizer)
+    staging.rename(out)
+
+
+def _untie(model: Any) -> None:
+    """A tied output embedding gets weights of its own, if one of the two embeddings is adapted:
+    what is added to the one shall not be added to the other."""
+    head, inputs = model.get_output_embeddings(), model.get_input_embeddings()
+    adapted = isinstance(head, BaseTunerLayer) or isinstance(inputs, BaseTunerLayer)
+    if adapted and head is not None and head.weight is inputs.weight:
+        layer = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
+        layer.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.get_text_config().tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+
+
+def _round(model: Any, dtype: torch.dtype) -> None:
+    """``model.to(dtype)``, less what transformers loads in float32 whatever is asked for."""
+    kept = [re.compile(part.replace("*", ".*")) for part in model._get_dtype_plan(dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not any(part.search(name) for part in kept):
+            tensor.data = tensor.data.to(dtype)
