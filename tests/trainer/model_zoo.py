@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.model import ModelError, load_base
+from agentrl_trainer.model import ModelError, load_adapter_weights, load_base
 from agentrl_trainer.sampler import SampleParams, SamplerEngine
 
 VOCAB = 257
@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {
     "shared_intermediate_size": 40, "first_k_dense_replace": 1,
     # latent attention
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "qk_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2,
+    "v_head_dim": 8, "qk_head_dim": 16, "index_head_dim": 16, "index_n_heads": 16,
     # state spaces and linear attention
     "state_size": 8, "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1,
     "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1,
@@ -130,7 +130,12 @@ def tiny_model(kind: str) -> PreTrainedModel:
     if size > 20_000_000:
         raise ValueError(f"it is not small: {size}")
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # none left at zero or one: mistakes would not show
+            if parameter.is_floating_point() and parameter.std(unbiased=False) == 0:
+                parameter += torch.randn_like(parameter) * 0.1
+    return model
 
 
 
@@ -175,7 +180,9 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
 
 def reference(folder: Path, version: str) -> Any:
     own = load_base(str(folder / "base"), device="cpu").model
-    return PeftModel.from_pretrained(own, str(folder / version), is_trainable=True).eval()
+    model = PeftModel.from_pretrained(own, str(folder / version), is_trainable=True).eval()
+    load_adapter_weights(model, "default", folder / version)  # PEFT loses some of Laguna's
+    return model
 
 
 def plain(model: Any, row: list[int]) -> torch.Tensor:

@@ -34,6 +34,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
@@ -43,6 +44,8 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _BEFORE_FUSION = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
                   "w3": "gate_up_proj", "w2": "down_proj"}  # fmt: skip
 _TAKEN = frozenset({*_BEFORE_FUSION, "down_proj"})
+# In these PEFT refuses a LoRA of the layer behind the state space: kernels read its weight alone.
+_STATE_SPACES = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
 
 
 class TargetError(ValueError):
@@ -128,7 +131,7 @@ def _is_taken(path: str) -> bool:
 
 
 def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
-    """``config`` with targets that mean for this model what they say; dense models: as it is.
+    """``config`` with targets that mean for this model what they say; most dense ones: as it is.
 
     "all-linear" is every linear layer and all experts, without routers and the output embedding. A
     list names layers as PEFT does, by the end of their path; experts go by their names here
@@ -138,13 +141,14 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
         TargetError: a target is a router, names half of a fused weight, or nothing.
     """
     if not expert_count(model.config):
+        if config.target_modules == "all-linear" and _is_odd(model):
+            config = copy.deepcopy(config)
+            config.target_modules = _shortest(_by_default(model), model)
         return config
     stacks = expert_stacks(model)
     linears = {p: m for p, m in own_modules(model) if isinstance(m, nn.Linear)}
     if config.target_modules == "all-linear":
-        head = model.get_output_embeddings()
-        chosen = [p for p, m in linears.items() if m is not head and not is_router(p)]
-        experts = list(stacks)
+        chosen, experts = _by_default(model), list(stacks)
     else:
         chosen, experts = _named(config.target_modules, list(linears), list(stacks))
     quantized = bool(getattr(model, "is_quantized", False))
@@ -164,6 +168,26 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
     if experts and (rank := expert_rank(model.config, config.r)) != config.r:
         changed.rank_pattern = {re.escape(end): rank for end in of_experts}
     return changed
+
+
+def _is_odd(model: Any) -> bool:
+    """Whether PEFT's own reading of "all-linear" would be wrong for a dense model."""
+    return model.config.model_type in _STATE_SPACES
+
+
+def _by_default(model: Any) -> list[str]:
+    """Paths of the linear layers that "all-linear" means."""
+    head = model.get_output_embeddings()
+    mixture = expert_count(model.config) > 0
+    odd = {"out_proj"} if model.config.model_type in _STATE_SPACES else set[str]()
+    return [
+        path
+        for path, module in own_modules(model)
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not head
+        and not (mixture and is_router(path))
+        and path.rpartition(".")[2] not in odd
+    ]
 
 
 def what_is_trained(model: Any, config: LoraConfig) -> str | None:

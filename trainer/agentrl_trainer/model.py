@@ -123,7 +123,7 @@ def load_facts(name: str) -> ModelFacts:
         generation = GenerationConfig.from_pretrained(source)
     except OSError:  # the model has no such file; transformers derives it from the configuration
         generation = GenerationConfig.from_model_config(config)
-    return ModelFacts(tokenizer, _context_length(name, config), _eos_ids(generation, tokenizer))
+    return ModelFacts(tokenizer, _context_length(config, tokenizer), _eos_ids(generation, tokenizer))
 
 
 def load_base(
@@ -161,7 +161,7 @@ def load_base(
         name=name,
         device=target,
         dtype=model.dtype,
-        context_length=_context_length(name, config),
+        context_length=_context_length(config, tokenizer),
         eos_ids=_eos_ids(getattr(model, "generation_config", None), tokenizer),
     )
 
@@ -387,14 +387,25 @@ def _require_decoder_only(name: str, config: Any) -> None:
         )
 
 
-def _context_length(name: str, config: Any) -> int:
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 2:
-        raise ModelError(
-            f"model: the config.json of {name!r} has no max_position_embeddings, so its context "
-            "length is unknown. Add the field to a local copy of the model."
-        )
-    return length
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+_ENDLESS = 2**17
+"""Context of models whose configuration and tokenizer tell no length: state spaces have none."""
+
+
+def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    text = config.get_text_config()
+    told = [getattr(text, name, None) for name in (*_LENGTHS, "max_sequence_length")]
+    found = next((n for n in told if isinstance(n, int) and n > 1), None)
+    if found is None:
+        found = min(int(tokenizer.model_max_length), _ENDLESS)
+    # Beyond its original length the frequencies of such an embedding follow the longest row of a
+    # batch, so what a token's log-prob is would depend on its neighbours.
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if parameters.get("rope_type") in ("dynamic", "longrope"):
+        original = parameters.get("original_max_position_embeddings")
+        original = original or getattr(text, "original_max_position_embeddings", None)
+        found = min(found, original or found)
+    return found
 
 
 def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

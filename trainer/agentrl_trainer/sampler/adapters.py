@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from peft import LoraModel, PeftModel
+from peft import LoraModel, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
 
 from agentrl_trainer.experts import (
     ExpertStack,
@@ -32,7 +33,15 @@ from agentrl_trainer.experts import (
     places,
     scaling,
 )
-from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError, evaluation_mode
+from agentrl_trainer.model import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    BaseModel,
+    ModelError,
+    adapter_shapes,
+    evaluation_mode,
+    load_adapter_weights,
+)
 from agentrl_trainer.sampler.lean import LeanDecoder, Product
 
 MERGE_BELOW = 200_000_000
@@ -84,7 +93,7 @@ class MergedWeights:
         linears = {
             name: module
             for name, module in base.model.named_modules()
-            if isinstance(module, torch.nn.Linear)
+            if isinstance(module, (torch.nn.Linear, Conv1D))
         }
         head, embeddings = base.model.get_output_embeddings(), base.model.get_input_embeddings()
         if isinstance(head, torch.nn.Linear) and head.weight is embeddings.weight:
@@ -92,7 +101,10 @@ class MergedWeights:
             # is none of the embeddings.
             head.weight = torch.nn.Parameter(head.weight.data, head.weight.requires_grad)
         self._stacks = expert_stacks(base.model)
-        self._adapted: dict[str, torch.nn.Linear | ExpertStack] = {**linears, **self._stacks}
+        self._adapted: dict[str, torch.nn.Linear | Conv1D | ExpertStack] = {
+            **linears,
+            **self._stacks,
+        }
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._adapted.items()}
         self._changed: set[str] = set()
@@ -106,6 +118,8 @@ class MergedWeights:
             weight = self._original.get(name)
             if weight is None:
                 raise ModelError(f"adapter: {folder} adapts {name!r}: no linear layer here.")
+            if isinstance(self._adapted[name], Conv1D):  # GPT-2's: its weight is [in, out]
+                a, b = b.T, a.T
             if (*b.shape[:-1], a.shape[-1]) != tuple(weight.shape):
                 raise ModelError(
                     f"adapter: {folder} was trained on another model: {name} is "
@@ -159,6 +173,7 @@ class PeftWeights:
                 )
             else:
                 self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
+            _take_by_name(self._peft, prepared)
             beside_the_weights(self._peft)
             evaluation_mode(self._peft)
             self._use(prepared)
@@ -186,6 +201,19 @@ class PeftWeights:
             self.activate(None)
         if prepared.key in self._peft.peft_config:
             self._peft.delete_adapter(prepared.key)
+
+
+def _take_by_name(model: PeftModel, prepared: Prepared) -> None:
+    """The file's weights where its names are the model's own, as those of our adapters are.
+
+    PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
+    renames ``x`` into ``xs`` (Laguna's shared experts): it finds no ``xss``, and says nothing.
+    """
+    state = get_peft_model_state_dict(
+        model, adapter_name=prepared.key, save_embedding_layers=False
+    )
+    if state.keys() == adapter_shapes(prepared.folder).keys():
+        load_adapter_weights(model, prepared.key, prepared.folder)
 
 
 def read_lora(
