@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from agentrl_trainer.batches import MicroBatch
 from agentrl_trainer.model import ModelError
+from agentrl_trainer.thresholds import lowered
 from agentrl_trainer.tries import ATTENTION, Trie, pack_trie, why_no_flex
 
 MAX_LOGITS = 2**24
@@ -306,7 +307,8 @@ def why_no_tries(model: PreTrainedModel) -> str | None:
     if kind := _length_dependent_rope(config):
         return f"its {kind} rotary embedding depends on the length of the batch"
     before = model.config._attn_implementation
-    why = _compare_trie(model, config)
+    with lowered(model):
+        why = _compare_trie(model, config)
     if why is not None:
         model.set_attn_implementation(cast(str, before))
     return why
