@@ -247,8 +247,7 @@ def _sample(folder: Path) -> dict[str, str]:
         reused = engine.stats().reused_tokens
     finally:
         engine.stop()
-    how = getattr(engine, "how", "") or ("lean" if engine._forward.lean is not None else "pages")
-    return {"sample": how, "sampled": f"{worst:.1e}", "reused": str(reused)}
+    return {"sample": engine._forward.how, "sampled": f"{worst:.1e}", "reused": str(reused)}
 
 
 if __name__ == "__main__":
