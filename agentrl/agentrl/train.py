@@ -372,6 +372,7 @@ class Training:
             device=self.config.device,
             dtype=self.config.dtype,
             load_in_4bit=self.config.load_in_4bit,
+            trust_remote_code=self.config.trust_remote_code,
             token_budget=self.config.micro_batch_tokens,
             gradient_checkpointing=self.config.gradient_checkpointing,
             value=value_params(self.config),

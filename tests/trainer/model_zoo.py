@@ -14,6 +14,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -59,6 +60,15 @@ SMALL: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "lru_width": 32, "mamba_d_ssm": 64, "mamba_headdim": 8,
     "conv_L_cache": 3, "use_mambapy": False,
+    # towers
+    "depth": 1, "embed_dim": 32, "out_hidden_size": 32, "image_size": 28, "patch_size": 14,
+    "deepstack_visual_indexes": [0], "vision_output_dim": 32, "projector_input_dim": 32,
+    "projector_output_dim": 32, "mm_tokens_per_image": 4, "fullatt_block_indexes": [0],
+    "image_token_id": 253, "image_token_index": 253, "video_token_id": 252,
+    "boi_token_index": 251, "eoi_token_index": 251, "vision_start_token_id": 251,
+    "vision_end_token_id": 251, "vision_token_id": 253, "audio_token_id": 250,
+    "boi_token_id": 251, "eoi_token_id": 251, "boa_token_id": 251, "eoa_token_id": 251,
+    "mrope_section": [1, 1, 2],
 }  # fmt: skip
 
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -99,6 +109,34 @@ ALSO: dict[str, dict[str, Any]] = {
 }
 
 
+MULTIMODAL = (
+    "gemma3", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+    "llama4", "mistral3", "mllama", "llava", "llava_next", "internvl", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "glm46v",
+    "aya_vision", "lfm2_vl", "cohere2_vision", "ovis2", "paligemma", "kimi_k25", "ernie4_5_vl_moe", "gemma3n", "qwen2_audio", "voxtral", "phi4_multimodal", "minicpmv4_6",
+)
+
+
+_EYES = "siglip_vision_model"
+_MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}}
+ALSO |= {
+    "gemma3": {"text_config": "gemma3_text", "vision_config": _EYES},
+    "paligemma": {"text_config": "gemma", "vision_config": _EYES},
+    "mistral3": {"text_config": "mistral", "vision_config": "pixtral"},
+    "llava": {"text_config": "llama", "vision_config": "clip_vision_model"},
+    "llava_next": {"text_config": "mistral", "vision_config": "clip_vision_model"},
+    "aya_vision": {"text_config": "cohere2", "vision_config": _EYES},
+    "cohere2_vision": {"text_config": "cohere2", "vision_config": _EYES},
+    "internvl": {"text_config": "qwen2"}, "smolvlm": {"text_config": "llama"}, "idefics3": {"text_config": "llama"},
+    "lfm2_vl": {"text_config": "lfm2", "vision_config": "siglip2_vision_model"}, "ovis2": {"text_config": "qwen2"},
+    "kimi_k25": {"text_config": "deepseek_v3"}, "glm46v": {"text_config": "glm4v_moe_text", "vision_config": "glm4v_vision"},
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}, "minicpmv4_6": {"text_config": "qwen3_5_text"},
+    "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "glm4v": _MROPE, "glm4v_moe": {"text_config": "glm4v_moe_text"},
+    "ernie4_5_vl_moe": {"text_config": {**_MROPE["text_config"], "moe_intermediate_size": [16, 16]}},
+    "qwen2_audio": {"text_config": "qwen2", "audio_config": "qwen2_audio_encoder"},
+    "voxtral": {"text_config": "llama", "audio_config": "voxtral_encoder"},
+}
+
+
 def tiny_config(kind: str) -> PreTrainedConfig:
     return _small(CONFIG_MAPPING[kind], ALSO.get(kind, {}))
 
@@ -108,12 +146,12 @@ def _small(cls: type[PreTrainedConfig], also: dict[str, Any]) -> PreTrainedConfi
     values = {name: value for name, value in SMALL.items() if name in names}
     subs = getattr(cls, "sub_configs", {})
     for name, sub in subs.items():
-        if isinstance(sub, type) and issubclass(sub, PreTrainedConfig) and sub is not PreTrainedConfig:
-            try:
-                values[name] = _small(sub, {})
-            except Exception:
-                pass
-    return cls(**{**values, **also})
+        part = also.get(name)
+        if isinstance(part, str):
+            values[name] = _small(CONFIG_MAPPING[part], ALSO.get(part, {}))
+        elif isinstance(sub, type) and issubclass(sub, PreTrainedConfig):
+            values[name] = _small(sub, {**ALSO.get(sub.model_type, {}), **(part or {})})
+    return cls(**{**values, **{k: v for k, v in also.items() if k not in subs}})
 
 
 def _names(cls: type[PreTrainedConfig]) -> set[str]:
@@ -125,12 +163,13 @@ def _names(cls: type[PreTrainedConfig]) -> set[str]:
 
 def tiny_model(kind: str) -> PreTrainedModel:
     config = tiny_config(kind)
+    auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForMultimodalLM
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
     if size > 20_000_000:
         raise ValueError(f"it is not small: {size}")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = auto.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # none left at zero or one: mistakes would not show
             if parameter.is_floating_point() and parameter.std(unbiased=False) == 0:

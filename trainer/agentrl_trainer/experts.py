@@ -44,6 +44,7 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _BEFORE_FUSION = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
                   "w3": "gate_up_proj", "w2": "down_proj"}  # fmt: skip
 _TAKEN = frozenset({*_BEFORE_FUSION, "down_proj"})
+_SENSES = ("vision", "visual", "audio", "image_embed")  # some decoders hold the towers themselves
 # In these PEFT refuses a LoRA of the layer behind the state space: kernels read its weight alone.
 _STATE_SPACES = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
 
@@ -87,7 +88,7 @@ def _first(config: Any, names: Sequence[str]) -> int:
 
 def adaptable(model: Any) -> list[str]:
     """Paths of the linear layers and expert weights that adapters may have."""
-    linears = [path for path, module in own_modules(model) if isinstance(module, nn.Linear)]
+    linears = [path for path, module in text_modules(model) if isinstance(module, nn.Linear)]
     stacks = list(expert_stacks(model))
     mixture = expert_count(model.config) > 0
     return [path for path in linears if not (mixture and is_router(path))] + stacks
@@ -99,7 +100,7 @@ def expert_stacks(model: Any) -> dict[str, ExpertStack]:
         return {}
     return {
         f"{path}.{name}": ExpertStack(module, name)
-        for path, module in own_modules(model)
+        for path, module in text_modules(model)
         if not isinstance(module, nn.Conv1d)  # its weight has three dimensions as well
         for name, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3 and weight.shape[0] == count and weight.is_floating_point()
@@ -116,6 +117,23 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside = f"{path}."
             module = cast(nn.Module, module.get_base_layer())
         yield path, module
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a model has other inputs than text, and its configuration one for each part."""
+    return config.get_text_config() is not config
+
+
+def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """``own_modules`` that tokens go through; towers for images and sound are left out."""
+    if not is_multimodal(model.config):
+        yield from own_modules(model)
+        return
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in (head, *decoder.modules()) if module is not None}
+    for path, module in own_modules(model):
+        if id(module) in inside and not any(word in path for word in _SENSES):
+            yield path, module
 
 
 def is_router(path: str) -> bool:
@@ -141,12 +159,17 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
         TargetError: a target is a router, names half of a fused weight, or nothing.
     """
     if not expert_count(model.config):
-        if config.target_modules == "all-linear" and _is_odd(model):
-            config = copy.deepcopy(config)
-            config.target_modules = _shortest(_by_default(model), model)
+        if not _is_odd(model):
+            return config
+        config = copy.deepcopy(config)
+        if config.target_modules == "all-linear":
+            chosen = _by_default(model)
+        else:
+            chosen, _ = _named(config.target_modules, adaptable(model), [])
+        config.target_modules = _shortest(chosen, model)
         return config
     stacks = expert_stacks(model)
-    linears = {p: m for p, m in own_modules(model) if isinstance(m, nn.Linear)}
+    linears = {p: m for p, m in text_modules(model) if isinstance(m, nn.Linear)}
     if config.target_modules == "all-linear":
         chosen, experts = _by_default(model), list(stacks)
     else:
@@ -171,8 +194,8 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
 
 
 def _is_odd(model: Any) -> bool:
-    """Whether PEFT's own reading of "all-linear" would be wrong for a dense model."""
-    return model.config.model_type in _STATE_SPACES
+    """Whether PEFT's own reading of targets would be wrong for a dense model."""
+    return model.config.model_type in _STATE_SPACES or is_multimodal(model.config)
 
 
 def _by_default(model: Any) -> list[str]:
@@ -182,7 +205,7 @@ def _by_default(model: Any) -> list[str]:
     odd = {"out_proj"} if model.config.model_type in _STATE_SPACES else set[str]()
     return [
         path
-        for path, module in own_modules(model)
+        for path, module in text_modules(model)
         if isinstance(module, (nn.Linear, Conv1D))
         and module is not head
         and not (mixture and is_router(path))
