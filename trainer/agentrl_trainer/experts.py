@@ -195,22 +195,42 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
 
 def _is_odd(model: Any) -> bool:
     """Whether PEFT's own reading of targets would be wrong for a dense model."""
-    return model.config.model_type in _STATE_SPACES or is_multimodal(model.config)
+    return is_multimodal(model.config) or bool(_left_out(model))
 
 
 def _by_default(model: Any) -> list[str]:
     """Paths of the linear layers that "all-linear" means."""
     head = model.get_output_embeddings()
     mixture = expert_count(model.config) > 0
-    odd = {"out_proj"} if model.config.model_type in _STATE_SPACES else set[str]()
+    odd = _left_out(model)
     return [
         path
         for path, module in text_modules(model)
         if isinstance(module, (nn.Linear, Conv1D))
         and module is not head
         and not (mixture and is_router(path))
-        and path.rpartition(".")[2] not in odd
+        and path not in odd
     ]
+
+
+def _left_out(model: Any) -> set[str]:
+    """Linear layers in which a LoRA would do nothing, or not the same everywhere.
+
+    Of state spaces the step's: its weight is multiplied by itself, past the layer, so a LoRA beside
+    it is not computed, and one merged into it is. Of sparse attention the indexer, which chooses
+    keys without a gradient.
+    """
+    found: set[str] = set()
+    modules = dict(own_modules(model))
+    for path, module in modules.items():
+        owner, _, leaf = path.rpartition(".")
+        if not isinstance(module, nn.Linear):
+            continue
+        step = leaf == "dt_proj" and hasattr(modules[owner], "A_log")
+        refused = leaf == "out_proj" and model.config.model_type in _STATE_SPACES
+        if step or refused or "indexer" in path.split("."):
+            found.add(path)
+    return found
 
 
 def what_is_trained(model: Any, config: LoraConfig) -> str | None:

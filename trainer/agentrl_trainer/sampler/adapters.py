@@ -95,11 +95,13 @@ class MergedWeights:
             for name, module in base.model.named_modules()
             if isinstance(module, (torch.nn.Linear, Conv1D))
         }
-        head, embeddings = base.model.get_output_embeddings(), base.model.get_input_embeddings()
-        if isinstance(head, torch.nn.Linear) and head.weight is embeddings.weight:
-            # A tied head gets a Parameter of its own, to the same storage: an adapter of the head
-            # is none of the embeddings.
-            head.weight = torch.nn.Parameter(head.weight.data, head.weight.requires_grad)
+        known = {id(cast(torch.nn.Module, base.model.get_input_embeddings()).weight)}
+        for linear in linears.values():
+            if id(linear.weight) in known:
+                # A Parameter of its own, to the same storage: an adapter of a tied head is none of
+                # the embeddings, and layers with a weight in common (Zamba's) have each their own.
+                linear.weight = torch.nn.Parameter(linear.weight.data, linear.weight.requires_grad)
+            known.add(id(linear.weight))
         self._stacks = expert_stacks(base.model)
         self._adapted: dict[str, torch.nn.Linear | Conv1D | ExpertStack] = {
             **linears,
