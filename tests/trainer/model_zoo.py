@@ -1,31 +1,42 @@
-"""Every causal language model that transformers has, very small and random."""
+"""Every causal language model that transformers has, very small and random: what works with it.
+
+``python tests/trainer/model_zoo.py`` goes over all of them and writes the table of docs/models.md;
+``python tests/trainer/model_zoo.py KIND...`` says it of some. test_model_zoo.py does so of a few.
+"""
 
 from __future__ import annotations
 
 import inspect
 import random
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from test_sampler_models import Asked, byte_tokenizer
+from test_sampler_models import Asked, byte_tokenizer, worst_difference
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import set_verbosity_error
 
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import AdamParams, Learner
 from agentrl_trainer.model import ModelError, load_adapter_weights, load_base
 from agentrl_trainer.sampler import SampleParams, SamplerEngine
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_START, _END = "<!-- made by tests/trainer/model_zoo.py -->", "<!-- until here -->"
 VOCAB = 257
+MOST_PARAMETERS = 20_000_000
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "dim_model": 32, "emb_dim": 32,
@@ -71,54 +82,49 @@ SMALL: dict[str, Any] = {
     "mrope_section": [1, 1, 2],
 }  # fmt: skip
 
-_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+# What a family wants besides, or instead. A part's name stands for the kind it is of.
+# fmt: off
 _MLA = {"num_key_value_heads": 4}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_CONV = {"layer_types": ["conv", "full_attention"]}
+_WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
+_LOGITS = {"logit_scale": 0.5}
+_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2],
+                              "rope_theta": 10000.0}}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+_EYES = "siglip_vision_model"
 ALSO: dict[str, dict[str, Any]] = {
-    "axk1": _MLA, "axk2": _MLA, "deepseek_v2": _MLA, "deepseek_v3": _MLA, "deepseek_v32": _MLA,
-    "dots3_note_text": _MLA, "glm4_moe_lite": _MLA, "glm_moe_dsa": _MLA, "youtu": _MLA, "minicpm3": _MLA,
-    "longcat_flash": _MLA, "kimi_linear": _MLA,
-    "bailing_hybrid": {**_MLA, "layer_types": ["linear_attention", "full_attention"]},
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text",
+         "glm4_moe_lite", "glm_moe_dsa", "youtu", "longcat_flash"), _MLA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _LINEAR),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _CONV),
+    **dict.fromkeys(("laguna", "mellum"), _WINDOW),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), _LOGITS),
+    **{kind: {"text_config": _MROPE} for kind in ("qwen2_vl", "qwen2_5_vl", "glm4v")},
+    "minicpm3": {**_MLA, "scale_emb": 1, "dim_model_base": 32},
+    "bailing_hybrid": {**_MLA, **_LINEAR},
+    "kimi_linear": {**_MLA, **_LINEAR, "linear_head_dim": 8, "linear_num_heads": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
-    "lfm3": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_next": _LINEAR, "qwen3_5_text": _LINEAR, "qwen3_5_moe_text": _LINEAR, "qwen4_exp_text": _LINEAR,
+    "bamba": {"attn_layer_indices": [1]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2,
+               "num_mem_blocks": 1, "hybrid_layer_ids": [1, 3]},
+    "xlstm": {"qk_dim_factor": 1.0, "v_dim_factor": 1.0, "head_dim": None, "step_kernel": "native",
+              "chunkwise_kernel": "chunkwise--native_autograd",
+              "sequence_kernel": "native_sequence__native"},
+    "gemma3n_text": {**_PER_LAYER, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+                     "layer_types": ["sliding_attention", "full_attention"] * 2, "laurel_rank": 4,
+                     "intermediate_size": 40, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
+    "gemma4_text": {**_PER_LAYER, **_WINDOW, "global_head_dim": 16},
+    "gemma4_unified_text": {**_PER_LAYER, **_WINDOW, "global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 257, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "intermediate_size": 40, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
-    "gemma4_text": {"vocab_size_per_layer_input": 257, "hidden_size_per_layer_input": 8, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "gemma4_unified_text": {"vocab_size_per_layer_input": 257, "hidden_size_per_layer_input": 8, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "zaya": {"num_experts_per_tok": 1},
-    "reformer": {"is_decoder": True},
-    "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5, "v_dim_factor": 1.0, "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native", "step_kernel": "native", "chunk_size": 8},
-    "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "mamba"]},
-    "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "mamba"]},
-    "kimi_linear": {**_MLA, **_LINEAR, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 8},
-    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "zamba2": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1, "hybrid_layer_ids": [1, 3]},
-    "cohere": {"logit_scale": 0.5}, "cohere2": {"logit_scale": 0.5}, "cohere2_moe": {"logit_scale": 0.5},
-    "xlstm": {"num_heads": 4, "qk_dim_factor": 1.0, "v_dim_factor": 1.0, "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native", "step_kernel": "native", "chunk_size": 8, "head_dim": None},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False, "hidden_size": 32},
-    "bamba": {"attn_layer_indices": [1]},
-    "codegen": {"rotary_dim": 4, "n_embd": 32},
-    "gptj": {"rotary_dim": 4},
-    "dots1": {"n_shared_experts": 1},
-    "bert": {"is_decoder": True},
-}
-
-
-MULTIMODAL = (
-    "gemma3", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
-    "llama4", "mistral3", "mllama", "llava", "llava_next", "internvl", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "glm46v",
-    "aya_vision", "lfm2_vl", "cohere2_vision", "ovis2", "paligemma", "kimi_k25", "ernie4_5_vl_moe", "gemma3n", "qwen2_audio", "voxtral", "phi4_multimodal", "minicpmv4_6",
-)
-
-
-_EYES = "siglip_vision_model"
-_MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}}
-ALSO |= {
+    "codegen": {"rotary_dim": 4}, "gptj": {"rotary_dim": 4},
+    "dots1": {"n_shared_experts": 1}, "zaya": {"num_experts_per_tok": 1},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "gemma3": {"text_config": "gemma3_text", "vision_config": _EYES},
     "paligemma": {"text_config": "gemma", "vision_config": _EYES},
     "mistral3": {"text_config": "mistral", "vision_config": "pixtral"},
@@ -126,15 +132,29 @@ ALSO |= {
     "llava_next": {"text_config": "mistral", "vision_config": "clip_vision_model"},
     "aya_vision": {"text_config": "cohere2", "vision_config": _EYES},
     "cohere2_vision": {"text_config": "cohere2", "vision_config": _EYES},
-    "internvl": {"text_config": "qwen2"}, "smolvlm": {"text_config": "llama"}, "idefics3": {"text_config": "llama"},
-    "lfm2_vl": {"text_config": "lfm2", "vision_config": "siglip2_vision_model"}, "ovis2": {"text_config": "qwen2"},
-    "kimi_k25": {"text_config": "deepseek_v3"}, "glm46v": {"text_config": "glm4v_moe_text", "vision_config": "glm4v_vision"},
-    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}, "minicpmv4_6": {"text_config": "qwen3_5_text"},
-    "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "glm4v": _MROPE, "glm4v_moe": {"text_config": "glm4v_moe_text"},
-    "ernie4_5_vl_moe": {"text_config": {**_MROPE["text_config"], "moe_intermediate_size": [16, 16]}},
+    "lfm2_vl": {"text_config": "lfm2", "vision_config": "siglip2_vision_model"},
+    "glm4v_moe": {"text_config": "glm4v_moe_text"}, "glm4v_moe_text": _MROPE,
+    "glm46v": {"text_config": "glm4v_moe_text", "vision_config": "glm4v_vision"},
+    "internvl": {"text_config": "qwen2"}, "ovis2": {"text_config": "qwen2"},
+    "smolvlm": {"text_config": "llama"}, "idefics3": {"text_config": "llama"},
+    "kimi_k25": {"text_config": "deepseek_v3"}, "minicpmv4_6": {"text_config": "qwen3_5_text"},
+    "ernie4_5_vl_moe": {"text_config": {**_MROPE, "moe_intermediate_size": [16, 16]}},
     "qwen2_audio": {"text_config": "qwen2", "audio_config": "qwen2_audio_encoder"},
     "voxtral": {"text_config": "llama", "audio_config": "voxtral_encoder"},
 }
+MULTIMODAL = (
+    "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "gemma3", "gemma3n", "gemma4", "glm46v",
+    "glm4v", "glm4v_moe", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llama4", "llava",
+    "llava_next", "minicpmv4_6", "mistral3", "mllama", "ovis2", "paligemma", "phi4_multimodal",
+    "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "smolvlm", "voxtral",
+)
+# fmt: on
+
+
+def kinds() -> list[str]:
+    """All ``model_type``s that there is anything to say of."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL})
 
 
 def tiny_config(kind: str) -> PreTrainedConfig:
@@ -142,32 +162,27 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 
 
 def _small(cls: type[PreTrainedConfig], also: dict[str, Any]) -> PreTrainedConfig:
-    names = _names(cls)
+    names = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "attribute_map", {})}
+    names = names.union(*(getattr(base, "__annotations__", {}) for base in cls.__mro__))
     values = {name: value for name, value in SMALL.items() if name in names}
-    subs = getattr(cls, "sub_configs", {})
-    for name, sub in subs.items():
-        part = also.get(name)
-        if isinstance(part, str):
-            values[name] = _small(CONFIG_MAPPING[part], ALSO.get(part, {}))
-        elif isinstance(sub, type) and issubclass(sub, PreTrainedConfig):
-            values[name] = _small(sub, {**ALSO.get(sub.model_type, {}), **(part or {})})
-    return cls(**{**values, **{k: v for k, v in also.items() if k not in subs}})
-
-
-def _names(cls: type[PreTrainedConfig]) -> set[str]:
-    found = set(inspect.signature(cls.__init__).parameters)
-    for base in cls.__mro__:
-        found |= set(getattr(base, "__annotations__", {}))
-    return found | set(getattr(cls, "attribute_map", {}))
+    parts = getattr(cls, "sub_configs", {})
+    for name, part in parts.items():
+        own = also.get(name)
+        if isinstance(own, str):
+            values[name] = _small(CONFIG_MAPPING[own], ALSO.get(own, {}))
+        elif isinstance(part, type) and issubclass(part, PreTrainedConfig):
+            values[name] = _small(part, {**ALSO.get(part.model_type, {}), **(own or {})})
+    return cls(**{**values, **{name: value for name, value in also.items() if name not in parts}})
 
 
 def tiny_model(kind: str) -> PreTrainedModel:
     config = tiny_config(kind)
-    auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForMultimodalLM
+    text = config.get_text_config() is config
+    auto = AutoModelForCausalLM if text else AutoModelForMultimodalLM
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(config).parameters())
-    if size > 20_000_000:
-        raise ValueError(f"it is not small: {size}")
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"its small one has {size:,} parameters")
     torch.manual_seed(0)
     model = auto.from_config(config).eval()
     with torch.no_grad():
@@ -177,91 +192,114 @@ def tiny_model(kind: str) -> PreTrainedModel:
     return model
 
 
+@dataclass
+class Seen:
+    """What of agentrl works with a model, and how far it is from transformers' own forward."""
 
-def examine(kind: str, folder: Path) -> dict[str, str]:
-    """What of agentrl works with the model, and how far it is from transformers' own forward."""
-    found: dict[str, str] = {}
+    trains: str = ""
+    """shared or rows; empty: not tried, or refused."""
+    samples: str = ""
+    logprobs: float = 0.0
+    """Largest difference, of the trainer's and of the sampler's."""
+    gradients: float = 0.0
+    """Largest difference, as a share of the largest gradient."""
+    why: str = ""
+    """No model could be made, or it is refused."""
+
+    def row(self, kind: str) -> str:
+        return f"| `{kind}` | {self.trains} | {self.samples} | {_rounded(self.logprobs)} |"
+
+
+def _rounded(difference: float) -> str:
+    """The power of ten above it."""
+    return next((f"{limit:.0e}" for limit in (1e-5, 1e-4, 1e-3) if difference <= limit), "differs")
+
+
+def examine(kind: str, folder: Path) -> Seen:
     try:
         model = tiny_model(kind)
         model.save_pretrained(folder / "base")
-        byte_tokenizer().save_pretrained(folder / "base")
-        base = load_base(str(folder / "base"), device="cpu")
-    except ModelError as error:
-        return {"load": f"refused: {error}"}
-    except Exception as error:
-        return {"load": f"zoo: {type(error).__name__}: {error}"}
-    found["load"] = "ok"
+    except Exception as error:  # of the zoo, not of agentrl
+        return Seen(why=f"not tried: {type(error).__name__}: {error}")
+    byte_tokenizer().save_pretrained(folder / "base")
     try:
+        base = load_base(str(folder / "base"), device="cpu")
         learner = Learner(base, rank=4, alpha=8.0, adam=AdamParams(lr=3e-2))
-    except Exception as error:
-        return found | {"train": f"refused: {type(error).__name__}: {error}"}
+    except ModelError as error:
+        return Seen(why=f"refused: {error}".replace(f"{folder}/base", kind))
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, p in learner.model.named_parameters():
-            if "lora_B" in name or "lora_embedding_B" in name:
-                p.normal_(0, 0.1)
+        for name, parameter in learner.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
     learner.save_adapter("default", folder / "v1")
-    try:
-        found |= _train(learner, folder)
-    except Exception as error:
-        import traceback; traceback.print_exc()
-        found["train"] = f"fails: {type(error).__name__}: {error}"
-    try:
-        learner.save_adapter("default", folder / "v2")
-        found |= _sample(folder)
-    except ModelError as error:
-        found["sample"] = f"refused: {error}"
-    except Exception as error:
-        import traceback; traceback.print_exc()
-        found["sample"] = f"fails: {type(error).__name__}: {error}"
-    return found
+    seen = Seen(trains="shared" if learner.why_not_shared is None else "rows")
+    trained, seen.gradients = _train(learner, folder)
+    learner.save_adapter("default", folder / "v2")
+    seen.samples, sampled = _sample(folder)
+    seen.logprobs = max(trained, sampled)
+    return seen
 
 
-def reference(folder: Path, version: str) -> Any:
+def reference(folder: Path, version: str) -> PeftModel:
     own = load_base(str(folder / "base"), device="cpu").model
-    model = PeftModel.from_pretrained(own, str(folder / version), is_trainable=True).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(own, str(folder / version), is_trainable=True).eval()
     load_adapter_weights(model, "default", folder / version)  # PEFT loses some of Laguna's
     return model
 
 
 def plain(model: Any, row: list[int]) -> torch.Tensor:
-    """[len(row) - 1] log-probs of the tokens after the first."""
+    """[len(row) - 1] log-probs of the tokens after the first, of a row by itself."""
     ids = torch.tensor([row])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
 def group() -> list[Datum]:
+    """Rows which share a prompt, and two of them a turn; beyond the small models' windows."""
     draw = random.Random(0)
-    ids = lambda n: [draw.randrange(3, 250) for _ in range(n)]
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, 250) for _ in range(count)]
+
     prompt = ids(19)
     turn = prompt + ids(6)
     rows = [turn + ids(13), turn + ids(4), prompt + ids(9), prompt + ids(1), ids(5)]
-    return [Datum(r, [i > 3 for i in range(len(r))], [0.0] * len(r), [draw.gauss(0, 1) for _ in r]) for r in rows]
+    return [
+        Datum(
+            tokens=row,
+            mask=[at > 3 for at in range(len(row))],
+            logprobs=[0.0] * len(row),
+            advantages=[draw.gauss(0, 1) for _ in row],
+        )
+        for row in rows
+    ]
 
 
-def _train(learner: Learner, folder: Path) -> dict[str, str]:
+def _train(learner: Learner, folder: Path) -> tuple[float, float]:
+    """One step; how far log-probs and gradients before it are from the reference's."""
     datums = group()
     truth = reference(folder, "v1")
     worst = 0.0
     for datum, values in zip(datums, learner.forward(datums), strict=True):
-        lp = plain(truth, datum.tokens)
+        logprobs = plain(truth, datum.tokens)
         mask = torch.tensor(datum.mask[1:])
-        (lp * torch.tensor(datum.advantages[1:]) * mask).sum().neg().backward()
-        worst = max(worst, float(((torch.tensor(values[1:]) - lp.detach()) * mask).abs().max()))
+        (logprobs * torch.tensor(datum.advantages[1:]) * mask).sum().neg().backward()
+        worst = max(worst, float(((torch.tensor(values[1:]) - logprobs) * mask).abs().max()))
     learner.forward_backward(datums, "cross_entropy", normalize_by=1.0)
     expected = {n: p.grad for n, p in truth.named_parameters() if p.grad is not None}
-    got = {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None}
-    missing = len(expected.keys() ^ got.keys())
-    scale = max(float(g.abs().max()) for g in expected.values())
-    off = max(float((got[n] - expected[n]).abs().max()) for n in expected if n in got) / scale
-    said = "shared" if learner.why_not_shared is None else f"rows ({learner.why_not_shared})"
-    stats = learner.optim_step()
-    assert not stats.skipped_non_finite
-    return {"train": said, "logprobs": f"{worst:.1e}", "gradients": f"{off:.1e}" + (f" {missing} differ in having one" if missing else "")}
+    found = {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    off = max(float((found[n] - expected[n]).abs().max()) for n in expected) / scale
+    assert not learner.optim_step().skipped_non_finite
+    return worst, off
 
 
-def _sample(folder: Path) -> dict[str, str]:
+def _sample(folder: Path) -> tuple[str, float]:
+    """Prompts of several lengths at once, a second turn, and all again after a swap."""
     engine = SamplerEngine(load_base(str(folder / "base"), device="cpu"))
     engine.start()
     worst = 0.0
@@ -269,35 +307,66 @@ def _sample(folder: Path) -> dict[str, str]:
         for version in (1, 2):
             engine.load_adapter("policy", version, folder / f"v{version}").result(60)
             truth = reference(folder, f"v{version}")
-            rows = [d.tokens for d in group()]
-            asked = [Asked(engine, row, SampleParams(max_tokens=6 + 4 * i, n=1 + i % 2, seed=i), "policy") for i, row in enumerate(rows)]
-            for a in asked:
-                a.wait()
-            first = asked[0].prompt + asked[0].answers[0].ids
-            asked.append(Asked(engine, first + [7, 8, 9], SampleParams(max_tokens=12, seed=9), "policy"))
-            for a in asked:
-                for answer in a.wait():
-                    assert answer.end is not None and answer.end.error is None, answer.end
-                    with torch.no_grad():
-                        lp = plain(truth, a.prompt + answer.ids)[len(a.prompt) - 1:]
-                    got = torch.tensor([t.logprob for t in answer.tokens])
-                    worst = max(worst, float((got - lp).abs().max()))
+            asked = [
+                Asked(engine, datum.tokens, SampleParams(6 + 4 * i, n=1 + i % 2, seed=i), "policy")
+                for i, datum in enumerate(group())
+            ]
+            (first,) = asked[0].wait()
+            turn = [*asked[0].prompt, *first.ids, 7, 8, 9]
+            asked.append(Asked(engine, turn, SampleParams(12, seed=9), "policy"))
+            for one in asked:
+                for answer in one.wait():
+                    assert answer.end is not None
+                    assert answer.end.error is None, answer.end.error
                     assert {t.adapter_version for t in answer.tokens} == {version}
-        reused = engine.stats().reused_tokens
+                    worst = max(worst, worst_difference(truth, one.prompt, answer))
+        assert engine.stats().reused_tokens > 0
     finally:
         engine.stop()
-    return {"sample": engine._forward.how, "sampled": f"{worst:.1e}", "reused": str(reused)}
+    return engine.how, worst
+
+
+def examined(kind: str) -> Seen:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of models' own code: complex numbers, unused arguments
+        return examine(kind, Path(folder))
+
+
+def page() -> str:
+    """docs/models.md with the table made anew."""
+    rows: list[str] = []
+    refused: dict[str, list[str]] = {}
+    for kind in kinds():
+        try:
+            seen = examined(kind)
+        except Exception as error:
+            seen = Seen(why=f"fails: {type(error).__name__}: {error}")
+        sys.stderr.write(f"{kind}: {seen}\n")
+        if seen.trains:
+            rows.append(seen.row(kind))
+        else:
+            refused.setdefault(_reason(seen.why), []).append(f"`{kind}`")
+    left = [f"- {reason}: {', '.join(names)}" for reason, names in sorted(refused.items())]
+    before, rest = PAGE.read_text("utf-8").split(_START)
+    after = rest.split(_END)[1]
+    head = "| `model_type` | trains | sampled | off by |\n|---|---|---|---|"
+    table = "\n".join([head, *rows, "", "Not among them:", "", *left])
+    return f"{before}{_START}\n{table}\n{_END}{after}"
+
+
+def _reason(why: str) -> str:
+    if "causal" in why or "more than tokens" in why:
+        return "refused, for their log-probs depend on tokens that come later"
+    if why.startswith("not tried"):
+        return "not tried, for no small one could be made here"
+    return "refused: not a decoder that takes tokens alone" if "refused" in why else why[:80]
 
 
 if __name__ == "__main__":
-    import sys, time, tempfile, json, warnings
-    warnings.simplefilter("ignore")
-    from transformers.utils.logging import set_verbosity_error
     set_verbosity_error()
     torch.set_num_threads(1)
-    for kind in sys.argv[2:] or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        t = time.time()
-        with tempfile.TemporaryDirectory() as tmp:
-            row = examine(kind, Path(tmp))
-        with open(sys.argv[1], "a") as out:
-            out.write(json.dumps({"kind": kind, **row, "s": round(time.time() - t, 1)}) + "\n")
+    if names := sys.argv[1:]:
+        for name in names:
+            sys.stdout.write(f"{name}: {examined(name)}\n")
+    else:
+        PAGE.write_text(page(), "utf-8")

@@ -130,7 +130,8 @@ def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
         generation = GenerationConfig.from_pretrained(source)
     except OSError:  # the model has no such file; transformers derives it from the configuration
         generation = GenerationConfig.from_model_config(config)
-    return ModelFacts(tokenizer, _context_length(config, tokenizer), _eos_ids(generation, tokenizer))
+    eos_ids = _eos_ids(generation, tokenizer)
+    return ModelFacts(tokenizer, _context_length(config, tokenizer), eos_ids)
 
 
 def load_base(

@@ -211,9 +211,7 @@ def _take_by_name(model: PeftModel, prepared: Prepared) -> None:
     PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
     renames ``x`` into ``xs`` (Laguna's shared experts): it finds no ``xss``, and says nothing.
     """
-    state = get_peft_model_state_dict(
-        model, adapter_name=prepared.key, save_embedding_layers=False
-    )
+    state = get_peft_model_state_dict(model, adapter_name=prepared.key, save_embedding_layers=False)
     if state.keys() == adapter_shapes(prepared.folder).keys():
         load_adapter_weights(model, prepared.key, prepared.folder)
 

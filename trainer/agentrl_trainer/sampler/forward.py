@@ -17,7 +17,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -148,7 +153,7 @@ class Forward:
     def how(self) -> str:
         """In a few words, for people."""
         if self.lean is not None:
-            return "together, by a decoder of our own"
+            return "lean"
         if self.past is None:
             return "together"
         return "one by one, anew" if self.past is Past.NONE else "one by one"
@@ -402,8 +407,8 @@ def _bytes(held: Any) -> int:
         return sum(_bytes(x) for x in cast(dict[Any, Any], held).values())
     if isinstance(held, (list, tuple)):
         return sum(_bytes(x) for x in cast(Sequence[Any], held))
-    module = type(held).__module__
-    return _bytes(vars(held)) if module.startswith("transformers.") and hasattr(held, "__dict__") and not hasattr(held, "to_diff_dict") else 0
+    ours = type(held).__module__.startswith("transformers.") and hasattr(held, "__dict__")
+    return _bytes(vars(held)) if ours and not isinstance(held, PreTrainedConfig) else 0
 
 
 def _cannot(base: BaseModel, why: str) -> str:
