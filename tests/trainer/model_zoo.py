@@ -91,6 +91,7 @@ _WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
 _LOGITS = {"logit_scale": 0.5}
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2],
                               "rope_theta": 10000.0}}
+_WHOLE_ROPE = {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
 _PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
 _EYES = "siglip_vision_model"
 ALSO: dict[str, dict[str, Any]] = {
@@ -133,7 +134,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "aya_vision": {"text_config": "cohere2", "vision_config": _EYES},
     "cohere2_vision": {"text_config": "cohere2", "vision_config": _EYES},
     "lfm2_vl": {"text_config": "lfm2", "vision_config": "siglip2_vision_model"},
-    "glm4v_moe": {"text_config": "glm4v_moe_text"}, "glm4v_moe_text": _MROPE,
+    "glm4v_moe": {"text_config": "glm4v_moe_text"}, "glm4v_moe_text": _WHOLE_ROPE,
     "glm46v": {"text_config": "glm4v_moe_text", "vision_config": "glm4v_vision"},
     "internvl": {"text_config": "qwen2"}, "ovis2": {"text_config": "qwen2"},
     "smolvlm": {"text_config": "llama"}, "idefics3": {"text_config": "llama"},

@@ -120,8 +120,9 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether a model has other inputs than text, and its configuration one for each part."""
-    return config.get_text_config() is not config
+    """Whether a model has other inputs than text, for which it has towers."""
+    towers = any(getattr(config, f"{sense}_config", None) for sense in ("vision", "audio"))
+    return towers or config.get_text_config() is not config
 
 
 def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,14 +169,21 @@ class PeftWeights:
 
     def install(self, prepared: Prepared) -> None:
         # Inference tensors made here could not be told from parameters later: leave the mode.
-        with torch.inference_mode(False), torch.no_grad(), no_false_warnings():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            no_false_warnings(),
+            warnings.catch_warnings(record=True) as said,
+        ):
             if self._peft is None:
                 self._peft = PeftModel.from_pretrained(
                     self._base.model, str(prepared.folder), adapter_name=prepared.key
                 )
             else:
                 self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
-            _take_by_name(self._peft, prepared)
+            lost = [str(w.message) for w in said if _LOST in str(w.message)]
+            if not _taken_by_name(self._peft, prepared) and lost:
+                raise ModelError(f"adapter: {prepared.folder} does not fit: {lost[0]}")
             beside_the_weights(self._peft)
             evaluation_mode(self._peft)
             self._use(prepared)
@@ -205,15 +213,20 @@ class PeftWeights:
             self._peft.delete_adapter(prepared.key)
 
 
-def _take_by_name(model: PeftModel, prepared: Prepared) -> None:
-    """The file's weights where its names are the model's own, as those of our adapters are.
+_LOST = "Found missing adapter keys"
+
+
+def _taken_by_name(model: PeftModel, prepared: Prepared) -> bool:
+    """Takes the file's weights where its names are the model's own, as those of our adapters are.
 
     PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
-    renames ``x`` into ``xs`` (Laguna's shared experts): it finds no ``xss``, and says nothing.
+    renames ``x`` into ``xs`` (Laguna's shared experts): it then looks for ``xss``, and warns.
     """
     state = get_peft_model_state_dict(model, adapter_name=prepared.key, save_embedding_layers=False)
-    if state.keys() == adapter_shapes(prepared.folder).keys():
-        load_adapter_weights(model, prepared.key, prepared.folder)
+    if state.keys() != adapter_shapes(prepared.folder).keys():
+        return False
+    load_adapter_weights(model, prepared.key, prepared.folder)
+    return True
 
 
 def read_lora(
