@@ -175,6 +175,7 @@ class PeftWeights:
             no_false_warnings(),
             warnings.catch_warnings(record=True) as said,
         ):
+            warnings.filterwarnings("always", message=_LOST)
             if self._peft is None:
                 self._peft = PeftModel.from_pretrained(
                     self._base.model, str(prepared.folder), adapter_name=prepared.key
@@ -187,6 +188,9 @@ class PeftWeights:
             beside_the_weights(self._peft)
             evaluation_mode(self._peft)
             self._use(prepared)
+        for w in said:
+            if _LOST not in str(w.message):
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
     def activate(self, prepared: Prepared | None) -> None:
         if prepared is self._active or self._peft is None:
