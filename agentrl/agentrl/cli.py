@@ -207,6 +207,7 @@ def serve(*, settings: ServeConfig | None = None) -> None:
             device=settings.device,
             dtype=settings.dtype,
             load_in_4bit=settings.load_in_4bit,
+            trust_remote_code=settings.trust_remote_code,
             operator_key=settings.operator_key,
             run_id=None,
             max_tokens=settings.max_tokens,

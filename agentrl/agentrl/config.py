@@ -165,6 +165,11 @@ class ModelConfig(_Config):
         description="The base model's linear layers in 4 bits (NF4, as in QLoRA), by bitsandbytes; "
         "a quarter of bfloat16's memory.",
     )
+    trust_remote_code: Annotated[bool, Parameter(group=_MODEL)] = Field(
+        False,
+        description="Run the Python code that comes with the model, where transformers has none "
+        "for it. It could do anything to this machine.",
+    )
     sampler: Annotated[Literal["embedded", "vllm"], Parameter(group=_MODEL)] = Field(
         "embedded",
         description="What samples: the embedded engine, or a vLLM server.",

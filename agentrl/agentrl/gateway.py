@@ -67,6 +67,7 @@ class GatewaySettings:
     run_id: str | None
     max_tokens: int
     load_in_4bit: bool = False
+    trust_remote_code: bool = False
     temperature: float = 1.0
     models: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Other models: OtherModelConfig's fields by name. Keys stay in the environment."""
@@ -225,7 +226,7 @@ def _make_sampler(
     if settings.vllm_url is not None:
         from agentrl.vllm import VllmSampler
 
-        facts = load_facts(settings.model)
+        facts = load_facts(settings.model, trust_remote_code=settings.trust_remote_code)
         sampler = VllmSampler(
             settings.vllm_url,
             eos_ids=facts.eos_ids,
@@ -241,6 +242,7 @@ def _make_sampler(
         device=settings.device,
         dtype=settings.dtype,
         load_in_4bit=settings.load_in_4bit,
+        trust_remote_code=settings.trust_remote_code,
     )
     return EmbeddedSampler(base), base.tokenizer
 

@@ -102,6 +102,7 @@ class Session:
             device=config.device,
             dtype=config.dtype,
             load_in_4bit=config.load_in_4bit,
+            trust_remote_code=config.trust_remote_code,
             operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
             run_id=self.run_id,
             max_tokens=config.max_tokens,

@@ -54,6 +54,7 @@ def _here(
         device=config.device,
         dtype=config.dtype,
         load_in_4bit=config.load_in_4bit,
+        trust_remote_code=config.trust_remote_code,
         token_budget=config.micro_batch_tokens,
         gradient_checkpointing=config.gradient_checkpointing,
         value=value_params(config),

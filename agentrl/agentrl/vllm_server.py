@@ -163,8 +163,11 @@ def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
         dtype="float32" if on_cpu and config.dtype == "auto" else config.dtype,
         max_lora_rank=rank,
         on_cpu=on_cpu,
-        has_experts=_has_experts(resolve_model(config.model)),
-        more=tuple(shlex.split(config.vllm_args)),
+        has_experts=_has_experts(resolve_model(config.model), config.trust_remote_code),
+        more=(
+            *(["--trust-remote-code"] if config.trust_remote_code else []),
+            *shlex.split(config.vllm_args),
+        ),
     )
 
 
@@ -201,13 +204,13 @@ def server_command(settings: VllmSettings, path: str) -> list[str]:
     ]
 
 
-def _has_experts(model: str) -> bool:
+def _has_experts(model: str, trust: bool) -> bool:
     from transformers import AutoConfig
 
     from agentrl_trainer.experts import expert_count
 
     try:
-        return expert_count(AutoConfig.from_pretrained(model)) > 0
+        return expert_count(AutoConfig.from_pretrained(model, trust_remote_code=trust)) > 0
     except (OSError, ValueError):  # no such model: vLLM says it better
         return False
 

@@ -6,25 +6,39 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import torch
 from peft import PeftModel
-from test_sampler_models import as_base, byte_tokenizer, llama, qwen3
-from transformers import GenerationConfig, T5Config
+from safetensors.torch import save_file
+from test_sampler_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
+from transformers import (
+    BloomConfig,
+    GenerationConfig,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+    T5Config,
+    dynamic_module_utils,
+)
 
 from agentrl_trainer import model as model_module
+from agentrl_trainer.batches import Datum
+from agentrl_trainer.learner import Learner
 from agentrl_trainer.model import (
     ModelError,
     adapter_shapes,
     attach_adapter,
     load_adapter_weights,
     load_base,
+    load_facts,
     lora_config,
     resolve_model,
     save_adapter,
 )
+from agentrl_trainer.sampler import SampleParams, SamplerEngine
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +112,6 @@ def test_refusals(folder, tmp_path, monkeypatch) -> None:
     T5Config().save_pretrained(tmp_path / "t5")
     with pytest.raises(ModelError, match="encoder-decoder"):
         load_base(str(tmp_path / "t5"))
-    (tmp_path / "eyes").mkdir()
-    (tmp_path / "eyes" / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
-    with pytest.raises(ModelError, match="multimodal"):
-        load_base(str(tmp_path / "eyes"))
-    (tmp_path / "own").mkdir()
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
-    (tmp_path / "own" / "config.json").write_text(json.dumps({"model_type": "own", **code}))
-    (tmp_path / "own" / "modeling_own.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(ModelError, match=r"\(own\) comes with code of its own.*conversion"):
-        load_base(str(tmp_path / "own"))
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit" / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ModelError, match="not a causal language model"):
@@ -122,6 +126,120 @@ def test_refusals(folder, tmp_path, monkeypatch) -> None:
         load_base(str(folder), dtype="float33")
     with pytest.raises(ModelError, match="device: 'tpux'"):
         load_base(str(folder), device="tpux")
+
+
+OWN_CODE = """
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+
+    def __init__(self, vocab_size=257, hidden_size=16, **kwargs):
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        super().__init__(**kwargs)
+
+class Own(PreTrainedModel, GenerationMixin):
+    '''The mean of all tokens so far; no cache.'''
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.mix = nn.Linear(config.hidden_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, use_cache=None):
+        steps = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)[:, None]
+        mean = self.embed(input_ids).cumsum(1) / steps
+        return CausalLMOutput(logits=self.head(torch.tanh(self.mix(mean))))
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """A model which transformers does not have, as people publish theirs."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(OWN_CODE)
+    code = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
+    torch.manual_seed(0)
+    mean = {"embed.weight": (257, 16), "mix.weight": (16, 16), "mix.bias": (16,)}
+    head = {"head.weight": (257, 16), "head.bias": (257,)}
+    save_file(
+        {name: torch.randn(shape) for name, shape in (mean | head).items()},
+        str(folder / "model.safetensors"),
+        metadata={"format": "pt"},
+    )
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monkeypatch) -> None:
+    with pytest.raises(ModelError, match=r"\(own\) comes with code of its own.*trust_remote_code"):
+        load_base(own)
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        load_facts(own)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert load_facts(own, trust_remote_code=True).context_length == 2**17
+
+    learner = Learner(load_base(own, device="cpu", trust_remote_code=True), rank=4)
+    assert set(learner.model.peft_config["default"].target_modules) == {"mix"}
+    datum = Datum([5, 6, 7, 8], [False, False, True, True], [0.0] * 4, [1.0] * 4)
+    losses = [learner.step([datum, datum], "cross_entropy").loss for _ in range(5)]
+    assert losses[-1] < losses[0]
+    learner.save_adapter("default", tmp_path / "v1")
+
+    engine = SamplerEngine(load_base(own, device="cpu", trust_remote_code=True))
+    assert engine.how == "one by one, anew"
+    engine.start()
+    try:
+        engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+        (answer,) = Asked(engine, [5, 6], SampleParams(max_tokens=9, seed=1), "policy").wait()
+    finally:
+        engine.stop()
+    assert len(answer.tokens) == 9
+    assert worst_difference(learner.base.model, [5, 6], answer) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "length"),
+    [
+        (LlamaConfig, {}, 512),
+        (MambaConfig, {}, 1000),  # the tokenizer's
+        (BloomConfig, {"seq_length": 300}, 300),
+        (
+            Phi3Config,
+            {
+                "original_max_position_embeddings": 128,
+                "rope_parameters": {
+                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4, "original_max_position_embeddings": 128,
+                },
+            },
+            128,
+        ),
+    ],
+)  # fmt: skip
+def test_context_lengths(kind: Any, more: dict[str, Any], length: int, tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512}
+    named = small if kind in (LlamaConfig, Phi3Config) else {"hidden_size": 32}
+    kind(vocab_size=257, pad_token_id=0, **named, **more).save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 1000
+    tokenizer.save_pretrained(tmp_path)
+    assert load_facts(str(tmp_path)).context_length == length
 
 
 def test_attach_is_deterministic_and_leaves_the_global_seed() -> None:

@@ -7,21 +7,30 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    BertGenerationConfig,
+    BertGenerationDecoder,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -42,6 +51,7 @@ from agentrl_trainer.sampler import (
     SampleRequest,
     Token,
 )
+from agentrl_trainer.sampler.states import Past
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
 
@@ -98,7 +108,7 @@ def make_adapter(
 ) -> PreTrainedModel:
     """Save a random adapter to ``folder``; returns a model of its own with it, for reference."""
     own = as_base(copy.deepcopy(base.model))
-    own.model.set_attn_implementation("sdpa")
+    own.model.set_attn_implementation("sdpa" if own.model._supports_sdpa else "eager")
     peft_model = attach_adapter(own, "policy", lora_config(4, 8, targets), seed)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -197,29 +207,109 @@ def test_serves_learned_positions() -> None:
         engine.stop()
 
 
-def test_refuses_sliding_windows() -> None:
-    model = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, intermediate_size=32, sliding_window=16,
-            max_position_embeddings=128,
+SMALL: dict[str, Any] = {
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)),
+    "qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    ),
+    "gemma 2, caps": lambda: Gemma2ForCausalLM(
+        Gemma2Config(
+            **SMALL, head_dim=8, query_pre_attn_scalar=8, sliding_window=16,
+            final_logit_softcapping=3.0, attn_logit_softcapping=2.0,
         )
-    ).eval()  # fmt: skip
-    with pytest.raises(ModelError, match=r"without full attention.*sample with vLLM"):
-        SamplerEngine(as_base(model))
+    ),
+}  # fmt: skip
 
 
-def test_refuses_a_model_whose_results_differ() -> None:
-    """ALiBi models read positions off a 2D mask, which we do not give."""
-    model = BloomForCausalLM(BloomConfig(vocab_size=257, hidden_size=32, n_layer=2, n_head=2))
-    base = as_base_of_bloom(model.eval())
-    with pytest.raises(ModelError, match="cannot serve"):
-        SamplerEngine(base)
+@pytest.mark.parametrize("merge_below", [0, 10**9])
+@pytest.mark.parametrize("family", sorted(WINDOWS))
+def test_windows_are_exact_far_beyond_their_size(family, merge_below: int, tmp_path) -> None:
+    torch.manual_seed(0)
+    base = as_base(WINDOWS[family]().eval())
+    reference = make_adapter(base, tmp_path / "v1", seed=1)
+    engine = SamplerEngine(base, merge_below=merge_below, prefill_chunk=64)
+    assert engine.how == "together"
+    engine.start()
+    try:
+        engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+        shared = [i * 7 % 250 for i in range(60)]
+        prompts = [shared[:n] + [n] * (n % 5) for n in (1, 9, 15, 16, 17, 40, 60, 60)]
+        asked = [
+            Asked(engine, prompt, SampleParams(max_tokens=8 + 9 * i, seed=i), "policy")
+            for i, prompt in enumerate(prompts)
+        ]
+        turn = [*asked[0].prompt, *asked[0].wait()[0].ids, 3, 4, 5]
+        asked.append(Asked(engine, turn, SampleParams(max_tokens=40), "policy"))
+        for one in asked:
+            assert worst_difference(reference, one.prompt, one.wait()[0]) < 2e-5
+        assert engine.stats().reused_tokens > 50
+    finally:
+        engine.stop()
 
 
-def as_base_of_bloom(model: PreTrainedModel) -> BaseModel:
-    model.config.max_position_embeddings = 128
-    return as_base(model)
+def bloom() -> BaseModel:
+    """Reads positions (ALiBi) off a 2D mask, which rows computed together do not have."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=257, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.2)
+    config.max_position_embeddings = 128
+    return as_base(BloomForCausalLM(config).eval())
+
+
+def mamba() -> BaseModel:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2, state_size=8)
+    config.max_position_embeddings = 512
+    return as_base(MambaForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize(("make", "past"), [(bloom, Past.CHUNKS), (mamba, Past.STEPS)])
+def test_rows_one_by_one_are_exact(make, past: Past, tmp_path, caplog) -> None:
+    base = make()
+    reference = copy.deepcopy(base.model)
+    engine = SamplerEngine(base, prefill_chunk=32)
+    assert "one by one, which is slow" in caplog.text
+    assert engine._forward.past is past
+    engine.start()
+    try:
+        prompts = [[*range(n)] for n in (1, 5, 70)]
+        asked = [
+            Asked(engine, prompt, SampleParams(max_tokens=20, seed=i, n=2))
+            for i, prompt in enumerate(prompts)
+        ]
+        answers = [answer for one in asked for answer in one.wait()]
+        settle(engine)
+        before = engine.stats()
+        turn = [*prompts[2], *answers[-1].ids, 3, 4]
+        asked.append(Asked(engine, turn, SampleParams(max_tokens=5)))
+        for one in asked:
+            for answer in one.wait():
+                assert worst_difference(reference, one.prompt, answer) < 1e-5
+        after = engine.stats()
+        # All but the last token of the turn before, which was sampled and never computed.
+        assert after.reused_tokens - before.reused_tokens == len(turn) - 3
+        assert after.prefill_tokens - before.prefill_tokens == 3
+    finally:
+        engine.stop()
+
+
+def test_a_state_that_cannot_be_told_right_in_half_precision_is_not_gone_on_from() -> None:
+    base = mamba()
+    half = as_base(base.model.to(torch.bfloat16))
+    assert SamplerEngine(half)._forward.past is Past.STEPS
+
+
+def test_refuses_a_model_that_looks_ahead() -> None:
+    config = BertGenerationConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=128,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"cannot serve.*vLLM.*one by one, anew: logits differ"):
+        SamplerEngine(as_base(BertGenerationDecoder(config).eval()))
 
 
 def settle(engine: SamplerEngine) -> None:

@@ -85,14 +85,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
         )
     ),
+    "gpt-oss, sinks": lambda: GptOssForCausalLM(
+        GptOssConfig(**SMALL, **EXPERTS, head_dim=8, sliding_window=5)
+    ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, **EXPERTS)),
 }  # fmt: skip
 
 CANNOT: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "attention sinks": (
-        lambda: GptOssForCausalLM(GptOssConfig(**SMALL, **EXPERTS, head_dim=8)),
-        "s_aux",
-    ),
     "dynamic rope": (
         lambda: LlamaForCausalLM(
             LlamaConfig(

@@ -34,6 +34,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
@@ -43,6 +44,9 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _BEFORE_FUSION = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
                   "w3": "gate_up_proj", "w2": "down_proj"}  # fmt: skip
 _TAKEN = frozenset({*_BEFORE_FUSION, "down_proj"})
+_SENSES = ("vision", "visual", "audio", "image_embed")  # some decoders hold the towers themselves
+# In these PEFT refuses a LoRA of the layer behind the state space: kernels read its weight alone.
+_STATE_SPACES = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
 
 
 class TargetError(ValueError):
@@ -84,7 +88,7 @@ def _first(config: Any, names: Sequence[str]) -> int:
 
 def adaptable(model: Any) -> list[str]:
     """Paths of the linear layers and expert weights that adapters may have."""
-    linears = [path for path, module in own_modules(model) if isinstance(module, nn.Linear)]
+    linears = [path for path, module in text_modules(model) if isinstance(module, nn.Linear)]
     stacks = list(expert_stacks(model))
     mixture = expert_count(model.config) > 0
     return [path for path in linears if not (mixture and is_router(path))] + stacks
@@ -96,7 +100,7 @@ def expert_stacks(model: Any) -> dict[str, ExpertStack]:
         return {}
     return {
         f"{path}.{name}": ExpertStack(module, name)
-        for path, module in own_modules(model)
+        for path, module in text_modules(model)
         if not isinstance(module, nn.Conv1d)  # its weight has three dimensions as well
         for name, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3 and weight.shape[0] == count and weight.is_floating_point()
@@ -115,6 +119,24 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield path, module
 
 
+def is_multimodal(config: Any) -> bool:
+    """Whether a model has other inputs than text, for which it has towers."""
+    towers = any(getattr(config, f"{sense}_config", None) for sense in ("vision", "audio"))
+    return towers or config.get_text_config() is not config
+
+
+def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """``own_modules`` that tokens go through; towers for images and sound are left out."""
+    if not is_multimodal(model.config):
+        yield from own_modules(model)
+        return
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in (head, *decoder.modules()) if module is not None}
+    for path, module in own_modules(model):
+        if id(module) in inside and not any(word in path for word in _SENSES):
+            yield path, module
+
+
 def is_router(path: str) -> bool:
     """Whether a layer chooses among experts: told by its name, for there is no type."""
     return not _ROUTERS.isdisjoint(path.split("."))
@@ -128,7 +150,7 @@ def _is_taken(path: str) -> bool:
 
 
 def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
-    """``config`` with targets that mean for this model what they say; dense models: as it is.
+    """``config`` with targets that mean for this model what they say; most dense ones: as it is.
 
     "all-linear" is every linear layer and all experts, without routers and the output embedding. A
     list names layers as PEFT does, by the end of their path; experts go by their names here
@@ -138,13 +160,19 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
         TargetError: a target is a router, names half of a fused weight, or nothing.
     """
     if not expert_count(model.config):
+        if not _is_odd(model):
+            return config
+        config = copy.deepcopy(config)
+        if config.target_modules == "all-linear":
+            chosen = _by_default(model)
+        else:
+            chosen, _ = _named(config.target_modules, adaptable(model), [])
+        config.target_modules = _shortest(chosen, model)
         return config
     stacks = expert_stacks(model)
-    linears = {p: m for p, m in own_modules(model) if isinstance(m, nn.Linear)}
+    linears = {p: m for p, m in text_modules(model) if isinstance(m, nn.Linear)}
     if config.target_modules == "all-linear":
-        head = model.get_output_embeddings()
-        chosen = [p for p, m in linears.items() if m is not head and not is_router(p)]
-        experts = list(stacks)
+        chosen, experts = _by_default(model), list(stacks)
     else:
         chosen, experts = _named(config.target_modules, list(linears), list(stacks))
     quantized = bool(getattr(model, "is_quantized", False))
@@ -164,6 +192,46 @@ def for_experts(config: LoraConfig, model: Any) -> LoraConfig:
     if experts and (rank := expert_rank(model.config, config.r)) != config.r:
         changed.rank_pattern = {re.escape(end): rank for end in of_experts}
     return changed
+
+
+def _is_odd(model: Any) -> bool:
+    """Whether PEFT's own reading of targets would be wrong for a dense model."""
+    return is_multimodal(model.config) or bool(_left_out(model))
+
+
+def _by_default(model: Any) -> list[str]:
+    """Paths of the linear layers that "all-linear" means."""
+    head = model.get_output_embeddings()
+    mixture = expert_count(model.config) > 0
+    odd = _left_out(model)
+    return [
+        path
+        for path, module in text_modules(model)
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not head
+        and not (mixture and is_router(path))
+        and path not in odd
+    ]
+
+
+def _left_out(model: Any) -> set[str]:
+    """Linear layers in which a LoRA would do nothing, or not the same everywhere.
+
+    Of state spaces the step's: its weight is multiplied by itself, past the layer, so a LoRA beside
+    it is not computed, and one merged into it is. Of sparse attention the indexer, which chooses
+    keys without a gradient.
+    """
+    found: set[str] = set()
+    modules = dict(own_modules(model))
+    for path, module in modules.items():
+        owner, _, leaf = path.rpartition(".")
+        if not isinstance(module, nn.Linear):
+            continue
+        step = leaf == "dt_proj" and hasattr(modules[owner], "A_log")
+        refused = leaf == "out_proj" and model.config.model_type in _STATE_SPACES
+        if step or refused or "indexer" in path.split("."):
+            found.add(path)
+    return found
 
 
 def what_is_trained(model: Any, config: LoraConfig) -> str | None:

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl_trainer.batches import MicroBatch
+from agentrl_trainer.model import ModelError
+from agentrl_trainer.thresholds import lowered
 from agentrl_trainer.tries import ATTENTION, Trie, pack_trie, why_no_flex
 
 MAX_LOGITS = 2**24
@@ -41,9 +43,14 @@ class TokenLogprobs:
     ``why_padded`` and ``why_all_logits`` say what about this model forbids tries and chunks of
     logits, ``why_no_flex`` what forbids flex_attention over tries (a GPU's); none where they are
     used. Construction runs the model over a few tokens.
+
+    Raises:
+        ModelError: log-probs of the model depend on what comes later.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_logits: int = MAX_LOGITS) -> None:
+        if why := why_not_causal(model):
+            raise ModelError(f"model: {model.config.model_type} cannot be trained: {why}.")
         self.model = model
         self.max_logits = max_logits
         self.why_all_logits = why_not_by_parts(model)
@@ -248,6 +255,26 @@ def decoder_states(
 
 
 @torch.no_grad()
+def why_not_causal(model: PreTrainedModel) -> str | None:
+    """None if a row's logits depend on nothing behind or beside it, which padded rows rest on."""
+    size = model.config.get_text_config().vocab_size
+    long = torch.arange(12, device=model.device) * max(size // 16, 1) % size
+    short = long[3:10]
+    padded = torch.stack([long, F.pad(short, (0, len(long) - len(short)))])
+    try:
+        alone = [model(input_ids=x[None], use_cache=False).logits[0].float() for x in (long, short)]
+        found = model(input_ids=padded, use_cache=False).logits.float()
+    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
+        return f"its forward needs more than tokens: {type(error).__name__}: {error}"
+    limit = 1e-3 if model.dtype == torch.float32 else 0.1
+    scale = max(1.0, *(float(logits.abs().max()) for logits in alone))
+    for row, logits in zip(found, alone, strict=True):
+        if not float((row[: len(logits)] - logits).abs().max()) <= limit * scale:
+            return "its log-probs depend on tokens that come later, so it is no causal model"
+    return None
+
+
+@torch.no_grad()
 def why_not_by_parts(model: PreTrainedModel) -> str | None:
     """None if logits are ``_head`` of the decoder's output, else why not.
 
@@ -280,7 +307,8 @@ def why_no_tries(model: PreTrainedModel) -> str | None:
     if kind := _length_dependent_rope(config):
         return f"its {kind} rotary embedding depends on the length of the batch"
     before = model.config._attn_implementation
-    why = _compare_trie(model, config)
+    with lowered(model):
+        why = _compare_trie(model, config)
     if why is not None:
         model.set_attn_implementation(cast(str, before))
     return why
@@ -312,10 +340,15 @@ def _compare_trie(model: PreTrainedModel, config: Any) -> str | None:
 
 
 def _why_no_flex(model: PreTrainedModel) -> str:
+    if model.device.type != "cuda":
+        return "flex_attention has no gradients here"
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+    except RuntimeError as error:  # transformers refuses to name one for all layers
+        return f"its layers have heads of several sizes: {error}"
     return why_no_flex(model.device, model.dtype, heads, groups, dim)
 
 

@@ -15,7 +15,9 @@ import os
 import shutil
 import uuid
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +30,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -35,13 +38,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl_trainer.experts import (
     TargetError,
     beside_the_weights,
     for_experts,
+    is_multimodal,
     no_false_warnings,
 )
 
@@ -111,48 +118,56 @@ class ModelFacts:
     eos_ids: frozenset[int]
 
 
-def load_facts(name: str) -> ModelFacts:
+def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Reads what a process needs that lets another one sample: no weights.
 
     Raises:
         ModelError: as ``load_base`` does.
     """
     source = resolve_model(name)
-    config, tokenizer = _load_config(name, source)
+    config, tokenizer, _ = _load_config(name, source, trust_remote_code)
     try:
         generation = GenerationConfig.from_pretrained(source)
     except OSError:  # the model has no such file; transformers derives it from the configuration
         generation = GenerationConfig.from_model_config(config)
-    return ModelFacts(tokenizer, _context_length(name, config), _eos_ids(generation, tokenizer))
+    eos_ids = _eos_ids(generation, tokenizer)
+    return ModelFacts(tokenizer, _context_length(config, tokenizer), eos_ids)
 
 
 def load_base(
-    name: str, *, device: str = "auto", dtype: str = "auto", load_in_4bit: bool = False
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_in_4bit: bool = False,
+    trust_remote_code: bool = False,
 ) -> BaseModel:
     """Load a decoder-only chat model in evaluation mode, its weights frozen.
+
+    A model that takes images or sound as well is loaded whole, and used for text: adapters are of
+    its language model, under the names which they have in the whole.
 
     ``device`` "auto": the first GPU, else the CPU. ``dtype`` "auto": the checkpoint's own type on a
     GPU, float32 on a CPU (where half precision is slower and less exact). ``load_in_4bit``: linear
     layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in ``dtype``.
+    ``trust_remote_code``: run the code that comes with the model, if transformers has none for it.
     """
     source = resolve_model(name)
-    config, tokenizer = _load_config(name, source)
+    config, tokenizer, load = _load_config(name, source, trust_remote_code)
     target = _device(device)
     kind = _dtype(dtype, target)
     disable_progress_bar()  # ours is the display that people look at
     if load_in_4bit:
         options = {"quantization_config": _four_bit(kind), "device_map": {"": target}}
         try:
-            model = _load(
-                name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
-            )
+            model = _load(name, lambda: load(dtype=kind, **options))
         except (ImportError, RuntimeError, NotImplementedError) as error:
             raise ModelError(
                 f"load_in_4bit: bitsandbytes cannot do this on {target}: {error}. Choose another "
                 "device, or leave load_in_4bit out."
             ) from error
     else:
-        model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=kind))
+        model = _load(name, lambda: load(dtype=kind))
         model = model.to(target)
     model = cast(PreTrainedModel, evaluation_mode(model).requires_grad_(False))
     return BaseModel(
@@ -161,21 +176,20 @@ def load_base(
         name=name,
         device=target,
         dtype=model.dtype,
-        context_length=_context_length(name, config),
+        context_length=_context_length(config, tokenizer),
         eos_ids=_eos_ids(getattr(model, "generation_config", None), tokenizer),
     )
 
 
-def checkpoint_dtype(name: str) -> torch.dtype:
+def checkpoint_dtype(name: str, *, trust_remote_code: bool = False) -> torch.dtype:
     """The type that a model's weights are stored in."""
     source = resolve_model(name)
-    config, _ = _load_config(name, source)
+    config, _, load = _load_config(name, source, trust_remote_code)
     for known in (config, config.get_text_config()):
         if isinstance(found := getattr(known, "dtype", None), torch.dtype):
             return found
     # An older checkpoint that does not say: its weights do.
-    model = _load(name, lambda: AutoModelForCausalLM.from_pretrained(source, dtype="auto"))
-    return model.dtype
+    return _load(name, lambda: load(dtype="auto")).dtype
 
 
 def evaluation_mode(model: Any) -> Any:
@@ -326,23 +340,26 @@ def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
-def _load_config(name: str, source: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    _require_known_code(name, source)
-    config = _load(name, lambda: AutoConfig.from_pretrained(source))
-    _require_decoder_only(name, config)
-    tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source))
+def _load_config(
+    name: str, source: str, trust: bool
+) -> tuple[Any, PreTrainedTokenizerBase, Callable[..., PreTrainedModel]]:
+    """Configuration, tokenizer, and what loads the weights when given a dtype."""
+    trust = _runs_code(name, source, trust)
+    config = _load(name, lambda: AutoConfig.from_pretrained(source, trust_remote_code=trust))
+    kind = _require_decoder_only(name, config, trust)
+    tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trust))
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
             "instruct version of the model, or set `tokenizer.chat_template` and save it."
         )
-    return config, tokenizer
+    return config, tokenizer, partial(kind.from_pretrained, source, trust_remote_code=trust)
 
 
 def _load(name: str, load: Any) -> Any:
     try:
         return load()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model: could not load {name!r}: {error}\nGive {TINY_MODEL!r} (ships with agentrl), a "
             "local folder, or the name of a model on Hugging Face; private models need "
@@ -350,51 +367,64 @@ def _load(name: str, load: Any) -> Any:
         ) from error
 
 
-def _require_known_code(name: str, source: str) -> None:
-    """Before anything else is read: transformers would ask on the terminal whether to run it."""
+def _runs_code(name: str, source: str, trust: bool) -> bool:
+    """Whether to run code that comes with the model: if it must be, and may.
+
+    Before anything else is read: transformers would ask on the terminal.
+    """
     raw, _ = _load(name, lambda: PreTrainedConfig.get_config_dict(source))
     kind = raw.get("model_type")
     if "auto_map" not in raw or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return  # where transformers has the model itself, it uses its own code
+        return False  # where transformers has the model itself, it uses its own code
     if kind in CONFIG_MAPPING:
-        return  # known, and no causal language model: said below
+        return False  # known; if it is no language model, that is said below
+    if trust:
+        return True
     raise ModelError(
         f"model: {name!r} ({kind}) comes with code of its own (auto_map in its config.json), which "
-        "agentrl does not run: it could do anything to this machine. Choose a model that "
-        f"transformers {transformers.__version__} has itself, for instance a Qwen3 or Llama "
-        "instruct model, or a conversion of this one (often named -hf); a newer transformers may "
-        "have learnt it."
+        "could do anything to this machine. If you trust its authors, set trust_remote_code to "
+        f"true. Or choose a model that transformers {transformers.__version__} has itself, for "
+        "instance a Qwen3 or Llama instruct model, or a conversion of this one (often named -hf)."
     )
 
 
-def _require_decoder_only(name: str, config: Any) -> None:
+def _require_decoder_only(name: str, config: Any, trusted: bool) -> Any:
+    """The class that loads the model's weights."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"model: {name!r} is an encoder-decoder ({config.model_type}); agentrl trains "
             "decoder-only chat models. Choose for instance a Qwen3 or Llama instruct model."
         )
-    parts = [p for p in ("vision_config", "audio_config") if getattr(config, p, None) is not None]
-    if parts:
-        raise ModelError(
-            f"model: {name!r} is multimodal ({config.model_type} has {', '.join(parts)}); agentrl "
-            "trains and samples text models alone, with vLLM too. Choose a text-only model of the "
-            "family, for instance Qwen3 for Qwen3-VL, or gemma-3-1b-it for gemma-3-4b-it."
-        )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelError(
-            f"model: {name!r} ({config.model_type}) is not a causal language model. Choose for "
-            "instance a Qwen3 or Llama instruct model."
-        )
+    if is_multimodal(config) and config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        return AutoModelForMultimodalLM
+    named = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (trusted and named):
+        return AutoModelForCausalLM
+    raise ModelError(
+        f"model: {name!r} ({config.model_type}) is not a causal language model. Choose for "
+        "instance a Qwen3 or Llama instruct model."
+    )
 
 
-def _context_length(name: str, config: Any) -> int:
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 2:
-        raise ModelError(
-            f"model: the config.json of {name!r} has no max_position_embeddings, so its context "
-            "length is unknown. Add the field to a local copy of the model."
-        )
-    return length
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+_ENDLESS = 2**17
+"""Context of models whose configuration and tokenizer tell no length: state spaces have none."""
+
+
+def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    text = config.get_text_config()
+    told = [getattr(text, name, None) for name in (*_LENGTHS, "max_sequence_length")]
+    found = next((n for n in told if isinstance(n, int) and n > 1), None)
+    if found is None:
+        found = min(int(tokenizer.model_max_length), _ENDLESS)
+    # Beyond its original length the frequencies of such an embedding follow the longest row of a
+    # batch, so what a token's log-prob is would depend on its neighbours.
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if parameters.get("rope_type") in ("dynamic", "longrope"):
+        original = parameters.get("original_max_position_embeddings")
+        original = original or getattr(text, "original_max_position_embeddings", None)
+        found = min(found, original or found)
+    return found
 
 
 def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -226,20 +226,21 @@ def trie_attention(
     """transformers' attention interface; ``query`` [1, H, U, D] and the result [1, U, H, D].
 
     Without ``trie`` this is SDPA as usual. With one, ``attention_mask`` is not looked at. Raises
-    NotImplementedError for what would change the result and is not known here (attention sinks,
-    position biases): ``TokenLogprobs`` then uses padded rows.
+    NotImplementedError for what would change the result and is not known here (position biases):
+    ``TokenLogprobs`` then uses padded rows.
     """
-    if trie is None and softcap is not None:
+    sinks = kwargs.get("s_aux")
+    if trie is None and (softcap is not None or sinks is not None):
         mask = _additive(attention_mask, query)
-        return _capped(query, key, value, mask, scaling, softcap).transpose(1, 2), None
+        return explicit(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
     if trie is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    for name in ("s_aux", "sinks", "position_bias"):
+    for name in ("sinks", "position_bias"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")
-    if trie.flex:
+    if trie.flex and sinks is None:
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
     queries, keys, values = (_by_token(x) for x in (query, key, value))
     parts: list[Tensor] = []
@@ -250,13 +251,14 @@ def trie_attention(
             _gather(values, block.keys, value),
         )
         plain = block.causal and sliding_window is None
-        if softcap is None:
+        if softcap is None and sinks is None:
             mask = None if plain else block.mask(sliding_window, q.dtype)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=plain, scale=scaling, enable_gqa=True
             )
         else:
-            out = _capped(q, k, v, block.mask(sliding_window, q.dtype), scaling, softcap)
+            mask = block.mask(sliding_window, q.dtype)
+            out = explicit(q, k, v, mask, scaling, softcap, sinks)
         parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = torch.cat(parts).index_select(0, trie.order)
     return joined.view(1, len(trie.order), query.shape[1], value.shape[-1]), None
@@ -331,15 +333,31 @@ def _gather(rows: Tensor, places: Tensor, like: Tensor) -> Tensor:
     return found.view(*places.shape, like.shape[1], like.shape[3]).transpose(1, 2)
 
 
-def _capped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float
+def explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention with soft-capped scores (Gemma 2, arXiv:2408.00118), which SDPA does not know."""
+    """Attention with what SDPA does not know; q [n, H, q, D], ``mask`` is added to the scores.
+
+    ``softcap``: of scores (Gemma 2, arXiv:2408.00118). ``sinks`` [H]: the score of one more key
+    without a value (gpt-oss, arXiv:2508.10925; "attention sinks", arXiv:2309.17453).
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap) + mask
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is not None:
+        beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, beside.to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights[..., : k.shape[2]] @ v
 
 
 def _additive(mask: Tensor | None, query: Tensor) -> Tensor:

@@ -415,8 +415,9 @@ class ServiceClient:
     """Where training and sampling clients come from.
 
     ``backend`` local: this process, with torch; ``folder`` is where states and metrics go, by
-    default a new one in ``runs/``. Its ``options`` are ``load_in_4bit`` (``model.load_base``) and
-    those of ``learner.Learner``: ``token_budget``, ``gradient_checkpointing``, ``value``.
+    default a new one in ``runs/``. Its ``options`` are ``load_in_4bit`` and
+    ``trust_remote_code`` (``model.load_base``), and those of ``learner.Learner``: ``token_budget``,
+    ``gradient_checkpointing``, ``value``.
 
     ``backend`` tinker: the official SDK (``pip install 'agentrl[tinker]'``), on Tinker itself or
     whatever speaks its protocol at ``base_url``; the default where a ``base_url`` is given. The

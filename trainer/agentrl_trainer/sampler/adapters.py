@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from peft import LoraModel, PeftModel
+from peft import LoraModel, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
 
 from agentrl_trainer.experts import (
     ExpertStack,
@@ -32,7 +34,15 @@ from agentrl_trainer.experts import (
     places,
     scaling,
 )
-from agentrl_trainer.model import CONFIG_FILE, WEIGHTS_FILE, BaseModel, ModelError, evaluation_mode
+from agentrl_trainer.model import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    BaseModel,
+    ModelError,
+    adapter_shapes,
+    evaluation_mode,
+    load_adapter_weights,
+)
 from agentrl_trainer.sampler.lean import LeanDecoder, Product
 
 MERGE_BELOW = 200_000_000
@@ -88,15 +98,20 @@ class MergedWeights:
         linears = {
             name: module
             for name, module in base.model.named_modules()
-            if isinstance(module, torch.nn.Linear)
+            if isinstance(module, (torch.nn.Linear, Conv1D))
         }
-        head, embeddings = base.model.get_output_embeddings(), base.model.get_input_embeddings()
-        if isinstance(head, torch.nn.Linear) and head.weight is embeddings.weight:
-            # A tied head gets a Parameter of its own, to the same storage: an adapter of the head
-            # is none of the embeddings.
-            head.weight = torch.nn.Parameter(head.weight.data, head.weight.requires_grad)
+        known = {id(cast(torch.nn.Module, base.model.get_input_embeddings()).weight)}
+        for linear in linears.values():
+            if id(linear.weight) in known:
+                # A Parameter of its own, to the same storage: an adapter of a tied head is none of
+                # the embeddings, and layers with a weight in common (Zamba's) have each their own.
+                linear.weight = torch.nn.Parameter(linear.weight.data, linear.weight.requires_grad)
+            known.add(id(linear.weight))
         self._stacks = expert_stacks(base.model)
-        self._adapted: dict[str, torch.nn.Linear | ExpertStack] = {**linears, **self._stacks}
+        self._adapted: dict[str, torch.nn.Linear | Conv1D | ExpertStack] = {
+            **linears,
+            **self._stacks,
+        }
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._adapted.items()}
         self._changed: set[str] = set()
@@ -110,6 +125,8 @@ class MergedWeights:
             weight = self._original.get(name)
             if weight is None:
                 raise ModelError(f"adapter: {folder} adapts {name!r}: no linear layer here.")
+            if isinstance(self._adapted[name], Conv1D):  # GPT-2's: its weight is [in, out]
+                a, b = b.T, a.T
             if (*b.shape[:-1], a.shape[-1]) != tuple(weight.shape):
                 raise ModelError(
                     f"adapter: {folder} was trained on another model: {name} is "
@@ -156,16 +173,28 @@ class PeftWeights:
 
     def install(self, prepared: Prepared) -> None:
         # Inference tensors made here could not be told from parameters later: leave the mode.
-        with torch.inference_mode(False), torch.no_grad(), no_false_warnings():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            no_false_warnings(),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.filterwarnings("always", message=_LOST)
             if self._peft is None:
                 self._peft = PeftModel.from_pretrained(
                     self._base.model, str(prepared.folder), adapter_name=prepared.key
                 )
             else:
                 self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
+            lost = [str(w.message) for w in said if _LOST in str(w.message)]
+            if not _taken_by_name(self._peft, prepared) and lost:
+                raise ModelError(f"adapter: {prepared.folder} does not fit: {lost[0]}")
             beside_the_weights(self._peft)
             evaluation_mode(self._peft)
             self._use(prepared)
+        for w in said:
+            if _LOST not in str(w.message):
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
     def activate(self, prepared: Prepared | None) -> None:
         if prepared is self._active or self._peft is None:
@@ -190,6 +219,22 @@ class PeftWeights:
             self.activate(None)
         if prepared.key in self._peft.peft_config:
             self._peft.delete_adapter(prepared.key)
+
+
+_LOST = "Found missing adapter keys"
+
+
+def _taken_by_name(model: PeftModel, prepared: Prepared) -> bool:
+    """Takes the file's weights where its names are the model's own, as those of our adapters are.
+
+    PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
+    renames ``x`` into ``xs`` (Laguna's shared experts): it then looks for ``xss``, and warns.
+    """
+    state = get_peft_model_state_dict(model, adapter_name=prepared.key, save_embedding_layers=False)
+    if state.keys() != adapter_shapes(prepared.folder).keys():
+        return False
+    load_adapter_weights(model, prepared.key, prepared.folder)
+    return True
 
 
 def read_lora(

@@ -1,4 +1,4 @@
-"""Key/value storage: dense rows for the sequences being computed, and a prefix cache beside them.
+"""Key/value storage: rows for the sequences being computed, and a prefix cache beside them.
 
 Knows: tensors and the transformers ``Cache`` interface. Does not know: requests, sampling, LoRA.
 
@@ -10,8 +10,10 @@ the first ones (removing a row moves the last one into the hole), so a decode st
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,6 +45,16 @@ class KVShape:
         return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
+class Stored(Protocol):
+    """What was computed of a run of tokens."""
+
+    def __len__(self) -> int: ...
+
+    def usable(self, length: int) -> int:
+        """How many of the first ``length`` tokens another row may take over."""
+        ...
+
+
 @dataclass(slots=True)
 class KV:
     """Keys and values of a run of tokens: two tensors ``[layers, heads, tokens, dim]``."""
@@ -52,6 +64,9 @@ class KV:
 
     def __len__(self) -> int:
         return self.keys.shape[2]
+
+    def usable(self, length: int) -> int:
+        return length
 
 
 class Budget:
@@ -103,40 +118,24 @@ class _RowLayer(CacheLayerMixin):
         return -1
 
 
-class RowCache(Cache):
-    def __init__(self, shape: KVShape, budget: Budget) -> None:
-        super().__init__(layers=[_RowLayer(self, i) for i in range(shape.layers)])
-        self.shape = shape
+class Rows(ABC):
+    """A rectangle of ``rows`` by ``time`` tokens, counted against the budget."""
+
+    parts = True
+    """Whether a part of what a row holds, from its first token on, is of use to another one."""
+
+    def __init__(self, budget: Budget) -> None:
         self.count = 0
         """Rows in use: 0 to count - 1."""
         self._budget = budget
-        self._keys, self._values = self._empty(0, 0)
-        # Set by begin(): where new tokens go, and how much of the rows is attended to.
-        self._targets = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
-        self.view = 0
 
     @property
-    def rows(self) -> int:
-        return self._keys.shape[1]
+    @abstractmethod
+    def rows(self) -> int: ...
 
     @property
-    def time(self) -> int:
-        return self._keys.shape[3]
-
-    def begin(self, positions: torch.Tensor, view: int) -> None:
-        """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
-        self._targets = (torch.arange(len(positions), device=positions.device)[:, None], positions)
-        self.view = view
-
-    def write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[batch, new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
-        stored_k, stored_v = self._keys[layer], self._values[layer]
-        stored_k.transpose(1, 2).index_put_(self._targets, keys)
-        stored_v.transpose(1, 2).index_put_(self._targets, values)
-        batch = len(keys)
-        return stored_k[:batch, :, : self.view], stored_v[:batch, :, : self.view]
+    @abstractmethod
+    def time(self) -> int: ...
 
     def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:
         """Make room for ``rows`` rows of ``time`` tokens; False if the budget forbids it.
@@ -180,28 +179,81 @@ class RowCache(Cache):
         """Copy the ``length`` tokens of a row over another one."""
         self.load(to, self.peek(row, length), length)
 
-    def load(self, row: int, source: KV, length: int) -> None:
-        """Copy the first ``length`` tokens of ``source`` into a row."""
-        self._keys[:, row, :, :length] = source.keys[:, :, :length]
-        self._values[:, row, :, :length] = source.values[:, :, :length]
-
-    def peek(self, row: int, length: int) -> KV:
-        """A view of the first ``length`` tokens of a row: valid until the next change."""
-        return KV(self._keys[:, row, :, :length], self._values[:, row, :, :length])
-
-    def export(self, row: int, length: int) -> KV:
+    @abstractmethod
+    def export(self, row: int, length: int) -> Stored:
         """A copy of the first ``length`` tokens of a row."""
-        view = self.peek(row, length)
-        return KV(view.keys.clone(), view.values.clone())
-
-    def scrub(self, row: int) -> None:
-        """Zero a row that may hold NaN: masked slots are multiplied by 0, and 0 * NaN is NaN."""
-        self._keys[:, row].zero_()
-        self._values[:, row].zero_()
 
     def free(self) -> None:
         self.count = 0
         self._resize(0, 0)
+
+    @abstractmethod
+    def load(self, row: int, source: Stored, length: int) -> None:
+        """Copy the first ``length`` tokens of ``source`` into a row."""
+
+    @abstractmethod
+    def peek(self, row: int, length: int) -> Stored:
+        """A view of the first ``length`` tokens of a row: valid until the next change."""
+
+    @abstractmethod
+    def scrub(self, row: int) -> None:
+        """Forget a row that may hold NaN."""
+
+    @abstractmethod
+    def _resize(self, rows: int, time: int) -> None: ...
+
+
+class RowCache(Rows, Cache):
+    """Keys and values as transformers' ``Cache``: the model writes into the rows and reads them."""
+
+    def __init__(self, shape: KVShape, budget: Budget) -> None:
+        Rows.__init__(self, budget)
+        Cache.__init__(self, layers=[_RowLayer(self, i) for i in range(shape.layers)])
+        self.shape = shape
+        self._keys, self._values = self._empty(0, 0)
+        # Set by begin(): where new tokens go, and how much of the rows is attended to.
+        self._targets = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
+        self.view = 0
+
+    @property
+    def rows(self) -> int:
+        return self._keys.shape[1]
+
+    @property
+    def time(self) -> int:
+        return self._keys.shape[3]
+
+    def begin(self, positions: torch.Tensor, view: int) -> None:
+        """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
+        self._targets = (torch.arange(len(positions), device=positions.device)[:, None], positions)
+        self.view = view
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[batch, new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
+        stored_k, stored_v = self._keys[layer], self._values[layer]
+        stored_k.transpose(1, 2).index_put_(self._targets, keys)
+        stored_v.transpose(1, 2).index_put_(self._targets, values)
+        batch = len(keys)
+        return stored_k[:batch, :, : self.view], stored_v[:batch, :, : self.view]
+
+    def load(self, row: int, source: Stored, length: int) -> None:
+        assert isinstance(source, KV)
+        self._keys[:, row, :, :length] = source.keys[:, :, :length]
+        self._values[:, row, :, :length] = source.values[:, :, :length]
+
+    def peek(self, row: int, length: int) -> KV:
+        return KV(self._keys[:, row, :, :length], self._values[:, row, :, :length])
+
+    def export(self, row: int, length: int) -> KV:
+        view = self.peek(row, length)
+        return KV(view.keys.clone(), view.values.clone())
+
+    def scrub(self, row: int) -> None:
+        # Masked slots are multiplied by 0, and 0 * NaN is NaN.
+        self._keys[:, row].zero_()
+        self._values[:, row].zero_()
 
     def _resize(self, rows: int, time: int) -> None:
         keys, values = self._empty(rows, time)
@@ -237,7 +289,7 @@ class Prefix:
     owner: object
     """The adapter version which computed them: no other may use them."""
     tokens: list[int]
-    kv: KV
+    kv: Stored
 
 
 class PrefixStore:
@@ -263,7 +315,7 @@ class PrefixStore:
             for e in self.of(owner)
         )
 
-    def add(self, owner: object, tokens: list[int], kv: KV) -> None:
+    def add(self, owner: object, tokens: list[int], kv: Stored) -> None:
         # A conversation's next turn contains the one before: keep only the longer.
         for entry in self.of(owner):
             size = len(entry.tokens)

@@ -149,6 +149,11 @@ class SamplerEngine:
         return self._thread is not None and self._thread.is_alive() and self._died is None
 
     @property
+    def how(self) -> str:
+        """Which way of computing rows the model allows: see docs/models.md."""
+        return self._forward.how
+
+    @property
     def adapters(self) -> dict[str, int]:
         """Loaded adapters and their current versions."""
         with self._changed:

@@ -1,25 +1,42 @@
-"""One forward of the model over rows of a RowCache, and the check that this model allows it.
+"""One forward of the model over rows, and the check which way of doing so this model allows.
 
 Knows: transformers models, attention. Does not know: requests, sampling, adapters.
+
+There are several ways, quickest first, and the first that computes what the model itself does is
+taken. Which model allows which is found out by trying rather than by knowing the families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentrl_trainer.model import BaseModel, ModelError
-from agentrl_trainer.sampler.cache import TIME_STEP, Budget, KVShape, RowCache
+from agentrl_trainer.sampler.cache import TIME_STEP, Budget, KVShape, RowCache, Rows
 from agentrl_trainer.sampler.lean import LeanDecoder
+from agentrl_trainer.sampler.states import Past, State, StateRows, advance
+from agentrl_trainer.thresholds import lowered
+from agentrl_trainer.tries import explicit
 
-ATTENTION = "agentrl_sdpa"
+log = logging.getLogger(__name__)
+
+ATTENTION = "agentrl_rows"
 BLOCK = 16
 """Rows which a decode step attends over together, as far as the longest of them."""
 _WORTH = 1024
@@ -45,6 +62,16 @@ def _attention(
     """
     batch, heads, new, dim = query.shape
     groups = key.shape[1]
+    cap, sinks = cast(Any, kwargs.get("softcap")), cast(Any, kwargs.get("s_aux"))
+    if cap is not None or sinks is not None:
+        adds = torch.zeros((), dtype=query.dtype, device=query.device)
+        if attention_mask is not None:
+            adds = attention_mask
+            if adds.dtype == torch.bool:
+                adds = torch.zeros(adds.shape, dtype=query.dtype, device=query.device)
+                adds = adds.masked_fill(~cast(torch.Tensor, attention_mask), float("-inf"))
+        out = explicit(query, key, value, adds, scaling, cap, sinks)
+        return out.transpose(1, 2), None
     if new != 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask,
@@ -57,8 +84,47 @@ def _attention(
     return out.reshape(batch, 1, heads, value.shape[-1]), None
 
 
+_positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+"""``[batch, new]`` of the tokens which a forward over a RowCache computes."""
+
+
+@contextmanager
+def _at(positions: torch.Tensor | None) -> Iterator[None]:
+    token = _positions.set(positions)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+def _mask_by_rule(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """``[batch, 1, new, view]``: the model's own rule (a window, say) at each row's positions.
+
+    transformers hands the rule over with the attention's kind; it knows one position for all rows.
+    """
+    positions = _positions.get()
+    if positions is None:
+        return sdpa_mask(
+            batch_size, q_length, kv_length, *args,
+            mask_function=mask_function, device=device, **kwargs,
+        )  # fmt: skip
+    rows = torch.arange(batch_size, device=device)[:, None, None, None]
+    heads = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    keys = torch.arange(kv_length, device=device)[None, None, None]
+    seen = mask_function(rows, heads, positions[:, None, :, None], keys)
+    return seen.expand(batch_size, 1, q_length, kv_length)
+
+
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, _mask_by_rule)
 
 
 class Forward:
@@ -73,22 +139,54 @@ class Forward:
         self.device = base.device
         embedding = cast(torch.nn.Embedding, base.model.get_input_embeddings())
         self.vocab = embedding.weight.shape[0]
-        self.shape = _kv_shape(base)
-        self._additive = not getattr(base.model, "_supports_sdpa", False)
+        self._additive = False
+        self._by_rule = False
+        self.past: Past | None = None
+        """None: rows are one rectangle, computed together; else what a row's own cache is."""
         self.lean: LeanDecoder | None = None
         self.why_not_lean: str | None = None
         """Why ``lean`` is not used although it was wanted."""
         self._run = torch.empty(0)
-        self._self_check(base, lean)
+        accepted = inspect.signature(type(base.model).forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._choose(base, lean)
+
+    @property
+    def how(self) -> str:
+        """In a few words, for people."""
+        if self.lean is not None:
+            return "lean"
+        if self.past is None:
+            return "together"
+        return "one by one, anew" if self.past is Past.NONE else "one by one"
+
+    def new_rows(self, budget: Budget) -> Rows:
+        return RowCache(self.shape, budget) if self.past is None else StateRows(budget)
 
     def __call__(
-        self, rows: RowCache, chunks: Sequence[Sequence[int]], starts: Sequence[int]
+        self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> torch.Tensor:
         """Logits ``[batch, vocab]`` after the last token of each chunk.
 
-        Row i of ``rows`` holds ``starts[i]`` tokens and gets ``chunks[i]`` on top. Shorter chunks
-        are padded by *repeating their last token at its own position*: it overwrites itself with
-        the same keys, and the last column holds every row's last token.
+        Row i of ``rows``, which ``new_rows`` made, holds ``starts[i]`` tokens and gets
+        ``chunks[i]`` on top.
+        """
+        if self.past is None:
+            return self._together(cast(RowCache, rows), chunks, starts)
+        states = cast(StateRows, rows).states
+        assert [len(state) for state in states[: len(chunks)]] == [*starts]
+        return torch.stack(
+            [
+                advance(self.model, state, [*chunk], self.past, self._options)
+                for state, chunk in zip(states, chunks, strict=False)
+            ]
+        )
+
+    def _together(
+        self, rows: RowCache, chunks: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """Shorter chunks are padded by *repeating their last token at its own position*: it
+        overwrites itself with the same keys, and the last column holds every row's last token.
         """
         if all(len(chunk) == 1 for chunk in chunks):
             ids: list[list[int]] = [list(chunk) for chunk in chunks]
@@ -100,18 +198,19 @@ class Forward:
         token_ids, positions = torch.tensor([ids, places], device=self.device)
         view = min(-(-end // TIME_STEP) * TIME_STEP, rows.time)
         rows.begin(positions, view)
-        mask = self._mask(positions, view)
-        if self.lean is not None:
+        mask = None if self._by_rule else self._mask(positions, view)
+        if self.lean is not None and mask is not None:
             blocks = _blocks(starts, view) if token_ids.shape[1] == 1 else []
             return self.lean(rows, token_ids, positions, mask, end, blocks)
-        out = self.model(
-            input_ids=token_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=rows,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with _at(positions):
+            out = self.model(
+                input_ids=token_ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=rows,
+                use_cache=True,
+                **self._options,
+            )
         return out.logits[:, -1]
 
     def _mask(self, positions: torch.Tensor, view: int) -> torch.Tensor:
@@ -131,48 +230,112 @@ class Forward:
         return windows.view(len(positions), 1, -1, view)
 
     @torch.inference_mode()
-    def _self_check(self, base: BaseModel, lean: bool) -> None:
-        """Compare with a plain forward: two rows of different length, each fed in two chunks."""
-        tokens = [(i * 7919 + 13) % self.vocab for i in range(30)]
-        first, second = tokens[:24], tokens[3:20]
-        expected = torch.stack(
-            [
-                base.model(torch.tensor([t], device=self.device)).logits[0, -1].float()
-                for t in (first, second)
-            ]
-        )
-        implementation = "eager" if self._additive else ATTENTION
-        base.model.set_attn_implementation(implementation)
-        scale = max(float(expected.abs().max()), 1.0)
-        if lean:
-            try:
-                self.lean = LeanDecoder(base.model)
-                if (worst := self._worst(first, second, expected)) <= 1e-4 * scale:
-                    return
-                why = f"its logits differ by {worst:.2g}"
-            except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as no:
-                why = str(no)
-            self.lean, self.why_not_lean = None, why
-            self._run = torch.empty(0)
-        try:
-            worst = self._worst(first, second, expected)
-        except Exception as error:
-            raise ModelError(_cannot(base, f"its forward rejects our cache: {error}")) from error
-        if not worst <= (2e-4 if base.dtype == torch.float32 else 0.1) * scale:
-            raise ModelError(_cannot(base, f"logits differ by {worst:.2g} from a plain run"))
+    def _choose(self, base: BaseModel, lean: bool) -> None:
+        """Take the first way that computes what a plain forward does."""
+        why: list[str] = []
+        original = cast(str, base.model.config._attn_implementation)
+        with lowered(base.model):
+            rows = _probes(self.vocab)
+            plain = [_plain(base.model, row) for row in rows]
+            for way in (self._try_lean if lean else None, *self._pages(), *self._states()):
+                if way is None:
+                    continue
+                if base.model.config._attn_implementation != original:
+                    base.model.set_attn_implementation(original)
+                self._additive = self._by_rule = False
+                self.past, self.lean, self._run = None, None, torch.empty(0)
+                try:
+                    way(base)
+                    worst = self._worst(rows, plain)
+                except Exception as error:  # whatever a model's own code may raise
+                    why.append(f"{self.how}: {type(error).__name__}: {error}")
+                    continue
+                scale = max(1.0, *(float(logits.abs().max()) for logits in plain))
+                exact = 1e-4 if self.lean is not None else 2e-4
+                if worst <= (exact if base.dtype == torch.float32 else 0.1) * scale:
+                    break
+                why.append(f"{self.how}: logits differ by {worst:.2g} from a plain run")
+            else:
+                raise ModelError(_cannot(base, "; ".join(why)))
+        self._run = torch.empty(0)
+        if self.past is not None:
+            self.shape = _state_shape(base, self.past, self._options)
+            log.warning(
+                "model: the embedded sampler computes rows of %s (%s) %s, which is slow: with a "
+                "GPU, sample with vLLM (sampler: vllm).",
+                base.name, base.model.config.model_type, self.how,
+            )  # fmt: skip
+        if lean and why:
+            self.why_not_lean = why[0].partition(": ")[2]
+        for line in why:
+            log.debug("%s is not sampled from %s", base.name, line)
 
-    def _worst(self, first: list[int], second: list[int], expected: torch.Tensor) -> float:
-        """Largest difference to ``expected``, of prefills and of decode steps."""
-        rows = RowCache(self.shape, Budget(10**9))
-        rows.reserve(2, len(first))
-        rows.append()
-        rows.append()
-        self(rows, [first[:5], second[:4]], [0, 0])
-        found = self(rows, [first[5:], second[4:]], [5, 4]).float()
-        last = [len(first) - 1, len(second) - 1]
-        step = self(rows, [first[last[0] :], second[last[1] :]], last).float()
-        worst = torch.stack([found, step]) - expected
-        return float(worst.abs().max())  # NaN if any is
+    def _try_lean(self, base: BaseModel) -> None:
+        self.shape = _kv_shape(base, (DynamicLayer,))
+        base.model.set_attn_implementation(ATTENTION)
+        self.lean = LeanDecoder(base.model)
+
+    def _pages(self) -> Iterator[Callable[[BaseModel], None]]:
+        """Rows together: masks as we know them, or (only so are there windows) as the model."""
+
+        def take(base: BaseModel, by_rule: bool, attention: str) -> None:
+            layers = (DynamicLayer, DynamicSlidingWindowLayer) if by_rule else (DynamicLayer,)
+            self.shape = _kv_shape(base, layers)
+            base.model.set_attn_implementation(attention)
+            self._by_rule, self._additive = by_rule, attention == "eager"
+
+        if getattr(self.model, "_supports_sdpa", False):
+            yield lambda base: take(base, False, ATTENTION)
+        else:
+            yield lambda base: take(base, False, "eager")
+        yield lambda base: take(base, True, ATTENTION)
+
+    def _states(self) -> Iterator[Callable[[BaseModel], None]]:
+        for past in Past:
+
+            def take(base: BaseModel, past: Past = past) -> None:
+                if past is Past.CHUNKS and base.dtype != torch.float32 and _recurs(base):
+                    raise ValueError("rounding could hide that it forgets its state")
+                self.past = past
+
+            yield take
+
+    def _worst(self, tokens: Sequence[list[int]], expected: Sequence[torch.Tensor]) -> float:
+        """Largest difference to ``expected`` after each of several chunks of unlike lengths."""
+        rows = self.new_rows(Budget(10**9))
+        rows.reserve(len(tokens), max(map(len, tokens)))
+        for _ in tokens:
+            rows.append()
+        worst = torch.zeros((), device=self.device)
+        done = [0] * len(tokens)
+        for sizes in zip(*_CHUNKS, strict=True):
+            chunks = [t[at : at + n] for t, at, n in zip(tokens, done, sizes, strict=True)]
+            logits = self(rows, chunks, done).float()
+            done = [at + n for at, n in zip(done, sizes, strict=True)]
+            for found, plain, at in zip(logits, expected, done, strict=True):
+                worst = torch.maximum(worst, (found - plain[at - 1]).abs().max())
+        return float(worst)  # NaN if any is
+
+
+_CHUNKS = ((16, 2, 1, 4, 1), (9, 3, 1, 1, 3))
+"""How two rows are fed. Some models forget their state when they get several tokens on top of it,
+which shows best directly behind them; and they are longer than lowered windows."""
+
+
+def _probes(vocab: int) -> list[list[int]]:
+    tokens = [(i * 7919 + 13) % vocab for i in range(30)]
+    return [tokens[: sum(_CHUNKS[0])], tokens[3 : 3 + sum(_CHUNKS[1])]]
+
+
+def _recurs(base: BaseModel) -> bool:
+    """Whether some layer's past is no run of keys."""
+    layers = DynamicCache(config=base.model.config).layers
+    return any(not isinstance(layer, DynamicLayer) for layer in layers)
+
+
+def _plain(model: Any, row: list[int]) -> torch.Tensor:
+    ids = torch.tensor([row], device=model.device)
+    return model(input_ids=ids, use_cache=False).logits[0].float()
 
 
 def _blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int]]:
@@ -203,13 +366,12 @@ def _padded(
     return ids, positions
 
 
-@torch.inference_mode()
-def _kv_shape(base: BaseModel) -> KVShape:
+def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
     """Ask the model what it caches, by running one token."""
     cache = DynamicCache(config=base.model.config)
-    odd = sorted({type(layer).__name__ for layer in cache.layers} - {DynamicLayer.__name__})
+    odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in allowed})
     if odd:
-        raise ModelError(_cannot(base, f"it has layers without full attention ({', '.join(odd)})"))
+        raise ValueError(f"it has layers of {', '.join(odd)}")
     base.model(
         torch.zeros(1, 1, dtype=torch.long, device=base.device),
         past_key_values=cache,
@@ -222,14 +384,40 @@ def _kv_shape(base: BaseModel) -> KVShape:
     }
     if len(found) != 1:
         shapes = ", ".join(sorted(map(str, found))) or "nothing"
-        raise ModelError(_cannot(base, f"its layers do not all cache the same shape: {shapes}"))
+        raise ValueError(f"its layers do not all cache the same shape: {shapes}")
     ((_, heads, _, key_dim), (_, _, _, value_dim), dtype) = found.pop()
     return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, base.device)
+
+
+def _state_shape(base: BaseModel, past: Past, options: dict[str, Any]) -> KVShape:
+    """What a token of a row costs in memory, as if it were keys: a state spread over some 256."""
+    state = State()
+    with torch.inference_mode():
+        sizes: list[int] = []
+        for _ in range(2):
+            advance(base.model, state, [0] * 16, past, options)
+            sizes.append(_bytes(state.cache))
+    each = max(0, sizes[1] - sizes[0]) // 16
+    fixed = max(0, sizes[1] - 32 * each)
+    elements = max(1, (each + fixed // 256) // base.dtype.itemsize)
+    return KVShape(1, 1, elements, 0, base.dtype, base.device)
+
+
+def _bytes(held: Any) -> int:
+    """Of all tensors in a cache, whatever its class."""
+    if isinstance(held, torch.Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        return sum(_bytes(x) for x in cast(dict[Any, Any], held).values())
+    if isinstance(held, (list, tuple)):
+        return sum(_bytes(x) for x in cast(Sequence[Any], held))
+    ours = type(held).__module__.startswith("transformers.") and hasattr(held, "__dict__")
+    return _bytes(vars(held)) if ours and not isinstance(held, PreTrainedConfig) else 0
 
 
 def _cannot(base: BaseModel, why: str) -> str:
     kind = base.model.config.model_type
     return (
-        f"model: the embedded sampler cannot serve {base.name!r} ({kind}): {why}. Use a model with "
-        "full attention in every layer (Qwen3, Llama, ...), or sample with vLLM."
+        f"model: the embedded sampler cannot serve {base.name!r} ({kind}). Sample with vLLM "
+        f"(sampler: vllm), or use another model. It was tried {why}."
     )

@@ -16,12 +16,12 @@ import torch
 from agentrl_trainer.prefixes import common_prefix
 from agentrl_trainer.sampler.adapters import Prepared
 from agentrl_trainer.sampler.cache import (
-    KV,
     MIN_PREFIX,
     Budget,
     Prefix,
     PrefixStore,
-    RowCache,
+    Rows,
+    Stored,
 )
 from agentrl_trainer.sampler.forward import BLOCK, Forward
 from agentrl_trainer.sampler.grammar import GrammarState
@@ -78,7 +78,7 @@ class Source:
     """Where a prefix of a prompt already is."""
 
     length: int
-    kv: KV | None = None
+    kv: Stored | None = None
     entry: Prefix | None = None
 
 
@@ -102,12 +102,12 @@ class Lane:
     Every ``BLOCK`` rows are at most as long as the next ones: rows grow together, so that order
     keeps, and attention over a block of short rows need not look as far as the longest.
     """
-    filling: RowCache = field(init=False)
-    rows: RowCache = field(init=False)
+    filling: Rows = field(init=False)
+    rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.filling = RowCache(self.forward.shape, self.budget)
-        self.rows = RowCache(self.forward.shape, self.budget)
+        self.filling = self.forward.new_rows(self.budget)
+        self.rows = self.forward.new_rows(self.budget)
 
     # -- admission ------------------------------------------------------------------------------
 
@@ -119,19 +119,24 @@ class Lane:
         """The longest stored prefix of ``tokens``, short of its last (whose logits are needed)."""
         best = Source(0)
         most = len(tokens) - 1
+
+        def better(kv: Stored, size: int, entry: Prefix | None = None) -> None:
+            nonlocal best
+            if (size := kv.usable(min(size, most))) > best.length:
+                best = Source(size, kv, entry)
+
         for entry in self.prefixes.of(self):
             if (size := _beats(entry.tokens, tokens, best.length)) > best.length:
-                best = Source(size, entry.kv, entry)
+                better(entry.kv, size, entry)
         for row, seq in enumerate(self.decoding):
             if (size := _beats(seq.tokens, tokens, best.length)) > best.length:
                 size = min(size, len(seq.tokens) - 1)
-                best = Source(size, self.rows.peek(row, size))
+                better(self.rows.peek(row, size), size)
         for row, job in enumerate(self.jobs):
             if (size := _beats(job.tokens, tokens, best.length)) > best.length:
                 size = min(size, job.computed)
                 if size > best.length:
-                    best = Source(size, self.filling.peek(row, size))
-        best.length = min(best.length, most)
+                    better(self.filling.peek(row, size), size)
         return best if best.length >= MIN_PREFIX else Source(0)
 
     def same_prompt(self, tokens: list[int]) -> Prefill | None:
@@ -140,7 +145,7 @@ class Lane:
     def worth_waiting(self, tokens: list[int], have: int) -> bool:
         """Whether a prefill under way will soon offer a much longer prefix than ``have``."""
         want = have + 4 * MIN_PREFIX
-        return any(_beats(j.tokens, tokens, want) > want for j in self.jobs)
+        return self.filling.parts and any(_beats(j.tokens, tokens, want) > want for j in self.jobs)
 
     def room_for(self, tokens: list[int], *, joins: bool) -> bool:
         """Whether the budget allows one more sequence (its answer may still outgrow it)."""
@@ -231,7 +236,7 @@ class Lane:
         if row < len(self.decoding):
             self.decoding[row] = last
 
-    def _join(self, seq: Sequence, kv: KV) -> None:
+    def _join(self, seq: Sequence, kv: Stored) -> None:
         """Give ``seq``, whose keys and values but for its last token are ``kv``, a row."""
         row = self.rows.append()
         self.decoding.append(seq)
@@ -277,7 +282,7 @@ class Lane:
         self.filling.free()
         self.rows.free()
 
-    def _park(self, tokens: list[int], rows: RowCache, row: int, length: int) -> None:
+    def _park(self, tokens: list[int], rows: Rows, row: int, length: int) -> None:
         if not self.prefixes.wants(self, tokens):
             return
         try:

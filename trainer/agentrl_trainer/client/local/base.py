@@ -35,10 +35,18 @@ class LocalBase:
         device: str,
         dtype: str,
         load_in_4bit: bool,
+        trust_remote_code: bool,
         learner_options: Mapping[str, Any],
     ) -> None:
         self.name = name
-        self._load = partial(load_base, name, device=device, dtype=dtype, load_in_4bit=load_in_4bit)
+        self._load = partial(
+            load_base,
+            name,
+            device=device,
+            dtype=dtype,
+            load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+        )
         self._learner_options = learner_options
         self._worker = Worker(f"agentrl-train-{name}")
         self._lock = threading.Lock()

@@ -46,10 +46,11 @@ class LocalService:
         device: str = "auto",
         dtype: str = "auto",
         load_in_4bit: bool = False,
+        trust_remote_code: bool = False,
         **learner_options: Any,
     ) -> None:
         self.folder = Path(folder) if folder is not None else new_folder("client")
-        self._where = (device, dtype, load_in_4bit, learner_options)
+        self._where = (device, dtype, load_in_4bit, trust_remote_code, learner_options)
         self._bases: dict[str, LocalBase] = {}
         self._names: set[str] = set()
         self._made = 0
