@@ -51,6 +51,7 @@ class Renderer:
         special = set(_special_tokens(tokenizer))
         if end_ids and end_ids[0] in special:
             self._stop_ids |= {end_ids[0]}
+        self._texts: dict[int, str] = {}  # of single tokens
         self._hidden = self._hidden_ids(special, template)
         self._format = ReplyFormat(template, self.generation_prompt)
         self.vocab_size = len(tokenizer)
@@ -117,7 +118,14 @@ class Renderer:
         return self.decode_raw([i for i in ids if i not in hidden])
 
     def decode_raw(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        if len(ids) != 1:
+            return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        (token_id,) = ids  # half of what a stream decodes: what came before its next token
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+            self._texts[token_id] = text
+        return text
 
     @property
     def tells_calls_apart(self) -> bool:

@@ -179,8 +179,9 @@ class ReplyParser:
         self._raw += text
         if self._in_plain and not any(char in text for char in self._format.plain_without):
             # Whitespace at the end could belong to a tool call that follows.
-            self._content = self._raw.rstrip()
-            return self._show()
+            content, shown = self._raw.rstrip(), len(self._shown.content)
+            self._content = self._shown.content = content
+            return Reply(content[shown:], "", [], [])  # as ``_show`` does, for most pieces of all
         if self._in_plain:
             self._in_plain = False
             self._content, text = "", self._raw

@@ -58,7 +58,7 @@ class RetryRules(RuleBasedStateMachine):
         self.clock = patch("agentrl_proxy.asked.time.monotonic", lambda: self.now)
         self.clock.start()
         self.requests = Requests()
-        self.rules: dict[bytes, list[Told]] = {b"one": [], b"other": []}
+        self.by_key: dict[bytes, list[Told]] = {b"one": [], b"other": []}
         self.pairs: list[tuple[Asked, Told]] = []
         self.sampled = 0  # each choice that is sampled says a number of its own
 
@@ -93,7 +93,7 @@ class RetryRules(RuleBasedStateMachine):
 
     def ended(self, told: Told) -> None:
         told.state, told.since = ("failed" if told.broken else "answered"), self.now
-        (same,) = [same for same in self.rules.values() if told in same]
+        (same,) = [same for same in self.by_key.values() if told in same]
         if not told.broken:
             same[:] = [one for one in same if one.state != "answered" or one is told]
         self.turn()
@@ -149,7 +149,7 @@ class RetryRules(RuleBasedStateMachine):
     def ask(self, key: bytes, refused: bool) -> None:
         asked, told = self.requests.begin(key), Told("running")
         self.pairs.append((asked, told))
-        self.rules[key].append(told)
+        self.by_key[key].append(told)
         self.start(asked, told, refused=refused)
 
     @rule(key=KEYS)
@@ -175,7 +175,7 @@ class RetryRules(RuleBasedStateMachine):
     def retry(self, key: bytes) -> None:
         task = self.loop.create_task(self.requests.earlier(key))
         self.turn()
-        self.retried(task, self.rules[key])
+        self.retried(task, self.by_key[key])
 
     @precondition(lambda self: any(told.waiters for _, told in self.runs()))
     @rule()
@@ -188,7 +188,7 @@ class RetryRules(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: not any(self.requests.was_recalled(k) for k in self.rules))
+    @precondition(lambda self: not any(self.requests.was_recalled(k) for k in self.by_key))
     @rule(key=KEYS, answered=st.integers(0, 2), missed=st.integers(0, 2), failed=st.integers(0, 2))
     def recalled(self, key: bytes, answered: int, missed: int, failed: int) -> None:
         found: list[Told] = []
@@ -203,11 +203,11 @@ class RetryRules(RuleBasedStateMachine):
             for state in ("answered", "missed", "failed")
         }
         self.requests.recall(key, lists["answered"], lists["missed"], lists["failed"])
-        self.rules[key][:0] = found
+        self.by_key[key][:0] = found
 
     @invariant()
     def they_agree(self) -> None:
-        for key, same in self.rules.items():
+        for key, same in self.by_key.items():
             held = self.requests._asked.get(key)
             states = [] if held is None else [one.state for one in held.requests]
             names = {"failed": State.UNANSWERED, "missed": State.MISSED,
@@ -259,7 +259,7 @@ async def test_what_was_not_used_for_longest_is_dropped(requests: Requests) -> N
     assert requests.knows(b"runs")
     assert runs.state is State.RUNNING
     assert not requests.knows(b"0")
-    assert requests.knows(b"%d" % i)
+    assert requests.knows(b"refused %d" % (5 * MAX_REQUESTS - 1))
 
 
 async def test_answers_have_one_bound_together(requests: Requests) -> None:

@@ -351,6 +351,18 @@ def test_a_refused_body_is_not_too_slow_as_well(start: Any, caplog: Any) -> None
     assert "408" not in caplog.text
 
 
+def test_who_waits_to_be_told_to_go_on_is_told(gateway: Running) -> None:
+    body = json.dumps(BODY).encode()
+    with connected(gateway) as sock:
+        for _ in range(2):
+            sock.sendall(head(content_length=len(body), expect="100-continue"))
+            assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            sock.sendall(body)
+            answer = sock.recv(100_000)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]  # all in one piece
+
+
 # --- clients that do not read
 
 
