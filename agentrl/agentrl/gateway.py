@@ -172,9 +172,8 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
     ending.callback(sampler.stop)
     sampler.start()
     deps.context_length = sampler.context_length
-    if (
-        settings.vllm_url is None and not settings.tinker
-    ):  # a server comes back, and its sampler then sees to the rest
+    # A server comes back, and its sampler then sees to the rest.
+    if settings.vllm_url is None and not settings.tinker:
         stopping = threading.Event()
         ending.callback(stopping.set)
         threading.Thread(
