@@ -73,6 +73,7 @@ def train(
     """
     from agentrl.display import TrainDisplay
     from agentrl.report import serve_command, training_report
+    from agentrl.resume import check_resume, tell_changes
     from agentrl.run_folder import RunFolder, how_to_fetch
     from agentrl.runner import validate_agent
     from agentrl.session import Session
@@ -84,6 +85,9 @@ def train(
     eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
     if resume is not None:
         folder = RunFolder.existing(resume)
+        folder.lock()
+        changes = check_resume(folder, config, tasks, eval_tasks)
+        tell_changes(changes, lambda said: console.print(said, markup=False, highlight=False))
     else:
         folder = RunFolder.create(config.runs, config.name, "train")
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)

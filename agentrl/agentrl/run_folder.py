@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import AdapterConfig, ConfigError, EvalConfig, ModelConfig, RunConfig
+from agentrl.run_lock import LockedError, RunLock
 
 POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
 
@@ -30,6 +31,7 @@ class RunFolder:
         self.metrics = self.root / "metrics.jsonl"
         self.picture = self.root / "learning_curve.png"
         self.summary = self.root / "summary.json"
+        self._lock: RunLock | None = None
 
     @classmethod
     def create(cls, runs: Path, name: str | None, prefix: str) -> RunFolder:
@@ -54,6 +56,27 @@ class RunFolder:
         if not folder.config.is_file() or not folder.run_id.is_file():
             raise ConfigError(f"resume: {str(path)!r} is no run folder: it has no config.json")
         return folder
+
+    def lock(self) -> None:
+        """From now on this process is the only one that writes here, until it ends or this object
+        is gone.
+
+        Raises:
+            ConfigError: another process is; names it.
+        """
+        if self._lock is not None:
+            return
+        try:
+            self._lock = RunLock(self.root / "lock")
+        except LockedError as error:
+            raise ConfigError(
+                f"{self.root} is in use: {error.holder} is running it. Let it finish, or end it "
+                "first, then --resume it"
+            ) from error
+
+    def read_config(self) -> dict[str, Any]:
+        """The settings that the run goes by."""
+        return json.loads(self.config.read_text(encoding="utf-8"))
 
     def adapter_version(self, name: str, version: int) -> Path:
         """A path of its own per version: vLLM's prefix cache is keyed by path."""

@@ -77,8 +77,9 @@ class Run:
         assert process.returncode == 0, self.output
         return self
 
-    def resume(self) -> Run:
+    def resume(self, *more: str) -> Run:
         argv = [sys.executable, "-m", "agentrl.cli", "train", "--resume", str(self.folder.root)]
+        argv += more
         process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
