@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.clock import Clock
@@ -16,8 +17,9 @@ from agentrl.config import TrainConfig
 from agentrl.display import TrainDisplay
 from agentrl.held_out import HeldOut
 from agentrl.journal import Journal
+from agentrl.metrics import REWARD
 from agentrl.rollout_stream import RolloutStream, StepRollouts
-from agentrl.session import Session
+from agentrl.session import RunError, Session
 from agentrl.step_notes import note_failures
 from agentrl.step_records import StepRecords, adapter_rules
 from agentrl.step_row import step_row
@@ -161,8 +163,14 @@ class TrainingRun:
 
     def restore(self) -> int:
         """Goes back to the newest whole checkpoint, if there is one, and undoes what came after;
-        returns its step."""
+        returns its step.
+
+        Raises:
+            RunError: the run has made steps, and no checkpoint of them is whole.
+        """
         found = self._trained.service.restore_checkpoint(self.folder.checkpoints).result()
+        if found.step is None:
+            self._check_there_were_none(found.torn)
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
         step = found.step or 0
@@ -175,6 +183,18 @@ class TrainingRun:
         self.store.drop_adapters_after(self.run_id, step)
         self.journal.go_back(step, found.meta.get("row"))
         return step
+
+    def _check_there_were_none(self, torn: Mapping[Path, str]) -> None:
+        """A step's row is logged after its checkpoint is saved."""
+        made = max((row["step"] for row in self.journal.rows() if REWARD in row), default=0)
+        if not torn and not made:
+            return
+        faults = "; ".join(f"{path.name}: {fault}" for path, fault in torn.items())
+        raise RunError(
+            f"{self.folder.root} has made {made} steps, but nothing in {self.folder.checkpoints} "
+            f"can be gone on from ({faults or 'it is empty'}). It would begin at step 0 again, "
+            "over that history. Bring a checkpoint back, or start a new run, under another --name"
+        )
 
     # ---- beginning and end
 

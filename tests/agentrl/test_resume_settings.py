@@ -155,3 +155,19 @@ def test_the_lock_dies_with_its_process_whatever_that_forked(tmp_path: Path) -> 
         process.kill()
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(tmp_path: Path, torn: bool) -> None:
+    folder = started(tmp_path, runners=1)
+    folder.append_metrics({"step": 0, "eval/accuracy": 0.0})
+    folder.append_metrics({"step": 1, "reward/mean": 0.5})
+    if torn:
+        (folder.checkpoints / "step-00000001").mkdir(parents=True)
+    done = agentrl("train", "--resume", str(folder.root))
+    assert done.returncode == 1, done.stdout
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "has made 1 steps" in said
+    assert ("step-00000001: no manifest.json" if torn else "it is empty") in said
+    assert "start a new run" in said
+    assert len(folder.read_metrics()) == 2
