@@ -95,7 +95,7 @@ def train(
     with (
         Session(folder, config, "train", imports_torch=True) as session,
         # After the session: it has a thread, and the session may fork.
-        TrainDisplay(console, f"agentrl · {folder.name}") as display,
+        TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
         with heavy_imports():
             from agentrl.train import train as run_training
@@ -103,6 +103,8 @@ def train(
 
         summary = run_training(TrainingRun(config, tasks, eval_tasks, session, display))
     console.print(training_report(summary))
+    if summary.learned_nothing:  # whatever waits for a better adapter has to know
+        sys.exit(1)
     # Outside the panel: a line to copy must not be wrapped into a frame.
     if fetched := how_to_fetch(summary.adapter):
         for command in fetched:

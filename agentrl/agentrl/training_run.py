@@ -19,6 +19,7 @@ from agentrl.held_out import HeldOut
 from agentrl.journal import Journal
 from agentrl.metrics import REWARD
 from agentrl.rollout_stream import RolloutStream, StepRollouts
+from agentrl.run_folder import strict
 from agentrl.session import RunError, Session
 from agentrl.step_notes import note_failures
 from agentrl.step_records import StepRecords, adapter_rules
@@ -154,7 +155,7 @@ class TrainingRun:
     # ---- across crashes
 
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
-        meta = {"run_id": self.run_id, "rollouts": self._stream.state(), "row": row}
+        meta = {"run_id": self.run_id, "rollouts": self._stream.state(), "row": strict(row)}
         keep = self.config.keep_checkpoints
         saved = self._trained.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=keep
