@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.clock import Clock
-from agentrl.config import TrainConfig
+from agentrl.config import TrainConfig, check_warmup, greedy_note
 from agentrl.display import TrainDisplay
 from agentrl.held_out import HeldOut
 from agentrl.journal import Journal
@@ -36,7 +36,12 @@ T = TypeVar("T")
 
 
 class TrainingRun:
-    """Fresh or resumed; the base model is loaded when it is made."""
+    """Fresh or resumed; the base model is loaded when it is made.
+
+    Raises:
+        ConfigError: the settings do not fit the tasks.
+        RunError: the model cannot be trained; see ``load_trained``.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,9 @@ class TrainingRun:
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
         self.clock = Clock()
         self.steps = config.steps or steps_of_one_epoch(len(tasks), config.batch_size)
+        check_warmup(config.warmup_steps, self.steps)
+        if note := greedy_note(config.eval_samples, config.eval_temperature):
+            display.note(note)
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self._eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
         self.journal = Journal(config, self.folder, self.store, self.run_id, display.note)
