@@ -67,6 +67,7 @@ class RunFolder:
         """
         if self._lock is not None:
             return
+        self.root.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = RunLock(self.root / "lock")
         except LockedError as error:
