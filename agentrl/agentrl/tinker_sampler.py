@@ -70,7 +70,7 @@ class TinkerSampler:
         self._base_url = base_url
         self._tokenizer = tokenizer
         self._eos_ids = sorted(eos_ids)
-        self._service: ServiceClient
+        self._service: ServiceClient | None = None
         self._loads: dict[str, _Load] = {}
         self._base: _Load | None = None
         self._in_flight = 0
@@ -96,7 +96,15 @@ class TinkerSampler:
                 self.context_length = min(self.context_length, served.max_context_length)
 
     def stop(self) -> None:
-        self._service.close()
+        if self._service is not None:
+            self._service.close()
+
+    def _client(self, path: str | None) -> SamplingClient:
+        """Of saved weights; None: of the base model."""
+        if self._service is None:
+            raise RefusedError("stopped", "there is no session with Tinker yet")
+        base = self._model if path is None else None
+        return self._service.create_sampling_client(path, base).result()
 
     @property
     def healthy(self) -> bool:
@@ -114,7 +122,7 @@ class TinkerSampler:
 
     def load_now(self, name: str, version: int, path: str) -> None:
         """``load_adapter`` for where no event loop runs yet."""
-        self._loads[name] = _Load(self._service.create_sampling_client(path).result(), version)
+        self._loads[name] = _Load(self._client(path), version)
         self._swaps += 1
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
@@ -130,10 +138,7 @@ class TinkerSampler:
                 raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
             return self._loads[adapter]
         if self._base is None:
-            made = await asyncio.to_thread(
-                self._service.create_sampling_client, base_model=self._model
-            )
-            self._base = _Load(made, None)
+            self._base = _Load(await asyncio.to_thread(self._client, None), None)
         return self._base
 
     # ---- sampling

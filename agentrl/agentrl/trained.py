@@ -26,6 +26,8 @@ class Trained:
     """By adapter."""
     context_length: int
     peak_learning_rate: float
+    failures: tuple[type[Exception], ...] = ()
+    """What the backend's clients raise when the service fails, rather than the run."""
 
 
 def load_trained(
@@ -99,6 +101,7 @@ def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Tr
                 "its default depends on; give it"
             )
         rate = default_learning_rate(parameters)
+    failures = _tinker_failures()
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker_base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
@@ -108,14 +111,14 @@ def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Tr
             )
             for index, name in enumerate(adapters)
         }
-    except _tinker_errors() as error:
+    except (ValueError, *failures) as error:
         raise RunError(f"backend: Tinker refuses to train {config.model}: {error}") from error
     of_server = served[config.model].max_context_length if config.model in served else None
     context_length = min(facts.context_length, of_server or facts.context_length)
-    return Trained(service, clients, context_length, rate)
+    return Trained(service, clients, context_length, rate, failures)
 
 
-def _tinker_errors() -> tuple[type[Exception], ...]:
+def _tinker_failures() -> tuple[type[Exception], ...]:
     import tinker
 
-    return (tinker.TinkerError, ConnectionError, ValueError)
+    return (tinker.TinkerError, ConnectionError)

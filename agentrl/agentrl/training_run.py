@@ -108,8 +108,18 @@ class TrainingRun:
 
     def result(self, asked: APIFuture[T]) -> T:
         """What a client computes; runners and leases are looked after meanwhile: rollouts of the
-        next steps may be under way."""
-        return self.session.upkeep.result(asked.future())
+        next steps may be under way.
+
+        Raises:
+            RunError: the service of the backend failed.
+        """
+        try:
+            return self.session.upkeep.result(asked.future())
+        except self._trained.failures as error:
+            raise RunError(
+                f"{self.config.backend}: {error}\nWhat was checkpointed is there: go on with "
+                f"--resume {self.folder.root}"
+            ) from error
 
     def row(
         self,
@@ -177,7 +187,7 @@ class TrainingRun:
         Raises:
             RunError: the run has made steps, and no checkpoint of them is whole.
         """
-        found = self._trained.service.restore_checkpoint(self.folder.checkpoints).result()
+        found = self.result(self._trained.service.restore_checkpoint(self.folder.checkpoints))
         if found.step is None:
             self._check_there_were_none(found.torn)
         for torn, fault in found.torn.items():

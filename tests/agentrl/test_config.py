@@ -56,7 +56,8 @@ def test_the_help_says_where_it_trains() -> None:
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "learns on this machine" in said
-    assert 'ServiceClient(backend="tinker")' in said
+    assert "--backend tinker" in said
+    assert "TINKER_API_KEY" in said
     assert (Path(__file__).parents[2] / "docs" / "client.md").is_file()
     assert "docs/client.md" in said
 

@@ -75,59 +75,77 @@ def test_its_settings_mean_nothing_elsewhere() -> None:
 
 
 def weights(run: Run, served: Path) -> dict[str, Any]:
-    """The final adapter's tensors; of a run on Tinker, from the server's own folder."""
-    pointer = run.folder.adapter / "tinker.json"
-    folder = run.folder.adapter
-    if pointer.exists():
-        model, kind, name = json.loads(pointer.read_text())["path"][len("tinker://") :].split("/")
-        folder = served / model.replace(":", "-") / kind / name
-    return load_file(str(folder / "adapter_model.safetensors"))
+    """The final adapters' tensors; of a run on Tinker, from the server's own folder."""
+    found: dict[str, Any] = {}
+    names = [path.name for path in run.folder.adapters.iterdir()]
+    for name in names:
+        folder = run.folder.adapter / (name if len(names) > 1 else "")
+        if (pointer := folder / "tinker.json").exists():
+            model, kind, version = json.loads(pointer.read_text())["path"][9:].split("/")
+            folder = served / model.replace(":", "-") / kind / version
+        tensors = load_file(str(folder / "adapter_model.safetensors"))
+        found |= {f"{name}/{key}": tensor for key, tensor in tensors.items()}
+    return found
 
 
 @pytest.mark.tinker
 @needs_sdk
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "settings",
+    ("agent", "settings", "moment"),
     [
-        pytest.param({"loss": "ppo", "epochs": 2}, id="its own loss"),
+        pytest.param("mixed", {"loss": "ppo", "epochs": 2}, "publishing", id="resumed, its loss"),
         pytest.param(
-            {"loss": "gspo", "kl_coef": 0.05, "length_normalization": "sequence"}, id="a custom one"
+            "two_models",
+            {
+                "adapters": "asker,answerer", "steps": 1, "loss": "gspo", "kl_coef": 0.05,
+                "length_normalization": "sequence",
+            },
+            None,
+            id="two adapters, a custom loss",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_run_on_tinker_is_the_run_here(
     url: str,  # noqa: F811
     sdk: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    agent: str,
     settings: dict[str, Any],
+    moment: str | None,
 ) -> None:
-    """Killed and resumed, too. One runner, so that both sample in one order."""
+    """One runner, so that both sample in one order."""
     settings = {
         "runners": 1, "steps": 2, "seed": 5, "eval_every": 9, "batch_size": 2, "group_size": 3,
         "lease": 5,
     } | settings  # fmt: skip
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-    here = Run(tmp_path / "here", "mixed", **settings).finish()
+    here = Run(tmp_path / "here", agent, **settings).finish()
     monkeypatch.setenv("TINKER_BASE_URL", url)
-    there = Run(tmp_path / "there", "mixed", backend="tinker", **settings)
-    killed(there, "publishing", 1)
-    there.resume()
+    there = Run(tmp_path / "there", agent, backend="tinker", **settings)
+    if moment is None:
+        there.finish()
+    else:
+        killed(there, moment, 1)
+        there.resume()
 
     assert there.accounting().adds_up
     assert there.accounting().pending == 0
     rows, expected = there.curve(), here.curve()
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    shared = ("tokens/saved_by_sharing", "tokens/total")  # the server's own affair
+    of_sharing = ("tokens/saved_by_sharing", "tokens/total")  # the server's own affair
     for row, other in zip(rows, expected, strict=True):
         assert row.keys() == other.keys()
-        for name in row.keys() - set(shared):
+        for name in {name for name in row if not name.endswith(of_sharing)}:
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
     ours, theirs = weights(here, tmp_path), weights(there, tmp_path)
     assert ours.keys() == theirs.keys()
-    assert max(float((ours[k] - theirs[k]).abs().max()) for k in ours) < 1e-4
+    # B begins at zero, so this is the update. Adam magnifies the last bits of small gradients.
+    updates = [key for key in ours if "lora_B" in key]
+    apart = sum(float((ours[key] - theirs[key]).square().sum()) for key in updates) ** 0.5
+    assert apart < 5e-4 * sum(float(ours[key].square().sum()) for key in updates) ** 0.5
     with pytest.raises(ConfigError, match=r"tinker checkpoint download tinker://.*weights/step-"):
         find_adapters(there.folder.root, "adapter_path")
 

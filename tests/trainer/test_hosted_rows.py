@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from agentrl_trainer.client.hosted_rows import (
     loss_of,
     native_config,
     stats_of,
+    trained_logprobs,
 )
 from agentrl_trainer.learner import with_extra
 from agentrl_trainer.model_size import count_parameters, parameters_in_name
@@ -105,6 +107,14 @@ def test_the_update_is_the_learners(
     assert found.sampler_trainer_kl == pytest.approx(expected.sampler_trainer_kl, rel=1e-4)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
     assert found.tokens_unique == expected.tokens_unique
+
+
+def test_log_probs_come_back_for_each_row_and_only_where_it_trains() -> None:
+    nothing = Row([1, 2, 3], [False] * 3, [0.0] * 3, [0.0] * 3)
+    some = Row([1, 2, 3], [False, True, False], [0.0] * 3, [0.0] * 3)
+    computed = np.asarray([-1.0, -2.0], dtype=np.float32)
+    found = trained_logprobs([some, nothing, some], [computed, computed * 2])
+    assert [row["logprobs"].tolist() for row in found] == [[-1, 0], [0, 0], [-2, 0]]
 
 
 def test_what_cannot_be_learned_from_names_its_cause() -> None:

@@ -39,6 +39,7 @@ from agentrl_trainer.client.hosted_rows import (
     loss_of,
     native_config,
     stats_of,
+    trained_logprobs,
 )
 from agentrl_trainer.client.naming import POINTER, new_folder
 from agentrl_trainer.client.types import (
@@ -171,12 +172,11 @@ class HostedService:
                     f"checkpoint {found.folder} holds states of {sorted(states) or 'no client'} on "
                     f"Tinker, but this trains {sorted(self._trained)}"
                 )
-            asked = [
-                self._trained[client].load_state(path, optimizer=True, access_token=None)
-                for client, path in states.items()
-            ]
-            for loaded in asked:
-                loaded.result()
+            # Loading into a client that exists is going to leave the SDK: each gets a new one.
+            make = self._service.create_training_client_from_state_with_optimizer
+            asked = {client: make(path) for client, path in states.items()}
+            for client, made in asked.items():
+                self._trained[client].go_on_as(made.result(), states[client])
             restore_rng(checkpoint.rng)
             return Restored(checkpoint.step, checkpoint.meta, found.torn)
 
@@ -200,11 +200,17 @@ class HostedTraining:
         base: Callable[[str], HostedSampling],
     ) -> None:
         self._sdk = sdk
-        self._client = client
         self._worker = worker
         self._base = base
         self._reference: HostedSampling | None = None
-        self._state: str | None = None  # the newest one saved or loaded
+        self.go_on_as(client, None)
+        self.name = name or self.info.model_id.replace(":", "-")
+        self.folder = folder / self.name
+
+    def go_on_as(self, client: Any, state: str | None) -> None:
+        """``client``: the SDK's, of the same base model. ``state``: what it was made from."""
+        self._client = client
+        self._state = state  # the newest one saved or loaded
         found = client.get_info()
         model = found.model_data
         self.info = ModelInfo(
@@ -215,8 +221,6 @@ class HostedTraining:
             model_name=found.model_name or model.model_name or "",
             lora_rank=found.lora_rank,
         )
-        self.name = name or found.model_id.replace(":", "-")
-        self.folder = folder / self.name
 
     def forward(
         self, data: Data, loss_fn: str, config: LossConfig | None
@@ -233,7 +237,7 @@ class HostedTraining:
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
         if isinstance(data[0] if data else None, Row):
-            rows = [row for row in cast(Sequence[Row], data) if row.trained]
+            rows = cast(Sequence[Row], data)
             return self._of_rows(rows, loss_fn, config or {}, normalize_by, logprobs)
         if normalize_by != 1.0:
             raise ValueError(
@@ -244,14 +248,17 @@ class HostedTraining:
 
     def _of_rows(
         self,
-        rows: Sequence[Row],
+        given: Sequence[Row],
         loss_fn: str,
         config: LossConfig,
         normalize_by: float | None,
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
         started = time.perf_counter()
-        check_rows(rows)
+        check_rows(given)
+        rows = [row for row in given if row.trained]
+        if not rows:
+            raise ValueError("data: none of the rows has a token to learn from")
         divisor = normalize_by or sum(row.trained for row in rows)
         seen: list[tuple[Tensor, Sums]] = []
 
@@ -263,7 +270,8 @@ class HostedTraining:
             if not seen:
                 loss(None, [torch.from_numpy(row["logprobs"]) for row in done.loss_fn_outputs])
             stats = stats_of(rows, *seen[0], divisor, started)
-            outputs = done.loss_fn_outputs if logprobs else []
+            computed = [row["logprobs"] for row in done.loss_fn_outputs]
+            outputs = trained_logprobs(given, computed) if logprobs else []
             return ForwardBackwardOutput(outputs, done.metrics | {"loss:sum": stats.loss}, stats)
 
         own = native_config(loss_fn, config)

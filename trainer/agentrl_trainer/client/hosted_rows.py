@@ -11,9 +11,11 @@ log-probs, by ``forward_backward_custom``: right in the same way, for the price 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl_trainer.batches import LOSS_EXTRA, count_rows
@@ -59,8 +61,9 @@ def folded(row: Row, divisor: float) -> Datum:
 
 
 def bare(row: Row) -> Datum:
-    """Only its tokens: for log-probs, and for a loss of ours."""
-    return _datum(row, {})
+    """Only its tokens: for log-probs, and for a loss of ours. Tinker's cross_entropy wants weights,
+    even where only its log-probs are."""
+    return _datum(row, {"weights": [0.0] * (len(row.tokens) - 1)})
 
 
 def _datum(row: Row, columns: dict[str, Array]) -> Datum:
@@ -110,6 +113,23 @@ def stats_of(
     value = loss.item() / divisor
     finite = value - value == 0.0
     return step_stats(value, sums, count_rows(rows), started, poisoned=not finite)
+
+
+def trained_logprobs(
+    rows: Sequence[Row], computed: Iterable[NDArray[np.float32]]
+) -> list[dict[str, NDArray[np.float32]]]:
+    """``loss_fn_outputs`` as the local backend has them: 0 where nothing trains.
+
+    Args:
+        computed: of those rows that train, each target's log-prob.
+    """
+    found = iter(computed)
+    outputs: list[dict[str, NDArray[np.float32]]] = []
+    for row in rows:
+        mask = np.asarray(row.mask[1:], dtype=bool)
+        values = next(found) if row.trained else np.zeros(len(mask), dtype=np.float32)
+        outputs.append({"logprobs": np.where(mask, values, np.float32(0))})
+    return outputs
 
 
 def check_rows(rows: Sequence[Row]) -> None:
