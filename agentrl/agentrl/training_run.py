@@ -205,14 +205,16 @@ class TrainingRun:
 
     def _check_there_were_none(self, torn: Mapping[Path, str]) -> None:
         """A step's row is logged after its checkpoint is saved."""
-        made = max((row["step"] for row in self.journal.rows() if REWARD in row), default=0)
-        if not torn and not made:
+        made = [row["step"] for row in self.journal.rows() if REWARD in row]
+        made += [int(path.name.rpartition("-")[2]) for path in torn]
+        if not made:
             return
         faults = "; ".join(f"{path.name}: {fault}" for path, fault in torn.items())
         raise RunError(
-            f"{self.folder.root} has made {made} steps, but nothing in {self.folder.checkpoints} "
-            f"can be gone on from ({faults or 'it is empty'}). It would begin at step 0 again, "
-            "over that history. Bring a checkpoint back, or start a new run, under another --name"
+            f"{self.folder.root} had come to step {max(made)}, but nothing in "
+            f"{self.folder.checkpoints} can be gone on from ({faults or 'it is empty'}). It would "
+            "begin at step 0 again, over that history. Bring a checkpoint back, or start a new "
+            "run, under another --name"
         )
 
     # ---- beginning and end

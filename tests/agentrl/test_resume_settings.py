@@ -167,7 +167,7 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(tmp_path: Path, torn
     done = agentrl("train", "--resume", str(folder.root))
     assert done.returncode == 1, done.stdout
     said = " ".join(done.stderr.replace("│", " ").split())
-    assert "has made 1 steps" in said
+    assert "had come to step 1," in said
     assert ("step-00000001: no manifest.json" if torn else "it is empty") in said
     assert "start a new run" in said
     assert len(folder.read_metrics()) == 2
