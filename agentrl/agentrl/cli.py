@@ -73,6 +73,7 @@ def train(
     """
     from agentrl.display import TrainDisplay
     from agentrl.report import serve_command, training_report
+    from agentrl.resume import check_resume, tell_changes
     from agentrl.run_folder import RunFolder, how_to_fetch
     from agentrl.runner import validate_agent
     from agentrl.session import Session
@@ -84,6 +85,9 @@ def train(
     eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
     if resume is not None:
         folder = RunFolder.existing(resume)
+        folder.lock()
+        changes = check_resume(folder, config, tasks, eval_tasks)
+        tell_changes(changes, lambda said: console.print(said, markup=False, highlight=False))
     else:
         folder = RunFolder.create(config.runs, config.name, "train")
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
@@ -91,7 +95,7 @@ def train(
     with (
         Session(folder, config, "train", imports_torch=True) as session,
         # After the session: it has a thread, and the session may fork.
-        TrainDisplay(console, f"agentrl · {folder.name}") as display,
+        TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
         with heavy_imports():
             from agentrl.train import train as run_training
@@ -99,6 +103,8 @@ def train(
 
         summary = run_training(TrainingRun(config, tasks, eval_tasks, session, display))
     console.print(training_report(summary))
+    if summary.learned_nothing:  # whatever waits for a better adapter has to know
+        sys.exit(1)
     # Outside the panel: a line to copy must not be wrapped into a frame.
     if fetched := how_to_fetch(summary.adapter):
         for command in fetched:

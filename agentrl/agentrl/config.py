@@ -475,10 +475,14 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
         5, ge=1, description="Steps between evaluations; first and last are always evaluated."
     )
     eval_samples: Annotated[int, Parameter(group=_AGENT)] = Field(
-        1, ge=1, description="Rollouts per held-out task (more than one: set eval_temperature)."
+        1, ge=1, description="Rollouts per held-out task."
     )
     eval_temperature: Annotated[float, Parameter(group=_AGENT)] = Field(
-        0.0, ge=0, le=2, description="Sampling temperature of evaluations; 0 is greedy."
+        0.0,
+        ge=0,
+        le=2,
+        description="Sampling temperature of evaluations; by default greedy (0), and with several "
+        "samples of a task the training's.",
     )
     steps: Annotated[int | None, Parameter(group=_RUN)] = Field(
         None, ge=1, description="Optimizer steps; by default one pass over the tasks."
@@ -569,6 +573,20 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
         return self
 
     @model_validator(mode="after")
+    def _held_out_settings_have_effect(self) -> Self:
+        if self.stop_at is not None and self.eval_tasks is None:
+            raise ValueError("stop_at has no effect: it needs eval_tasks, whose accuracy it is of")
+        if self.eval_samples > 1 and "eval_temperature" not in self.model_fields_set:
+            self.eval_temperature = self.temperature
+        return self
+
+    @model_validator(mode="after")
+    def _the_rate_is_reached(self) -> Self:
+        if self.steps is not None:
+            check_warmup(self.warmup_steps, self.steps)
+        return self
+
+    @model_validator(mode="after")
     def _the_backend_can_do_it(self) -> Self:
         check_backend(self)
         return self
@@ -583,6 +601,25 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
                 "out, or set stale to drop or wait"
             )
         return self
+
+
+def check_warmup(warmup_steps: int, steps: int) -> None:
+    """Raises ConfigError where the learning rate would be a part of the given one all the time."""
+    if warmup_steps >= steps:
+        raise ConfigError(
+            f"warmup_steps: {warmup_steps} leave none of {steps} steps the whole learning rate; "
+            f"give at most {steps - 1}"
+        )
+
+
+def greedy_note(samples: int, temperature: float) -> str | None:
+    """What is to be said of several greedy samples; None where they are not."""
+    if samples == 1 or temperature > 0:
+        return None
+    return (
+        f"at temperature 0 the {samples} samples of a task differ only by what the agent or its "
+        "environment draws; pass@k needs a higher one"
+    )
 
 
 class TrainConfig(TrainSettings):
@@ -606,15 +643,25 @@ class EvalSettings(ModelConfig, RolloutConfig):
         None, description="Evaluate this model of the [models] table, in place of the base model."
     )
     samples: Annotated[int, Parameter(group=_AGENT)] = Field(
-        1, ge=1, description="Rollouts per task, for pass@k (more than one: set a temperature)."
+        1, ge=1, description="Rollouts per task, for pass@k."
     )
     temperature: Annotated[float, Parameter(group=_ROLLOUTS)] = Field(
-        0.0, ge=0, le=2, description="Sampling temperature, whatever the agent asks for."
+        0.0,
+        ge=0,
+        le=2,
+        description="Sampling temperature, whatever the agent asks for; by default greedy (0), and "
+        "with several samples of a task 1, as in training.",
     )
     seed: Annotated[int, Parameter(group=_RUN)] = Field(0, ge=0, description="Of everything drawn.")
     runs: Annotated[Path, Parameter(group=_RUN)] = Field(
         Path("runs"), description="Folder that holds the run folders."
     )
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples > 1 and "temperature" not in self.model_fields_set:
+            self.temperature = RolloutConfig.model_fields["temperature"].default
+        return self
 
     @model_validator(mode="after")
     def _one_model_answers(self) -> Self:

@@ -26,7 +26,8 @@ _CURVE_WIDTH = 48
 class TrainDisplay:
     """Shows a training run. On a terminal it is live; elsewhere every step prints one line."""
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Console, title: str, *, since: float | None = None) -> None:
+        """``since``: when the run began, by ``time.perf_counter``; by default now."""
         self._console = console
         self._title = title
         self._steps = 0
@@ -41,7 +42,7 @@ class TrainDisplay:
         self._held_out: list[float] = []
         self._accounting: Accounting | None = None
         self._notes: deque[str] = deque(maxlen=4)
-        self._started = time.monotonic()
+        self._started = time.perf_counter() if since is None else since
         self._training_since: float | None = None
         self._progress = Progress(
             TextColumn("step [b]{task.completed}[/]/{task.total}"),
@@ -97,13 +98,13 @@ class TrainDisplay:
         """A step is complete."""
         self._row, self._accounting = row, accounting
         self._step = int(row["step"])
-        self._rewards.append(float(row[REWARD]))
+        self._rewards.append(float(row[REWARD]))  # NaN: nothing was rewarded
         self._progress.update(self._bar, completed=self._step, eta=f"ETA {self._eta()}")
         if not self._console.is_terminal:
             skipped = sum(accounting.skipped.values())
             pending = f" + {accounting.pending} pending" if accounting.pending else ""
             self._console.print(
-                f"step {self._step:>3}/{self._steps}  reward {row[REWARD]:+.3f}  "
+                f"step {self._step:>3}/{self._steps}  reward {_signed(row[REWARD])}  "
                 f"held-out {self._accuracy()}  {row['tokens_per_second']:.0f} tok/s  "
                 f"calls {accounting.recorded} = {accounting.trained} trained + {skipped} skipped"
                 f"{pending}"
@@ -162,7 +163,7 @@ class TrainDisplay:
         if self._phase_progress:
             phase.append(f" {self._phase_progress[0]}/{self._phase_progress[1]}", style="cyan")
         phase.append(self._rollouts_ahead(), style="cyan")
-        phase.append(f"   {_duration(time.monotonic() - self._started)} elapsed", style="dim")
+        phase.append(f"   {_duration(time.perf_counter() - self._started)} elapsed", style="dim")
         parts: list[Any] = [self._progress, phase, self._table()]
         parts += [Text(f"! {note}", style="yellow", overflow="ellipsis") for note in self._notes]
         return Panel(
@@ -175,7 +176,7 @@ class TrainDisplay:
         table.add_column()
         reward = Text("–")
         if self._rewards:
-            reward = Text(f"{self._rewards[-1]:+.3f}  ", style="bold green")
+            reward = Text(f"{_signed(self._rewards[-1])}  ", style="bold green")
             reward.append(sparkline(self._rewards[-_CURVE_WIDTH:]), style="green")
         table.add_row("mean reward", reward)
         held_out = Text(self._accuracy(), style="bold magenta")
@@ -204,6 +205,10 @@ def _calls(a: Accounting) -> Text:
         text.append(f" + {a.pending} pending")
     text.append(" ✓" if a.adds_up else " ✗ does not add up", "green" if a.adds_up else "bold red")
     return text
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}" if math.isfinite(value) else "–"
 
 
 def sparkline(values: list[float]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from agentrl.config import EvalConfig
+from agentrl.config import EvalConfig, greedy_note
 from agentrl.intervals import pass_at_k, task_interval
 from agentrl.report import evaluation_report
 from agentrl.run_folder import RunFolder, adapters_to_serve
@@ -46,6 +46,8 @@ def evaluate(config: EvalConfig, console: Console) -> None:
     """
     tasks = load_tasks(config.tasks, "tasks")
     adapters = adapters_to_serve(config)
+    if note := greedy_note(config.samples, config.temperature):
+        console.print(f"note: {note}", soft_wrap=True)
     folder = RunFolder.create(config.runs, None, "eval")
     session = Session(
         folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
@@ -87,10 +88,25 @@ def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
 
 
 def _base_of(source: str, peft: Path) -> str | None:
-    """The base model as the run was told, else as PEFT's folder tells."""
+    """The base model by the name that the run has for it, else as PEFT's folder tells.
+
+    Raises:
+        ConfigError: the two mean different models.
+    """
+    from agentrl_trainer.model import ModelError, resolve_model
+
     run, _ = run_and_step(source)
-    if run.config.is_file():
-        return json.loads(run.config.read_text(encoding="utf-8"))["model"]
-    return json.loads((peft / "adapter_config.json").read_text(encoding="utf-8")).get(
-        "base_model_name_or_path"
+    written = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
+    trained_on: str | None = written.get("base_model_name_or_path")
+    if not run.config.is_file():
+        return trained_on
+    named: str = run.read_config()["model"]
+    places = {named}
+    with contextlib.suppress(ModelError):  # a folder that is not there
+        places.add(resolve_model(named))
+    if trained_on is None or trained_on in places:
+        return named
+    raise ConfigError(
+        f"model: the run's config.json says {named!r}, but its adapter was trained on "
+        f"{trained_on!r} (adapter_config.json); give --model with the one that is right"
     )

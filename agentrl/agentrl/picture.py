@@ -19,8 +19,10 @@ def draw_learning_curve(rows: Sequence[Mapping[str, Any]], title: str, path: Pat
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    reward = [(row["step"], row[REWARD]) for row in rows if REWARD in row]
-    held_out = [(row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row]
+    reward, held_out = (
+        [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        for name in (REWARD, HELD_OUT)
+    )
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left = figure.add_subplot()

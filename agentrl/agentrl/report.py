@@ -15,7 +15,7 @@ from rich.text import Text
 
 from agentrl.display import sparkline
 from agentrl.metrics import HELD_OUT, REWARD
-from agentrl_tracer.schemas import Accounting, Json, Outcomes
+from agentrl_tracer.schemas import Accounting, Json, Outcomes, SkipReason
 
 if TYPE_CHECKING:
     from agentrl.evaluate import Scores
@@ -34,10 +34,12 @@ def training_report(summary: Summary) -> Panel:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row(
-        "mean reward",
-        f"{summary.reward_first:+.2f} → [b]{summary.reward_last:+.2f}[/] in {summary.steps} steps",
-    )
+    if summary.learned_nothing:
+        for why in _why_nothing_trained(summary.accounting):
+            facts.add_row("[red]not trained[/]", why)
+    rewards = [reward for reward in summary.rewards if reward is not None]
+    change = f"{rewards[0]:+.2f} → [b]{rewards[-1]:+.2f}[/]" if rewards else "there was none"
+    facts.add_row("mean reward", f"{change} in {summary.steps} steps")
     if summary.held_out:
         first, last = summary.held_out[0][1], summary.held_out[-1][1]
         facts.add_row("held-out accuracy", f"{first:.0%} → [b]{last:.0%}[/]")
@@ -46,8 +48,41 @@ def training_report(summary: Summary) -> Panel:
     facts.add_row("time", f"{total:.0f} s: {split}")
     facts.add_row("learning curve", shown(summary.folder.picture))
     facts.add_row("adapter", shown(summary.adapter))
+    if summary.learned_nothing:
+        title = f"[b]nothing was learned: 0 of {_trainable(summary.accounting)} calls trained[/]"
+        return Panel(facts, title=title, title_align="left", border_style="red")
     parts = [replies, Text(), facts] if summary.replies else [facts]
     return Panel(Group(*parts), title="[b]trained[/]", title_align="left", border_style="green")
+
+
+_WHAT_HELPS: dict[str, str] = {
+    SkipReason.NO_REWARD: "their rollouts emitted no reward: return a number, or call emit_reward",
+    SkipReason.ZERO_ADVANTAGE: "all rollouts of a group earned the same, so that none was better: "
+    "reward more finely, or choose tasks that are solved at times",
+    SkipReason.FAILED_ROLLOUT: "their rollouts failed; runs show says how, and logs why",
+    SkipReason.FAILED_ATTEMPT: "their attempts failed; runs show says how, and logs why",
+    SkipReason.SMALL_GROUP: "too few rollouts of their group have a reward (min_group)",
+    SkipReason.NOT_TRAINABLE_MODEL: "they asked for a model that does not train: the agent should "
+    "ask for the one in AGENTRL_MODEL",
+    SkipReason.OTHER_AGENT: "they are of agents that train no adapter (adapters, skip_agents)",
+    SkipReason.NON_FINITE_STEP: "the loss or gradient was not finite: lower the learning rate",
+}
+
+
+def _why_nothing_trained(accounting: Accounting) -> list[str]:
+    """Each reason with its count, the most frequent first."""
+    if not _trainable(accounting):
+        return ["the agent did not ask the model: it is at OPENAI_BASE_URL, named AGENTRL_MODEL"]
+    counts = {k: n for k, n in accounting.skipped.items() if k != SkipReason.EVALUATION}
+    return [
+        f"{count} {reason}" + (f": {_WHAT_HELPS[reason]}" if reason in _WHAT_HELPS else "")
+        for reason, count in sorted(counts.items(), key=lambda item: -item[1])
+    ]
+
+
+def _trainable(accounting: Accounting) -> int:
+    """Calls that were made to be learned from."""
+    return accounting.recorded - accounting.skipped.get(SkipReason.EVALUATION, 0)
 
 
 def serve_command(summary: Summary, model: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agentrl.config import AdapterConfig, ConfigError, EvalConfig, ModelConfig, RunConfig
+from agentrl.run_lock import LockedError, RunLock
 
 POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
 
@@ -30,6 +32,7 @@ class RunFolder:
         self.metrics = self.root / "metrics.jsonl"
         self.picture = self.root / "learning_curve.png"
         self.summary = self.root / "summary.json"
+        self._lock: RunLock | None = None
 
     @classmethod
     def create(cls, runs: Path, name: str | None, prefix: str) -> RunFolder:
@@ -55,6 +58,28 @@ class RunFolder:
             raise ConfigError(f"resume: {str(path)!r} is no run folder: it has no config.json")
         return folder
 
+    def lock(self) -> None:
+        """From now on this process is the only one that writes here, until it ends or this object
+        is gone.
+
+        Raises:
+            ConfigError: another process is; names it.
+        """
+        if self._lock is not None:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = RunLock(self.root / "lock")
+        except LockedError as error:
+            raise ConfigError(
+                f"{self.root} is in use: {error.holder} is running it. Let it finish, or end it "
+                "first, then --resume it"
+            ) from error
+
+    def read_config(self) -> dict[str, Any]:
+        """The settings that the run goes by."""
+        return json.loads(self.config.read_text(encoding="utf-8"))
+
     def adapter_version(self, name: str, version: int) -> Path:
         """A path of its own per version: vLLM's prefix cache is keyed by path."""
         return self.adapters / name / f"v{version:06d}"
@@ -62,30 +87,47 @@ class RunFolder:
     def write_json(self, path: Path, value: Any) -> None:
         """Replaces the file as a whole: a reader never sees half of it."""
         temporary = path.with_suffix(path.suffix + ".tmp")
-        temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+        text = json.dumps(strict(value), indent=2, default=str, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
         os.replace(temporary, path)
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(_line(values))
 
     def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows; a number that was not finite is None."""
         if not self.metrics.exists():
             return []
         rows: list[dict[str, Any]] = []
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
-                rows.append(json.loads(line))
+                rows.append(strict(json.loads(line)))  # earlier versions wrote NaN
             except json.JSONDecodeError:  # torn by a kill; the store has the same numbers
                 continue
         return rows
 
     def keep_metrics(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drops the rows that a resumed run will make again."""
-        kept = [json.dumps(row) for row in self.read_metrics() if wanted(row)]
+        kept = [_line(row) for row in self.read_metrics() if wanted(row)]
         temporary = self.metrics.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, self.metrics)
+
+
+def strict(value: Any) -> Any:
+    """The same without NaN and infinities, which JSON does not have: None in their place."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: strict(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(strict(row), allow_nan=False) + "\n"
 
 
 def run_and_step(source: str | Path) -> tuple[RunFolder, str]:

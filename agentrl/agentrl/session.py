@@ -57,7 +57,7 @@ class Session:
     """Starts the gateway and the runners; stops them on the way out, whatever happened.
 
     A folder that holds a run already is gone on with: what its processes left unfinished is
-    cancelled.
+    cancelled. It is locked for as long as ``folder`` lives.
 
     Args:
         kind: ``train``, ``eval`` or ``run``, for the list of runs.
@@ -79,6 +79,7 @@ class Session:
         asks_for: str | None = None,
         imports_torch: bool = False,
     ) -> None:
+        folder.lock()
         self.folder = folder
         self.config = config
         shared = config.store if isinstance(config, TrainConfig) else None
@@ -125,12 +126,8 @@ class Session:
         self.upkeep: Upkeep
 
     def _register(self, kind: str) -> str:
-        """The run's id: made now, or the one the folder already has."""
-        if self.folder.run_id.exists():
-            run_id = self.folder.run_id.read_text().strip()
-            self.store.end_run(run_id, "running")
-            self.store.cancel(run_id, "the run was resumed")
-            return run_id
+        """The run's id: made now, or the one the folder already has, which goes by the
+        configuration of now from here on."""
         config = self.config
         policies = Policies(
             on_error=config.on_error,
@@ -139,9 +136,16 @@ class Session:
             max_attempts=config.max_attempts,
         )
         settings = config.model_dump(mode="json")
-        run_id = self.store.create_run(self.folder.name, kind, settings, policies)
+        if self.folder.config.exists():
+            run_id = self.folder.run_id.read_text().strip()
+            self.store.end_run(run_id, "running")
+            self.store.cancel(run_id, "the run was resumed")
+            self.store.change_run(run_id, settings, policies)
+        else:
+            run_id = self.store.create_run(self.folder.name, kind, settings, policies)
+            self.folder.run_id.write_text(run_id)
+        # Last: a folder with a configuration is one that can be resumed.
         self.folder.write_json(self.folder.config, settings)
-        self.folder.run_id.write_text(run_id)
         return run_id
 
     def __enter__(self) -> Self:

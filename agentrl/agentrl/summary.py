@@ -5,7 +5,6 @@ Knows the run's folder and store. Does not know how it was trained.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from agentrl.metrics import HELD_OUT, REWARD
 from agentrl.picture import draw_learning_curve
 from agentrl.run_folder import RunFolder
-from agentrl_tracer.schemas import Call, CallState, Purpose
+from agentrl_tracer.schemas import Accounting, Call, CallState, Purpose
 from agentrl_tracer.store import Store
 
 
@@ -34,11 +33,17 @@ class Summary:
     folder: RunFolder
     adapter: Path
     steps: int
-    reward_first: float
-    reward_last: float
+    rewards: list[float | None]
+    """The mean of each step; None where nothing was rewarded."""
+    accounting: Accounting
     held_out: list[tuple[int, float]]
     replies: list[Reply]
     seconds: dict[str, float]
+
+    @property
+    def learned_nothing(self) -> bool:
+        """Steps were made, and not one call trained."""
+        return self.steps > 0 and not self.accounting.trained
 
 
 def summarise(
@@ -61,14 +66,13 @@ def summarise(
     rows = folder.read_metrics()
     _keep_adapters(folder, adapters, step)
     draw_learning_curve(rows, f"{folder.name}: {model}", folder.picture)
-    rewards = [row[REWARD] for row in rows if REWARD in row]
     accounting = store.accounting(run_id)
     summary = Summary(
         folder=folder,
         adapter=folder.adapter,
         steps=step,
-        reward_first=rewards[0] if rewards else math.nan,
-        reward_last=rewards[-1] if rewards else math.nan,
+        rewards=[row[REWARD] for row in rows if REWARD in row],
+        accounting=accounting,
         held_out=sorted((row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row),
         replies=_replies(store, run_id, eval_ids, step),
         seconds={name: round(value, 2) for name, value in seconds.items()},
@@ -78,7 +82,7 @@ def summarise(
         {
             "steps": step,
             "held_out": summary.held_out,
-            "reward": rewards,
+            "reward": summary.rewards,
             "seconds": summary.seconds,
             "calls": {
                 "proxied": accounting.proxied,

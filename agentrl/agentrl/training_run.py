@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.clock import Clock
-from agentrl.config import TrainConfig
+from agentrl.config import TrainConfig, check_warmup, greedy_note
 from agentrl.display import TrainDisplay
 from agentrl.held_out import HeldOut
 from agentrl.journal import Journal
+from agentrl.metrics import REWARD
 from agentrl.rollout_stream import RolloutStream, StepRollouts
+from agentrl.run_folder import strict
 from agentrl.session import RunError, Session
 from agentrl.step_notes import note_failures
 from agentrl.step_records import StepRecords, adapter_rules
@@ -33,7 +36,12 @@ T = TypeVar("T")
 
 
 class TrainingRun:
-    """Fresh or resumed; the base model is loaded when it is made."""
+    """Fresh or resumed; the base model is loaded when it is made.
+
+    Raises:
+        ConfigError: the settings do not fit the tasks.
+        RunError: the model cannot be trained; see ``load_trained``.
+    """
 
     def __init__(
         self,
@@ -47,6 +55,9 @@ class TrainingRun:
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
         self.clock = Clock()
         self.steps = config.steps or steps_of_one_epoch(len(tasks), config.batch_size)
+        check_warmup(config.warmup_steps, self.steps)
+        if note := greedy_note(config.eval_samples, config.eval_temperature):
+            display.note(note)
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self._eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
         self.journal = Journal(config, self.folder, self.store, self.run_id, display.note)
@@ -162,7 +173,7 @@ class TrainingRun:
     # ---- across crashes
 
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
-        meta = {"run_id": self.run_id, "rollouts": self._stream.state(), "row": row}
+        meta = {"run_id": self.run_id, "rollouts": self._stream.state(), "row": strict(row)}
         keep = self.config.keep_checkpoints
         saved = self._trained.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=keep
@@ -171,8 +182,14 @@ class TrainingRun:
 
     def restore(self) -> int:
         """Goes back to the newest whole checkpoint, if there is one, and undoes what came after;
-        returns its step."""
+        returns its step.
+
+        Raises:
+            RunError: the run has made steps, and no checkpoint of them is whole.
+        """
         found = self.result(self._trained.service.restore_checkpoint(self.folder.checkpoints))
+        if found.step is None:
+            self._check_there_were_none(found.torn)
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
         step = found.step or 0
@@ -185,6 +202,20 @@ class TrainingRun:
         self.store.drop_adapters_after(self.run_id, step)
         self.journal.go_back(step, found.meta.get("row"))
         return step
+
+    def _check_there_were_none(self, torn: Mapping[Path, str]) -> None:
+        """A step's row is logged after its checkpoint is saved."""
+        made = [row["step"] for row in self.journal.rows() if REWARD in row]
+        made += [int(path.name.rpartition("-")[2]) for path in torn]
+        if not made:
+            return
+        faults = "; ".join(f"{path.name}: {fault}" for path, fault in torn.items())
+        raise RunError(
+            f"{self.folder.root} had come to step {max(made)}, but nothing in "
+            f"{self.folder.checkpoints} can be gone on from ({faults or 'it is empty'}). It would "
+            "begin at step 0 again, over that history. Bring a checkpoint back, or start a new "
+            "run, under another --name"
+        )
 
     # ---- beginning and end
 

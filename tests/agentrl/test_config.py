@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config import ConfigError, ServeConfig, TrainConfig, explain, tables_as_json
+from agentrl.cli import app
+from agentrl.config import (
+    ConfigError,
+    EvalConfig,
+    ServeConfig,
+    TrainConfig,
+    explain,
+    greedy_note,
+    tables_as_json,
+)
 from agentrl.gateway import other_model, variables_of
 from agentrl.rollout_stream import tasks_in_order
 from agentrl.run_folder import RunFolder
@@ -98,6 +107,46 @@ def test_groups_must_be_able_to_compare() -> None:
         TrainConfig(agent="a:b", tasks=Path("t"), group_size=1)
     assert "group_size 1 is too small" in explain(caught.value, TrainConfig)
     TrainConfig(agent="a:b", tasks=Path("t"), group_size=1, estimator="reinforce", min_group=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop_at": 0.9}, "stop_at has no effect: it needs eval_tasks"),
+        ({"steps": 10, "warmup_steps": 100}, "warmup_steps: 100 leave none of 10 steps"),
+        ({"steps": 10, "warmup_steps": 10}, "give at most 9"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TrainConfig(agent="a:b", tasks=Path("t"), **settings)
+    assert message in explain(caught.value, TrainConfig)
+    TrainConfig(agent="a:b", tasks=Path("t"), eval_tasks=Path("e"), stop_at=0.9)
+    TrainConfig(agent="a:b", tasks=Path("t"), steps=10, warmup_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", 0.0),
+        ("--samples 4", 1.0),
+        ("--samples 4 --temperature 0.5", 0.5),
+        ("--samples 4 --temperature 0", 0.0),
+    ],
+)
+def test_several_samples_are_sampled_unless_told_otherwise(flags: str, expected: float) -> None:
+    """As the command line makes them: what is a default there, and what was given."""
+    tokens = ["eval", "a:b", "--tasks", "t", *flags.split()]
+    settings = app.parse_args(tokens)[1].arguments["settings"]
+    config = EvalConfig(**settings.model_dump(), agent="a:b")
+    assert config.temperature == expected
+    assert bool(greedy_note(config.samples, expected)) == flags.endswith(" 0")
+
+    tokens = ["train", "a:b", "--tasks", "t", "--eval-tasks", "e", "--temperature", "0.7"]
+    tokens += flags.replace("--", "--eval-").split()
+    settings = app.parse_args(tokens)[1].arguments["settings"]
+    config = TrainConfig(**settings.model_dump(), agent="a:b")
+    assert config.eval_temperature == (0.7 if flags == "--samples 4" else expected)
 
 
 def test_tasks_are_read_and_bad_lines_named(tmp_path: Path) -> None:

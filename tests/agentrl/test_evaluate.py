@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -192,6 +193,21 @@ def test_commands_are_for_a_shell_whatever_a_folder_is_called(tmp_path: Path) ->
     convert, create = map(shlex.split, ollama.commands(out))
     assert convert[2:] == [str(out), "--outfile", str(out / "model.gguf")]
     assert create == ["ollama", "create", "my model; x", "-f", str(out / "Modelfile")]
+
+
+def test_a_base_that_the_adapter_was_not_trained_on_is_not_taken(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    """As of a run that was resumed, or edited, with another model."""
+    shutil.copytree(run.root, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.write_json(folder.config, {"model": "Qwen/Qwen3-0.6B"})
+    source, out = str(folder.root), tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"'Qwen/Qwen3-0.6B', but .*'agentrl-tiny'.*--model"):
+        export(source, out, merged=False, model=None, adapter=None)
+    assert not out.exists()
+    done = export(source, out, merged=False, model="agentrl-tiny", adapter=None)
+    assert done.servers["agentrl"][0].endswith("--model agentrl-tiny")
 
 
 def test_vllm_is_told_of_a_large_rank(tmp_path: Path) -> None:

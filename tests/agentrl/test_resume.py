@@ -15,10 +15,11 @@ from test_train import HERE, Run
 from agentrl_tracer.schemas import Purpose, RolloutState
 
 
-def killed(run: Run, moment: str, step: int) -> None:
+def killed(run: Run, moment: str, step: int, *more: str) -> None:
     """Runs, or goes on, until it kills itself there."""
     first = not run.folder.run_id.exists()
     arguments = run.argv[3:] if first else ["train", "--resume", str(run.folder.root)]
+    arguments += more
     process = subprocess.run(
         [sys.executable, str(HERE / "killed_at.py"), moment, str(step), *arguments],
         capture_output=True, text=True, timeout=240, check=False,

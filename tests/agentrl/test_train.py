@@ -77,12 +77,12 @@ class Run:
         assert process.returncode == 0, self.output
         return self
 
-    def resume(self) -> Run:
+    def start_resumed(self) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", "agentrl.cli", "train", "--resume", str(self.folder.root)]
-        process = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        return self.finish(process)
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def resume(self) -> Run:
+        return self.finish(self.start_resumed())
 
     @property
     def run_id(self) -> str:

@@ -37,6 +37,11 @@ def dull(task: dict[str, Any]) -> None:
     emit_reward(1.0 if task["n"] % 2 else len(text) / 10)
 
 
+def thankless(task: dict[str, Any]) -> None:
+    """Emits no reward."""
+    ask(task["n"])
+
+
 def slow(task: dict[str, Any]) -> None:
     """Takes long enough to be killed on the way."""
     first = ask(task["n"])

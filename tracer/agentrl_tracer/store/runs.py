@@ -37,6 +37,15 @@ class RunStore:
             )
         return run_id
 
+    def change_run(self, run_id: str, config: Json, policies: Policies) -> None:
+        """Gives a run other settings and policies than it was registered with."""
+        with self.db.write() as c:
+            c.execute(
+                t.runs.update()
+                .where(t.runs.c.id == run_id)
+                .values(config=config, policies=asdict(policies))
+            )
+
     def end_run(self, run_id: str, state: str) -> None:
         """``state``: running (again) | finished | failed."""
         ended = None if state == "running" else time.time()
@@ -60,6 +69,14 @@ class RunStore:
             with self.db.write() as c:
                 c.execute(upsert(self.db, t.tasks, update=("data",)), rows)
         return [row["id"] for row in rows]
+
+    def tasks(self, run_id: str, split: str) -> list[Json]:
+        """The tasks of a split, in order; none if there is no such run."""
+        with self.db.read() as c:
+            query = sa.select(t.tasks.c.data).where(
+                t.tasks.c.run_id == run_id, t.tasks.c.split == split
+            )
+            return list(c.execute(query.order_by(t.tasks.c.index)).scalars())
 
     def publish_adapter(self, run_id: str, name: str, version: int, path: str, step: int) -> None:
         """Makes a saved adapter version the one that samplers must use from now on."""

@@ -1,0 +1,173 @@
+"""What a resumed run is told anew: kept where it may change, refused where its state depends on
+it, and nobody else writes meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_config import agentrl
+from test_resume import killed
+from test_train import Run
+
+from agentrl.config import ConfigError, TrainConfig
+from agentrl.resume import check_resume
+from agentrl.run_folder import RunFolder
+from agentrl_tracer.store import Store
+
+TASKS = [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
+def started(root: Path, **settings: Any) -> RunFolder:
+    """A run folder as it is once its run has registered itself and its tasks."""
+    folder = RunFolder.create(root, "before", "train")
+    (root / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    kept = {"agent": "json:loads", "tasks": root / "tasks.jsonl", "runs": root, "name": "before"}
+    config = TrainConfig(**kept | settings).model_dump(mode="json")
+    store = Store(str(folder.store))
+    run_id = store.create_run("before", "train", config)
+    store.add_tasks(run_id, "train", TASKS)
+    store.close()
+    folder.run_id.write_text(run_id)
+    folder.write_json(folder.config, config)
+    return folder
+
+
+def resumed_with(folder: RunFolder, tasks: list[Any], **settings: Any) -> dict[str, Any]:
+    config = TrainConfig(**folder.read_config() | settings)
+    return check_resume(folder, config, tasks, [])
+
+
+@pytest.mark.timeout(600)
+def test_overrides_outlive_the_next_kill(tmp_path: Path) -> None:
+    run = Run(tmp_path, "mixed", runners=1, batch_size=2, group_size=3, steps=1, learning_rate=1e-3)
+    run.finish()
+    new = ("--steps", "3", "--learning-rate", "5e-4", "--on-error", "-1", "--max-attempts", "2")
+    killed(run, "rollouts", 2, *new)
+    run.resume()
+
+    rates = [row["learning_rate"] for row in run.folder.read_metrics() if "reward/mean" in row]
+    assert rates == [1e-3, 5e-4, 5e-4]
+    kept = run.folder.read_config()
+    assert (kept["steps"], kept["learning_rate"], kept["on_error"]) == (3, 5e-4, -1.0)
+    store = run.store()
+    (row,) = store.runs()
+    store.close()
+    assert row["policies"]["on_error"] == -1.0
+    assert row["policies"]["max_attempts"] == 2
+    assert row["config"] == kept
+
+
+def test_what_may_change_is_told(tmp_path: Path) -> None:
+    folder = started(tmp_path, learning_rate=1e-3)
+    assert resumed_with(folder, TASKS) == {}
+    assert resumed_with(folder, TASKS, steps=40, learning_rate=5e-4) == {
+        "steps": (None, 40),
+        "learning_rate": (1e-3, 5e-4),
+    }
+    # The same model by another path, and the same tasks in another file.
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    folder = started(tmp_path / "other", model=str(tmp_path / "model"))
+    told = resumed_with(folder, list(TASKS), model=str(tmp_path / "link"))
+    assert told.keys() == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "/other"}, ["model: ", "agentrl-tiny, not /other", "leave --model"]),
+        ({"rank": 8}, ["rank: ", "with 32, not 8", "leave --rank"]),
+        ({"alpha": 8.0}, ["alpha: ", "with 32.0, not 8.0"]),
+        ({"adapter": "other"}, ["adapter: ", "with policy, not other", "leave --adapter as"]),
+        ({"adapters": "policy,other"}, ["adapters: ", "with policy, not other, policy"]),
+        ({"seed": 1}, ["seed: ", "with 0, not 1"]),
+        ({"estimator": "gae"}, ["estimator: ", "with grpo, not gae"]),
+        ({"store": "s.db"}, ["store: ", "with the default, not s.db"]),
+        ({"name": "after"}, ["name: ", "with before, not after"]),
+    ],
+)
+def test_what_the_state_depends_on_is_refused(
+    tmp_path: Path, settings: dict[str, Any], said: list[str]
+) -> None:
+    folder = started(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        resumed_with(folder, TASKS, **settings)
+    for words in (*said, str(folder.root), "start a new run"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [TASKS[:2], [*TASKS, {"n": 4}], [{"n": 1}, {"n": 5}, {"n": 3}]])
+def test_other_tasks_are_refused_and_the_stored_ones_kept(tmp_path: Path, given: Any) -> None:
+    folder = started(tmp_path)
+    other = tmp_path / "others.jsonl"
+    other.write_text("".join(json.dumps(task) + "\n" for task in given))
+    done = agentrl("train", "--resume", str(folder.root), "--tasks", str(other))
+    assert done.returncode == 2
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "tasks: " in said
+    assert f"3 tasks of {tmp_path / 'tasks.jsonl'}, not the {len(given)} that are in" in said
+    store = Store(str(folder.store))
+    assert store.tasks(folder.run_id.read_text(), "train") == TASKS
+    store.close()
+
+
+def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
+    folder = started(tmp_path)
+    folder.lock()
+    folder.lock()  # ours already
+    before = folder.read_config()
+    done = agentrl("train", "--resume", str(folder.root), "--steps", "7")
+    assert done.returncode == 2
+    assert f"process {os.getpid()} " in done.stderr
+    assert "is in use" in done.stderr
+    assert folder.read_config() == before
+
+
+def test_the_lock_dies_with_its_process_whatever_that_forked(tmp_path: Path) -> None:
+    holder = (
+        "import os, sys, time, pathlib\n"
+        "from agentrl.run_folder import RunFolder\n"
+        "folder = RunFolder(pathlib.Path(sys.argv[1])); folder.lock()\n"
+        "child = os.fork()\n"
+        "if child: print(child, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(ConfigError, match=f"process {process.pid} on"):
+            RunFolder(tmp_path).lock()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.kill(child, 0)  # it lives on
+        RunFolder(tmp_path).lock()
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(tmp_path: Path, torn: bool) -> None:
+    folder = started(tmp_path, runners=1)
+    folder.append_metrics({"step": 0, "eval/accuracy": 0.0})
+    folder.append_metrics({"step": 1, "reward/mean": 0.5})
+    if torn:
+        (folder.checkpoints / "step-00000001").mkdir(parents=True)
+    done = agentrl("train", "--resume", str(folder.root))
+    assert done.returncode == 1, done.stdout
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "had come to step 1," in said
+    assert ("step-00000001: no manifest.json" if torn else "it is empty") in said
+    assert "start a new run" in said
+    assert len(folder.read_metrics()) == 2
