@@ -133,7 +133,7 @@ class Training:
         step = self._restore()
         self.display.begin(self.steps, step)
         self.session.wait_ready(self.display.note)
-        if why := self.session.why_not_lean():
+        if why := self.session.why_not_lean:
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
         self._publish(step)
         self.clock.spent["start"] = time.perf_counter() - self.session.started
