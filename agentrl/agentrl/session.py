@@ -120,6 +120,8 @@ class Session:
         )
         self._asks_for = asks_for
         self._imports_torch = imports_torch
+        self.why_not_lean: str | None = None
+        """Why the embedded sampler decodes by the model's own modules; known once it is ready."""
         self.started = time.perf_counter()
         self.gateway: Gateway
         self.pool: PoolHandle | RayPool
@@ -255,7 +257,7 @@ class Session:
         limit = _READY_TIMEOUT_S + (self._settings.vllm_wait or 0)
         if self._vllm:
             limit = _VLLM_READY_TIMEOUT_S
-        while self.gateway.health() is None:
+        while (health := self.gateway.health()) is None:
             if self._vllm and self._vllm.restarts >= 2:
                 raise RunError(
                     f"vLLM does not start; the end of {self._vllm.log}:\n{self._vllm.log_tail()}"
@@ -268,6 +270,7 @@ class Session:
                 )
             waiting.still(lambda: self._what_starts(waiting.seconds))
             time.sleep(_POLL_S)
+        self.why_not_lean = health["sampler"].get("why_not_lean")
 
     def _what_starts(self, seconds: float) -> str:
         what, log_tail = "the gateway", self.gateway.log_tail
@@ -275,10 +278,6 @@ class Session:
             what, log_tail = "vLLM", self._vllm.log_tail
         said = log_tail(1)
         return f"{what} starts since {seconds:.0f} s" + (f": {said}" if said else "")
-
-    def why_not_lean(self) -> str | None:
-        """Why the sampler decodes by the model's own modules; None: it does not, or is not ours."""
-        return ((self.gateway.health() or {}).get("sampler") or {}).get("why_not_lean")
 
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]

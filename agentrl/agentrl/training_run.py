@@ -223,7 +223,7 @@ class TrainingRun:
         """Returns when the gateway answers."""
         self.display.begin(self.steps, step)
         self.session.wait_ready(self.display.note)
-        if why := self.session.why_not_lean():
+        if why := self.session.why_not_lean:
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
     def started(self) -> None:
