@@ -263,7 +263,8 @@ def why_not_causal(model: PreTrainedModel) -> str | None:
     size = model.config.get_text_config().vocab_size
     long = torch.arange(12, device=model.device) * max(size // 16, 1) % size
     short = long[3:10]
-    padded = torch.stack([long, F.pad(short, (0, len(long) - len(short)))])
+    # Not by padding: some models mask that by themselves.
+    padded = torch.stack([long, torch.cat([short, long[1 : 1 + len(long) - len(short)]])])
     try:
         alone = [model(input_ids=x[None], use_cache=False).logits[0].float() for x in (long, short)]
         found = model(input_ids=padded, use_cache=False).logits.float()
