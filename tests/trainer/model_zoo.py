@@ -239,7 +239,10 @@ def examine(kind: str, folder: Path) -> Seen:
     seen = Seen(trains="shared" if learner.why_not_shared is None else "rows")
     trained, seen.gradients = _train(learner, folder)
     learner.save_adapter("default", folder / "v2")
-    seen.samples, sampled = _sample(folder)
+    try:
+        seen.samples, sampled = _sample(folder)
+    except ModelError:
+        seen.samples, sampled = "refused", 0.0
     seen.logprobs = max(trained, sampled)
     return seen
 
@@ -360,9 +363,11 @@ def page() -> str:
 def _reason(why: str) -> str:
     if "come later" in why:
         return "refused, for their log-probs depend on tokens that come later"
+    if "more than tokens" in why:
+        return "refused, for the small one's forward fails on short rows"
     if why.startswith("not tried"):
         return "not tried, for no small one could be made here"
-    return "refused: not a decoder that takes tokens alone" if "refused" in why else why[:80]
+    return why[:90]
 
 
 if __name__ == "__main__":
