@@ -22,6 +22,7 @@ rounds: dynamic sampling as in DAPO, arXiv:2503.14476, section 3.2.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -293,15 +294,22 @@ class RolloutStream:
             return 0.0
         ids = [i for group in self._groups for i in group.ids]
         now = time.time()
-        return _covered(
-            [
-                (rollout.started_at, rollout.ended_at or now)
-                for rollout in self._store.rollouts(self._executor.run_id, ids=ids)
-                if rollout.started_at is not None
-            ],
-            self._handed_over,
-            now,
-        )
+        rollouts = self._store.rollouts(self._executor.run_id, ids=ids)
+        return _covered(_run_times(rollouts, now), self._handed_over, now)
+
+
+def seconds_of_running(rollouts: Sequence[Rollout]) -> float:
+    """The time in which at least one of these finished rollouts ran, whoever waited for it."""
+    times = _run_times(rollouts, time.time())
+    return _covered(times, -math.inf, math.inf)
+
+
+def _run_times(rollouts: Sequence[Rollout], now: float) -> list[tuple[float, float]]:
+    return [
+        (rollout.started_at, rollout.ended_at or now)
+        for rollout in rollouts
+        if rollout.started_at is not None
+    ]
 
 
 def _covered(intervals: Sequence[tuple[float, float]], start: float, end: float) -> float:
