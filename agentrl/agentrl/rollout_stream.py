@@ -11,9 +11,10 @@ v sampled and step s trains on is s - 1 - v versions old. Synchronously it is 0.
 never more (AReaL's admission, arXiv:2505.24298, section 5.1: at version i, at most (i + K + 1)
 batches have been started; the same as ``max_steps_off_policy`` of tinker-cookbook's AsyncConfig and
 the lag of PipelineRL, arXiv:2509.19128). A step takes the groups that are finished, oldest first,
-and whole ones only: a slow group is carried over to a later step, where its tokens may be older
-than K. What then is ``TrainConfig.stale``: they are corrected, or dropped; or (``wait``) the step
-waits for such a group, so that no token is ever older than K.
+and whole ones only: a slow group is carried over to a later step. Its tokens would get older than K
+there: by default (``TrainConfig.stale``: wait) the step waits for such a group instead, so that no
+token is ever older than K. That costs no more than a synchronous run, which waits for every group.
+Else the group is taken when it comes, and what is older is dropped, or trained on all the same.
 
 ``resample``: groups that taught nothing, all of whose rewards are equal, do not fill the step.
 They keep their verdict (zero_advantage), and groups of the next tasks take their place, for so many
