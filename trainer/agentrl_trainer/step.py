@@ -6,9 +6,8 @@ trained on, or skipped with one reason" is kept.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Literal
@@ -23,6 +22,7 @@ from agentrl_trainer.advantages import (
     turn_advantages,
     whiten_groups,
 )
+from agentrl_trainer.anchors import anchor_states
 from agentrl_trainer.batches import Datum, to_datum
 from agentrl_trainer.rewards import rollout_rewards, turn_rewards, winning_rewards
 from agentrl_trainer.trajectories import (
@@ -311,7 +311,7 @@ def _credit_by_turn(
         result = anchor_advantages(
             earned,
             [
-                [_state(call) for call in own] or [member.rollout.id]
+                anchor_states(own) or [member.rollout.id]
                 for member, own in zip(group, turns, strict=True)
             ],
             discount=settings.discount,
@@ -336,26 +336,6 @@ def _credit_by_turn(
             group, turns, result.advantages, result.skipped, strict=True
         )
     }
-
-
-def _state(call: Call) -> Hashable:
-    """What the agent met before this turn: the messages since the model's last answer.
-
-    Not the whole prompt, which holds the history and is never the same twice. Without messages in
-    the record, the prompt it is.
-    """
-    messages = (call.request or {}).get("messages")
-    if not isinstance(messages, list) or not messages:
-        return tuple(call.prompt_ids)
-    last = max(
-        (
-            i
-            for i, one in enumerate(messages)
-            if isinstance(one, dict) and one.get("role") == "assistant"
-        ),
-        default=-1,
-    )
-    return (call.agent, json.dumps(messages[last + 1 :], sort_keys=True, default=str))
 
 
 def _token_rewards(trajectory: Trajectory, member: _Member) -> list[float]:
