@@ -68,10 +68,10 @@ def _without_ids(value: Any) -> Any:
 
 def _new_tokens(call: Call, earlier: Sequence[Call]) -> tuple[int, ...]:
     """Of a bare prompt: what it adds to the longest earlier turn that it goes on from."""
-    known = (
+    told = [
         len(turn.prompt_ids) + len(turn.response_ids) for turn in earlier if _goes_on(call, turn)
-    )
-    return tuple(call.prompt_ids[max(known, default=0) :])
+    ]
+    return tuple(call.prompt_ids[max(told, default=0) :] or call.prompt_ids)
 
 
 def _goes_on(call: Call, turn: Call) -> bool:
