@@ -102,7 +102,13 @@ RL_ROW = engine.Datum(
 def test_a_step_is_the_learners(
     training: TrainingClient, loss: str, config: dict[str, float]
 ) -> None:
+    seen = training.forward([reinforced()], loss, config).result()
     ours = training.forward_backward([reinforced()], loss, config)
+    # What ``forward`` computes is the same, and leaves no gradient.
+    assert seen.metrics == ours.result().metrics
+    assert (
+        seen.loss_fn_outputs[0]["logprobs"] == ours.result().loss_fn_outputs[0]["logprobs"]
+    ).all()
     norm = training.optim_step(AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"]
     plain = learner()
     stats = plain.forward_backward([RL_ROW], loss, config, normalize_by=1.0)
