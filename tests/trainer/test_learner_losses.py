@@ -220,6 +220,22 @@ def test_a_value_function_learns_and_leaves_the_policy_alone() -> None:
     assert trainer.forward_backward(given).metrics["value_error"] < 0.4
 
 
+def test_no_gradient_of_the_value_function_reaches_the_policy() -> None:
+    """Its last layer begins at zero, which would hide it: here it does not."""
+    trainer = learner(value=ValueParams(clip=0.0))
+    plain = learner()
+    for one in (trainer, plain):
+        move_off_start(one)
+    for head in trainer._value_heads.values():
+        torch.nn.init.normal_(head.out.weight)
+    datums = data(rows=4)
+    given = with_extra(datums, returns=[[3.0] * len(d.tokens) for d in datums])
+    trainer.forward_backward(given)
+    plain.forward_backward(datums)
+    found = {k: g for k, g in gradients(trainer).items() if not k.startswith("value.")}
+    assert_same(found, gradients(plain), rtol=1e-4, atol=1e-6)
+
+
 def test_a_value_function_is_part_of_the_state() -> None:
     first = learner(value=ValueParams(), seed=3)
     datums = data(rows=4)
