@@ -102,7 +102,7 @@ class AlgorithmConfig(BaseModel):
         Field(
             None,
             description="Importance weights for what another policy sampled: by default none, and "
-            "truncate where stale answers are to be corrected.",
+            "truncate with a max_staleness (unless stale is drop).",
         )
     )
     correction_level: Annotated[
@@ -236,7 +236,7 @@ def _check_dependencies(config: AlgorithmConfig) -> None:
 def correction(config: AlgorithmConfig) -> Literal["none", "truncate", "mask"]:
     # Only training has a staleness.
     ahead, stale = getattr(config, "max_staleness", 0), getattr(config, "stale", None)
-    corrects = ahead > 0 and stale in (None, "correct")
+    corrects = ahead > 0 and stale != "drop"
     return config.correction or ("truncate" if corrects else "none")
 
 

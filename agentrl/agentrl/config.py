@@ -497,13 +497,15 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
         0,
         ge=0,
         description="Steps that rollouts may run ahead of the updates: above 0 both go on at the "
-        "same time, and answers are up to so many adapter versions old.",
+        "same time, and what is trained on is up to so many adapter versions old. No token is "
+        "ever older, unless stale is correct.",
     )
     stale: Annotated[Literal["correct", "drop", "wait"] | None, Parameter(group=_LEARNING)] = Field(
         None,
-        description="For max_staleness: a group that takes longer is trained on with importance "
-        "weights (correct, the default: sets correction truncate), its older answers are dropped, "
-        "or the step waits for it, so that nothing is ever older.",
+        description="For max_staleness: a step waits for a group that would be older a step later "
+        "(wait, the default); or it does not, and the group's older answers are dropped, or "
+        "trained on all the same (correct). Of wait and correct, what is stale gets importance "
+        "weights: correction is truncate by default.",
     )
     resample_zero_variance: Annotated[int, Parameter(group=_LEARNING)] = Field(
         0,
@@ -595,7 +597,7 @@ class TrainSettings(ModelConfig, RolloutConfig, LearningConfig, AlgorithmConfig)
     def _what_is_stale_is_dealt_with(self) -> Self:
         if self.stale is not None and not self.max_staleness:
             raise ValueError("stale has no effect: it needs a max_staleness above 0")
-        if self.max_staleness and self.stale in (None, "correct") and self.correction == "none":
+        if self.stale == "correct" and self.correction == "none":
             raise ValueError(
                 "correction 'none' and stale 'correct' contradict each other: leave correction "
                 "out, or set stale to drop or wait"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,7 +15,7 @@ from agentrl.report import evaluation_report
 from agentrl.run_folder import RunFolder, adapters_to_serve
 from agentrl.session import Session, failures, plan_evaluation
 from agentrl.tasks import load_tasks
-from agentrl_tracer.schemas import Reward, Rollout, SkipReason
+from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
 from agentrl_trainer.rewards import rollout_rewards
 
 
@@ -73,9 +74,27 @@ def evaluate(config: EvalConfig, console: Console) -> None:
     store.end_run(run_id, "finished")
     store.close()
     problems = failures(rollouts)
-    folder.write_json(folder.summary, asdict(scores) | {"failures": problems})
+    refused = not_enforced(calls, config.adapter) if config.answered_by else {}
+    summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
+    folder.write_json(folder.summary, summary)
     console.print(evaluation_report(scores, problems))
+    for name, count in refused.items():
+        console.print(
+            f"[yellow]{config.answered_by} refuses {name} {getattr(config, name):g}: "
+            f"{count} answers were sampled at its own {name}[/]"
+        )
     console.print(f"[dim]recorded in {folder.root}[/]")
+
+
+def not_enforced(calls: Sequence[Call], policy: str) -> dict[str, int]:
+    """By setting of the evaluation: answers in the policy's place that were sampled without it."""
+    refused = Counter(
+        name
+        for call in calls
+        if call.model == policy and call.params.get("not_enforced")
+        for name in call.params["not_enforced"]
+    )
+    return dict(sorted(refused.items()))
 
 
 def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float) -> Scores:

@@ -27,7 +27,8 @@ def wilson(rate: float, trials: float) -> tuple[float, float]:
     weight = _Z95**2 / trials
     centre = (rate + weight / 2) / (1 + weight)
     half = _Z95 * math.sqrt(rate * (1 - rate) / trials + weight / (4 * trials)) / (1 + weight)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At a rate of 0 or 1 rounding may leave it a hair outside of its own interval.
+    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
 def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:

@@ -11,9 +11,10 @@ v sampled and step s trains on is s - 1 - v versions old. Synchronously it is 0.
 never more (AReaL's admission, arXiv:2505.24298, section 5.1: at version i, at most (i + K + 1)
 batches have been started; the same as ``max_steps_off_policy`` of tinker-cookbook's AsyncConfig and
 the lag of PipelineRL, arXiv:2509.19128). A step takes the groups that are finished, oldest first,
-and whole ones only: a slow group is carried over to a later step, where its tokens may be older
-than K. What then is ``TrainConfig.stale``: they are corrected, or dropped; or (``wait``) the step
-waits for such a group, so that no token is ever older than K.
+and whole ones only: a slow group is carried over to a later step. Its tokens would get older than K
+there: by default (``TrainConfig.stale``: wait) the step waits for such a group instead, so that no
+token is ever older than K. That costs no more than a synchronous run, which waits for every group.
+Else the group is taken when it comes, and what is older is dropped, or trained on all the same.
 
 ``resample``: groups that taught nothing, all of whose rewards are equal, do not fill the step.
 They keep their verdict (zero_advantage), and groups of the next tasks take their place, for so many
@@ -22,6 +23,7 @@ rounds: dynamic sampling as in DAPO, arXiv:2503.14476, section 3.2.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -293,15 +295,22 @@ class RolloutStream:
             return 0.0
         ids = [i for group in self._groups for i in group.ids]
         now = time.time()
-        return _covered(
-            [
-                (rollout.started_at, rollout.ended_at or now)
-                for rollout in self._store.rollouts(self._executor.run_id, ids=ids)
-                if rollout.started_at is not None
-            ],
-            self._handed_over,
-            now,
-        )
+        rollouts = self._store.rollouts(self._executor.run_id, ids=ids)
+        return _covered(_run_times(rollouts, now), self._handed_over, now)
+
+
+def seconds_of_running(rollouts: Sequence[Rollout]) -> float:
+    """The time in which at least one of these finished rollouts ran, whoever waited for it."""
+    times = _run_times(rollouts, time.time())
+    return _covered(times, -math.inf, math.inf)
+
+
+def _run_times(rollouts: Sequence[Rollout], now: float) -> list[tuple[float, float]]:
+    return [
+        (rollout.started_at, rollout.ended_at or now)
+        for rollout in rollouts
+        if rollout.started_at is not None
+    ]
 
 
 def _covered(intervals: Sequence[tuple[float, float]], start: float, end: float) -> float:

@@ -374,7 +374,7 @@ def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dic
     """The table of other models; the one that is evaluated also under the policy's name."""
     models = config.model_dump(mode="json")["models"]
     if isinstance(config, EvalConfig) and config.answered_by is not None:
-        models[config.adapter] = models[config.answered_by]
+        models[config.adapter] = models[config.answered_by] | {"is_policy": True}
     return models
 
 

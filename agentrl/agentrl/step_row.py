@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.metrics import DIFFERENCE, LAST_EPOCH, OPTIONAL
-from agentrl.rollout_stream import StepRollouts, staleness_metrics
+from agentrl.rollout_stream import StepRollouts, seconds_of_running, staleness_metrics
 from agentrl_tracer.schemas import Call, Outcomes
 from agentrl_trainer.adapters import AdapterBatches
 from agentrl_trainer.learner import StepStats
@@ -36,6 +36,7 @@ def step_row(
     """
     batch = batches.whole()
     sampled = sum(len(call.response_ids) for call in calls)
+    running = seconds_of_running(taken.rollouts)
     row: dict[str, Any] = {
         "step": step,
         **batch.metrics(),
@@ -43,8 +44,8 @@ def step_row(
         "calls": len(calls),
         "calls/trained": len(batch.trained),
         "tokens/sampled": sampled,
-        # Where rollouts ran while the step before learned, that time counts as well.
-        "tokens_per_second": sampled / (seconds["rollouts"] + taken.overlapped),
+        # Not by the time that this step waited: it may have run while earlier steps learned.
+        "tokens_per_second": sampled / running if running else 0.0,
         **staleness_metrics(
             [
                 step - 1 - version

@@ -69,7 +69,7 @@ class TrainingRun:
             group_size=config.group_size,
             seed=config.seed,
             max_staleness=config.max_staleness,
-            never_older=config.stale == "wait",
+            never_older=config.stale in (None, "wait"),
             resample=config.resample_zero_variance,
             teaches=lambda step, group: self.records.teach(step, group),
         )

@@ -54,6 +54,8 @@ class OtherModel:
     num_retries: int = 2
     fallbacks: Sequence[str] = ()  # names of other models, asked in this order
     params: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    is_policy: bool = False
+    """It answers in the policy's place: what the rollout forces on its sampling holds for it."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,10 @@ a row without tokens that never trains. Does not know tokens, templates or adapt
 protocol the client speaks (elsewhere.py). Timeouts, retries and fallbacks are the Router's; LiteLLM
 (3 CPU-seconds, 170 MB) is imported only where the configuration names other models, in a thread.
 
+A model that stands in for the policy is sampled as the rollout's settings force, whatever the agent
+asks for. Some providers refuse that (reasoning models take temperature 1 alone): then they are
+asked again without it, and the row says so (``params["not_enforced"]``).
+
 What a provider says it used counts in the rollout's budget, when it has said it. Where it says
 nothing LiteLLM makes a number up (an estimate with a stream, zeros without): that is neither
 recorded nor counted nor told, and the row says why (``params["usage_unknown"]``).
@@ -20,7 +24,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +92,7 @@ class OtherJob(Accepted):
     first_choice: int
     calls: list[Call]  # one per choice
     noted: dict[str, Any] = field(default_factory=dict[str, Any])  # goes into the rows' params
+    forced: tuple[str, ...] = ()  # of fields: the rollout's settings, not the agent's
     sent: bool = False  # whether LiteLLM has got as far as asking the provider
 
 
@@ -105,6 +110,7 @@ class OtherModels:
         self._models = deps.other_models
         self._redaction = Redaction(self._models.values())
         self._router: asyncio.Task[Any] | None = None
+        self._unforceable: dict[str, set[str]] = {}  # by model: settings that it refuses
 
     def named(self, raw: Mapping[str, Any]) -> OtherModel | None:
         """The model that a request asks for, if it is one of these."""
@@ -166,6 +172,8 @@ class OtherModels:
             await self._admission.within_budget(attempt, memory, request.n, 0)
             deps, attempt_id = self._deps, attempt.attempt_id
             seq = await memory.take_seq(lambda: ask(deps.store, deps.store.next_seq, attempt_id))
+        forced = self._forced(request, caller)
+        request = replace(request, chat={**request.chat, **forced})
         chat = request.chat
         fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
         if request.stream and not _streams_badly(self._models[request.name], request.n):
@@ -175,8 +183,16 @@ class OtherModels:
         heading = request.heading or wire.Heading(new_id(dialect.id_prefix), name)
         calls = self._open(heading.id, request, caller, seq, headers)
         return OtherJob(
-            caller, memory, asked, heading, slot, name, fields, dialect, request.first_choice, calls
-        )
+            caller, memory, asked, heading, slot, name, fields, dialect,
+            request.first_choice, calls, forced=tuple(forced),
+        )  # fmt: skip
+
+    def _forced(self, request: OtherRequest, caller: Caller) -> dict[str, Any]:
+        """What the rollout forces on the policy's sampling, where this model stands in for it."""
+        if caller.attempt is None or not self._models[request.name].is_policy:
+            return {}
+        forced: Mapping[str, Any] = (caller.attempt.sampling or {}).get("force") or {}
+        return {name: value for name, value in forced.items() if name in _PASSED_ON}
 
     async def give_up(self, job: OtherJob) -> None:
         """Ends an accepted job that will not be run: another part of its request was refused."""
@@ -313,9 +329,7 @@ class OtherModels:
         job.noted["usage_unknown"] = "the answer did not come to its end"
         try:
             router = await self._ready_router()
-            answer = await router.acompletion(
-                model=job.name, logger_fn=_sets_sent(job), **job.fields
-            )
+            answer = await self._ask(router, job)
             if write is not None and "stream" in job.fields:
                 held = await self._relay(answer, job, gathered, write)
                 response = gathered.response()
@@ -341,6 +355,27 @@ class OtherModels:
         if write is not None:
             await write(b"".join(held))
         return response
+
+    async def _ask(self, router: Any, job: OtherJob) -> Any:
+        """Without what is forced on the model, where it refuses that."""
+        refused = self._unforceable.setdefault(job.name, set())
+        _leave_out(job, refused & {*job.forced})
+        while True:
+            try:
+                return await router.acompletion(
+                    model=job.name, logger_fn=_sets_sent(job), **job.fields
+                )
+            except Exception as error:
+                found = _refused_settings(error, job)
+                if not found:
+                    raise
+                log.warning(
+                    "the model %r refuses %s as it is set for evaluation: it is sampled at its own",
+                    job.name,
+                    " and ".join(sorted(found)),
+                )
+                refused |= found
+                _leave_out(job, found)
 
     async def _relay(
         self, chunks: Any, job: OtherJob, gathered: Gathered, write: Write
@@ -530,6 +565,26 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _refused_settings(error: Exception, job: OtherJob) -> set[str]:
+    """Forced settings that the model cannot take: LiteLLM knows so, or the provider says so."""
+    if getattr(error, "status_code", None) != 400:
+        return set()
+    said = str(getattr(error, "message", None) or error)
+    return {name for name in job.forced if name in job.fields and name in said}
+
+
+def _leave_out(job: OtherJob, settings: Collection[str]) -> None:
+    if not settings:
+        return
+    for name in settings:
+        job.fields.pop(name, None)
+    job.noted["not_enforced"] = sorted({*job.noted.get("not_enforced", ()), *settings})
+    job.calls = [
+        replace(call, params={k: v for k, v in call.params.items() if k not in settings})
+        for call in job.calls
+    ]
 
 
 def _sets_sent(job: OtherJob) -> Callable[[dict[str, Any]], None]:

@@ -119,14 +119,16 @@ def test_asynchronous_settings() -> None:
     again = TrainConfig.model_validate(done.model_dump())  # as a resumed run reads it
     assert correction(again) == "truncate"
     assert correction(config(max_staleness=1, correction_high=5)) == "truncate"
-    assert correction(config(max_staleness=1, stale="wait")) == "none"
+    assert correction(config(max_staleness=1, stale="wait")) == "truncate"
+    assert correction(config(max_staleness=1, correction="none")) == "none"
+    assert correction(config(max_staleness=1, stale="drop")) == "none"
     assert correction(config(max_staleness=1, stale="drop", correction="mask")) == "mask"
     assert correction(config()) == "none"
     resumed = TrainConfig.model_validate(config().model_dump() | {"max_staleness": 1})
     assert correction(resumed) == "truncate"
     for options, message in (
         ({"stale": "drop"}, "it needs a max_staleness above 0"),
-        ({"max_staleness": 1, "correction": "none"}, "contradict each other"),
+        ({"max_staleness": 1, "stale": "correct", "correction": "none"}, "contradict each other"),
         ({"resample_zero_variance": 1, "estimator": "gae"}, "does not go with estimator 'gae'"),
         ({"max_staleness": -1}, "greater than or equal to 0"),
     ):

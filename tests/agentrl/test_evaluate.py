@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -273,12 +274,17 @@ def test_other_models_are_evaluated_with_intervals(served: str, tmp_path: Path) 
     config = tmp_path / "eval.toml"
     config.write_text(
         f'agent = "{HELLO / "agent.py"}:agent"\ntasks = "{HELLO / "held_out.jsonl"}"\n'
-        f'runs = "{tmp_path}"\nsamples = 2\nrunners = 2\ntemperature = 1.0\n'
+        f'runs = "{tmp_path}"\nsamples = 2\nrunners = 2\ntemperature = 0.5\n'
         f'[models.theirs]\nmodel = "openai/agentrl-tiny"\napi_base = "{served}/v1"\n'
     )
     said = cli("eval", "--config", config, "--answered-by", "theirs")
     [folder] = tmp_path.glob("eval-*")
     summary = json.loads((folder / "summary.json").read_text())
+    assert summary["not_enforced"] == {}
+    for store in (Store(str(folder / "store.db")), Store(str(tmp_path / "other.db"))):
+        with contextlib.closing(store):
+            asked = {call.params["temperature"] for call in store.calls()}
+        assert asked == {0.5}  # ours, whatever the agent asks for
     assert (summary["tasks"], summary["rollouts"], summary["failures"]) == (24, 48, {})
     assert summary["pass_at_interval"]["1"] == summary["interval"]
     low, high = summary["interval"]

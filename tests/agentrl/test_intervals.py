@@ -137,3 +137,10 @@ def rollout_of(rollout: str, task: str) -> Rollout:
 @pytest.fixture
 def make_rollouts() -> list[Rollout]:
     return [rollout_of(f"r{i}", f"t{i // 2}") for i in range(4)]
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_the_interval_holds_its_own_rate_whatever_is_rounded(rate: float) -> None:
+    for tenths in range(1, 2000):
+        low, high = wilson(rate, tenths / 10)
+        assert 0 <= low <= rate <= high <= 1

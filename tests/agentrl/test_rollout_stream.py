@@ -193,7 +193,7 @@ def test_a_resumed_stream_goes_on_from_its_state(hands: Hands, ahead: int) -> No
     options: dict[str, Any] = {"max_staleness": ahead, "resample": 1, "teaches": teaches}
     whole = stream(hands, steps=4, **options)
     expected = [hands.groups(whole.take(step, nothing)) for step in range(1, 5)]
-    seeds = {(new.group_id, new.index): new.seed for new in hands.queued}
+    seeds = {(new.group_id, new.index): (new.task_id, new.seed) for new in hands.queued}
 
     before = stream(hands, steps=4, **options)
     found = [hands.groups(before.take(step, nothing)) for step in (1, 2)]
@@ -205,7 +205,8 @@ def test_a_resumed_stream_goes_on_from_its_state(hands: Hands, ahead: int) -> No
     after.restore(2, kept)
     found += [hands.groups(after.take(step, nothing)) for step in (3, 4)]
     assert found == expected
-    assert {(new.group_id, new.index): new.seed for new in hands.queued} == seeds
+    again = {(new.group_id, new.index): (new.task_id, new.seed) for new in hands.queued}
+    assert again == seeds
     assert stream(hands).state() == {"planned": 0, "tasks_drawn": 0, "under_way": []}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from documented_metrics import documented, undocumented
 
 from agentrl.rollout_stream import StepRollouts
 from agentrl.step_row import step_row
-from agentrl_tracer.schemas import Outcomes
+from agentrl_tracer.schemas import Call, CallState, NewRollout, Outcomes, Purpose
+from agentrl_tracer.store import Store
 from agentrl_trainer.adapters import AdapterBatches
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import AdamParams, Learner, StepStats
@@ -17,6 +20,17 @@ from agentrl_trainer.model import load_base
 from agentrl_trainer.step import StepBatch
 
 SECONDS = {"rollouts": 2.0, "update": 1.0, "prepare": 0.1, "forward_backward": 0.6}
+
+
+def call(response_ids: list[int]) -> Call:
+    return Call(
+        id=f"c{response_ids[0]}", response_id="r", choice=0, run_id="run", rollout_id=None,
+        attempt_id=None, seq=0, agent=None, model="policy", adapter="policy", adapter_version=0,
+        state=CallState.COMPLETED, prompt_ids=[1], response_ids=response_ids,
+        response_logprobs=[-0.5] * len(response_ids), finish_reason="stop", params={},
+        request=None, response=None, error=None, trace_id=None, span_id=None, started_at=0.0,
+        ended_at=1.0,
+    )  # fmt: skip
 
 
 def learned(epochs: int) -> list[StepStats]:
@@ -34,11 +48,15 @@ def learned(epochs: int) -> list[StepStats]:
     return [learner.step(rows, "ppo") for _ in range(epochs)]
 
 
-def row_of(passes: dict[str, list[StepStats]]) -> dict[str, Any]:
+def row_of(
+    passes: dict[str, list[StepStats]],
+    taken: StepRollouts | None = None,
+    calls: Sequence[Call] = (),
+) -> dict[str, Any]:
     return step_row(
         3,
-        taken=StepRollouts([], 0, 0, 0, 0.0),
-        calls=[],
+        taken=taken or StepRollouts([], 0, 0, 0, 0.0),
+        calls=calls,
         batches=AdapterBatches({name: StepBatch() for name in passes}, StepBatch()),
         passes=passes,
         outcomes=Outcomes({}, {}, {}),
@@ -82,6 +100,23 @@ def test_seconds_are_told_by_what_they_went_into(four: list[StepStats]) -> None:
     row = row_of({"policy": four})
     found = {name: row[f"seconds/{name}"] for name in SECONDS}
     assert found == SECONDS
+
+
+def test_tokens_per_second_are_by_when_the_steps_own_rollouts_ran(store: Store) -> None:
+    """Asynchronously they ran before this step, which had to wait for none of them."""
+    run_id = store.create_run("run", "train", {})
+    [task] = store.add_tasks(run_id, "train", [{}])
+    new = [NewRollout(task, "group", Purpose.TRAIN, 3, i, seed=i, sampling={}) for i in range(4)]
+    times = [(100.0, 104.0), (102.0, 106.0), (110.0, 112.0), (None, None)]
+    rollouts = [
+        replace(rollout, started_at=start, ended_at=end)
+        for rollout, (start, end) in zip(
+            store.rollouts(run_id, ids=store.enqueue(run_id, new)), times, strict=True
+        )
+    ]
+    taken = StepRollouts(rollouts, 0, 5, 0, 0.0)
+    row = row_of({"policy": []}, taken, [call([5] * 20), call([6] * 60)])
+    assert row["tokens_per_second"] == pytest.approx(80 / (6 + 2))
 
 
 def test_the_page_names_nothing_twice() -> None:

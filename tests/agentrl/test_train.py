@@ -362,6 +362,18 @@ def test_attempts_that_share_a_process_stay_apart(tmp_path: Path) -> None:
     store.close()
 
 
+def test_nothing_is_older_than_max_staleness_by_default(tmp_path: Path) -> None:
+    """Nor of a group that takes as long as several steps; the first one of these tasks does."""
+    run = Run(
+        tmp_path, "now_and_then_slow", steps=4, batch_size=2, group_size=2, runners=4,
+        max_staleness=1, eval_every=4,
+    ).finish()  # fmt: skip
+    rows = [row for row in run.folder.read_metrics() if "reward/mean" in row]
+    assert max(row["staleness/max"] for row in rows) == 1
+    assert all(row["staleness/beyond"] == 0 for row in rows)
+    assert "correction/weight" in rows[1]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_an_agent_that_never_works_ends_the_run_with_its_error(tmp_path: Path, ahead: int) -> None:
     run = Run(tmp_path, "always_broken", max_attempts=1, runners=2, max_staleness=ahead)

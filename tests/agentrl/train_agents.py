@@ -49,6 +49,14 @@ def slow(task: dict[str, Any]) -> None:
     emit_reward(len(first + ask(task["n"])) / 10)
 
 
+def now_and_then_slow(task: dict[str, Any]) -> None:
+    """Takes steps' time of every fifth task."""
+    first = ask(task["n"])
+    if task["n"] % 5 == 1:
+        time.sleep(5)
+    emit_reward(len(first) / 10)
+
+
 def troubled(task: dict[str, Any]) -> None:
     """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing."""
     n = task["n"]

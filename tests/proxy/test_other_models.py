@@ -371,6 +371,64 @@ def test_fallback(start: Any, faulty: Any, provider: Running) -> None:
     assert call.params["fallbacks"] == 1
 
 
+FORCED = {"force": {"temperature": 0.25}}
+
+
+def test_the_rollouts_temperature_holds_for_what_stands_in_for_the_policy(
+    start: Any, provider: Running
+) -> None:
+    """And not for other models that the agent asks, a judge for instance."""
+    gateway: Running = start(
+        FORCED,
+        other_models={
+            "policy": answerer(provider, is_policy=True),
+            "judge": answerer(provider),
+        },
+    )
+    with client(gateway) as api:
+        for name in ("policy", "judge"):
+            api.chat.completions.create(model=name, messages=USER, temperature=0.75)
+        api.responses.create(model="policy", input="hello")
+    asked = [request.params.temperature for request in provider.sampler.requests]
+    assert asked == [0.25, 0.75, 0.25]
+    recorded = [call.params["temperature"] for call in gateway.calls(gateway.claims[0])]
+    assert recorded == [0.25, 0.75, 0.25]
+
+
+@pytest.mark.parametrize("model", ["openai/o3", "openai/gpt-5", "openai/unheard-of"])
+def test_a_model_that_refuses_the_rollouts_temperature_is_asked_without(
+    start: Any, faulty: Any, model: str
+) -> None:
+    """LiteLLM knows it of some models; others say so themselves, and are not asked twice again."""
+    answers = [(200, said("fine"))]
+    if model == "openai/unheard-of":
+        refusal = "Unsupported value: 'temperature' does not support 0.25 with this model."
+        answers.insert(0, (400, trouble(refusal, "unsupported_value")))
+    upstream = faulty(*answers)
+    gateway: Running = start(
+        FORCED, other_models={"policy": OtherModel(model, upstream.url, SECRET, is_policy=True)}
+    )
+    with client(gateway) as api:
+        for _ in range(2):
+            answer = api.chat.completions.create(model="policy", messages=USER)
+            assert answer.choices[0].message.content == "fine"
+    assert len(upstream.seen) == len(answers) + 1
+    assert all("temperature" not in one["body"] for one in upstream.seen[-2:])
+    for call in gateway.calls(gateway.claims[0]):
+        assert call.params["not_enforced"] == ["temperature"]
+        assert "temperature" not in call.params
+
+
+def test_an_agents_own_temperature_is_refused_as_ever(start: Any, faulty: Any) -> None:
+    upstream = faulty((200, said("fine")))
+    gateway: Running = start(
+        FORCED, other_models={"judge": OtherModel("openai/o3", upstream.url, SECRET)}
+    )
+    with client(gateway) as api, pytest.raises(openai.BadRequestError, match="temperature"):
+        api.chat.completions.create(model="judge", messages=USER, temperature=0.5)
+    assert not upstream.seen
+
+
 def test_timeout(start: Any, provider: Running) -> None:
     provider.sampler.delay = 0.5
     gateway: Running = start(other_models={"answerer": answerer(provider, timeout=0.7)})

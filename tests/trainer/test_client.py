@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from agentrl_trainer import learner as engine
+from agentrl_trainer.checkpoint import capture_rng, restore_rng
 from agentrl_trainer.client import (
     AdamParams,
     Datum,
@@ -102,7 +104,13 @@ RL_ROW = engine.Datum(
 def test_a_step_is_the_learners(
     training: TrainingClient, loss: str, config: dict[str, float]
 ) -> None:
+    seen = training.forward([reinforced()], loss, config).result()
     ours = training.forward_backward([reinforced()], loss, config)
+    # What ``forward`` computes is the same, and leaves no gradient.
+    assert seen.metrics == ours.result().metrics
+    assert (
+        seen.loss_fn_outputs[0]["logprobs"] == ours.result().loss_fn_outputs[0]["logprobs"]
+    ).all()
     norm = training.optim_step(AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"]
     plain = learner()
     stats = plain.forward_backward([RL_ROW], loss, config, normalize_by=1.0)
@@ -116,6 +124,34 @@ def test_a_step_is_the_learners(
     whole = engine.Datum(ROW, [False] + [True] * 7, [0.0] * 8, [0.0] * 8, "a")
     assert after.tolist() == np.float32(plain.forward([whole])[0][1:]).tolist()
     assert abs(after[3:] - logprobs[3:]).max() > 1e-4
+
+
+def test_every_parameter_of_adam_is_the_learners(training: TrainingClient) -> None:
+    plain = learner()
+    given = {"beta1": 0.7, "beta2": 0.8, "eps": 1e-3, "weight_decay": 0.5, "grad_clip_norm": 0.01}
+    for _ in range(2):
+        training.forward_backward([reinforced()], "importance_sampling")
+        training.optim_step(AdamParams(learning_rate=1e-2, **given))
+        plain.forward_backward([RL_ROW], "importance_sampling", normalize_by=1.0)
+        plain.optim_step(engine.AdamParams(lr=1e-2, **given))
+    name = training.get_info().model_id
+    state = training.local(lambda trained: trained.state_dict([name])).result()
+    own = {key.replace(f"/{name}/", "/a/"): value for key, value in state.items()}
+    for key, value in plain.state_dict().items():
+        assert torch.equal(own[key], value), key
+
+
+def test_a_restored_checkpoint_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
+    before = capture_rng()
+    try:
+        with ServiceClient(folder=tmp_path) as service:
+            service.create_lora_training_client(TINY, rank=4, seed=3)
+            service.save_checkpoint(tmp_path / "kept", 1).result()
+            expected = (random.random(), float(np.random.rand()), float(torch.rand(())))
+            service.restore_checkpoint(tmp_path / "kept").result()
+            assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
+    finally:
+        restore_rng(before)
 
 
 def test_cross_entropy_is_the_weighted_sum(shared: TrainingClient) -> None:

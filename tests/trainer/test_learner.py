@@ -279,6 +279,20 @@ def test_the_budget_does_not_matter() -> None:
             assert getattr(stats, name) == pytest.approx(getattr(results[0][1], name), rel=1e-4)
 
 
+def test_no_micro_batch_is_above_the_budget() -> None:
+    datums = data()
+    budget = max(len(datum.tokens) for datum in datums)
+    seen: list[int] = []
+    trainer = learner(token_budget=budget)
+    embedding = trainer.base.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _module, given, _out: seen.append(given[0].numel()))
+    for work in (trainer.forward_backward, trainer.forward):
+        seen.clear()
+        work(datums)
+        assert len(seen) > 1
+        assert max(seen) <= budget
+
+
 def test_parts_of_a_step_accumulate() -> None:
     datums = data()
     tokens = sum(datum.trained for datum in datums)

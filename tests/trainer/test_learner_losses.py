@@ -157,6 +157,38 @@ def test_a_custom_loss_over_several_datums(moved: Learner) -> None:
     assert_same(found, gradients(moved), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("token_budget", "value"), [(10**6, None), (10**6, ValueParams()), (40, None)]
+)
+def test_a_custom_loss_goes_through_one_micro_batch_once(
+    token_budget: int, value: ValueParams | None
+) -> None:
+    """Of more, holding all activations would take their memory: there it is two passes."""
+    trainer = learner(token_budget=token_budget, value=value)
+    move_off_start(trainer)
+    datums = nearly_on_policy(trainer, data())
+    trainer.forward_backward(datums, "cross_entropy", normalize_by=1.0)
+    built_in = gradients(trainer)
+    trainer.discard_gradients()
+
+    passes: list[int] = []
+    embedding = trainer.base.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda *_: passes.append(1))
+    trainer.forward(datums)
+    micro_batches, passes[:] = len(passes), []
+
+    def function(given: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict]:
+        credit = [torch.tensor(datum.advantages) for datum in given]
+        return -sum((a * lp).sum() for a, lp in zip(credit, logprobs, strict=True)), {}
+
+    trainer.forward_backward_custom(datums, function)
+    hook.remove()
+    assert len(passes) == (1 if token_budget == 10**6 else 2 * micro_batches) > 0
+    found = gradients(trainer)
+    policy = {name: found[name] for name in built_in}
+    assert_same(policy, built_in, rtol=1e-5, atol=1e-7)
+
+
 def test_a_custom_loss_must_depend_on_the_logprobs(moved: Learner) -> None:
     with pytest.raises(ValueError, match="scalar"):
         moved.forward_backward_custom(data(rows=1), lambda _d, _lp: (torch.zeros(()), {}))
@@ -186,6 +218,22 @@ def test_a_value_function_learns_and_leaves_the_policy_alone() -> None:
     for _ in range(40):
         trainer.step(given, "importance_sampling")
     assert trainer.forward_backward(given).metrics["value_error"] < 0.4
+
+
+def test_no_gradient_of_the_value_function_reaches_the_policy() -> None:
+    """Its last layer begins at zero, which would hide it: here it does not."""
+    trainer = learner(value=ValueParams(clip=0.0))
+    plain = learner()
+    for one in (trainer, plain):
+        move_off_start(one)
+    for head in trainer._value_heads.values():
+        torch.nn.init.normal_(head.out.weight)
+    datums = data(rows=4)
+    given = with_extra(datums, returns=[[3.0] * len(d.tokens) for d in datums])
+    trainer.forward_backward(given)
+    plain.forward_backward(datums)
+    found = {k: g for k, g in gradients(trainer).items() if not k.startswith("value.")}
+    assert_same(found, gradients(plain), rtol=1e-4, atol=1e-6)
 
 
 def test_a_value_function_is_part_of_the_state() -> None:

@@ -279,6 +279,17 @@ def test_the_expected_gradient_of_the_penalty_is_that_of_the_kl(
     torch.testing.assert_close(found, exact)
 
 
+@pytest.mark.parametrize(("ratio", "weight"), [(0.2, 0.2), (4.9, 4.9), (5.1, 5.0), (100.0, 5.0)])
+def test_the_penaltys_importance_weight_is_at_most_5(ratio: float, weight: float) -> None:
+    """Its gradient is that weight times (lp - log reference)."""
+    lp = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    drift = torch.tensor([ratio], dtype=torch.float64).log()
+    penalty = kl_penalty(lp, lp.detach() - 0.5, drift, estimator="k3", gradient="unbiased")
+    penalty.sum().backward()
+    assert lp.grad is not None
+    assert lp.grad.item() == pytest.approx(0.5 * weight)
+
+
 def test_gspo_with_one_advantage_is_the_formula_of_the_paper() -> None:
     """Equation 5, differentiated through the sequence's ratio, times the sequence's length."""
     lps, qs, _ = sample(7, spread=0.02)

@@ -239,6 +239,23 @@ def test_swap_while_sampling(engine_of, base, tmp_path) -> None:
     assert [lane.version for lane in engine._scheduler.lanes] == [None, 3]
 
 
+@pytest.mark.parametrize("how", ["swap", "unload"])
+def test_what_a_superseded_version_had_cached_is_given_back(
+    engine_of, base, tmp_path, how: str
+) -> None:
+    for version in (1, 2):
+        make_adapter(base, tmp_path / f"v{version}", seed=version)
+    engine = engine_of(base)
+    engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+    Asked(engine, prompt(1, 90), SampleParams(max_tokens=20), "policy").wait()
+    assert engine.stats().kv_tokens > 90  # kept for whoever asks again
+    if how == "swap":
+        engine.load_adapter("policy", 2, tmp_path / "v2").result(30)
+    else:
+        engine.unload_adapter("policy").result(30)
+    assert engine.stats().kv_tokens == 0
+
+
 def test_unload(engine_of, base, tmp_path) -> None:
     make_adapter(base, tmp_path / "a", seed=1)
     engine = engine_of(base)

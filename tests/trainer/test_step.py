@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,26 @@ def test_advantages_reach_the_sampled_tokens() -> None:
         [0, 0, 0, -0.5, -0.5],
     ]
     assert batch.metrics()["reward/mean"] == 0.5
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce", "turn", "gigpo", "gae"])
+def test_the_reasons_of_skipped_groups_add_up(estimator: str) -> None:
+    """Also of a group in which nobody earned anything, and of one that has shrunk to a member."""
+    earned = {"used": (1, 0), "alike": (0, 0), "shrunk": (1, None), "silent": (None, None)}
+    rollouts = [rollout(f"{group}{i}", group) for group in earned for i in range(2)]
+    calls = [call(one.id, f"c-{one.id}") for one in rollouts]
+    rewards = [
+        reward(f"{group}{i}", value)
+        for group, values in earned.items()
+        for i, value in enumerate(values)
+        if value is not None
+    ]
+    found = assemble(rollouts, calls, rewards, replace(SETTINGS, estimator=estimator)).metrics()
+    reasons = {name: found[f"groups/{name}"] for name in ("small_group", "zero_advantage")}
+    assert found["groups/no_reward"] == 1
+    assert found["groups/skipped"] == sum(reasons.values()) + 1
+    if estimator in ("grpo", "turn", "gigpo"):
+        assert reasons == {"small_group": 1, "zero_advantage": 1}
 
 
 def test_only_the_winning_attempt_trains_and_earns() -> None:

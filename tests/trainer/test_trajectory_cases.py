@@ -384,6 +384,23 @@ def test_a_constrained_answer_is_weighted_by_the_mass_it_was_left() -> None:
     assert sorted(found) == pytest.approx([math.exp(-1), 1.0, 1.0])
 
 
+@pytest.mark.parametrize("how", ["sequence", "rollout", "constant"])
+def test_length_normalisation_keeps_the_weights_of_constrained_answers(how: Any) -> None:
+    params = {"constrained": "json_schema", "constrained_log_mass": -1.0}
+    forced = replace(step_call("r1", "forced", seq=1), params=params)
+
+    def weights(rules: Rules) -> list[float]:
+        settings = replace(SETTINGS, rules=rules, length_normalization=how)
+        calls = [step_call("r1", "c1"), step_call("r2", "c2"), forced]
+        earned = [reward("r1", 1.0), reward("r2", 0.0)]
+        batch = assemble([rollout("r1"), rollout("r2")], calls, earned, settings)
+        return sorted(datum.extra["weights"][-1] for datum in batch.datums)
+
+    plain, weighted = weights(Rules()), weights(Rules(off_policy="weight"))
+    assert min(weighted) == pytest.approx(min(plain) * math.exp(-1))
+    assert weighted[1:] == pytest.approx(sorted(plain)[1:])
+
+
 # ---- credit by turn and by token
 
 

@@ -45,6 +45,8 @@ CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str
 """``(datums, logprobs) -> (loss, metrics)``: log-probs [tokens of the datum] of each datum, 0 where
 nothing trains. The loss may be any differentiable function of all of them."""
 
+_Forward = Callable[[MicroBatch], tuple[Tensor, Tensor | None]]
+
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
@@ -217,8 +219,11 @@ class Learner:
         loss_config: LossConfig | None = None,
         normalize_by: float | None = None,
         logprobs_into: list[list[float]] | None = None,
+        *,
+        backward: bool = True,
     ) -> StepStats:
-        """Add the gradient of ``loss_sum / normalize_by`` to what the optimizer will apply.
+        """Add the gradient of ``loss_sum / normalize_by`` to what the optimizer will apply; without
+        ``backward`` only compute the loss.
 
         ``normalize_by`` None: the number of trained tokens in ``datums``, which is right when these
         are the whole optimizer step. A loss that is not finite poisons the step: the rest of
@@ -226,7 +231,6 @@ class Learner:
 
         ``logprobs_into``: rows as long as each datum's tokens, to be filled as by ``forward``.
         """
-        started = time.perf_counter()
         function = _loss(loss)
         options = loss_config or {}
         if function.options(options)["kl_coef"] and any("reference" not in d.extra for d in datums):
@@ -235,14 +239,30 @@ class Learner:
             raise ValueError(f"datums for {sorted(unknown)}, but this trains {self.adapters}")
         tokens = sum(datum.trained for datum in datums)
         scale = 1.0 / (normalize_by or max(tokens, 1))
+        with torch.set_grad_enabled(backward):
+            return self._accumulate(
+                datums, function, options, scale, self._forward, logprobs_into, backward=backward
+            )
 
+    def _accumulate(
+        self,
+        datums: Sequence[Datum],
+        function: Loss,
+        options: LossConfig,
+        scale: float,
+        forward: _Forward,
+        logprobs_into: list[list[float]] | None,
+        *,
+        backward: bool,
+    ) -> StepStats:
+        started = time.perf_counter()
         sums: Sums = {}
         loss_sum = 0.0
         batches = self._pack(datums)
         counts = count_tokens(datums, batches)
         for batch in batches:
             batch = batch.to(self.base.device)
-            logprobs, hidden = self._forward(batch)
+            logprobs, hidden = forward(batch)
             if logprobs_into is not None:
                 _scatter(batch, logprobs.detach(), logprobs_into)
             value, part = function(
@@ -262,11 +282,14 @@ class Learner:
                     value, part = value + more, part | more_sums
             sums = add_sums(sums, part)
             loss_sum += value.item()
+            if not backward:
+                continue
             if not bool(torch.isfinite(value)):
                 self._poisoned.add(batch.adapter)
                 break
             (value * scale).backward()
-        return step_stats(loss_sum * scale, sums, counts, started, poisoned=bool(self._poisoned))
+        poisoned = backward and bool(self._poisoned)
+        return step_stats(loss_sum * scale, sums, counts, started, poisoned=poisoned)
 
     def optim_step(
         self, adam: AdamParams | None = None, adapters: Collection[str] | None = None
@@ -426,11 +449,22 @@ class Learner:
     ) -> tuple[StepStats, dict[str, float]]:
         """Add the gradient of any function of the log-probs; returns its own metrics too.
 
-        As in Tinker: a forward pass, the function's gradient with respect to the log-probs, then a
-        forward and backward of the cross-entropy which has that gradient. The loss counts as it
-        is: divide it yourself.
+        As in Tinker: a forward pass, the function's gradient with respect to the log-probs, then
+        the backward of the cross-entropy which has that gradient. It goes through the first pass
+        where that is one micro-batch; of more, whose activations would all be held at once, it
+        takes a forward pass more. The loss counts as it is: divide it yourself.
         """
-        logprobs = [torch.tensor(row, requires_grad=True) for row in self.forward(datums)]
+        started = time.perf_counter()
+        batches = self._pack(datums)
+        if len(batches) == 1:
+            # What is packed how depends on no advantage: it is the same batch the second time.
+            kept = self._forward(batches[0].to(self.base.device))
+            forward: _Forward = lambda _: kept  # noqa: E731
+            rows = [[0.0] * len(datum.tokens) for datum in datums]
+            _scatter(batches[0], kept[0].detach(), rows)
+        else:
+            forward, rows = self._forward, self.forward(datums)
+        logprobs = [torch.tensor(row, requires_grad=True) for row in rows]
         loss, metrics = function(datums, logprobs)
         if loss.dim() != 0 or not loss.requires_grad:
             raise ValueError("a custom loss must return a scalar that depends on the log-probs")
@@ -444,8 +478,11 @@ class Learner:
             )
             for datum, grad in zip(datums, grads, strict=True)
         ]
-        stats = self.forward_backward(weighted, "cross_entropy", normalize_by=1.0)
-        return replace(stats, loss=loss.item()), dict(metrics)
+        stats = self._accumulate(
+            weighted, _loss("cross_entropy"), {}, 1.0, forward, None, backward=True
+        )
+        seconds = time.perf_counter() - started
+        return replace(stats, loss=loss.item(), seconds=seconds), dict(metrics)
 
     def _pack(self, datums: Sequence[Datum]) -> list[MicroBatch]:
         share = self.why_not_shared is None

@@ -6,9 +6,8 @@ trained on, or skipped with one reason" is kept.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Literal
@@ -23,6 +22,7 @@ from agentrl_trainer.advantages import (
     turn_advantages,
     whiten_groups,
 )
+from agentrl_trainer.anchors import anchor_states
 from agentrl_trainer.batches import Datum, to_datum
 from agentrl_trainer.rewards import rollout_rewards, turn_rewards, winning_rewards
 from agentrl_trainer.trajectories import (
@@ -38,7 +38,7 @@ LengthNormalization = Literal["token", "sequence", "constant", "rollout"]
 BY_TURN = ("turn", "gigpo")
 BY_TOKEN = ("gae",)  # credit comes from a value function: see values.with_gae
 
-_GROUP_REASONS = (SkipReason.SMALL_GROUP, SkipReason.ZERO_ADVANTAGE)
+_GROUP_REASONS = (SkipReason.SMALL_GROUP, SkipReason.ZERO_ADVANTAGE, SkipReason.NO_REWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,17 @@ class StepBatch:
             for group in self.groups.values()
         )
 
-    def _groups_skipped(self, reason: SkipReason) -> int:
-        return sum(
-            reason in group.skipped and all(why is not None for why in group.skipped)
+    def _groups_skipped(self) -> Counter[SkipReason]:
+        """Each group of which nobody trains, by the one reason why."""
+        skipped = [
+            {reason for reason in group.skipped if reason is not None}
             for group in self.groups.values()
+            if None not in group.skipped
+        ]
+        # Who has no reward left the group; why the others do not train is the group's reason.
+        return Counter(
+            next((why for why in _GROUP_REASONS if why in reasons), SkipReason.NO_REWARD)
+            for reasons in skipped
         )
 
     def metrics(self) -> dict[str, float]:
@@ -98,6 +105,7 @@ class StepBatch:
         statistics over trained tokens."""
         scores = [reward for reward in self.rewards.values() if reward is not None]
         advantages = trained_advantages(self.datums)
+        skipped = self._groups_skipped()
         used = [g for g in self.groups.values() if any(reason is None for reason in g.skipped)]
         return {
             "reward/mean": fmean(scores) if scores else float("nan"),
@@ -108,8 +116,8 @@ class StepBatch:
             "advantage/std": Scaling(0, 0.0).divisor(advantages) if advantages else 0.0,
             "groups/used": len(used),
             "groups/skipped": len(self.groups) - len(used),
-            # Why, as the advantages say: a group is too small, or all its members earned the same.
-            **{f"groups/{reason}": self._groups_skipped(reason) for reason in _GROUP_REASONS},
+            # Why: a group is too small, all its members earned the same, or none has a reward.
+            **{f"groups/{reason}": skipped[reason] for reason in _GROUP_REASONS},
             **{f"off_policy/{how}": count for how, count in sorted(self.off_policy.items())},
         }
 
@@ -311,7 +319,7 @@ def _credit_by_turn(
         result = anchor_advantages(
             earned,
             [
-                [_state(call) for call in own] or [member.rollout.id]
+                anchor_states(own) or [member.rollout.id]
                 for member, own in zip(group, turns, strict=True)
             ],
             discount=settings.discount,
@@ -336,26 +344,6 @@ def _credit_by_turn(
             group, turns, result.advantages, result.skipped, strict=True
         )
     }
-
-
-def _state(call: Call) -> Hashable:
-    """What the agent met before this turn: the messages since the model's last answer.
-
-    Not the whole prompt, which holds the history and is never the same twice. Without messages in
-    the record, the prompt it is.
-    """
-    messages = (call.request or {}).get("messages")
-    if not isinstance(messages, list) or not messages:
-        return tuple(call.prompt_ids)
-    last = max(
-        (
-            i
-            for i, one in enumerate(messages)
-            if isinstance(one, dict) and one.get("role") == "assistant"
-        ),
-        default=-1,
-    )
-    return (call.agent, json.dumps(messages[last + 1 :], sort_keys=True, default=str))
 
 
 def _token_rewards(trajectory: Trajectory, member: _Member) -> list[float]:

@@ -207,7 +207,10 @@ class TrainingClient(_Made):
         loss_fn: str = "cross_entropy",
         loss_fn_config: LossConfig | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """The log-probs of the targets, and no gradient.
+        """What ``forward_backward`` would give, loss and metrics, without a gradient.
+
+        The outputs hold the log-probs of the targets: locally of those that count in the loss, and
+        of ``cross_entropy`` all of them.
 
         ``data`` may, here and in ``forward_backward``, be the trainer's own rows
         (``agentrl_trainer.batches.Datum``).

@@ -98,18 +98,13 @@ class LocalTraining:
         self, data: Data, loss_fn: str, config: LossConfig | None
     ) -> Future[ForwardBackwardOutput]:
         check_loss(loss_fn, config)
-        rows = self._rows(data, None)
+        # What a custom loss is made of may hold any inputs, and asks for the cross-entropy.
+        rows = self._rows(data, None if loss_fn == "cross_entropy" else loss_fn)
 
         def work() -> ForwardBackwardOutput:
-            found = self.learner.forward(rows)
-            weights = [row.advantages for row in rows]
-            loss = -sum(
-                w * lp
-                for ws, lps in zip(weights, found, strict=True)
-                for w, lp in zip(ws, lps, strict=True)
-            )
-            metrics = {"loss:sum": loss} if loss_fn == "cross_entropy" else {}
-            return ForwardBackwardOutput(outputs(found), metrics)
+            found = [[0.0] * len(row.tokens) for row in rows]
+            stats = self.learner.forward_backward(rows, loss_fn, config, 1.0, found, backward=False)
+            return ForwardBackwardOutput(outputs(found), _metrics(stats, loss_fn), stats)
 
         return self.base.run(work)
 
