@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl-python", required=True)
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--rows", nargs="*", type=int, default=[8, 32])
+    parser.add_argument("--rows", nargs="*", type=int, default=[8], help="TRL's micro-batches")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--results", type=Path, default=HERE / "results")

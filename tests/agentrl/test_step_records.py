@@ -1,18 +1,25 @@
-"""Which records a step of a run trains on, by the run's settings."""
+"""What a step of a run trains on, and how, by the run's settings."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_step_row import call
 
+from agentrl.clock import Clock
 from agentrl.config import TrainConfig
 from agentrl.step_records import StepRecords, adapter_rules
+from agentrl.train import update
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
+from agentrl_trainer.batches import Datum
+from agentrl_trainer.client import ServiceClient
+from agentrl_trainer.step import StepBatch
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(1, {0, 1}), (2, {0})])
@@ -54,3 +61,25 @@ def test_what_is_older_than_max_staleness_is_dropped(
     assert {version_of[name] for name in whole.skipped} == dropped
     assert set(whole.skipped.values()) == {SkipReason.STALE}
     assert {version_of[name] for name in whole.trained} == {0, 1, 2, 3} - dropped
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e-3])
+def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> None:
+    """AdamW's first momentum is a tenth of the gradient that it was given."""
+    row = Datum([5, 6, 7, 8], [False, True, True, True], [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
+    config = TrainConfig(agent="x:y", tasks=Path("tasks.jsonl"), max_grad_norm=bound)
+    with ServiceClient(folder=tmp_path) as service:
+        client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1)
+        run: Any = SimpleNamespace(
+            clients={"policy": client},
+            config=config,
+            learning_rate=lambda step: 1e-3,
+            result=lambda asked: asked.result(),
+        )
+        [seen] = update(run, 1, "policy", StepBatch(datums=[row]), Clock())
+        state = client.local(lambda learner: learner.state_dict()).result()
+    momenta = [value for name, value in state.items() if name.startswith("exp_avg/")]
+    given = torch.stack([value.norm() for value in momenta]).norm().item() / (1 - 0.9)
+    assert seen.grad_norm is not None
+    assert seen.grad_norm > 1e-2
+    assert given == pytest.approx(bound or seen.grad_norm, rel=1e-4)
