@@ -249,12 +249,16 @@ class Forward:
                     worst = self._worst(rows, plain)
                 except Exception as error:  # whatever a model's own code may raise
                     why.append(f"{self.how}: {type(error).__name__}: {error}")
+                    if way == self._try_lean:
+                        self.why_not_lean = str(error)
                     continue
                 scale = max(1.0, *(float(logits.abs().max()) for logits in plain))
                 exact = 1e-4 if self.lean is not None else 2e-4
                 if worst <= (exact if base.dtype == torch.float32 else 0.1) * scale:
                     break
                 why.append(f"{self.how}: logits differ by {worst:.2g} from a plain run")
+                if way == self._try_lean:
+                    self.why_not_lean = f"its logits differ by {worst:.2g}"
             else:
                 raise ModelError(_cannot(base, "; ".join(why)))
         self._run = torch.empty(0)
@@ -265,8 +269,6 @@ class Forward:
                 "GPU, sample with vLLM (sampler: vllm).",
                 base.name, base.model.config.model_type, self.how,
             )  # fmt: skip
-        if lean and why:
-            self.why_not_lean = why[0].partition(": ")[2]
         for line in why:
             log.debug("%s is not sampled from %s", base.name, line)
 
