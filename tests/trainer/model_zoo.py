@@ -305,7 +305,7 @@ def _train(learner: Learner, folder: Path) -> tuple[float, float]:
 
 
 def _sample(folder: Path) -> tuple[str, float]:
-    """Prompts of several lengths at once, a second turn, and all again after a swap."""
+    """Prompts of several lengths at once, a second turn, given rows, and all again after a swap."""
     engine = SamplerEngine(load_base(str(folder / "base"), device="cpu"))
     engine.start()
     worst = 0.0
@@ -326,6 +326,11 @@ def _sample(folder: Path) -> tuple[str, float]:
                     assert answer.end.error is None, answer.end.error
                     assert {t.adapter_version for t in answer.tokens} == {version}
                     worst = max(worst, worst_difference(truth, one.prompt, answer))
+            rows = [datum.tokens for datum in group()]
+            for row, values in zip(rows, engine.logprobs(rows, "policy").result(60), strict=True):
+                with torch.no_grad():
+                    off = torch.tensor(values[1:]) - plain(truth, row)
+                worst = max(worst, float(off.abs().max()))
         assert engine.stats().reused_tokens > 0
     finally:
         engine.stop()

@@ -20,6 +20,7 @@ from agentrl_trainer.sampler import SampleParams, SamplerEngine
 ON_PAGE = (
     "bamba",  # anew for every token
     "deepseek_v32",  # sparse attention
+    "gemma2",  # soft caps
     "gemma3",  # of a multimodal checkpoint, with windows
     "gpt2",  # layers of another kind
     "gpt_oss",  # sinks, experts, windows

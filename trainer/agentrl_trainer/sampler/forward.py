@@ -32,7 +32,7 @@ from agentrl_trainer.sampler.cache import TIME_STEP, Budget, KVShape, RowCache, 
 from agentrl_trainer.sampler.lean import LeanDecoder
 from agentrl_trainer.sampler.states import Past, State, StateRows, advance
 from agentrl_trainer.thresholds import lowered
-from agentrl_trainer.tries import explicit
+from agentrl_trainer.tries import additive, explicit
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,7 @@ def _attention(
     groups = key.shape[1]
     cap, sinks = cast(Any, kwargs.get("softcap")), cast(Any, kwargs.get("s_aux"))
     if cap is not None or sinks is not None:
-        adds = torch.zeros((), dtype=query.dtype, device=query.device)
-        if attention_mask is not None:
-            adds = attention_mask
-            if adds.dtype == torch.bool:
-                adds = torch.zeros(adds.shape, dtype=query.dtype, device=query.device)
-                adds = adds.masked_fill(~cast(torch.Tensor, attention_mask), float("-inf"))
+        adds = additive(attention_mask, query)
         out = explicit(query, key, value, adds, scaling, cap, sinks)
         return out.transpose(1, 2), None
     if new != 1 or kwargs.get("position_bias") is not None:
