@@ -24,6 +24,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
+from agentrl.export import export
 from agentrl_trainer import model as model_module
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import Learner
@@ -211,6 +212,14 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
         engine.stop()
     assert len(answer.tokens) == 9
     assert worst_difference(learner.base.model, [5, 6], answer) < 1e-5
+
+    options: dict[str, Any] = {"merged": True, "model": own, "adapter": None}
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        export(str(tmp_path / "v1"), tmp_path / "out", **options)
+    done = export(str(tmp_path / "v1"), tmp_path / "out", **options, trust_remote_code=True)
+    assert all("--trust-remote-code" in done.servers[name][0] for name in ("agentrl", "vLLM"))
+    merged = load_base(str(tmp_path / "out"), device="cpu", trust_remote_code=True).model
+    assert worst_difference(merged, [5, 6], answer) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,35 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
             tensor.copy_(loaded[key])
 
 
+def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
+    """A saved adapter's weights into the attached one, whether it was saved here or by PEFT.
+
+    PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
+    renames ``x`` into ``xs`` (Laguna's shared experts): it then looks for ``xss``. So where the
+    file's names are the model's own, as those of our adapters are, they are taken as they stand.
+
+    Raises:
+        ModelError: they do not fit, or not all of them are there; some may have been read.
+    """
+    try:
+        loaded: Any = peft_model.load_adapter(str(folder), adapter_name=adapter_name)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ModelError(f"adapter: {folder} does not fit this model: {error}") from error
+    state = get_peft_model_state_dict(
+        peft_model, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    if state.keys() == adapter_shapes(folder).keys():
+        load_adapter_weights(peft_model, adapter_name, folder)
+        return
+    lacks = [name for name in loaded.missing_keys if f".{adapter_name}." in f"{name}."]
+    for said, names in (("lacks", lacks), ("has unknown", loaded.unexpected_keys)):
+        if names:
+            raise ModelError(
+                f"adapter: {folder} does not fit this model: it {said} {len(names)} tensors, such "
+                f"as {names[0]}."
+            )
+
+
 def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes of a saved adapter, read from the header only."""
     with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:

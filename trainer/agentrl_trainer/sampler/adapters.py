@@ -25,7 +25,6 @@ from peft import (
     PeftConfig,
     PeftModel,
     get_peft_model,
-    get_peft_model_state_dict,
 )
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
@@ -44,9 +43,8 @@ from agentrl_trainer.model import (
     WEIGHTS_FILE,
     BaseModel,
     ModelError,
-    adapter_shapes,
     evaluation_mode,
-    load_adapter_weights,
+    read_adapter,
 )
 from agentrl_trainer.sampler.lean import LeanDecoder, Product
 
@@ -181,13 +179,9 @@ class PeftWeights:
         with torch.inference_mode(False), torch.no_grad(), no_false_warnings():
             try:
                 self._add(prepared)
-            except (ModelError, RuntimeError, ValueError, KeyError) as error:
+            except BaseException:
                 self._remove(prepared)
-                if isinstance(error, ModelError):
-                    raise
-                raise ModelError(
-                    f"adapter: {prepared.folder} does not fit this model: {error}"
-                ) from error
+                raise
 
     def _add(self, prepared: Prepared) -> None:
         if self._peft is None:
@@ -197,15 +191,7 @@ class PeftWeights:
             self._peft = cast(
                 PeftModel, get_peft_model(self._base.model, config, adapter_name=prepared.key)
             )
-        loaded = self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
-        if not _taken_by_name(self._peft, prepared):
-            lacks = [name for name in loaded.missing_keys if f".{prepared.key}." in f"{name}."]
-            for said, names in (("lacks", lacks), ("has unknown", loaded.unexpected_keys)):
-                if names:
-                    raise ModelError(
-                        f"adapter: {prepared.folder} does not fit this model: it {said} "
-                        f"{len(names)} tensors, such as {names[0]}."
-                    )
+        read_adapter(self._peft, prepared.key, prepared.folder)
         beside_the_weights(self._peft)
         evaluation_mode(self._peft)
         self._use(prepared)
@@ -244,19 +230,6 @@ class PeftWeights:
             self.activate(None)
         if prepared.key in self._peft.peft_config:
             self._peft.delete_adapter(prepared.key)
-
-
-def _taken_by_name(model: PeftModel, prepared: Prepared) -> bool:
-    """Takes the file's weights where its names are the model's own, as those of our adapters are.
-
-    PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
-    renames ``x`` into ``xs`` (Laguna's shared experts): it then looks for ``xss``.
-    """
-    state = get_peft_model_state_dict(model, adapter_name=prepared.key, save_embedding_layers=False)
-    if state.keys() != adapter_shapes(prepared.folder).keys():
-        return False
-    load_adapter_weights(model, prepared.key, prepared.folder)
-    return True
 
 
 def read_lora(
