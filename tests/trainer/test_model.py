@@ -106,6 +106,33 @@ def test_code_beside_a_model_that_transformers_has_is_not_run(folder, tmp_path) 
     assert type(load_base(str(copied)).model).__module__.startswith("transformers.models.qwen3")
 
 
+def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
+    """Of a model which transformers has, whose own old code stays unused (Moonlight's files)."""
+    copied = tmp_path / "own-tokenizer"
+    llama().save_pretrained(copied)
+    byte_tokenizer().save_pretrained(copied)
+    for name, entry in (
+        ("config.json", {"AutoConfig": "old.Config", "AutoModelForCausalLM": "old.Model"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_own.Own", None]}),
+    ):
+        config = json.loads((copied / name).read_text())
+        config["auto_map"] = entry
+        if "tokenizer" in name:
+            config["tokenizer_class"] = "Own"
+        (copied / name).write_text(json.dumps(config))
+    (copied / "old.py").write_text("raise SystemExit('it was run')")
+    (copied / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for load in (load_facts, load_base):
+        with pytest.raises(ModelError, match="trust_remote_code"):
+            load(str(copied))
+        assert type(load(str(copied), trust_remote_code=True).tokenizer).__name__ == "Own"
+
+
 def test_refusals(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="could not load 'no-such-model'"):

@@ -150,7 +150,8 @@ def load_base(
     ``device`` "auto": the first GPU, else the CPU. ``dtype`` "auto": the checkpoint's own type on a
     GPU, float32 on a CPU (where half precision is slower and less exact). ``load_in_4bit``: linear
     layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in ``dtype``.
-    ``trust_remote_code``: run the code that comes with the model, if transformers has none for it.
+    ``trust_remote_code``: run the code that comes with the model, if transformers has none for it,
+    and the code that comes with its tokenizer.
     """
     source = resolve_model(name)
     config, tokenizer, load = _load_config(name, source, trust_remote_code)
@@ -373,16 +374,20 @@ def _load_config(
     name: str, source: str, trust: bool
 ) -> tuple[Any, PreTrainedTokenizerBase, Callable[..., PreTrainedModel]]:
     """Configuration, tokenizer, and what loads the weights when given a dtype."""
-    trust = _runs_code(name, source, trust)
-    config = _load(name, lambda: AutoConfig.from_pretrained(source, trust_remote_code=trust))
-    kind = _require_decoder_only(name, config, trust)
-    tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trust))
+    own = _runs_code(name, source, trust)
+    config = _load(name, lambda: AutoConfig.from_pretrained(source, trust_remote_code=own))
+    kind = _require_decoder_only(name, config, own)
+    # A tokenizer may have code of its own where the model has none (Moonlight's, Kimi K2's).
+    tokenizer = _load(
+        name,
+        lambda: AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust),
+    )
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
             "instruct version of the model, or set `tokenizer.chat_template` and save it."
         )
-    return config, tokenizer, partial(kind.from_pretrained, source, trust_remote_code=trust)
+    return config, tokenizer, partial(kind.from_pretrained, source, trust_remote_code=own)
 
 
 def _load(name: str, load: Any) -> Any:
