@@ -25,6 +25,7 @@ ON_PAGE = (
     "gemma2",  # soft caps
     "gemma3",  # of a multimodal checkpoint, with windows
     "gpt2",  # layers of another kind
+    "gpt_neo",  # a window that is a buffer
     "gpt_oss",  # sinks, experts, windows
     "jamba",  # a state space whose cache takes one token at once
     "laguna",  # names that PEFT renames
