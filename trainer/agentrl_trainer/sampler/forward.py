@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 from agentrl_trainer.model import BaseModel, ModelError
 from agentrl_trainer.sampler.cache import TIME_STEP, Budget, KVShape, RowCache, Rows
 from agentrl_trainer.sampler.lean import LeanDecoder
-from agentrl_trainer.sampler.states import Past, State, StateRows, advance
+from agentrl_trainer.sampler.states import FIXED, Past, State, StateRows, advance
 from agentrl_trainer.thresholds import lowered
 from agentrl_trainer.tries import additive, explicit
 
@@ -385,7 +385,7 @@ def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
 
 
 def _state_shape(base: BaseModel, past: Past, options: dict[str, Any]) -> KVShape:
-    """What a token of a row costs in memory, as if it were keys: a state spread over some 256."""
+    """What a token of a row costs in memory, as if it were keys: a state spread over ``FIXED``."""
     state = State()
     with torch.inference_mode():
         sizes: list[int] = []
@@ -394,7 +394,7 @@ def _state_shape(base: BaseModel, past: Past, options: dict[str, Any]) -> KVShap
             sizes.append(_bytes(state.cache))
     each = max(0, sizes[1] - sizes[0]) // 16
     fixed = max(0, sizes[1] - 32 * each)
-    elements = max(1, (each + fixed // 256) // base.dtype.itemsize)
+    elements = max(1, (each + -(-fixed // FIXED)) // base.dtype.itemsize)
     return KVShape(1, 1, elements, 0, base.dtype, base.device)
 
 
