@@ -249,12 +249,18 @@ def export(
     merged: Annotated[bool, Parameter(help="Merge the adapter into the base model.")] = False,
     model: Annotated[str | None, Parameter(help="Base model; by default the run's.")] = None,
     adapter: Annotated[str | None, Parameter(help="Which one, where a run has several.")] = None,
+    trust_remote_code: Annotated[
+        bool, Parameter(help="To merge, run the code that comes with the base model.")
+    ] = False,
 ) -> None:
     """Write a trained adapter as PEFT folder or merged model, for vLLM, Ollama and others."""
     from agentrl.export import export as write
 
     with console.status("merging" if merged else "copying"):
-        exported = write(source, out, merged=merged, model=model, adapter=adapter)
+        exported = write(
+            source, out, merged=merged, model=model, adapter=adapter,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     kind = "model" if exported.merged else "adapter"
     console.print(f"{kind} written to [b]{exported.folder}[/]; serve it with one of:")
     for server, commands in exported.servers.items():

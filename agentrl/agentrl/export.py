@@ -26,7 +26,13 @@ class Exported:
 
 
 def export(
-    source: str, out: Path, *, merged: bool, model: str | None, adapter: str | None
+    source: str,
+    out: Path,
+    *,
+    merged: bool,
+    model: str | None,
+    adapter: str | None,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Writes a PEFT folder, or a whole model with the adapter merged into its weights.
 
@@ -35,9 +41,12 @@ def export(
         out: the folder to write; it must not exist.
         model: the base model; by default the run's.
         adapter: which adapter of the run, where there are several.
+        trust_remote_code: to merge, run the code that comes with the base model. A run that did
+            so is trusted with its own model.
 
     Raises:
         ConfigError: there is nothing to export, or ``out`` exists, or the base is not known.
+        ModelError: the two cannot be merged.
     """
     name, peft = _the_adapter(source, adapter)
     if out.exists():
@@ -56,10 +65,15 @@ def export(
         return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
     from agentrl.merge import merge
 
-    merge(peft, base, out)
+    run, _ = run_and_step(source)
+    if model is None and run.config.is_file():
+        trust_remote_code |= bool(run.read_config().get("trust_remote_code"))
+    merge(peft, base, out, trust_remote_code=trust_remote_code)
+    has_code = "auto_map" in json.loads((out / "config.json").read_text(encoding="utf-8"))
+    trust = ["--trust-remote-code"] if has_code else []
     servers = {
-        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out)])],
-        "vLLM": [shlex.join(["vllm", "serve", str(out)])],
+        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out), *trust])],
+        "vLLM": [shlex.join(["vllm", "serve", str(out), *trust])],
         "Ollama, by way of llama.cpp": ollama.commands(out),
     }
     return Exported(out, True, servers)

@@ -52,9 +52,10 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256,
     "initializer_range": 0.15, "init_std": 0.15,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 256,
-    # lengths from which on something else happens: short, so that it does
-    "sliding_window": 8, "attention_chunk_size": 8, "index_topk": 6, "window_size": 8,
-    "floor_scale": 8,
+    # lengths from which on something else happens: short, so that it does in the rows below; longer
+    # than what agentrl tries a model out with, so that it has to know of them (``lowered``)
+    "sliding_window": 34, "attention_chunk_size": 34, "index_topk": 34, "window_size": 34,
+    "floor_scale": 34,
     # experts
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "moe_top_k": 2, "moe_k": 2, "moe_topk": 2, "num_experts_per_token": 2,
@@ -270,7 +271,7 @@ def group() -> list[Datum]:
     def ids(count: int) -> list[int]:
         return [draw.randrange(3, 250) for _ in range(count)]
 
-    prompt = ids(19)
+    prompt = ids(27)
     turn = prompt + ids(6)
     rows = [turn + ids(13), turn + ids(4), prompt + ids(9), prompt + ids(1), ids(5)]
     return [
@@ -305,7 +306,7 @@ def _train(learner: Learner, folder: Path) -> tuple[float, float]:
 
 
 def _sample(folder: Path) -> tuple[str, float]:
-    """Prompts of several lengths at once, a second turn, and all again after a swap."""
+    """Prompts of several lengths at once, a second turn, given rows, and all again after a swap."""
     engine = SamplerEngine(load_base(str(folder / "base"), device="cpu"))
     engine.start()
     worst = 0.0
@@ -326,6 +327,11 @@ def _sample(folder: Path) -> tuple[str, float]:
                     assert answer.end.error is None, answer.end.error
                     assert {t.adapter_version for t in answer.tokens} == {version}
                     worst = max(worst, worst_difference(truth, one.prompt, answer))
+            rows = [datum.tokens for datum in group()]
+            for row, values in zip(rows, engine.logprobs(rows, "policy").result(60), strict=True):
+                with torch.no_grad():
+                    off = torch.tensor(values[1:]) - plain(truth, row)
+                worst = max(worst, float(off.abs().max()))
         assert engine.stats().reused_tokens > 0
     finally:
         engine.stop()

@@ -24,6 +24,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
+from agentrl.export import export
 from agentrl_trainer import model as model_module
 from agentrl_trainer.batches import Datum
 from agentrl_trainer.learner import Learner
@@ -103,6 +104,33 @@ def test_code_beside_a_model_that_transformers_has_is_not_run(folder, tmp_path) 
     (copied / "config.json").write_text(json.dumps(config))
     (copied / "modeling_own.py").write_text("raise SystemExit('it was run')")
     assert type(load_base(str(copied)).model).__module__.startswith("transformers.models.qwen3")
+
+
+def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
+    """Of a model which transformers has, whose own old code stays unused (Moonlight's files)."""
+    copied = tmp_path / "own-tokenizer"
+    llama().save_pretrained(copied)
+    byte_tokenizer().save_pretrained(copied)
+    for name, entry in (
+        ("config.json", {"AutoConfig": "old.Config", "AutoModelForCausalLM": "old.Model"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_own.Own", None]}),
+    ):
+        config = json.loads((copied / name).read_text())
+        config["auto_map"] = entry
+        if "tokenizer" in name:
+            config["tokenizer_class"] = "Own"
+        (copied / name).write_text(json.dumps(config))
+    (copied / "old.py").write_text("raise SystemExit('it was run')")
+    (copied / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for load in (load_facts, load_base):
+        with pytest.raises(ModelError, match="trust_remote_code"):
+            load(str(copied))
+        assert type(load(str(copied), trust_remote_code=True).tokenizer).__name__ == "Own"
 
 
 def test_refusals(folder, tmp_path, monkeypatch) -> None:
@@ -211,6 +239,14 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
         engine.stop()
     assert len(answer.tokens) == 9
     assert worst_difference(learner.base.model, [5, 6], answer) < 1e-5
+
+    options: dict[str, Any] = {"merged": True, "model": own, "adapter": None}
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        export(str(tmp_path / "v1"), tmp_path / "out", **options)
+    done = export(str(tmp_path / "v1"), tmp_path / "out", **options, trust_remote_code=True)
+    assert all("--trust-remote-code" in done.servers[name][0] for name in ("agentrl", "vLLM"))
+    merged = load_base(str(tmp_path / "out"), device="cpu", trust_remote_code=True).model
+    assert worst_difference(merged, [5, 6], answer) < 1e-5
 
 
 @pytest.mark.parametrize(

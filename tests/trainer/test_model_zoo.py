@@ -8,20 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import PAGE, examined, group, tiny_model
+from model_zoo import PAGE, examined, group, plain, tiny_model
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from test_sampler_models import Asked, as_base, byte_tokenizer, make_adapter, worst_difference
+from transformers import PreTrainedModel
 
+from agentrl.export import export
 from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.model import load_base
+from agentrl_trainer.model import ModelError, load_base
 from agentrl_trainer.sampler import SampleParams, SamplerEngine
 
 ON_PAGE = (
     "bamba",  # anew for every token
     "deepseek_v32",  # sparse attention
+    "gemma2",  # soft caps
     "gemma3",  # of a multimodal checkpoint, with windows
     "gpt2",  # layers of another kind
+    "gpt_neo",  # a window that is a buffer
     "gpt_oss",  # sinks, experts, windows
     "jamba",  # a state space whose cache takes one token at once
     "laguna",  # names that PEFT renames
@@ -84,6 +88,45 @@ def test_names_that_peft_loses_reach_the_sampler(tmp_path: Path) -> None:
         assert worst_difference(reference, asked.prompt, asked.wait()[0]) < 1e-5
     finally:
         engine.stop()
+
+
+@pytest.mark.parametrize("kind", ["laguna", "gemma2", "jamba", "mixtral"])
+def test_a_merged_export_is_what_was_trained(kind: str, tmp_path: Path) -> None:
+    reference = trained(kind, tmp_path)
+    export(
+        str(tmp_path / "v1"),
+        tmp_path / "out",
+        merged=True,
+        model=str(tmp_path / "base"),
+        adapter=None,
+    )
+    whole = load_base(str(tmp_path / "out"), device="cpu").model
+    with torch.no_grad():
+        for datum in group():
+            off = plain(whole, datum.tokens) - plain(reference, datum.tokens)
+            assert off.abs().max() < 1e-5
+
+
+def test_what_cannot_be_merged_is_not(tmp_path: Path) -> None:
+    """Zamba's blocks share a weight and have each a LoRA; the files could not say it."""
+    trained("zamba", tmp_path)
+    with pytest.raises(ModelError, match=r"merged: .* share one weight.*without --merged"):
+        export(
+            str(tmp_path / "v1"),
+            tmp_path / "out",
+            merged=True,
+            model=str(tmp_path / "base"),
+            adapter=None,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def trained(kind: str, folder: Path) -> PreTrainedModel:
+    """A base in ``base``, an adapter in ``v1``; returns what they are together."""
+    model = tiny_model(kind)
+    model.save_pretrained(folder / "base")
+    byte_tokenizer().save_pretrained(folder / "base")
+    return make_adapter(load_base(str(folder / "base"), device="cpu"), folder / "v1", seed=1)
 
 
 @pytest.mark.parametrize("kind", ["bert", "rembert"])

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
 
 from agentrl_trainer.model import ModelError
@@ -278,6 +279,37 @@ def test_bad_adapter_folder_raises_for_the_caller(engine_of, base, tmp_path) -> 
     with pytest.raises(ModelError, match="another model"):
         engine.load_adapter("policy", 1, tmp_path / "other")
     assert engine.healthy
+
+
+def test_a_refused_adapter_leaves_no_trace(engine_of, base, tmp_path) -> None:
+    """Beside the weights, where PEFT has put its layers into the model before it reads weights."""
+    references = {None: copy.deepcopy(base.model)}
+    references["good"] = make_adapter(base, tmp_path / "good", seed=1)
+    bad: list[tuple[str, str]] = []
+    for name, sizes, said in (
+        ("torn", qwen3(), "it lacks 14 tensors"),
+        ("deep", qwen3(3), "it has unknown 14 tensors"),
+        ("other", llama(), "size mismatch"),
+    ):
+        make_adapter(as_base(sizes), tmp_path / name, seed=2)
+        bad.append((name, said))
+    file = tmp_path / "torn" / "adapter_model.safetensors"
+    kept = {key: tensor for key, tensor in load_file(file).items() if ".layers.0." in key}
+    save_file(kept, file, metadata={"format": "pt"})
+    engine = engine_of(base, merge_below=0)
+    asked = prompt(1, 9)
+    for loaded in (None, "good"):  # refused as the first adapter, and after another one
+        if loaded:
+            engine.load_adapter(loaded, 1, tmp_path / loaded).result(30)
+        for name, said in bad:
+            with pytest.raises(ModelError, match=f"(?s)does not fit this model: .*{said}"):
+                engine.load_adapter("bad", 1, tmp_path / name).result(30)
+            for of in {None, loaded}:
+                one = Asked(engine, asked, SampleParams(max_tokens=9, seed=1), of)
+                assert worst_difference(references[of], asked, one.wait()[0]) < CLOSE
+    peft = engine._weights._peft
+    assert len(peft.peft_config) == 1
+    assert sum(".lora_A." in name for name, _ in peft.named_parameters()) == 14
 
 
 def test_the_youngest_is_preempted(engine_of, base, monkeypatch) -> None:

@@ -51,6 +51,7 @@ from agentrl_trainer.sampler import (
     SampleRequest,
     Token,
 )
+from agentrl_trainer.sampler.forward import _bytes
 from agentrl_trainer.sampler.states import Past
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
@@ -293,6 +294,22 @@ def test_rows_one_by_one_are_exact(make, past: Past, tmp_path, caplog) -> None:
         # All but the last token of the turn before, which was sampled and never computed.
         assert after.reused_tokens - before.reused_tokens == len(turn) - 3
         assert after.prefill_tokens - before.prefill_tokens == 3
+    finally:
+        engine.stop()
+
+
+def test_short_prefixes_of_a_recurrent_model_are_charged_their_whole_state() -> None:
+    engine = SamplerEngine(mamba(), kv_tokens=20_000)
+    engine.start()
+    try:
+        for i in range(12):
+            Asked(engine, [*range(i, i + 10)], SampleParams(max_tokens=6, seed=i)).wait()
+        settle(engine)
+        kept = engine._scheduler.prefixes
+        assert len(kept) == 12
+        held = sum(_bytes(entry.kv.cache) for entry in kept._entries)
+        shape = engine._forward.shape
+        assert held <= engine.stats().kv_tokens * shape.bytes_per_token <= 2 * held
     finally:
         engine.stop()
 

@@ -150,7 +150,8 @@ def load_base(
     ``device`` "auto": the first GPU, else the CPU. ``dtype`` "auto": the checkpoint's own type on a
     GPU, float32 on a CPU (where half precision is slower and less exact). ``load_in_4bit``: linear
     layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in ``dtype``.
-    ``trust_remote_code``: run the code that comes with the model, if transformers has none for it.
+    ``trust_remote_code``: run the code that comes with the model, if transformers has none for it,
+    and the code that comes with its tokenizer.
     """
     source = resolve_model(name)
     config, tokenizer, load = _load_config(name, source, trust_remote_code)
@@ -334,6 +335,35 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
             tensor.copy_(loaded[key])
 
 
+def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
+    """A saved adapter's weights into the attached one, whether it was saved here or by PEFT.
+
+    PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
+    renames ``x`` into ``xs`` (Laguna's shared experts): it then looks for ``xss``. So where the
+    file's names are the model's own, as those of our adapters are, they are taken as they stand.
+
+    Raises:
+        ModelError: they do not fit, or not all of them are there; some may have been read.
+    """
+    try:
+        loaded: Any = peft_model.load_adapter(str(folder), adapter_name=adapter_name)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ModelError(f"adapter: {folder} does not fit this model: {error}") from error
+    state = get_peft_model_state_dict(
+        peft_model, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    if state.keys() == adapter_shapes(folder).keys():
+        load_adapter_weights(peft_model, adapter_name, folder)
+        return
+    lacks = [name for name in loaded.missing_keys if f".{adapter_name}." in f"{name}."]
+    for said, names in (("lacks", lacks), ("has unknown", loaded.unexpected_keys)):
+        if names:
+            raise ModelError(
+                f"adapter: {folder} does not fit this model: it {said} {len(names)} tensors, such "
+                f"as {names[0]}."
+            )
+
+
 def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes of a saved adapter, read from the header only."""
     with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:
@@ -344,16 +374,20 @@ def _load_config(
     name: str, source: str, trust: bool
 ) -> tuple[Any, PreTrainedTokenizerBase, Callable[..., PreTrainedModel]]:
     """Configuration, tokenizer, and what loads the weights when given a dtype."""
-    trust = _runs_code(name, source, trust)
-    config = _load(name, lambda: AutoConfig.from_pretrained(source, trust_remote_code=trust))
-    kind = _require_decoder_only(name, config, trust)
-    tokenizer = _load(name, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trust))
+    own = _runs_code(name, source, trust)
+    config = _load(name, lambda: AutoConfig.from_pretrained(source, trust_remote_code=own))
+    kind = _require_decoder_only(name, config, own)
+    # A tokenizer may have code of its own where the model has none (Moonlight's, Kimi K2's).
+    tokenizer = _load(
+        name,
+        lambda: AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust),
+    )
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
             "instruct version of the model, or set `tokenizer.chat_template` and save it."
         )
-    return config, tokenizer, partial(kind.from_pretrained, source, trust_remote_code=trust)
+    return config, tokenizer, partial(kind.from_pretrained, source, trust_remote_code=own)
 
 
 def _load(name: str, load: Any) -> Any:

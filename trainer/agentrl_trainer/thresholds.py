@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _NAMES = (
     "sliding_window",
@@ -25,7 +26,8 @@ _LOW = 8
 
 @contextlib.contextmanager
 def lowered(model: nn.Module) -> Iterator[None]:
-    """Within: windows and the like are of 8 tokens, wherever modules and configurations say them.
+    """Within: windows and the like are of 8 tokens, wherever modules and configurations say them,
+    or have them ready as a mask (GPT-Neo).
 
     For comparisons only, and for one thread: the model computes something else meanwhile.
     """
@@ -43,8 +45,20 @@ def lowered(model: nn.Module) -> Iterator[None]:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > _LOW:
                 changed.append((own, name, value))
                 own[name] = type(value)(_LOW)
+    for module in model.modules():
+        masks = vars(module)["_buffers"]
+        for name, mask in list(masks.items()):
+            if mask is not None and _is_window(mask):
+                changed.append((masks, name, mask))
+                masks[name] = mask & torch.ones_like(mask).triu(1 - _LOW)
     try:
         yield
     finally:
         for own, name, value in changed:
             own[name] = value
+
+
+def _is_window(mask: Tensor) -> bool:
+    """Whether it says of every two positions if one sees the other, and the last not the first."""
+    square = mask.dtype == torch.bool and mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2] > _LOW
+    return square and not bool(mask[..., -1, 0].any())

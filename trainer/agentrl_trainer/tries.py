@@ -231,7 +231,7 @@ def trie_attention(
     """
     sinks = kwargs.get("s_aux")
     if trie is None and (softcap is not None or sinks is not None):
-        mask = _additive(attention_mask, query)
+        mask = additive(attention_mask, query)
         return explicit(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
     if trie is None:
         return sdpa_attention_forward(
@@ -360,7 +360,7 @@ def explicit(
     return weights[..., : k.shape[2]] @ v
 
 
-def _additive(mask: Tensor | None, query: Tensor) -> Tensor:
+def additive(mask: Tensor | None, query: Tensor) -> Tensor:
     """transformers' boolean mask (None: causal) as one to be added to scores."""
     if mask is None:
         length = query.shape[2]

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from peft import LoraModel, PeftModel, get_peft_model_state_dict
+from peft import (
+    LoraModel,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
@@ -39,9 +43,8 @@ from agentrl_trainer.model import (
     WEIGHTS_FILE,
     BaseModel,
     ModelError,
-    adapter_shapes,
     evaluation_mode,
-    load_adapter_weights,
+    read_adapter,
 )
 from agentrl_trainer.sampler.lean import LeanDecoder, Product
 
@@ -173,28 +176,36 @@ class PeftWeights:
 
     def install(self, prepared: Prepared) -> None:
         # Inference tensors made here could not be told from parameters later: leave the mode.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            no_false_warnings(),
-            warnings.catch_warnings(record=True) as said,
-        ):
-            warnings.filterwarnings("always", message=_LOST)
-            if self._peft is None:
-                self._peft = PeftModel.from_pretrained(
-                    self._base.model, str(prepared.folder), adapter_name=prepared.key
-                )
-            else:
-                self._peft.load_adapter(str(prepared.folder), adapter_name=prepared.key)
-            lost = [str(w.message) for w in said if _LOST in str(w.message)]
-            if not _taken_by_name(self._peft, prepared) and lost:
-                raise ModelError(f"adapter: {prepared.folder} does not fit: {lost[0]}")
-            beside_the_weights(self._peft)
-            evaluation_mode(self._peft)
-            self._use(prepared)
-        for w in said:
-            if _LOST not in str(w.message):
-                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+        with torch.inference_mode(False), torch.no_grad(), no_false_warnings():
+            try:
+                self._add(prepared)
+            except BaseException:
+                self._remove(prepared)
+                raise
+
+    def _add(self, prepared: Prepared) -> None:
+        if self._peft is None:
+            # Layers first and weights afterwards: if those are refused, the layers are still known.
+            config = PeftConfig.from_pretrained(str(prepared.folder))
+            config.inference_mode, config.base_model_name_or_path = True, None
+            self._peft = cast(
+                PeftModel, get_peft_model(self._base.model, config, adapter_name=prepared.key)
+            )
+        read_adapter(self._peft, prepared.key, prepared.folder)
+        beside_the_weights(self._peft)
+        evaluation_mode(self._peft)
+        self._use(prepared)
+
+    def _remove(self, prepared: Prepared) -> None:
+        """PEFT turns on what it adds, and what is left when an adapter is deleted."""
+        if self._peft is None:
+            return
+        if prepared.key in self._peft.peft_config:
+            self._peft.delete_adapter(prepared.key)
+        if self._active is None:
+            cast(LoraModel, self._peft.base_model).disable_adapter_layers()
+        else:
+            self._peft.set_adapter(self._active.key)
 
     def activate(self, prepared: Prepared | None) -> None:
         if prepared is self._active or self._peft is None:
@@ -219,22 +230,6 @@ class PeftWeights:
             self.activate(None)
         if prepared.key in self._peft.peft_config:
             self._peft.delete_adapter(prepared.key)
-
-
-_LOST = "Found missing adapter keys"
-
-
-def _taken_by_name(model: PeftModel, prepared: Prepared) -> bool:
-    """Takes the file's weights where its names are the model's own, as those of our adapters are.
-
-    PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
-    renames ``x`` into ``xs`` (Laguna's shared experts): it then looks for ``xss``, and warns.
-    """
-    state = get_peft_model_state_dict(model, adapter_name=prepared.key, save_embedding_layers=False)
-    if state.keys() != adapter_shapes(prepared.folder).keys():
-        return False
-    load_adapter_weights(model, prepared.key, prepared.folder)
-    return True
 
 
 def read_lora(

@@ -50,13 +50,18 @@ class Stored(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def cost(self) -> int:
+        """What it is reckoned at in the budget, in tokens."""
+        return len(self)
+
     def usable(self, length: int) -> int:
         """How many of the first ``length`` tokens another row may take over."""
         ...
 
 
 @dataclass(slots=True)
-class KV:
+class KV(Stored):
     """Keys and values of a run of tokens: two tensors ``[layers, heads, tokens, dim]``."""
 
     keys: torch.Tensor
@@ -323,9 +328,9 @@ class PrefixStore:
                 self._drop(entry)
         while len(self._entries) >= self._most:
             self.evict_oldest()
-        if self._budget.fits(len(kv)):
+        if self._budget.fits(kv.cost):
             self._entries[Prefix(owner, tokens, kv)] = None
-            self._budget.used += len(kv)
+            self._budget.used += kv.cost
 
     def touch(self, entry: Prefix) -> None:
         if entry in self._entries:
@@ -344,4 +349,4 @@ class PrefixStore:
 
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
-        self._budget.used -= len(entry.kv)
+        self._budget.used -= entry.kv.cost

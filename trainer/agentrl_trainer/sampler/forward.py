@@ -30,9 +30,9 @@ from transformers.masking_utils import sdpa_mask
 from agentrl_trainer.model import BaseModel, ModelError
 from agentrl_trainer.sampler.cache import TIME_STEP, Budget, KVShape, RowCache, Rows
 from agentrl_trainer.sampler.lean import LeanDecoder
-from agentrl_trainer.sampler.states import Past, State, StateRows, advance
+from agentrl_trainer.sampler.states import FIXED, Past, State, StateRows, advance
 from agentrl_trainer.thresholds import lowered
-from agentrl_trainer.tries import explicit
+from agentrl_trainer.tries import additive, explicit
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,7 @@ def _attention(
     groups = key.shape[1]
     cap, sinks = cast(Any, kwargs.get("softcap")), cast(Any, kwargs.get("s_aux"))
     if cap is not None or sinks is not None:
-        adds = torch.zeros((), dtype=query.dtype, device=query.device)
-        if attention_mask is not None:
-            adds = attention_mask
-            if adds.dtype == torch.bool:
-                adds = torch.zeros(adds.shape, dtype=query.dtype, device=query.device)
-                adds = adds.masked_fill(~cast(torch.Tensor, attention_mask), float("-inf"))
+        adds = additive(attention_mask, query)
         out = explicit(query, key, value, adds, scaling, cap, sinks)
         return out.transpose(1, 2), None
     if new != 1 or kwargs.get("position_bias") is not None:
@@ -392,7 +387,7 @@ def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
 
 
 def _state_shape(base: BaseModel, past: Past, options: dict[str, Any]) -> KVShape:
-    """What a token of a row costs in memory, as if it were keys: a state spread over some 256."""
+    """What a token of a row costs in memory, as if it were keys: a state spread over ``FIXED``."""
     state = State()
     with torch.inference_mode():
         sizes: list[int] = []
@@ -401,7 +396,7 @@ def _state_shape(base: BaseModel, past: Past, options: dict[str, Any]) -> KVShap
             sizes.append(_bytes(state.cache))
     each = max(0, sizes[1] - sizes[0]) // 16
     fixed = max(0, sizes[1] - 32 * each)
-    elements = max(1, (each + fixed // 256) // base.dtype.itemsize)
+    elements = max(1, (each + -(-fixed // FIXED)) // base.dtype.itemsize)
     return KVShape(1, 1, elements, 0, base.dtype, base.device)
 
 

@@ -21,6 +21,8 @@ from agentrl_trainer.sampler.cache import Budget, Rows, Stored
 
 _PAST = ("past_key_values", "cache_params", "state", "mems")
 """What models call their caches, in their outputs and among their arguments."""
+FIXED = 256
+"""Tokens which what does not grow with the row is reckoned at, in the budget."""
 _FEW = 8
 """Tokens up to which steps are quicker than the whole row anew."""
 
@@ -43,6 +45,10 @@ class State(Stored):
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def cost(self) -> int:
+        return len(self) + FIXED
 
     def usable(self, length: int) -> int:
         return len(self) if len(self) <= length else 0
