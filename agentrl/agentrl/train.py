@@ -94,7 +94,7 @@ def update(
             seen = run.result(added).stats
         with clock("optimizer"):
             stepped = run.result(client.optim_step(adam)).metrics
-        refused = bool(stepped.get("skipped_non_finite"))
+        refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
         norm = stepped.get("grad_norm")  # not every service tells
         passes.append(replace(seen, grad_norm=norm, skipped_non_finite=refused))
         if refused:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_resume import killed
@@ -23,6 +24,7 @@ from test_train import HERE, Run
 
 from agentrl.config import ConfigError, TrainConfig
 from agentrl.run_folder import find_adapters
+from agentrl.tinker_server.app import TinkerServer
 
 INSTALLED = importlib.util.find_spec("tinker") is not None
 needs_sdk = pytest.mark.skipif(
@@ -150,6 +152,36 @@ def test_a_run_on_tinker_is_the_run_here(
         find_adapters(there.folder.root, "adapter_path")
 
 
+def checked(script: str, *args: str) -> None:
+    """In a process of its own: the SDK leaves its connections to the end of the process."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *args],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.tinker
+@needs_sdk
+def test_a_loss_that_is_not_finite_is_not_applied(
+    app: FastAPI,  # noqa: F811
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Our server would refuse it itself; another one need not, so it must not be asked."""
+    server: TinkerServer = app.state.server
+    asked: list[Any] = []
+    step = server.optim_step
+    monkeypatch.setattr(server, "optim_step", lambda body: asked.append(body) or step(body))
+    checked("tinker_rows_checks.py", "non_finite", url, str(tmp_path))
+    assert len(asked) == 1
+
+
 @pytest.mark.tinker
 @needs_sdk
 def test_its_sampler_gives_what_the_client_does(
@@ -157,12 +189,4 @@ def test_its_sampler_gives_what_the_client_does(
     sdk: None,
     tmp_path: Path,
 ) -> None:
-    """In a process of its own: the SDK leaves its connections to the end of the process."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "tinker_sampler_checks.py"), url, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    checked("tinker_sampler_checks.py", url, str(tmp_path))
