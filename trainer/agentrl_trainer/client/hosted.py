@@ -299,7 +299,7 @@ class HostedTraining:
             outputs = trained_logprobs(given, computed) if logprobs else []
             return ForwardBackwardOutput(outputs, done.metrics | {"loss:sum": stats.loss}, stats)
 
-        own = native_config(loss_fn, config)
+        own = native_config(loss_fn, config, rows)
         if own is None:
             added = self.forward_backward_custom([bare(row) for row in rows], loss)
         else:

@@ -35,9 +35,12 @@ NATIVE: dict[str, tuple[str, ...]] = {
 its square would hold even those tokens that nobody sampled near probability one."""
 
 
-def native_config(loss: str, config: LossConfig) -> dict[str, float] | None:
-    """What to call Tinker's own loss with; None: it has no such loss, or not all of it."""
-    if loss not in NATIVE:
+def native_config(
+    loss: str, config: LossConfig, rows: Sequence[Row] = ()
+) -> dict[str, float] | None:
+    """What to call Tinker's own loss with; None: it has no such loss, or not all of it. Its ratios
+    are against the sampler, so not of ``rows`` with the log-probs of a proximal policy."""
+    if loss not in NATIVE or any("proximal" in row.extra for row in rows):
         return None
     options = LOSSES[loss].options(config)
     own = {name: options[name] for name in NATIVE[loss]}
@@ -100,7 +103,7 @@ def loss_of(
         **{
             name: flat([row.extra[name] for row in rows])
             for name in LOSS_EXTRA
-            if all(name in row.extra for row in rows)
+            if any(name in row.extra for row in rows)
         },
     )
 
@@ -133,10 +136,14 @@ def trained_logprobs(
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raises ValueError for what Tinker has no way to learn from."""
+    """Raises ValueError for what Tinker has no way to learn from, and for a column that some rows
+    have and some have not."""
     for name, why in _IMPOSSIBLE.items():
         if any(name in row.extra for row in rows):
             raise ValueError(why)
+    for name in LOSS_EXTRA:
+        if len({name in row.extra for row in rows if row.trained}) > 1:
+            raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
 
 
 _IMPOSSIBLE = {
