@@ -25,6 +25,7 @@ from test_train import HERE, Run
 from agentrl.config import ConfigError, TrainConfig
 from agentrl.run_folder import find_adapters
 from agentrl.tinker_server.app import TinkerServer
+from agentrl_tracer.schemas import SkipReason
 
 INSTALLED = importlib.util.find_spec("tinker") is not None
 needs_sdk = pytest.mark.skipif(
@@ -162,6 +163,31 @@ def checked(script: str, *args: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.tinker
+@needs_sdk
+def test_what_it_cannot_learn_from_is_counted_and_the_run_goes_on(
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    run = Run(
+        tmp_path, "warm", backend="tinker", runners=1, steps=2, batch_size=1, group_size=3,
+        eval_every=9,
+    )  # fmt: skip
+    process = run.start()
+    run.output = process.communicate(timeout=150)[0]
+    assert process.returncode == 1, run.output  # for nothing was learned
+    assert "nothing was learned: 0 of 6 calls trained" in run.output
+    books = run.accounting()
+    assert books.adds_up
+    assert (books.trained, books.pending) == (0, 0)
+    assert books.skipped[SkipReason.OFF_POLICY] >= 3  # a group may have earned the same
+    assert {row["step"] for row in run.curve()} == {0, 1, 2}
+    assert "temperature: these answers were sampled at another" in " ".join(run.output.split())
 
 
 @pytest.mark.tinker

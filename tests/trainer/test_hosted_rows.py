@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentrl_trainer.batches import Datum as Row
-from agentrl_trainer.client import AdamParams, ServiceClient
+from agentrl_trainer.client import AdamParams, RefusedRows, ServiceClient
 from agentrl_trainer.client.hosted_rows import (
     bare,
     check_rows,
@@ -119,7 +119,7 @@ def test_log_probs_come_back_for_each_row_and_only_where_it_trains() -> None:
 
 
 def test_what_cannot_be_learned_from_names_its_cause() -> None:
-    with pytest.raises(ValueError, match="temperature: these answers were sampled at another"):
+    with pytest.raises(RefusedRows, match="temperature: these answers were sampled at another"):
         check_rows(rows(temperature=-0.7))
     check_rows(rows())
     for name in ("weights", "proximal", "reference"):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from agentrl_trainer.batches import LOSS_EXTRA, count_rows
 from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.client.backend import RefusedRows
 from agentrl_trainer.client.types import Array, Datum, ModelInput
 from agentrl_trainer.learner import StepStats, step_stats, with_extra
 from agentrl_trainer.losses import LOSSES, LossConfig, Sums
@@ -136,11 +137,11 @@ def trained_logprobs(
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raises ValueError for what Tinker has no way to learn from, and for a column that some rows
-    have and some have not."""
+    """Raises RefusedRows for what Tinker has no way to learn from; ValueError for a column that
+    some rows have and some have not."""
     for name, why in _IMPOSSIBLE.items():
         if any(name in row.extra for row in rows):
-            raise ValueError(why)
+            raise RefusedRows(why)
     for name in LOSS_EXTRA:
         if len({name in row.extra for row in rows if row.trained}) > 1:
             raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
