@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,17 @@ from safetensors.torch import load_file
 from test_resume import killed
 from test_tinker_server import PYTHON, app, one_thread, url  # noqa: F401 - fixtures
 from test_train import HERE, Run
+from transformers import dynamic_module_utils
 
 from agentrl.config import ConfigError, TrainConfig
+from agentrl.gateway import GatewaySettings, _make_sampler
 from agentrl.run_folder import find_adapters
+from agentrl.session import RunError
 from agentrl.tinker_server.app import TinkerServer
+from agentrl.trained import load_trained
 from agentrl_tracer.schemas import SkipReason
+from agentrl_trainer import tiny
+from agentrl_trainer.model import ModelError
 
 INSTALLED = importlib.util.find_spec("tinker") is not None
 needs_sdk = pytest.mark.skipif(
@@ -75,6 +83,44 @@ def test_its_settings_mean_nothing_elsewhere() -> None:
         TrainConfig(
             agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
         )
+
+
+OWN = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+class Own(Qwen3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@needs_sdk
+def test_trusted_code_of_a_model_is_run_here(
+    sdk: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the trainer, which then misses the size that it will not ask such code for, and by the
+    gateway. No server is asked."""
+    model = tmp_path / "own"
+    shutil.copytree(tiny.MODEL_DIR, model)
+    known = json.loads((model / "config.json").read_text())
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (model / "config.json").write_text(json.dumps(known | {"model_type": "own", "auto_map": code}))
+    (model / "own.py").write_text(OWN)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    trusting = config(model=str(model), trust_remote_code=True)
+    with pytest.raises(RunError, match="learning_rate: is missing"):
+        load_trained(trusting, ["policy"], tmp_path, print)
+    settings = GatewaySettings(
+        store="", model=str(model), adapter="policy", device="cpu", dtype="auto", max_tokens=8,
+        operator_key=None, run_id=None, tinker=True, trust_remote_code=True,
+    )  # fmt: skip
+    sampler, tokenizer = _make_sampler(settings)
+    assert tokenizer.encode("I")
+    assert sampler is not None
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        _make_sampler(replace(settings, trust_remote_code=False))
 
 
 def weights(run: Run, served: Path) -> dict[str, Any]:
