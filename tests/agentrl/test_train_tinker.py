@@ -256,6 +256,18 @@ def test_a_loss_that_is_not_finite_is_not_applied(
 
 @pytest.mark.tinker
 @needs_sdk
+@pytest.mark.parametrize("check", ["forward", "in_order"])
+def test_rows_there_are_rows_here(
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+    check: str,
+) -> None:
+    checked("tinker_rows_checks.py", check, url, str(tmp_path))
+
+
+@pytest.mark.tinker
+@needs_sdk
 def test_its_sampler_gives_what_the_client_does(
     url: str,  # noqa: F811
     sdk: None,

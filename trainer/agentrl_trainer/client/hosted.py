@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -42,6 +42,7 @@ from agentrl_trainer.client.hosted_rows import (
     trained_logprobs,
 )
 from agentrl_trainer.client.naming import POINTER, new_folder
+from agentrl_trainer.client.rows import check_loss, metrics_of
 from agentrl_trainer.client.types import (
     AdamParams,
     Datum,
@@ -236,8 +237,31 @@ class HostedTraining:
     def forward(
         self, data: Data, loss_fn: str, config: LossConfig | None
     ) -> Future[ForwardBackwardOutput]:
-        sent = _datums(self._sdk, [bare(one) if isinstance(one, Row) else one for one in data])
+        if isinstance(data[0] if data else None, Row):
+            return self._forward_of_rows(cast(Sequence[Row], data), loss_fn, config or {})
+        sent = _datums(self._sdk, data)
         return self._worker.in_turn(lambda: self._forward(sent, loss_fn, config))
+
+    def _forward_of_rows(
+        self, given: Sequence[Row], loss_fn: str, config: LossConfig
+    ) -> Future[ForwardBackwardOutput]:
+        """The service is asked for log-probs; the loss is computed of them here."""
+        started = time.perf_counter()
+        rows = _trained(given, loss_fn, config)
+        sent = _datums(self._sdk, [bare(row) for row in rows])
+
+        def report(done: ForwardBackwardOutput) -> ForwardBackwardOutput:
+            computed = [row["logprobs"] for row in done.loss_fn_outputs]
+            value, sums = loss_of(
+                rows, [torch.from_numpy(row) for row in computed], loss_fn, config
+            )
+            seen = stats_of(rows, value, sums, 1.0, started)
+            stats = replace(seen, skipped_non_finite=False)  # there is no gradient to refuse
+            outputs = trained_logprobs(given, computed)
+            return ForwardBackwardOutput(outputs, metrics_of(stats, loss_fn), stats)
+
+        asked = self._worker.in_turn(lambda: self._forward(sent, "cross_entropy", None))
+        return map_future(asked, report)
 
     def _forward(
         self, sent: list[Any], loss_fn: str, config: LossConfig | None
@@ -275,10 +299,7 @@ class HostedTraining:
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
         started = time.perf_counter()
-        check_rows(given)
-        rows = [row for row in given if row.trained]
-        if not rows:
-            raise ValueError("data: none of the rows has a token to learn from")
+        rows = _trained(given, loss_fn, config)
         divisor = normalize_by or sum(row.trained for row in rows)
         seen: list[tuple[Tensor, Sums]] = []
 
@@ -297,7 +318,7 @@ class HostedTraining:
             stats = stats_of(rows, *seen[0], divisor, started)
             computed = [row["logprobs"] for row in done.loss_fn_outputs]
             outputs = trained_logprobs(given, computed) if logprobs else []
-            return ForwardBackwardOutput(outputs, done.metrics | {"loss:sum": stats.loss}, stats)
+            return ForwardBackwardOutput(outputs, done.metrics | metrics_of(stats, loss_fn), stats)
 
         own = native_config(loss_fn, config, rows)
         if own is None:
@@ -454,6 +475,16 @@ class HostedSampling:
 
     def tokenizer(self) -> Any:
         return self._client.get_tokenizer()
+
+
+def _trained(given: Sequence[Row], loss_fn: str, config: LossConfig) -> list[Row]:
+    """Those that train something. Raises ValueError for what cannot be learned from, or by."""
+    check_loss(loss_fn, config)
+    check_rows(given)
+    rows = [row for row in given if row.trained]
+    if not rows:
+        raise ValueError("data: none of the rows has a token to learn from")
+    return rows
 
 
 def _datums(sdk: Any, data: Data) -> list[Any]:
