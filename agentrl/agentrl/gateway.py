@@ -213,7 +213,10 @@ def _make_sampler(
     if settings.tinker:
         from agentrl.tinker_sampler import TinkerSampler
 
-        facts = load_facts(settings.tinker_tokenizer or settings.model)
+        facts = load_facts(
+            settings.tinker_tokenizer or settings.model,
+            trust_remote_code=settings.trust_remote_code,
+        )
         sampler = TinkerSampler(
             settings.model,
             base_url=settings.tinker_base_url,

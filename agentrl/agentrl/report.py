@@ -65,6 +65,8 @@ _WHAT_HELPS: dict[str, str] = {
     SkipReason.NOT_TRAINABLE_MODEL: "they asked for a model that does not train: the agent should "
     "ask for the one in AGENTRL_MODEL",
     SkipReason.OTHER_AGENT: "they are of agents that train no adapter (adapters, skip_agents)",
+    SkipReason.OFF_POLICY: "they, or over Tinker others of their step, were sampled at another "
+    "temperature than 1, filtered, biased or constrained: let the agent set none of that",
     SkipReason.NON_FINITE_STEP: "the loss or gradient was not finite: lower the learning rate",
 }
 

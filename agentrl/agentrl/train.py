@@ -20,7 +20,7 @@ from agentrl.step_row import seconds_row
 from agentrl.summary import Summary
 from agentrl.training_run import TrainingRun
 from agentrl_tracer.schemas import SkipReason
-from agentrl_trainer.client import AdamParams
+from agentrl_trainer.client import AdamParams, RefusedRows
 from agentrl_trainer.learner import StepStats
 from agentrl_trainer.step import StepBatch
 
@@ -72,7 +72,8 @@ def update(
     run: TrainingRun, step: int, name: str, batch: StepBatch, clock: Clock
 ) -> list[StepStats]:
     """Updates one adapter. What each epoch saw, the first before any update; the last one may not
-    have been applied (``skipped_non_finite``). Nothing where there is nothing to learn."""
+    have been applied (``skipped_non_finite``). Nothing where there is nothing to learn, or where
+    the backend has no way to learn from it: that is noted, and the batch refused."""
     passes: list[StepStats] = []
     if not batch.datums:
         return passes
@@ -81,7 +82,12 @@ def update(
     how = update_settings(run.config, epochs=run.config.epochs)
     # What depends on the policy before the update: references, values, advantages of GAE.
     with clock("prepare"):
-        batch.datums = run.result(client.prepare(batch.datums, how))
+        try:
+            batch.datums = run.result(client.prepare(batch.datums, how))
+        except RefusedRows as why:
+            run.display.note(f"{name}: nothing of step {step} was trained on: {why}")
+            batch.refuse(SkipReason.OFF_POLICY)
+            return passes
     for epoch in range(how.epochs):
         with clock("forward_backward"):
             added = client.forward_backward(
@@ -94,7 +100,7 @@ def update(
             seen = run.result(added).stats
         with clock("optimizer"):
             stepped = run.result(client.optim_step(adam)).metrics
-        refused = bool(stepped.get("skipped_non_finite"))
+        refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
         norm = stepped.get("grad_norm")  # not every service tells
         passes.append(replace(seen, grad_norm=norm, skipped_non_finite=refused))
         if refused:

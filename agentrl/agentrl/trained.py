@@ -92,7 +92,7 @@ def _here(
 
 def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Trained:
     source = config.tinker_tokenizer or config.model
-    facts = load_facts(source)
+    facts = load_facts(source, trust_remote_code=config.trust_remote_code)
     rate = config.learning_rate
     if rate is None:
         parameters = count_parameters(source, config.rank) or parameters_in_name(config.model)

@@ -9,20 +9,31 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_resume import killed
 from test_tinker_server import PYTHON, app, one_thread, url  # noqa: F401 - fixtures
 from test_train import HERE, Run
+from transformers import dynamic_module_utils
 
 from agentrl.config import ConfigError, TrainConfig
+from agentrl.gateway import GatewaySettings, _make_sampler
 from agentrl.run_folder import find_adapters
+from agentrl.session import RunError
+from agentrl.tinker_server.app import TinkerServer
+from agentrl.trained import load_trained
+from agentrl_tracer.schemas import SkipReason
+from agentrl_trainer import tiny
+from agentrl_trainer.model import ModelError
 
 INSTALLED = importlib.util.find_spec("tinker") is not None
 needs_sdk = pytest.mark.skipif(
@@ -72,6 +83,44 @@ def test_its_settings_mean_nothing_elsewhere() -> None:
         TrainConfig(
             agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
         )
+
+
+OWN = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+class Own(Qwen3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@needs_sdk
+def test_trusted_code_of_a_model_is_run_here(
+    sdk: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the trainer, which then misses the size that it will not ask such code for, and by the
+    gateway. No server is asked."""
+    model = tmp_path / "own"
+    shutil.copytree(tiny.MODEL_DIR, model)
+    known = json.loads((model / "config.json").read_text())
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (model / "config.json").write_text(json.dumps(known | {"model_type": "own", "auto_map": code}))
+    (model / "own.py").write_text(OWN)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    trusting = config(model=str(model), trust_remote_code=True)
+    with pytest.raises(RunError, match="learning_rate: is missing"):
+        load_trained(trusting, ["policy"], tmp_path, print)
+    settings = GatewaySettings(
+        store="", model=str(model), adapter="policy", device="cpu", dtype="auto", max_tokens=8,
+        operator_key=None, run_id=None, tinker=True, trust_remote_code=True,
+    )  # fmt: skip
+    sampler, tokenizer = _make_sampler(settings)
+    assert tokenizer.encode("I")
+    assert sampler is not None
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        _make_sampler(replace(settings, trust_remote_code=False))
 
 
 def weights(run: Run, served: Path) -> dict[str, Any]:
@@ -150,6 +199,73 @@ def test_a_run_on_tinker_is_the_run_here(
         find_adapters(there.folder.root, "adapter_path")
 
 
+def checked(script: str, *args: str) -> None:
+    """In a process of its own: the SDK leaves its connections to the end of the process."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *args],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.tinker
+@needs_sdk
+def test_what_it_cannot_learn_from_is_counted_and_the_run_goes_on(
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    run = Run(
+        tmp_path, "warm", backend="tinker", runners=1, steps=2, batch_size=1, group_size=3,
+        eval_every=9,
+    )  # fmt: skip
+    process = run.start()
+    run.output = process.communicate(timeout=150)[0]
+    assert process.returncode == 1, run.output  # for nothing was learned
+    assert "nothing was learned: 0 of 6 calls trained" in run.output
+    books = run.accounting()
+    assert books.adds_up
+    assert (books.trained, books.pending) == (0, 0)
+    assert books.skipped[SkipReason.OFF_POLICY] >= 3  # a group may have earned the same
+    assert {row["step"] for row in run.curve()} == {0, 1, 2}
+    assert "temperature: these answers were sampled at another" in " ".join(run.output.split())
+
+
+@pytest.mark.tinker
+@needs_sdk
+def test_a_loss_that_is_not_finite_is_not_applied(
+    app: FastAPI,  # noqa: F811
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Our server would refuse it itself; another one need not, so it must not be asked."""
+    server: TinkerServer = app.state.server
+    asked: list[Any] = []
+    step = server.optim_step
+    monkeypatch.setattr(server, "optim_step", lambda body: asked.append(body) or step(body))
+    checked("tinker_rows_checks.py", "non_finite", url, str(tmp_path))
+    assert len(asked) == 1
+
+
+@pytest.mark.tinker
+@needs_sdk
+@pytest.mark.parametrize("check", ["forward", "in_order"])
+def test_rows_there_are_rows_here(
+    url: str,  # noqa: F811
+    sdk: None,
+    tmp_path: Path,
+    check: str,
+) -> None:
+    checked("tinker_rows_checks.py", check, url, str(tmp_path))
+
+
 @pytest.mark.tinker
 @needs_sdk
 def test_its_sampler_gives_what_the_client_does(
@@ -157,12 +273,4 @@ def test_its_sampler_gives_what_the_client_does(
     sdk: None,
     tmp_path: Path,
 ) -> None:
-    """In a process of its own: the SDK leaves its connections to the end of the process."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "tinker_sampler_checks.py"), url, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    checked("tinker_sampler_checks.py", url, str(tmp_path))

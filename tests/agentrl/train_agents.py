@@ -26,6 +26,17 @@ def mixed(task: dict[str, Any]) -> None:
     emit_reward(len(ask(task["n"])) / 10)
 
 
+def warm(task: dict[str, Any]) -> None:
+    """Sets a temperature of its own."""
+    done = OpenAI().chat.completions.create(
+        model=os.environ["AGENTRL_MODEL"],
+        messages=[{"role": "user", "content": f"Let's play a game. Say you are {task['n']}."}],
+        max_tokens=32,
+        temperature=0.7,
+    )
+    emit_reward(len(done.choices[0].message.content or "") / 10)
+
+
 def two_models(task: dict[str, Any]) -> None:
     """Asks two adapters, and is rewarded for both answers together."""
     emit_reward(sum(len(ask(task["n"], model=name)) for name in ("asker", "answerer")) / 10)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentrl_trainer.batches import Datum as Row
-from agentrl_trainer.client import AdamParams, ServiceClient
+from agentrl_trainer.client import AdamParams, RefusedRows, ServiceClient
 from agentrl_trainer.client.hosted_rows import (
     bare,
     check_rows,
@@ -58,6 +58,7 @@ def rows(**extra: float) -> list[Row]:
         ("ppo", {"clip_low_threshold": 0.7}, {}, True),
         ("cispo", {"clip_high_threshold": 5.0}, {}, True),
         ("ppo", {"dual_clip_threshold": 3.0}, {}, False),
+        ("ppo", {}, {"proximal": 9.0}, False),
         ("dro", {"beta": 0.1}, {}, False),
         ("gspo", {}, {"weights": -2.0}, False),
         ("dppo", {}, {}, False),
@@ -83,7 +84,7 @@ def test_the_update_is_the_learners(
         weights = stepped()
         client.load_state(tmp_path / client.model_id / "weights" / "before").result()
 
-        own = native_config(loss, config)
+        own = native_config(loss, config, data)
         assert (own is not None) == native
         seen: list[Any] = []
 
@@ -118,9 +119,14 @@ def test_log_probs_come_back_for_each_row_and_only_where_it_trains() -> None:
 
 
 def test_what_cannot_be_learned_from_names_its_cause() -> None:
-    with pytest.raises(ValueError, match="temperature: these answers were sampled at another"):
+    with pytest.raises(RefusedRows, match="temperature: these answers were sampled at another"):
         check_rows(rows(temperature=-0.7))
     check_rows(rows())
+    for name in ("weights", "proximal", "reference"):
+        some = rows(**{name: -1.0})
+        with pytest.raises(ValueError, match=f"some rows have '{name}' and some have not"):
+            check_rows([*some, *rows()])
+        check_rows([*some, Row([1, 2], [False] * 2, [0.0] * 2, [0.0] * 2)])
 
 
 def test_how_large_a_model_is_that_is_not_here(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def count_parameters(name: str, rank: int) -> int | None:
     """Of the base and one adapter of this rank, built without weights; None where nobody but the
     model's own code knows how."""
     try:
-        config = AutoConfig.from_pretrained(resolve_model(name))
+        config = AutoConfig.from_pretrained(resolve_model(name), trust_remote_code=False)
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries about each other
             base = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))

@@ -1,5 +1,6 @@
 """The client API: Tinker's names and shapes over this machine, or over Tinker."""
 
+from agentrl_trainer.client.backend import RefusedRows
 from agentrl_trainer.client.clients import SamplingClient, ServiceClient, TrainingClient
 from agentrl_trainer.client.futures import APIFuture
 from agentrl_trainer.client.types import (
@@ -22,6 +23,7 @@ __all__ = [
     "ForwardBackwardOutput",
     "ModelInput",
     "OptimStepResponse",
+    "RefusedRows",
     "SampleResponse",
     "SampledSequence",
     "SamplingClient",

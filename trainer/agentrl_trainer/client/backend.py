@@ -46,6 +46,10 @@ CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str
 any differentiable function of all of them; it counts as it is, so divide it yourself."""
 
 
+class RefusedRows(ValueError):
+    """The backend has no way to learn from these rows; nothing was asked of the service."""
+
+
 class SamplingBackend(Protocol):
     base_model: str
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -56,6 +57,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._token = object()
+        self._newest: Future[Any] = finished(None)
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix=name, initializer=_work_for, initargs=(self._token,)
         )
@@ -63,7 +65,16 @@ class Worker:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         future = self._executor.submit(work)
         setattr(future, _WORKER, self._token)
+        self._newest = future
         return future
+
+    def in_turn(self, ask: Callable[[], Future[T]]) -> Future[T]:
+        """What ``ask`` asks somebody else for: at once, or after what was submitted before."""
+        return ask() if self._newest.done() else flattened(self.submit(ask))
+
+    def idle(self) -> None:
+        """Waits for what was submitted so far, however it ends."""
+        futures.wait([self._newest])
 
     def shutdown(self) -> None:
         """When everything that was asked for is done."""
@@ -116,6 +127,29 @@ def finished(value: T) -> Future[T]:
 def map_future(future: Future[S], convert: Callable[[S], T]) -> Future[T]:
     """Another future, of the converted result. What ``convert`` raises, the future raises."""
     return _follow([future], lambda results: convert(results[0]))
+
+
+def flattened(future: Future[Future[T]]) -> Future[T]:
+    """The result of the future that ``future`` will give."""
+    whole: Future[T] = follows(Future(), future)
+    whole.set_running_or_notify_cancel()
+
+    def answered(inner: Future[T]) -> None:
+        try:
+            whole.set_result(inner.result())
+        except BaseException as error:
+            whole.set_exception(error)
+
+    def asked(outer: Future[Future[T]]) -> None:
+        try:
+            inner = outer.result()
+        except BaseException as error:
+            whole.set_exception(error)
+        else:
+            inner.add_done_callback(answered)
+
+    future.add_done_callback(asked)
+    return whole
 
 
 def gather(futures: Sequence[Future[T]]) -> Future[list[T]]:

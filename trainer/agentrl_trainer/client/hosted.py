@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -30,7 +30,7 @@ from agentrl_trainer.checkpoint import (
     save_checkpoint,
 )
 from agentrl_trainer.client.backend import CustomLoss, Data, EndStatus
-from agentrl_trainer.client.futures import Worker, finished, gather, map_future
+from agentrl_trainer.client.futures import Worker, finished, flattened, gather, map_future
 from agentrl_trainer.client.hosted_rows import (
     HostedPolicy,
     bare,
@@ -42,6 +42,7 @@ from agentrl_trainer.client.hosted_rows import (
     trained_logprobs,
 )
 from agentrl_trainer.client.naming import POINTER, new_folder
+from agentrl_trainer.client.rows import check_loss, metrics_of
 from agentrl_trainer.client.types import (
     AdamParams,
     Datum,
@@ -66,6 +67,7 @@ from agentrl_trainer.client.types import (
 from agentrl_trainer.losses import LossConfig, Sums
 from agentrl_trainer.update import UpdateSettings, prepare
 
+_DISCARDED = "before-non-finite"  # the state that is gone on from when gradients are discarded
 _STATES = "tinker_states"  # in a checkpoint's meta: by client, the path of what save_state wrote
 
 
@@ -115,7 +117,10 @@ class HostedService:
         return self._training(made.result(), name)
 
     def _training(self, client: Any, name: str | None) -> HostedTraining:
-        made = HostedTraining(self._sdk, client, self._folder, name, self._worker, self._base)
+        again = self._service.create_training_client_from_state_with_optimizer
+        made = HostedTraining(
+            self._sdk, client, self._folder, name, self._worker, self._base, again
+        )
         self._trained[made.name] = made
         return made
 
@@ -188,7 +193,11 @@ class HostedService:
 
 
 class HostedTraining:
-    """``base``: samples from a base model by its name."""
+    """``base``: samples from a base model by its name. ``again``: the SDK's client of a state.
+
+    What is asked for goes to the SDK at once, in order, unless something that was asked for before
+    has yet to be decided here (``prepare``, a step of rows): then after it.
+    """
 
     def __init__(
         self,
@@ -198,10 +207,13 @@ class HostedTraining:
         name: str | None,
         worker: Worker,
         base: Callable[[str], HostedSampling],
+        again: Callable[[str], Any],
     ) -> None:
         self._sdk = sdk
         self._worker = worker
         self._base = base
+        self._again = again
+        self._added: list[Future[ForwardBackwardOutput]] = []  # of rows, since the last step
         self._reference: HostedSampling | None = None
         self.go_on_as(client, None)
         self.name = name or self.info.model_id.replace(":", "-")
@@ -225,7 +237,35 @@ class HostedTraining:
     def forward(
         self, data: Data, loss_fn: str, config: LossConfig | None
     ) -> Future[ForwardBackwardOutput]:
-        sent = _datums(self._sdk, [bare(one) if isinstance(one, Row) else one for one in data])
+        if isinstance(data[0] if data else None, Row):
+            return self._forward_of_rows(cast(Sequence[Row], data), loss_fn, config or {})
+        sent = _datums(self._sdk, data)
+        return self._worker.in_turn(lambda: self._forward(sent, loss_fn, config))
+
+    def _forward_of_rows(
+        self, given: Sequence[Row], loss_fn: str, config: LossConfig
+    ) -> Future[ForwardBackwardOutput]:
+        """The service is asked for log-probs; the loss is computed of them here."""
+        started = time.perf_counter()
+        rows = _trained(given, loss_fn, config)
+        sent = _datums(self._sdk, [bare(row) for row in rows])
+
+        def report(done: ForwardBackwardOutput) -> ForwardBackwardOutput:
+            computed = [row["logprobs"] for row in done.loss_fn_outputs]
+            value, sums = loss_of(
+                rows, [torch.from_numpy(row) for row in computed], loss_fn, config
+            )
+            seen = stats_of(rows, value, sums, 1.0, started)
+            stats = replace(seen, skipped_non_finite=False)  # there is no gradient to refuse
+            outputs = trained_logprobs(given, computed)
+            return ForwardBackwardOutput(outputs, metrics_of(stats, loss_fn), stats)
+
+        asked = self._worker.in_turn(lambda: self._forward(sent, "cross_entropy", None))
+        return map_future(asked, report)
+
+    def _forward(
+        self, sent: list[Any], loss_fn: str, config: LossConfig | None
+    ) -> Future[ForwardBackwardOutput]:
         return map_future(self._client.forward(sent, loss_fn, config).future(), _output)
 
     def forward_backward(
@@ -244,7 +284,11 @@ class HostedTraining:
                 "normalize_by: Tinker sums over tokens; divide weights or advantages instead"
             )
         sent = _datums(self._sdk, data)
-        return map_future(self._client.forward_backward(sent, loss_fn, config).future(), _output)
+        return self._worker.in_turn(
+            lambda: map_future(
+                self._client.forward_backward(sent, loss_fn, config).future(), _output
+            )
+        )
 
     def _of_rows(
         self,
@@ -255,16 +299,18 @@ class HostedTraining:
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
         started = time.perf_counter()
-        check_rows(given)
-        rows = [row for row in given if row.trained]
-        if not rows:
-            raise ValueError("data: none of the rows has a token to learn from")
+        rows = _trained(given, loss_fn, config)
         divisor = normalize_by or sum(row.trained for row in rows)
         seen: list[tuple[Tensor, Sums]] = []
 
         def loss(_: Any, computed: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
-            seen.append(loss_of(rows, computed, loss_fn, config))
-            return seen[0][0] / divisor, {}
+            value, sums = loss_of(rows, computed, loss_fn, config)
+            seen.append((value.detach(), sums))
+            if not value.isfinite():
+                # No gradient: it would poison those on the server. Were it raised here, the SDK
+                # would refuse whatever is asked of this client from now on.
+                value = torch.stack([row.nan_to_num().sum() for row in computed]).sum() * 0
+            return value / divisor, {}
 
         def report(done: ForwardBackwardOutput) -> ForwardBackwardOutput:
             if not seen:
@@ -272,31 +318,40 @@ class HostedTraining:
             stats = stats_of(rows, *seen[0], divisor, started)
             computed = [row["logprobs"] for row in done.loss_fn_outputs]
             outputs = trained_logprobs(given, computed) if logprobs else []
-            return ForwardBackwardOutput(outputs, done.metrics | {"loss:sum": stats.loss}, stats)
+            return ForwardBackwardOutput(outputs, done.metrics | metrics_of(stats, loss_fn), stats)
 
-        own = native_config(loss_fn, config)
+        own = native_config(loss_fn, config, rows)
         if own is None:
             added = self.forward_backward_custom([bare(row) for row in rows], loss)
         else:
             sent = [folded(row, divisor) for row in rows]
             added = self.forward_backward(sent, loss_fn, own, 1.0, True)
-        return map_future(added, report)
+        done = map_future(added, report)
+        self._added.append(done)
+        return done
 
     def forward_backward_custom(
         self, data: Data, function: CustomLoss
     ) -> Future[ForwardBackwardOutput]:
         ours: Any = data
-        done = self._client.forward_backward_custom(
-            _datums(self._sdk, data), lambda _, logprobs: function(ours, logprobs)
-        )
-        return map_future(done.future(), _output)
+        sent = _datums(self._sdk, data)
+
+        def ask() -> Future[ForwardBackwardOutput]:
+            done = self._client.forward_backward_custom(
+                sent, lambda _, logprobs: function(ours, logprobs)
+            )
+            return map_future(done.future(), _output)
+
+        return self._worker.in_turn(ask)
 
     def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> Future[list[Row]]:
         policy = HostedPolicy(self._row_logprobs, self._reference_logprobs)
         return self._worker.submit(lambda: prepare(policy, rows, settings))
 
     def _row_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        done = self.forward([bare(row) for row in rows], "cross_entropy", None).result()
+        # On the worker, where its turn has come.
+        sent = _datums(self._sdk, [bare(row) for row in rows])
+        done = self._forward(sent, "cross_entropy", None).result()
         return [row["logprobs"].tolist() for row in done.loss_fn_outputs]
 
     def _reference_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
@@ -308,30 +363,50 @@ class HostedTraining:
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]:
         # What is not ours is the SDK's, of an optimizer that we do not know.
         ours = isinstance(adam, AdamParams)
-        done = self._client.optim_step(self._sdk.AdamParams(**asdict(adam)) if ours else adam)
-        return map_future(done.future(), lambda step: OptimStepResponse(dict(step.metrics or {})))
+        sent = self._sdk.AdamParams(**asdict(adam)) if ours else adam
+        added, self._added = self._added, []
+
+        def ask() -> Future[OptimStepResponse]:
+            # A service need not look at what it applies, nor tell.
+            if any(_not_finite(one) for one in added):
+                self._discard_gradients()
+                return finished(OptimStepResponse({"skipped_non_finite": 1.0}))
+            done = self._client.optim_step(sent)
+            return map_future(
+                done.future(), lambda step: OptimStepResponse(dict(step.metrics or {}))
+            )
+
+        return flattened(self._worker.submit(ask)) if added else self._worker.in_turn(ask)
+
+    def _discard_gradients(self) -> None:
+        """Tinker's API has no way to forget them, but a client made from a state has none."""
+        saved = self._client.save_state(_DISCARDED, overwrite=True).result()
+        self.go_on_as(self._again(saved.path).result(), saved.path)
 
     def save_state(self, name: str, overwrite: bool, options: SaveOptions) -> Future[SavedPath]:
-        done = self._client.save_state(name, overwrite=overwrite, **_given(**asdict(options)))
-
         def noted(saved: Any) -> SavedPath:
             self._state = saved.path
             return SavedPath(saved.path)
 
-        return map_future(done.future(), noted)
+        def ask() -> Future[SavedPath]:
+            done = self._client.save_state(name, overwrite=overwrite, **_given(**asdict(options)))
+            return map_future(done.future(), noted)
+
+        return self._worker.in_turn(ask)
 
     def load_state(self, path: str, optimizer: bool, access_token: str | None) -> Future[None]:
-        load = self._client.load_state_with_optimizer if optimizer else self._client.load_state
-        done = load(path, **_given(weights_access_token=access_token))
-
         def noted(_: Any) -> None:
             self._state = path
 
-        return map_future(done.future(), noted)
+        def ask() -> Future[None]:
+            load = self._client.load_state_with_optimizer if optimizer else self._client.load_state
+            done = load(path, **_given(weights_access_token=access_token))
+            return map_future(done.future(), noted)
+
+        return self._worker.in_turn(ask)
 
     def save_weights_for_sampler(self, name: str | Path, options: SaveOptions) -> Future[SavedPath]:
         asked = name.name if isinstance(name, Path) else name
-        done = self._client.save_weights_for_sampler(asked, **_given(**asdict(options)))
 
         def pointed(saved: Any) -> SavedPath:
             if isinstance(name, Path):
@@ -340,9 +415,14 @@ class HostedTraining:
                 (name / POINTER).write_text(json.dumps(pointer), encoding="utf-8")
             return SavedPath(saved.path)
 
-        return map_future(done.future(), pointed)
+        def ask() -> Future[SavedPath]:
+            done = self._client.save_weights_for_sampler(asked, **_given(**asdict(options)))
+            return map_future(done.future(), pointed)
+
+        return self._worker.in_turn(ask)
 
     def sampler(self, options: SamplerOptions) -> HostedSampling:
+        self._worker.idle()
         made = self._client.save_weights_and_get_sampling_client(
             retry_config=options.retry_config,
             record_stability_info=options.record_stability_info,
@@ -397,6 +477,16 @@ class HostedSampling:
         return self._client.get_tokenizer()
 
 
+def _trained(given: Sequence[Row], loss_fn: str, config: LossConfig) -> list[Row]:
+    """Those that train something. Raises ValueError for what cannot be learned from, or by."""
+    check_loss(loss_fn, config)
+    check_rows(given)
+    rows = [row for row in given if row.trained]
+    if not rows:
+        raise ValueError("data: none of the rows has a token to learn from")
+    return rows
+
+
 def _datums(sdk: Any, data: Data) -> list[Any]:
     sent: list[Any] = []
     for index, datum in enumerate(data):
@@ -417,6 +507,14 @@ def _datums(sdk: Any, data: Data) -> list[Any]:
         read = sdk.ModelInput.from_ints(datum.model_input.to_ints())
         sent.append(sdk.Datum(model_input=read, loss_fn_inputs=inputs))
     return sent
+
+
+def _not_finite(added: Future[ForwardBackwardOutput]) -> bool:
+    """Waits for it. What failed has a reason of its own, and told its caller."""
+    if added.exception() is not None:
+        return False
+    stats = added.result().stats
+    return stats is not None and stats.skipped_non_finite
 
 
 def _output(done: Any) -> ForwardBackwardOutput:

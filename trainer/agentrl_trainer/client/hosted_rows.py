@@ -20,6 +20,7 @@ from torch import Tensor
 
 from agentrl_trainer.batches import LOSS_EXTRA, count_rows
 from agentrl_trainer.batches import Datum as Row
+from agentrl_trainer.client.backend import RefusedRows
 from agentrl_trainer.client.types import Array, Datum, ModelInput
 from agentrl_trainer.learner import StepStats, step_stats, with_extra
 from agentrl_trainer.losses import LOSSES, LossConfig, Sums
@@ -35,9 +36,12 @@ NATIVE: dict[str, tuple[str, ...]] = {
 its square would hold even those tokens that nobody sampled near probability one."""
 
 
-def native_config(loss: str, config: LossConfig) -> dict[str, float] | None:
-    """What to call Tinker's own loss with; None: it has no such loss, or not all of it."""
-    if loss not in NATIVE:
+def native_config(
+    loss: str, config: LossConfig, rows: Sequence[Row] = ()
+) -> dict[str, float] | None:
+    """What to call Tinker's own loss with; None: it has no such loss, or not all of it. Its ratios
+    are against the sampler, so not of ``rows`` with the log-probs of a proximal policy."""
+    if loss not in NATIVE or any("proximal" in row.extra for row in rows):
         return None
     options = LOSSES[loss].options(config)
     own = {name: options[name] for name in NATIVE[loss]}
@@ -100,7 +104,7 @@ def loss_of(
         **{
             name: flat([row.extra[name] for row in rows])
             for name in LOSS_EXTRA
-            if all(name in row.extra for row in rows)
+            if any(name in row.extra for row in rows)
         },
     )
 
@@ -133,10 +137,14 @@ def trained_logprobs(
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raises ValueError for what Tinker has no way to learn from."""
+    """Raises RefusedRows for what Tinker has no way to learn from; ValueError for a column that
+    some rows have and some have not."""
     for name, why in _IMPOSSIBLE.items():
         if any(name in row.extra for row in rows):
-            raise ValueError(why)
+            raise RefusedRows(why)
+    for name in LOSS_EXTRA:
+        if len({name in row.extra for row in rows if row.trained}) > 1:
+            raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
 
 
 _IMPOSSIBLE = {

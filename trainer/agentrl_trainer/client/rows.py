@@ -16,6 +16,7 @@ from agentrl_trainer import batches
 from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.client.backend import Data
 from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
+from agentrl_trainer.learner import StepStats
 from agentrl_trainer.losses import LOSSES, LossConfig
 
 _WEIGHTED = "cross_entropy"
@@ -131,6 +132,22 @@ def from_row(row: batches.Datum) -> Datum:
 def outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, NDArray[np.float32]]]:
     """Rows of log-probs to ``loss_fn_outputs``."""
     return [{"logprobs": np.asarray(row[1:], dtype=np.float32)} for row in logprobs]
+
+
+def metrics_of(stats: StepStats, loss_fn: str) -> dict[str, float]:
+    """``metrics``, with the reductions that Tinker names in theirs."""
+    found = {"loss:sum": stats.loss, "tokens:sum": float(stats.tokens)}
+    if loss_fn == "cross_entropy":  # it compares with no sampler
+        return found
+    found |= {
+        "entropy:mean": stats.entropy,
+        "ratio:mean": stats.ratio_mean,
+        "ratio:max": stats.ratio_max,
+        "clip_fraction:mean": stats.clip_fraction,
+        "sampler_trainer_kl:mean": stats.sampler_trainer_kl,
+        "logprob_difference:max": stats.max_logprob_difference,
+    }
+    return found | {f"{name}:mean": value for name, value in stats.metrics.items()}
 
 
 def _column(inputs: Mapping[str, Array], name: str, length: int) -> list[float]:

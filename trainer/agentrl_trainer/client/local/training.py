@@ -24,7 +24,7 @@ from agentrl_trainer.client.local.base import LocalBase
 from agentrl_trainer.client.local.sampling import LocalSampling
 from agentrl_trainer.client.local.states import read_state, renamed
 from agentrl_trainer.client.naming import SAMPLERS, STATES, check_name
-from agentrl_trainer.client.rows import check_loss, outputs, to_rows
+from agentrl_trainer.client.rows import check_loss, metrics_of, outputs, to_rows
 from agentrl_trainer.client.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -36,7 +36,7 @@ from agentrl_trainer.client.types import (
     SavedPath,
     SaveOptions,
 )
-from agentrl_trainer.learner import Learner, StepStats
+from agentrl_trainer.learner import Learner
 from agentrl_trainer.losses import LossConfig
 from agentrl_trainer.model import save_adapter
 from agentrl_trainer.update import UpdateSettings, prepare
@@ -104,7 +104,7 @@ class LocalTraining:
         def work() -> ForwardBackwardOutput:
             found = [[0.0] * len(row.tokens) for row in rows]
             stats = self.learner.forward_backward(rows, loss_fn, config, 1.0, found, backward=False)
-            return ForwardBackwardOutput(outputs(found), _metrics(stats, loss_fn), stats)
+            return ForwardBackwardOutput(outputs(found), metrics_of(stats, loss_fn), stats)
 
         return self.base.run(work)
 
@@ -124,7 +124,7 @@ class LocalTraining:
         def work() -> ForwardBackwardOutput:
             found = [[0.0] * len(row.tokens) for row in rows] if logprobs else None
             stats = self.learner.forward_backward(rows, loss_fn, config, normalize_by, found)
-            return ForwardBackwardOutput(outputs(found or []), _metrics(stats, loss_fn), stats)
+            return ForwardBackwardOutput(outputs(found or []), metrics_of(stats, loss_fn), stats)
 
         return self.base.run(self._accumulates(work))
 
@@ -141,7 +141,7 @@ class LocalTraining:
 
         def work() -> ForwardBackwardOutput:
             stats, metrics = self.learner.forward_backward_custom(rows, of_targets)
-            known = _metrics(stats, "cross_entropy")
+            known = metrics_of(stats, "cross_entropy")
             return ForwardBackwardOutput(outputs(found), {**known, **metrics}, stats)
 
         return self.base.run(self._accumulates(work))
@@ -274,21 +274,6 @@ def adam_of(adam: AdamParams) -> engine.AdamParams:
         weight_decay=adam.weight_decay,
         grad_clip_norm=adam.grad_clip_norm,
     )
-
-
-def _metrics(stats: StepStats, loss_fn: str) -> dict[str, float]:
-    found = {"loss:sum": stats.loss, "tokens:sum": float(stats.tokens)}
-    if loss_fn == "cross_entropy":  # it compares with no sampler
-        return found
-    found |= {
-        "entropy:mean": stats.entropy,
-        "ratio:mean": stats.ratio_mean,
-        "ratio:max": stats.ratio_max,
-        "clip_fraction:mean": stats.clip_fraction,
-        "sampler_trainer_kl:mean": stats.sampler_trainer_kl,
-        "logprob_difference:max": stats.max_logprob_difference,
-    }
-    return found | {f"{name}:mean": value for name, value in stats.metrics.items()}
 
 
 def _targets(paths: Sequence[str], options: LoraOptions) -> str | list[str]:
