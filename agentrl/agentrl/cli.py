@@ -110,7 +110,8 @@ def train(
         for command in fetched:
             console.print(f"it is on Tinker; fetch it:  [b cyan]{command}[/]", soft_wrap=True)
         return
-    console.print(f"serve it:  [b cyan]{serve_command(summary, config.model)}[/]", soft_wrap=True)
+    command = serve_command(summary, config.model, trust_remote_code=config.trust_remote_code)
+    console.print(f"serve it:  [b cyan]{command}[/]", soft_wrap=True)
 
 
 @app.command(name="eval")

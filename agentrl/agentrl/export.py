@@ -47,19 +47,23 @@ def export(
         raise ConfigError(
             "model: neither the run nor adapter_config.json tells the base model; give --model"
         )
+    trusting = _trusting(source)
     if not merged:
         from agentrl_trainer.model import resolve_model
 
         shutil.copytree(peft, out)
-        ours = shlex.join(["agentrl", "serve", "--adapter-path", str(out), "--model", base])
-        theirs = f"{shlex.join(['vllm', 'serve', resolve_model(base)])} {_lora_options(name, out)}"
+        ours = shlex.join(
+            ["agentrl", "serve", "--adapter-path", str(out), "--model", base, *trusting]
+        )
+        theirs = shlex.join(["vllm", "serve", resolve_model(base), *trusting])
+        theirs = f"{theirs} {_lora_options(name, out)}"
         return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
     from agentrl.merge import merge
 
     merge(peft, base, out)
     servers = {
-        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out)])],
-        "vLLM": [shlex.join(["vllm", "serve", str(out)])],
+        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out), *trusting])],
+        "vLLM": [shlex.join(["vllm", "serve", str(out), *trusting])],
         "Ollama, by way of llama.cpp": ollama.commands(out),
     }
     return Exported(out, True, servers)
@@ -85,6 +89,13 @@ def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
     if name not in found:
         raise ConfigError(f"adapter: {name!r} is not there; there is {', '.join(sorted(found))}")
     return name, found[name]
+
+
+def _trusting(source: str) -> list[str]:
+    """The flag that agentrl and vLLM need, where the run needed it."""
+    run, _ = run_and_step(source)
+    trusted = run.config.is_file() and run.read_config().get("trust_remote_code")
+    return ["--trust-remote-code"] if trusted else []
 
 
 def _base_of(source: str, peft: Path) -> str | None:
