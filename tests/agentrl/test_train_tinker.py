@@ -23,6 +23,7 @@ from test_train import HERE, Run
 
 from agentrl.config import ConfigError, TrainConfig
 from agentrl.run_folder import find_adapters
+from agentrl.trained import Trained
 
 INSTALLED = importlib.util.find_spec("tinker") is not None
 needs_sdk = pytest.mark.skipif(
@@ -72,6 +73,17 @@ def test_its_settings_mean_nothing_elsewhere() -> None:
         TrainConfig(
             agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
         )
+
+
+def test_a_service_that_fails_at_the_end_does_not_spoil_it() -> None:
+    class Gone:
+        def close(self) -> None:
+            raise ConnectionError("nobody answers")
+
+    gone: Any = Gone()
+    Trained(gone, {}, 8, 1e-3, failures=(ConnectionError,)).close()
+    with pytest.raises(ConnectionError):  # a fault of ours
+        Trained(gone, {}, 8, 1e-3).close()
 
 
 def weights(run: Run, served: Path) -> dict[str, Any]:
