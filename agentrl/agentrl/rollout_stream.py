@@ -249,9 +249,12 @@ class RolloutStream:
             nonlocal finished
             unfinished = self._store.unfinished_ids(ids)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
-            enough = len(finished) >= count and (
-                len(finished) == len(self._groups)  # waiting longer changes nothing
-                or self._leaves_none_too_old(step, finished[:count])
+            enough = (
+                len(finished) >= count
+                and (
+                    len(finished) == len(self._groups)  # waiting longer changes nothing
+                    or self._leaves_none_too_old(step, finished[:count])
+                )
             )
             total = count * self._group_size
             done = sum(len(set(g.ids) - unfinished) for g in self._groups)
