@@ -34,6 +34,7 @@ from agentrl.config import (
     ServeConfig,
     TrainConfig,
     TrainSettings,
+    check_warmup,
     explain,
     tables_as_json,
 )
@@ -77,12 +78,13 @@ def train(
     from agentrl.run_folder import RunFolder, how_to_fetch
     from agentrl.runner import validate_agent
     from agentrl.session import Session
-    from agentrl.tasks import load_tasks
+    from agentrl.tasks import load_tasks, steps_of
 
     config = _with_agent(TrainConfig, agent, settings)
     validate_agent(config.agent, elsewhere=config.python is not None)
     tasks = load_tasks(config.tasks, "tasks")
     eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
+    check_warmup(config.warmup_steps, steps_of(config, tasks))  # before config.json says so
     if resume is not None:
         folder = RunFolder.existing(resume)
         folder.lock()
@@ -110,7 +112,8 @@ def train(
         for command in fetched:
             console.print(f"it is on Tinker; fetch it:  [b cyan]{command}[/]", soft_wrap=True)
         return
-    console.print(f"serve it:  [b cyan]{serve_command(summary, config.model)}[/]", soft_wrap=True)
+    command = serve_command(summary, config.model, trust_remote_code=config.trust_remote_code)
+    console.print(f"serve it:  [b cyan]{command}[/]", soft_wrap=True)
 
 
 @app.command(name="eval")

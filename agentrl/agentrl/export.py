@@ -56,24 +56,25 @@ def export(
         raise ConfigError(
             "model: neither the run nor adapter_config.json tells the base model; give --model"
         )
+    trusted = trust_remote_code or (model is None and _run_trusts(source))
     if not merged:
         from agentrl_trainer.model import resolve_model
 
         shutil.copytree(peft, out)
-        ours = shlex.join(["agentrl", "serve", "--adapter-path", str(out), "--model", base])
-        theirs = f"{shlex.join(['vllm', 'serve', resolve_model(base)])} {_lora_options(name, out)}"
+        trusting = _trusting(trusted)
+        ours = shlex.join(
+            ["agentrl", "serve", "--adapter-path", str(out), "--model", base, *trusting]
+        )
+        theirs = shlex.join(["vllm", "serve", resolve_model(base), *trusting])
+        theirs = f"{theirs} {_lora_options(name, out)}"
         return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
     from agentrl.merge import merge
 
-    run, _ = run_and_step(source)
-    if model is None and run.config.is_file():
-        trust_remote_code |= bool(run.read_config().get("trust_remote_code"))
-    merge(peft, base, out, trust_remote_code=trust_remote_code)
-    has_code = "auto_map" in json.loads((out / "config.json").read_text(encoding="utf-8"))
-    trust = ["--trust-remote-code"] if has_code else []
+    merge(peft, base, out, trust_remote_code=trusted)
+    trusting = _trusting("auto_map" in json.loads((out / "config.json").read_text("utf-8")))
     servers = {
-        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out), *trust])],
-        "vLLM": [shlex.join(["vllm", "serve", str(out), *trust])],
+        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out), *trusting])],
+        "vLLM": [shlex.join(["vllm", "serve", str(out), *trusting])],
         "Ollama, by way of llama.cpp": ollama.commands(out),
     }
     return Exported(out, True, servers)
@@ -99,6 +100,17 @@ def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
     if name not in found:
         raise ConfigError(f"adapter: {name!r} is not there; there is {', '.join(sorted(found))}")
     return name, found[name]
+
+
+def _run_trusts(source: str) -> bool:
+    """Whether the run behind ``source``, if it is one, ran the code that comes with its model."""
+    run, _ = run_and_step(source)
+    return run.config.is_file() and bool(run.read_config().get("trust_remote_code"))
+
+
+def _trusting(trusted: bool) -> list[str]:
+    """The flag of agentrl's and vLLM's servers."""
+    return ["--trust-remote-code"] if trusted else []
 
 
 def _base_of(source: str, peft: Path) -> str | None:

@@ -20,9 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import httpx
 
@@ -90,7 +90,9 @@ class GatewaySettings:
     """Sample on Tinker; its key stays in the environment."""
     tinker_base_url: str | None = None
     tinker_tokenizer: str | None = None
-    vllm_wait: float | None = None  # seconds, for a server that does not answer yet; None: no limit
+    vllm_wait: float | None = None
+    """Seconds that the first process waits for a server that does not answer yet; None: no limit.
+    Those that take over from it know none."""
     forward_otlp: str | None = None
     """Base URL of an OTLP backend; its headers are in AGENTRL_FORWARD_OTLP_HEADERS."""
 
@@ -180,7 +182,11 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
             target=_end_without, args=(sampler, stopping), name="sampler-watch", daemon=True
         ).start()
     for name, version, path in _adapters_to_load(settings, store):
-        sampler.load_now(name, version, path)
+        if not settings.tinker:
+            sampler.load_now(name, version, path)
+        elif why := cast("TinkerSampler", sampler).load_or_try_later(name, version, path):
+            # A run that is resumed publishes it anew, from its checkpoint.
+            log.error("adapter %s@%d is not loaded yet: %s", name, version, why)
     return create_app(deps)
 
 
@@ -345,6 +351,8 @@ class Gateway:
             python_module("agentrl.gateway", str(self._socket.fileno())),
             self._log,
             env={_SETTINGS: json.dumps(asdict(self._settings))},
+            # It has been there: a gateway that takes over during an outage waits for its end.
+            env_again={_SETTINGS: json.dumps(asdict(replace(self._settings, vllm_wait=None)))},
             pass_fds=[self._socket.fileno()],
             fork=self._serve if _may_fork() else None,
             grace_s=self._settings.grace + _STOP_S,

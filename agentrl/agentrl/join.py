@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.config import ConfigError, JoinSettings
-from agentrl.gateway import FORWARD_HEADERS, variables_of
+from agentrl.gateway import FORWARD_HEADERS, TINKER_KEY, variables_of
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
 
@@ -89,7 +89,7 @@ def _model_name(run: dict[str, Any]) -> str:
 def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
     """Environment variables with keys: on the trainer's machine agents would inherit them."""
     models: dict[str, Any] = started.get("models") or {}
-    names = (FORWARD_HEADERS, started.get("vllm_key_env"))
+    names = (FORWARD_HEADERS, TINKER_KEY, started.get("vllm_key_env"))
     return tuple(name for name in (*names, *variables_of(models)) if name)
 
 

@@ -87,10 +87,11 @@ def _trainable(accounting: Accounting) -> int:
     return accounting.recorded - accounting.skipped.get(SkipReason.EVALUATION, 0)
 
 
-def serve_command(summary: Summary, model: str) -> str:
+def serve_command(summary: Summary, model: str, *, trust_remote_code: bool) -> str:
     """The one line that serves what was trained."""
-    flag = "" if model == "agentrl-tiny" else f" --model {model}"
-    return f"agentrl serve --adapter-path {shown(summary.adapter)}{flag}"
+    flags = "" if model == "agentrl-tiny" else f" --model {model}"
+    flags += " --trust-remote-code" if trust_remote_code else ""
+    return f"agentrl serve --adapter-path {shown(summary.adapter)}{flags}"
 
 
 def shown(path: Path) -> str:

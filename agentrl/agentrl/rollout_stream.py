@@ -128,7 +128,7 @@ class RolloutStream:
         self._teaches = teaches
         self._tasks_drawn = 0
         self._planned = 0  # steps whose groups have been drawn
-        self._again: list[Ticket] = []  # under way when the run was interrupted
+        self._drawn: list[Ticket] = []  # and not queued yet
         self._groups: list[_Group] = []  # in the order of their queue
         self._handed_over: float | None = None
 
@@ -167,7 +167,7 @@ class RolloutStream:
 
     def state(self) -> Json:
         """What a checkpoint has to keep: which tasks have been drawn, and what no step has had."""
-        tickets = [group.ticket for group in self._groups]
+        tickets = [*(group.ticket for group in self._groups), *self._drawn]
         return {
             "planned": self._planned,
             "tasks_drawn": self._tasks_drawn,
@@ -176,11 +176,13 @@ class RolloutStream:
 
     def restore(self, step: int, state: Json | None) -> None:
         """Goes on after ``step``. Groups that were under way are rolled out anew, from the same
-        seeds, by the adapter as it is now: what there was of them is not this history's."""
+        seeds, by the adapter as it is now: what there was of them is not this history's. Where
+        ``max_staleness`` or ``batch_size`` is smaller now, those beyond it come when it is their
+        turn."""
         state = state or {"planned": step, "tasks_drawn": step * self._batch_size, "under_way": []}
         self._planned = state["planned"]
         self._tasks_drawn = state["tasks_drawn"]
-        self._again = [Ticket(*fields) for fields in state["under_way"]]
+        self._drawn = [Ticket(*fields) for fields in state["under_way"]]
 
     def close(self) -> None:
         """The run has ended: groups that no step took are cancelled, and their calls judged."""
@@ -197,12 +199,15 @@ class RolloutStream:
     # ---- queueing
 
     def _queue_up_to(self, step: int) -> None:
-        """The groups of this step and of the ``max_staleness`` after it, as far as not yet done."""
-        again, self._again = self._again, []
-        self._queue(step, again)
-        while self._planned < min(step + self._max_staleness, self._steps):
+        """The groups of this step and of the ``max_staleness`` after it, as far as not yet done;
+        never more than these steps take, or the last of them could not take them in time."""
+        last = min(step + self._max_staleness, self._steps)
+        while self._planned < last:
             self._planned += 1
-            self._queue(step, self._draw(self._planned, range(self._batch_size)))
+            self._drawn += self._draw(self._planned, range(self._batch_size))
+        room = max((last - step + 1) * self._batch_size - len(self._groups), 0)
+        now, self._drawn = self._drawn[:room], self._drawn[room:]
+        self._queue(step, now)
 
     def _draw(self, step: int, positions: Collection[int]) -> list[Ticket]:
         first, count = self._tasks_drawn, len(positions)
@@ -244,7 +249,13 @@ class RolloutStream:
             nonlocal finished
             unfinished = self._store.unfinished_ids(ids)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
-            enough = len(finished) >= count and self._leaves_none_too_old(step, finished[:count])
+            enough = (
+                len(finished) >= count
+                and (
+                    len(finished) == len(self._groups)  # waiting longer changes nothing
+                    or self._leaves_none_too_old(step, finished[:count])
+                )
+            )
             total = count * self._group_size
             done = sum(len(set(g.ids) - unfinished) for g in self._groups)
             return (total if enough else min(done, total)), total, enough

@@ -48,7 +48,10 @@ class RunFolder:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             candidates = [f"{prefix}-{stamp}"] + [f"{prefix}-{stamp}-{i}" for i in range(2, 100)]
             folder = cls(runs / next(c for c in candidates if not (runs / c).exists()))
-        folder.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"runs: {_unwritable(error)}") from error
         return folder
 
     @classmethod
@@ -63,13 +66,15 @@ class RunFolder:
         is gone.
 
         Raises:
-            ConfigError: another process is; names it.
+            ConfigError: another process is; names it. Or nothing can be written here.
         """
         if self._lock is not None:
             return
-        self.root.mkdir(parents=True, exist_ok=True)
         try:
+            self.root.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.root / "lock")
+        except OSError as error:
+            raise ConfigError(f"runs: {_unwritable(error)}") from error
         except LockedError as error:
             raise ConfigError(
                 f"{self.root} is in use: {error.holder} is running it. Let it finish, or end it "
@@ -113,6 +118,10 @@ class RunFolder:
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, self.metrics)
+
+
+def _unwritable(error: OSError) -> str:
+    return f"cannot write {error.filename or 'there'}: {error.strerror}"
 
 
 def strict(value: Any) -> Any:

@@ -34,6 +34,7 @@ class RunLock:
 
     Raises:
         LockedError: another process holds it.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -47,6 +47,7 @@ class Supervised:
         argv: the command.
         log: its standard output and error are appended here; None: they are ours.
         env: additions to the environment (secrets travel here, not in ``argv``).
+        env_again: of them, what is different from the second start on.
         pass_fds: file descriptors that it inherits, the same ones at every start.
         fork: what the child does, where it may begin as a fork of this process, which has imported
             what it needs. Only the first time: later there are threads here, so it is executed.
@@ -65,6 +66,7 @@ class Supervised:
         fork: Callable[[], None] | None = None,
         grace_s: float = _STOP_GRACE_S,
         cannot_start: int | None = None,
+        env_again: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.deaths = 0
@@ -76,6 +78,7 @@ class Supervised:
         self._argv = list(argv)
         self._log = log
         self._env = dict(env or {})
+        self._env_again = dict(env_again or {})
         self._pass_fds = tuple(pass_fds)
         self._grace_s = grace_s
         self._cannot_start = cannot_start
@@ -141,6 +144,7 @@ class Supervised:
             logger.warning("%s ended with code %s; starting it again", self.name, code)
             backoff = min(backoff * 2, _LONGEST_BACKOFF_S)
             self.restarts += 1
+            self._env |= self._env_again
             self._process = self._spawn()
             if self._stopping.is_set():  # stop() may have looked at the one before
                 self._process.kill()

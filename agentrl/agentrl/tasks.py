@@ -1,11 +1,13 @@
-"""Reading task files: JSON lines, one object a line."""
+"""Reading task files (JSON lines, one object a line), and how many steps they make."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
-from agentrl.config import ConfigError
+from agentrl.config import ConfigError, TrainConfig
 from agentrl_tracer.schemas import Json
 
 
@@ -36,3 +38,8 @@ def load_tasks(path: Path, field: str) -> list[Json]:
     if not tasks:
         raise ConfigError(f"{field}: {path} holds no tasks")
     return tasks
+
+
+def steps_of(config: TrainConfig, tasks: Sequence[Json]) -> int:
+    """By default those of one epoch."""
+    return config.steps or math.ceil(len(tasks) / config.batch_size)

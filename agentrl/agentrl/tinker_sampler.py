@@ -72,6 +72,7 @@ class TinkerSampler:
         self._eos_ids = sorted(eos_ids)
         self._service: ServiceClient | None = None
         self._loads: dict[str, _Load] = {}
+        self._missing: dict[str, tuple[int, str]] = {}  # (version, path) of what failed to load
         self._base: _Load | None = None
         self._in_flight = 0
         self._swaps = 0
@@ -113,7 +114,9 @@ class TinkerSampler:
 
     @property
     def adapters(self) -> Mapping[str, int]:
-        return {n: load.version for n, load in self._loads.items() if load.version is not None}
+        missing = {name: version for name, (version, _) in self._missing.items()}
+        loads = self._loads.items()
+        return missing | {n: load.version for n, load in loads if load.version is not None}
 
     def stats(self) -> dict[str, Any]:
         return {"sampler": "tinker", "in_flight": self._in_flight, "swaps": self._swaps}
@@ -123,7 +126,21 @@ class TinkerSampler:
     def load_now(self, name: str, version: int, path: str) -> None:
         """``load_adapter`` for where no event loop runs yet."""
         self._loads[name] = _Load(self._client(path), version)
+        self._missing.pop(name, None)
         self._swaps += 1
+
+    def load_or_try_later(self, name: str, version: int, path: str) -> str | None:
+        """As ``load_now``; returns why it failed. Then requests for it try again, and say so, until
+        another version is loaded: weights expire, and a service may be away."""
+        try:
+            self.load_now(name, version, path)
+        except Exception as error:
+            refusal = _refusal(error)
+            if not isinstance(refusal, RefusedError):
+                raise
+            self._missing[name] = version, path
+            return str(refusal)
+        return None
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         """``path``: what ``save_weights_for_sampler`` gave, ``tinker://...``."""
@@ -134,6 +151,11 @@ class TinkerSampler:
 
     async def _load(self, adapter: str | None) -> _Load:
         if adapter is not None:
+            if missing := self._missing.get(adapter):
+                version, path = missing
+                load = _Load(await asyncio.to_thread(self._client, path), version)
+                if self._missing.pop(adapter, None):  # else it was loaded meanwhile
+                    self._loads[adapter] = load
             if adapter not in self._loads:
                 raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
             return self._loads[adapter]

@@ -6,6 +6,7 @@ know steps.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,11 @@ class Trained:
     peak_learning_rate: float
     failures: tuple[type[Exception], ...] = ()
     """What the backend's clients raise when the service fails, rather than the run."""
+
+    def close(self) -> None:
+        """Ends the session; a service that fails now has nothing more to give, and forgets it."""
+        with contextlib.suppress(*self.failures):
+            self.service.close()
 
 
 def load_trained(

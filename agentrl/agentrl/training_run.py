@@ -6,14 +6,13 @@ and in which order, is ``agentrl.train``'s.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.clock import Clock
-from agentrl.config import TrainConfig, check_warmup, greedy_note
+from agentrl.config import TrainConfig, greedy_note
 from agentrl.display import TrainDisplay
 from agentrl.held_out import HeldOut
 from agentrl.journal import Journal
@@ -25,6 +24,7 @@ from agentrl.step_notes import note_failures
 from agentrl.step_records import StepRecords, adapter_rules
 from agentrl.step_row import step_row
 from agentrl.summary import Summary, summarise
+from agentrl.tasks import steps_of
 from agentrl.trained import load_trained
 from agentrl_tracer.schemas import Call, Json, Purpose
 from agentrl_trainer.adapters import AdapterBatches
@@ -39,7 +39,6 @@ class TrainingRun:
     """Fresh or resumed; the base model is loaded when it is made.
 
     Raises:
-        ConfigError: the settings do not fit the tasks.
         RunError: the model cannot be trained; see ``load_trained``.
     """
 
@@ -54,8 +53,7 @@ class TrainingRun:
         self.config, self.session, self.display = config, session, display
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
         self.clock = Clock()
-        self.steps = config.steps or steps_of_one_epoch(len(tasks), config.batch_size)
-        check_warmup(config.warmup_steps, self.steps)
+        self.steps = steps_of(config, tasks)
         if note := greedy_note(config.eval_samples, config.eval_temperature):
             display.note(note)
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
@@ -245,9 +243,5 @@ class TrainingRun:
             )
         self.store.end_run(self.run_id, "finished")
         self.journal.close()
-        self._trained.service.close()
+        self._trained.close()
         return summary
-
-
-def steps_of_one_epoch(tasks: int, batch_size: int) -> int:
-    return math.ceil(tasks / batch_size)

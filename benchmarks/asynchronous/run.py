@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -69,10 +70,16 @@ def train(
         "staleness": fmean(row["staleness/mean"] for row in steps),
         "staleness_max": max(row["staleness/max"] for row in steps),
         "carried_over": sum(row["groups/carried_over"] for row in steps),
-        "reward_last_third": fmean(row["reward/mean"] for row in steps[-max(len(steps) // 3, 1) :]),
+        "reward_last_third": _mean(row["reward/mean"] for row in steps[-max(len(steps) // 3, 1) :]),
         "held_out": summary["held_out"][-1][1],
         "adds_up": summary["calls"]["adds_up"],
     }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are: a step in which nothing was rewarded has no mean reward."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def main() -> None:
@@ -100,8 +107,9 @@ def main() -> None:
     print("|---|" + "---|" * len(columns))
     for bound in options.max_staleness:
         own = [result for result in results if result["max_staleness"] == bound]
-        means = (fmean(result[name] for result in own) for name in columns)
-        print(f"| {bound} | " + " | ".join(f"{value:.2f}" for value in means) + " |")
+        means = (_mean(result[name] for result in own) for name in columns)
+        shown = ("–" if value is None else f"{value:.2f}" for value in means)
+        print(f"| {bound} | " + " | ".join(shown) + " |")
 
 
 if __name__ == "__main__":

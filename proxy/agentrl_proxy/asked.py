@@ -48,6 +48,7 @@ class Asked:
     state: State = State.RUNNING
     jobs: int = 0  # that make parts of its answer, and have not ended
     failed: bool = False  # one of them, or it was refused
+    recalled: bool = False  # and given to no retry since
     waiting: int = 0  # retries that wait for it: it must then outlive its own client
     ended: asyncio.Event | None = field(default_factory=asyncio.Event)
     since: float = 0.0  # when it ended
@@ -81,12 +82,6 @@ class Requests:
     def __init__(self) -> None:
         self._asked: dict[bytes, _Identical] = {}  # the longest unused first
         self.held_bytes = 0  # of requests that do not run
-
-    @property
-    def running(self) -> int:
-        """Requests that are being answered."""
-        all_of_them = (one for same in self._asked.values() for one in same.requests)
-        return sum(one.state is State.RUNNING for one in all_of_them)
 
     def knows(self, key: bytes) -> bool:
         """Whether anything is remembered of such a request."""
@@ -150,7 +145,7 @@ class Requests:
         own, same.requests = same.requests, []
         for state, answers in kept:
             for parts in answers:
-                asked = Asked(key)
+                asked = Asked(key, recalled=True)
                 for part in parts:
                     asked.add(part)
                 same.requests.append(asked)
@@ -173,8 +168,9 @@ class Requests:
             self._wake(asked)
             return
         same = self._used(asked.key)
-        if not asked.failed:  # it is what retries get from now on
-            for one in [one for one in same.requests if one.state is State.ANSWERED]:
+        if not asked.failed:  # it is what retries get from now on; recalled ones wait for their own
+            given = [o for o in same.requests if o.state is State.ANSWERED and not o.recalled]
+            for one in given:
                 self._remove(one)
         self._rest(asked, State.UNANSWERED if asked.failed else State.ANSWERED)
         failed = [one for one in same.requests if one.state is State.UNANSWERED]
@@ -186,6 +182,7 @@ class Requests:
     def _take(self, asked: Asked, same: list[Asked]) -> None:
         """A retry gets what does not run: it takes the place of what failed, and one answer is kept
         for whoever asks again."""
+        asked.recalled = False
         if asked.state is State.UNANSWERED:
             self.held_bytes -= asked.size
             asked.state, asked.failed, asked.ended = State.RUNNING, False, asyncio.Event()

@@ -174,7 +174,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cycle_before = self.cycle
         super().on_headers_complete()
         self._heard_head = True
-        self.cycle.transport = _HeadWaits(self.transport)  # type: ignore[assignment]
+        if self.scope["method"] != "HEAD":  # nothing follows the head of its answer
+            self.cycle.transport = _HeadWaits(self.transport)  # type: ignore[assignment]
         self._read_on()
 
     def on_body(self, body: bytes) -> None:

@@ -160,11 +160,7 @@ def _parts(calls: Sequence[Call], same: Identity) -> tuple[list[Part], bool]:
         done = [row for row in rows if row.state is CallState.COMPLETED and row.response]
         if not done or (_is_theirs(rows[0]) and any(row.ended_at is None for row in rows)):
             continue
-        answers = [row.response or {} for row in done]
-        # Of other models the chat completion is recorded, whatever the protocol.
-        said = [
-            a if a.get("object") == "chat.completion" else same.dialect.read(a) for a in answers
-        ]
+        said = [_said(row.response or {}, same.dialect) for row in done]
         choices = [choice for one in said for choice in one["choices"]]
         parts.append({**said[0], "choices": choices, "usage": said[0]["usage"] or {}})
     missing = wire.missing(parts, same.prompts, same.n)

@@ -26,8 +26,7 @@ from agentrl.run_folder import RunFolder
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
 from agentrl.runner.handle import runner_environment
-from agentrl.tasks import load_tasks
-from agentrl.training_run import steps_of_one_epoch
+from agentrl.tasks import load_tasks, steps_of
 from agentrl_tracer.schemas import Claim, Purpose
 from agentrl_trainer.schedules import default_learning_rate
 
@@ -162,7 +161,8 @@ def test_tasks_are_read_and_bad_lines_named(tmp_path: Path) -> None:
 
 
 def test_every_epoch_visits_every_task_once() -> None:
-    assert steps_of_one_epoch(10, 4) == 3
+    config = TrainConfig(agent="a:b", tasks=Path("t"), batch_size=4)
+    assert steps_of(config, [{}] * 10) == 3
     seen = tasks_in_order(0, 20, 10, seed=3)
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:]

@@ -211,6 +211,20 @@ def test_a_base_that_the_adapter_was_not_trained_on_is_not_taken(
     assert done.servers["agentrl"][0].endswith("--model agentrl-tiny")
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_serves_a_trusted_model_says_so(run: RunFolder, tmp_path: Path, merged: bool) -> None:
+    shutil.copytree(run.root, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.write_json(folder.config, folder.read_config() | {"trust_remote_code": True})
+    trusted = export(
+        str(folder.root), tmp_path / "trusted", merged=merged, model=None, adapter=None
+    )
+    plain = export(str(run.root), tmp_path / "plain", merged=merged, model=None, adapter=None)
+    for server in ("agentrl", "vLLM"):
+        assert "--trust-remote-code" in trusted.servers[server][0].split()
+        assert "--trust" not in plain.servers[server][0]
+
+
 def test_vllm_is_told_of_a_large_rank(tmp_path: Path) -> None:
     for rank, said in ((16, "--enable-lora --lora"), (48, "--enable-lora --max-lora-rank 64 --l")):
         base = load_base("agentrl-tiny", device="cpu")

@@ -118,6 +118,23 @@ def test_other_tasks_are_refused_and_the_stored_ones_kept(tmp_path: Path, given:
     store.close()
 
 
+def test_a_setting_that_does_not_fit_the_tasks_is_not_kept(tmp_path: Path) -> None:
+    """Else every later --resume would be refused for it."""
+    folder = started(tmp_path)
+    before = folder.config.read_bytes()
+    done = agentrl("train", "--resume", str(folder.root), "--warmup-steps", "50")
+    assert done.returncode == 2
+    assert "warmup_steps: 50 leave none of" in " ".join(done.stderr.replace("│", " ").split())
+    assert folder.config.read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    folder = started(tmp_path)
+    (folder.root / "lock").mkdir()  # root may write into a read-only folder
+    with pytest.raises(ConfigError, match=r"cannot write .*lock'?: Is a directory"):
+        folder.lock()
+
+
 def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
     folder = started(tmp_path)
     folder.lock()

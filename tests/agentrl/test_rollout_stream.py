@@ -132,6 +132,43 @@ def test_who_waits_is_never_older(hands: Hands, max_staleness: int, seed: int) -
     assert source.under_way() == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("was", "now"), [((2, 2), (0, 2)), ((3, 2), (1, 2)), ((1, 2), (1, 1)), ((3, 3), (1, 2))]
+)
+def test_a_resumed_run_may_run_less_far_ahead(
+    hands: Hands, was: tuple[int, int], now: tuple[int, int]
+) -> None:
+    """(max_staleness, batch_size): what was under way and is too much now waits for its turn."""
+
+    def of(bounds: tuple[int, int]) -> RolloutStream:
+        return RolloutStream(
+            hands, hands.task_ids, steps=8, batch_size=bounds[1], group_size=GROUP, seed=3,
+            max_staleness=bounds[0], never_older=True,
+        )  # fmt: skip
+
+    source = of(was)
+    source.take(1, nothing)
+    state = source.state()
+    hands.store.cancel(hands.run_id, "interrupted")
+    hands.claims.clear()
+    source = of(now)
+    source.restore(1, state)
+    known, queued_at, order = len(hands.queued), dict[str, int](), list[str]()
+    for step in range(2, 9):
+        taken = source.take(step, nothing)
+        queued_at |= {new.group_id: step - 1 for new in hands.queued[known:]}
+        known = len(hands.queued)
+        order += hands.groups(taken)
+        ages = [step - 1 - queued_at[group] for group in hands.groups(taken)]
+        assert len(ages) == now[1]
+        assert max(ages) <= now[0]
+        if step == 2:  # another interruption forgets nothing
+            assert len(source.state()["under_way"]) >= len(state["under_way"]) - now[1]
+    wanted = [f"train-{s}-{p}" for s, p, _ in state["under_way"]]
+    assert order[: len(wanted)] == wanted
+    assert source.under_way() == (0, 0)
+
+
 def test_a_slow_group_is_carried_over_whole(hands: Hands) -> None:
     hands.stuck = set(names((1, 1)))
     source = stream(hands, max_staleness=1)

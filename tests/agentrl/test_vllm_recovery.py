@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -17,6 +19,7 @@ import pytest
 
 from agentrl import session, vllm, waiting
 from agentrl.config import TrainConfig
+from agentrl.gateway import Gateway, GatewaySettings
 from agentrl.run_folder import RunFolder
 from agentrl.vllm import VllmSampler
 from agentrl.vllm_api import VllmError
@@ -365,6 +368,34 @@ def test_a_server_that_is_not_there_is_waited_for_no_longer_than_asked(
     [said] = [record.message for record in caplog.records]
     assert said.startswith(f"no vLLM server is ready at {url}: ")
     assert said.endswith("waiting up to 1.5 s for it (vllm_wait)")
+
+
+def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Path) -> None:
+    """``vllm_wait`` is for a server that was never there; an outage may be longer."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    settings = GatewaySettings(
+        store=str(tmp_path / "store.db"), model="agentrl-tiny", adapter=None, device="cpu",
+        dtype="float32", operator_key=None, run_id=None, max_tokens=8,
+        vllm_url="http://127.0.0.1:1", vllm_wait=7.5,
+    )  # fmt: skip
+    gateway = Gateway(settings, tmp_path / "gateway.log", listening)
+    gateway.start()
+    try:
+        killed = gateway.pid
+        os.kill(killed, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while gateway.pid == killed and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert waits_of(gateway) is None
+    finally:
+        gateway.stop()
+
+
+def waits_of(gateway: Gateway) -> float | None:
+    """What the process that runs now was told."""
+    environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
+    (told,) = [one for one in environment if one.startswith("AGENTRL_GATEWAY_SETTINGS=")]
+    return json.loads(told.partition("=")[2])["vllm_wait"]
 
 
 def test_a_run_says_what_it_waits_for_and_ends_without_it(

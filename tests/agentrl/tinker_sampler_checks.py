@@ -44,6 +44,7 @@ def main(url: str, folder: Path) -> None:
         eos_ids=FACTS.eos_ids,
         context_length=FACTS.context_length,
     )
+    assert "no session" in (sampler.load_or_try_later("early", 3, path) or "")
     sampler.start()
     asyncio.run(check(sampler, path, sequences))
     sampler.stop()
@@ -55,8 +56,14 @@ async def check(sampler: TinkerSampler, path: str, sequences: list[SampledSequen
     assert unknown.value.code == "unknown_adapter"
     with pytest.raises(RefusedError, match="nothing at"):
         await sampler.load_adapter("policy", 3, path + "x")
+    # Weights that have expired: whoever asks for them hears of it, until others are published.
+    assert "nothing at" in (sampler.load_or_try_later("policy", 2, path + "x") or "")
+    assert sampler.adapters == {"early": 3, "policy": 2}
+    with pytest.raises(RefusedError, match="nothing at"):
+        await events_of(sampler)
     await sampler.load_adapter("policy", 3, path)
-    assert sampler.adapters == {"policy": 3}
+    assert sampler.adapters == {"early": 3, "policy": 3}
+    assert await events_of(sampler, adapter="early") == await events_of(sampler)
 
     events = await events_of(sampler, n=2, top_logprobs=2)
     for choice, sequence in enumerate(sequences):

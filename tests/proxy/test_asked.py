@@ -28,6 +28,11 @@ KEYS = st.sampled_from([b"one", b"other"])
 N = 3  # choices of every request
 
 
+def running(requests: Requests) -> int:
+    held = [one for same in requests._asked.values() for one in same.requests]
+    return sum(one.state is State.RUNNING for one in held)
+
+
 def part(choice: int, said: object) -> Part:
     return {"choices": [{"index": choice, "said": said}]}
 
@@ -41,6 +46,7 @@ class Told:
     since: float = 0.0
     to_end: int = 0
     broken: bool = False
+    recalled: bool = False  # and given to no retry since
     waiters: list[asyncio.Task[Asked | None]] = field(
         default_factory=list["asyncio.Task[Asked | None]"]
     )
@@ -95,7 +101,9 @@ class RetryRules(RuleBasedStateMachine):
         told.state, told.since = ("failed" if told.broken else "answered"), self.now
         (same,) = [same for same in self.by_key.values() if told in same]
         if not told.broken:
-            same[:] = [one for one in same if one.state != "answered" or one is told]
+            same[:] = [
+                one for one in same if one.state != "answered" or one is told or one.recalled
+            ]
         self.turn()
         waiters, told.waiters = told.waiters, []
         for task in waiters:  # in the order in which they came
@@ -136,6 +144,7 @@ class RetryRules(RuleBasedStateMachine):
             self.pairs.append((asked, told))
         assert self.told_of(asked) is told
         assert {c["index"]: c["said"] for p in asked.parts() for c in p["choices"]} == told.said
+        told.recalled = False
         if told.state == "failed":
             assert asked.state is State.RUNNING
             self.start(asked, told, refused=False)
@@ -197,7 +206,7 @@ class RetryRules(RuleBasedStateMachine):
                 choices = range(N - (state == "failed"))
                 said = {i: self.sampled + 1 + i for i in choices}
                 self.sampled += N
-                found.append(Told(state, said, self.now))
+                found.append(Told(state, said, self.now, recalled=True))
         lists = {
             state: [[part(*one) for one in t.said.items()] for t in found if t.state == state]
             for state in ("answered", "missed", "failed")
@@ -213,7 +222,7 @@ class RetryRules(RuleBasedStateMachine):
             names = {"failed": State.UNANSWERED, "missed": State.MISSED,
                      "running": State.RUNNING, "answered": State.ANSWERED}  # fmt: skip
             assert states == [names[one.state] for one in same] or self._some_are_old(same)
-        assert self.requests.running == len(self.runs())
+        assert running(self.requests) == len(self.runs())
         for asked, told in self.pairs:
             if told.state == "answered":  # every choice once, and nothing lost
                 assert sorted(told.said) == list(range(N))
@@ -248,6 +257,19 @@ def answered(requests: Requests, key: bytes, size: int = 10) -> Asked:
     asked.add(part(0, "x" * size))
     requests.job_ended(asked, whole=True)
     return asked
+
+
+async def test_a_new_request_does_not_take_a_recalled_answer_from_its_retry(
+    requests: Requests,
+) -> None:
+    requests.recall(b"same", [[part(0, "first")], [part(0, "second")]], [], [])
+    answered(requests, b"same")
+    told = set[str]()
+    for _ in range(3):
+        asked = await requests.earlier(b"same")
+        assert asked is not None
+        told.add(asked.parts()[0]["choices"][0]["said"])
+    assert told == {"first", "second", "x" * 10}
 
 
 async def test_what_was_not_used_for_longest_is_dropped(requests: Requests) -> None:

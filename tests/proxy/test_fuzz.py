@@ -373,6 +373,16 @@ def test_the_document_describes_the_routes(gateway: Running) -> None:
             assert answer.status_code == 401, path
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/v1/chat/completions", "/nowhere"])
+def test_the_head_of_an_answer_can_be_asked_for(gateway: Running, path: str) -> None:
+    """uvicorn writes no body then, so the head must not wait for one."""
+    with httpx.Client(base_url=gateway.url, timeout=10) as client:  # one connection for both
+        head, whole = client.head(path), client.get(path)
+    assert head.status_code == whole.status_code or head.status_code == 405
+    assert not head.content
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
 @pytest.mark.parametrize("name", ["ChatCompletionRequest", "RewardRequest", "AdapterRequest"])
 def test_what_the_document_requires_is_required(gateway: Running, name: str) -> None:
     path, body = {

@@ -157,6 +157,34 @@ def test_n_choices_are_siblings() -> None:
 # ---- what went wrong
 
 
+def choices_of(response: str, seq: int, states: dict[int, CallState]) -> list[Call]:
+    return [
+        make(f"{response}#{i}@{seq}", [1], [10 + i] if state is CallState.COMPLETED else [],
+             seq=seq, choice=i, response_id=response, state=state)
+        for i, state in states.items()
+    ]  # fmt: skip
+
+
+def test_choices_of_an_answer_that_was_never_given() -> None:
+    """The agent did not ask again, or later, and was given another answer."""
+    done, failed = CallState.COMPLETED, CallState.ERROR
+    lost = choices_of("a", 0, {0: done, 1: failed, 2: done})
+    anew = choices_of("b", 1, {0: done, 1: done, 2: done})
+    built = build(*lost, *anew)
+    assert rows(built) == [[call.id] for call in anew]
+    assert built.skipped == dict.fromkeys((c.id for c in lost), SkipReason.SAMPLER_ERROR)
+
+
+def test_choices_of_an_answer_that_a_retry_completed() -> None:
+    done, failed = CallState.COMPLETED, CallState.ERROR
+    calls = choices_of("a", 0, {0: done, 1: failed, 2: done})
+    calls += choices_of("a", 1, {1: failed})
+    calls += choices_of("a", 2, {1: done})
+    built = build(*calls)
+    assert rows(built) == [["a#0@0"], ["a#2@0"], ["a#1@2"]]
+    assert len(built.skipped) == 2
+
+
 def test_a_client_that_left_in_mid_stream() -> None:
     a = make("a", [1], [10, 11], seq=0, state=CallState.CANCELLED)
     again = make("again", [1], [12], seq=1)

@@ -63,7 +63,7 @@ class SkipReason(StrEnum):
     FAILED_ATTEMPT = "failed_attempt"  # its attempt did not win
     FAILED_ROLLOUT = "failed_rollout"  # no attempt of its rollout succeeded
     CLIENT_DISCONNECTED = "client_disconnected"
-    SAMPLER_ERROR = "sampler_error"
+    SAMPLER_ERROR = "sampler_error"  # it, or another choice of its answer, which was never given
     GATEWAY_LOST = "gateway_lost"  # the gateway died between accepting and answering it
     LATE_CALL = "late_call"  # finished after its attempt was sealed
     NOT_TRAINABLE_MODEL = "not_trainable_model"  # no adapter being trained answered it

@@ -215,6 +215,7 @@ def judge(
     """Why this call of a winning attempt cannot train, by itself; None if it can.
 
     What the gateway already knew (a client's retry, a late call, one it lost) stands on the record.
+    What its fellow choices say of it, ``build_trajectories`` knows.
     """
     if call.skip_reason is not None:
         return call.skip_reason
@@ -230,13 +231,18 @@ def build_trajectories(
     oldest_version: Mapping[str, int] | None = None,
     rules: Rules | None = None,
 ) -> TrajectorySet:
-    """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect."""
+    """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect.
+
+    An answer of several choices of which one was never made was not given: its client was told of a
+    failure, and acted on none of them. The whole ones are skipped as well (sampler_error).
+    """
     if len({call.attempt_id for call in calls}) > 1:
         raise ValueError("calls of several attempts: a trajectory belongs to one attempt")
     if len({call.id for call in calls}) < len(calls):
         raise ValueError("two calls share an id")
 
     ordered = sorted(calls, key=lambda call: (call.seq, call.choice, call.id))
+    not_given = _not_given(calls)
     skipped: dict[str, SkipReason] = {}
     kept: dict[str, list[Call]] = {}
     for call in ordered:
@@ -247,6 +253,8 @@ def build_trajectories(
             oldest_version=oldest_version,
             rules=rules,
         )
+        if reason is None and call.response_id in not_given:
+            reason = SkipReason.SAMPLER_ERROR
         if reason is not None:
             skipped[call.id] = reason
         elif call.adapter is not None:  # always so: judge refuses the base model
@@ -260,6 +268,16 @@ def build_trajectories(
         for chain in _chains(kept[adapter], _parents(kept[adapter]))
     ]
     return TrajectorySet(trajectories, skipped)
+
+
+def _not_given(calls: Sequence[Call]) -> set[str]:
+    """The ids of responses with a choice that no call completed. A retry of the same response
+    completes what is missing, in calls of its own."""
+    made: dict[tuple[str, int], bool] = {}
+    for call in calls:
+        choice = (call.response_id, call.choice)
+        made[choice] = made.get(choice, False) or call.state is CallState.COMPLETED
+    return {response for (response, _), completed in made.items() if not completed}
 
 
 def _parents(calls: Sequence[Call]) -> list[int | None]:
