@@ -28,16 +28,12 @@ from transformers import dynamic_module_utils
 from agentrl.config import ConfigError, TrainConfig
 from agentrl.gateway import GatewaySettings, _make_sampler
 from agentrl.run_folder import find_adapters
-<<<<<<< HEAD
 from agentrl.session import RunError
 from agentrl.tinker_server.app import TinkerServer
-from agentrl.trained import load_trained
+from agentrl.trained import Trained, load_trained
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer import tiny
 from agentrl_trainer.model import ModelError
-=======
-from agentrl.trained import Trained
->>>>>>> wt-fixc
 
 INSTALLED = importlib.util.find_spec("tinker") is not None
 needs_sdk = pytest.mark.skipif(
@@ -89,7 +85,6 @@ def test_its_settings_mean_nothing_elsewhere() -> None:
         )
 
 
-<<<<<<< HEAD
 OWN = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
 class OwnConfig(Qwen3Config):
@@ -126,7 +121,8 @@ def test_trusted_code_of_a_model_is_run_here(
     assert sampler is not None
     with pytest.raises(ModelError, match="trust_remote_code"):
         _make_sampler(replace(settings, trust_remote_code=False))
-=======
+
+
 def test_a_service_that_fails_at_the_end_does_not_spoil_it() -> None:
     class Gone:
         def close(self) -> None:
@@ -136,7 +132,6 @@ def test_a_service_that_fails_at_the_end_does_not_spoil_it() -> None:
     Trained(gone, {}, 8, 1e-3, failures=(ConnectionError,)).close()
     with pytest.raises(ConnectionError):  # a fault of ours
         Trained(gone, {}, 8, 1e-3).close()
->>>>>>> wt-fixc
 
 
 def weights(run: Run, served: Path) -> dict[str, Any]:

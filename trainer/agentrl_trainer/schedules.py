@@ -38,8 +38,9 @@ def default_learning_rate(parameters: int, alpha: float = 32.0) -> float:
     The rank does not enter. The update is alpha / rank times the sum of ``rank`` products, and
     Adam moves each of them by the same amount whatever the rank: their mean moves as one of them
     does (Schulman et al., "LoRA Without Regret", 2025, which finds the best rate the same from rank
-    4 to 512; so does ``benchmarks/learning_rate`` from 1 to 128). Alpha does: with B at zero the first updates are alpha times the rate, so that both
-    points, which are of alpha 32, hold for the product.
+    4 to 512; so does ``benchmarks/learning_rate`` from 1 to 128). Alpha does: with B at zero the
+    first updates are alpha times the rate, so that both points, which are of alpha 32, hold for the
+    product.
     """
     small, large = (0.85e6, 1.5e-3), (4e9, 4e-5)
     exponent = math.log(large[1] / small[1]) / math.log(large[0] / small[0])
