@@ -7,7 +7,9 @@ agree. Does not know: adapters (those active count), threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+from transformers import PreTrainedConfig
 
 from agentrl_trainer.batches import Datum, pack
 from agentrl_trainer.logprobs import TokenLogprobs
@@ -37,10 +39,9 @@ class Scorer:
 
     def _apart(self, score: Callable[[], T]) -> T:
         # Each part's: the towers of a multimodal model may not know what its language model does.
-        configs = {
-            id(c): c for m in self._base.model.modules() if (c := getattr(m, "config", None))
-        }
-        before = [(c, c._attn_implementation_internal) for c in cast(Any, configs).values()]
+        found: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
+        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values()
+        before = [(c, c._attn_implementation_internal) for c in configs]
         try:
             return score()
         finally:  # sampling has an attention of its own
