@@ -163,6 +163,16 @@ def test_cross_entropy_is_the_weighted_sum(shared: TrainingClient) -> None:
     shared.optim_step(AdamParams(learning_rate=0)).result()
 
 
+def test_a_forward_weighs_as_forward_backward_does(shared: TrainingClient) -> None:
+    datum = supervised()
+    plain = shared.forward([datum]).result().metrics["loss:sum"]
+    datum.loss_fn_inputs["length_weights"] = [0.5] * 7
+    seen = shared.forward([datum]).result().metrics["loss:sum"]
+    assert seen == pytest.approx(plain / 2, rel=1e-5)
+    assert seen == shared.forward_backward([datum]).result().metrics["loss:sum"]
+    shared.optim_step(AdamParams(learning_rate=0)).result()
+
+
 def test_a_custom_loss_has_the_gradient_of_the_built_in_one(service: ServiceClient) -> None:
     built_in = service.create_lora_training_client(TINY, rank=4, seed=7)
     custom = service.create_lora_training_client(TINY, rank=4, seed=7)

@@ -115,6 +115,14 @@ def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> Row:
     )
 
 
+def length_weighted(row: Row, datum: Datum | Row) -> Row:
+    """A row that was read for its log-probs alone, with the weights of its terms, if it has any."""
+    if isinstance(datum, Row) or "length_weights" not in datum.loss_fn_inputs:
+        return row
+    weights = _column(datum.loss_fn_inputs, "length_weights", len(row.tokens) - 1)
+    return replace(row, extra={**row.extra, _EXTRA["length_weights"]: [0.0, *weights]})
+
+
 def from_row(row: batches.Datum) -> Datum:
     """The inverse: what the learner would train on, as the client's datum."""
     if row.extra.keys() - set(_EXTRA.values()):

@@ -7,7 +7,9 @@ agree. Does not know: adapters (those active count), threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar
+
+from transformers import PreTrainedConfig
 
 from agentrl_trainer.batches import Datum, pack
 from agentrl_trainer.logprobs import TokenLogprobs
@@ -36,12 +38,15 @@ class Scorer:
         return self._apart(lambda: self._likeliest(row, count))
 
     def _apart(self, score: Callable[[], T]) -> T:
-        attention = cast(str, self._base.model.config._attn_implementation)
+        # Each part's: the towers of a multimodal model may not know what its language model does.
+        found: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
+        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values()
+        before = [(c, c._attn_implementation_internal) for c in configs]
         try:
             return score()
         finally:  # sampling has an attention of its own
-            if self._base.model.config._attn_implementation != attention:
-                self._base.model.set_attn_implementation(attention)
+            for config, attention in before:
+                config._attn_implementation_internal = attention
 
     def _score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         # Made when first asked for: it tries out what the model allows.

@@ -24,7 +24,13 @@ from agentrl_trainer.client.local.base import LocalBase
 from agentrl_trainer.client.local.sampling import LocalSampling
 from agentrl_trainer.client.local.states import read_state, renamed
 from agentrl_trainer.client.naming import SAMPLERS, STATES, check_name
-from agentrl_trainer.client.rows import check_loss, metrics_of, outputs, to_rows
+from agentrl_trainer.client.rows import (
+    check_loss,
+    length_weighted,
+    metrics_of,
+    outputs,
+    to_rows,
+)
 from agentrl_trainer.client.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -100,6 +106,8 @@ class LocalTraining:
         check_loss(loss_fn, config)
         # What a custom loss is made of may hold any inputs, and asks for the cross-entropy.
         rows = self._rows(data, None if loss_fn == "cross_entropy" else loss_fn)
+        if loss_fn == "cross_entropy":  # its terms' weights are not read with any inputs
+            rows = [length_weighted(*pair) for pair in zip(rows, data, strict=True)]
 
         def work() -> ForwardBackwardOutput:
             found = [[0.0] * len(row.tokens) for row in rows]
