@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
 from scripted_sampler import Running
 from test_elsewhere import forget_clients, pytestmark  # noqa: F401
 from test_other_models import SECRET, Faulty, faulty, said, trouble  # noqa: F401
@@ -15,6 +16,13 @@ from test_other_models import SECRET, Faulty, faulty, said, trouble  # noqa: F40
 from agentrl_proxy.deps import OtherModel
 
 HI = [{"role": "user", "content": "h"}]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unwatched() -> None:
+    """Other tests of this process trace openai, as an agent's process does; a gateway's never does,
+    and what traces it would be the first to stumble over a provider's answer."""
+    OpenAIInstrumentor().uninstrument()
 
 
 def part(**fields: Any) -> dict[str, Any]:
