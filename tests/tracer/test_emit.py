@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
 
 from agentrl import emit_reward
 from agentrl_tracer import agent, otlp
@@ -67,7 +66,6 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     yield server
     if agent._active is not None:
         agent._active.close()
-    OpenAIInstrumentor().uninstrument()  # where openai was loaded, by tests before us
     server.shutdown()
     server.server_close()
 
