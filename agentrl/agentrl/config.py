@@ -193,7 +193,7 @@ class ModelConfig(_Config):
     vllm_wait: Annotated[float, Parameter(group=_MODEL)] = Field(
         60,
         ge=0,
-        description="Seconds to wait at the start for the server at vllm_url, if it does not answer.",
+        description="Seconds to wait for the server at vllm_url at the start.",
     )
     vllm_key_env: Annotated[str | None, Parameter(group=_MODEL)] = Field(
         None,
