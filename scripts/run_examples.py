@@ -35,7 +35,7 @@ class Example:
     npm: bool = False
 
     def command(self) -> list[str]:
-        train = [PYTHON, "-m", "agentrl.cli", "train", "--config", f"examples/{self.config}"]
+        train = [PYTHON, "-m", "agentrl", "train", "--config", f"examples/{self.config}"]
         return [*self.before, *train, "--runs", str(RUNS), "--name", self.name]
 
 

@@ -21,8 +21,8 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return
     if not real_vllm.PYTHON:
         pytest.skip("AGENTRL_TEST_VLLM_PYTHON names no interpreter with vLLM")
-    from agentrl.config import ServeConfig
-    from agentrl.vllm_server import VllmServer, vllm_settings
+    from agentrl.config.settings import ServeConfig
+    from agentrl.samplers.vllm.server import VllmServer, vllm_settings
 
     config = ServeConfig.model_validate(
         {"sampler": "vllm", "vllm_python": real_vllm.PYTHON, "device": "cpu"}
@@ -51,9 +51,9 @@ _VLLM = pytest.param(
 @pytest.fixture(scope="session", params=["embedded", _VLLM])
 def tiny_sampler(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Each real sampler, running, with the model that ships."""
-    from agentrl.embedded import EmbeddedSampler
-    from agentrl.vllm import VllmSampler
-    from agentrl_trainer.model import load_base, load_facts
+    from agentrl.samplers.embedded import EmbeddedSampler
+    from agentrl.samplers.vllm.sampler import VllmSampler
+    from agentrl_trainer.models.loading import load_base, load_facts
 
     if request.param == "embedded":
         sampler = EmbeddedSampler(load_base("agentrl-tiny", device="cpu", dtype="float32"))

@@ -79,4 +79,4 @@ def test_emit_reward_needs_opentelemetry_only() -> None:
 
 
 def test_command_line_help_does_not_load_torch() -> None:
-    assert not modules_after("import agentrl.cli") & {"torch", "transformers", "fastapi"}
+    assert not modules_after("import agentrl.cli.main") & {"torch", "transformers", "fastapi"}

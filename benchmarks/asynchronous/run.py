@@ -51,7 +51,7 @@ def train(
         settings["stale"] = options.stale
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", "train", f"{HERE / 'agent.py'}:agent", *flags],
+        [sys.executable, "-m", "agentrl", "train", f"{HERE / 'agent.py'}:agent", *flags],
         check=True,
         stdout=sys.stderr,
         env={**os.environ, "AGENTRL_BENCH_LATENCY": str(options.latency), "OMP_NUM_THREADS": "1"},

@@ -93,17 +93,17 @@ class InstantSampler:
 
 def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     """The gateway's process."""
-    from agentrl.gateway import import_gateway
+    from agentrl.gateway.process import import_gateway
 
     import_gateway()
     from transformers import AutoTokenizer
 
     from agentrl_proxy.app import create_app
-    from agentrl_proxy.deps import GatewayDeps
-    from agentrl_proxy.rendering import Renderer
-    from agentrl_proxy.server import serving
+    from agentrl_proxy.dependencies import GatewayDeps
+    from agentrl_proxy.rendering.renderer import Renderer
+    from agentrl_proxy.server.uvicorn import serving
     from agentrl_tracer.store import Store
-    from agentrl_tracer.writer import TraceWriter
+    from agentrl_tracer.store.writer import TraceWriter
 
     store = Store(store_path)
     store.register_gateway("soak", run_id, 1)

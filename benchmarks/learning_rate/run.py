@@ -59,8 +59,8 @@ class Run:
 
 
 def default_rate() -> float:
-    from agentrl_trainer.model import load_base
-    from agentrl_trainer.schedules import default_learning_rate
+    from agentrl_trainer.learner.schedules import default_learning_rate
+    from agentrl_trainer.models.loading import load_base
 
     model = load_base("agentrl-tiny", device="cpu").model
     return default_learning_rate(sum(p.numel() for p in model.parameters()))

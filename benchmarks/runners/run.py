@@ -23,11 +23,11 @@ from typing import Any
 
 from cpu import cpu_seconds
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/agentrl"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 from test_runner import FakeGateway  # the runners' tests have one
 
-from agentrl.run_folder import RunFolder
 from agentrl.runner import RunnerConfig, start_pool
+from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
 
@@ -128,7 +128,7 @@ def from_train_to_crewai() -> Row:
         flags = (part for k, v in settings.items() for part in (f"--{k.replace('_', '-')}", str(v)))
         started = time.time()
         done = subprocess.run(
-            [sys.executable, "-m", "agentrl.cli", "train", f"{folder / 'agents.py'}:agent", *flags],
+            [sys.executable, "-m", "agentrl", "train", f"{folder / 'agents.py'}:agent", *flags],
             capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
         run = RunFolder(folder / "run")

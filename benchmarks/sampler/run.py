@@ -45,14 +45,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl_trainer.model import BaseModel, attach_adapter, load_base, lora_config, save_adapter
-from agentrl_trainer.sampler import (
+from agentrl_trainer.inference import (
     Event,
     Finished,
     SampleParams,
     SamplerEngine,
     SampleRequest,
     Token,
+)
+from agentrl_trainer.models.loading import (
+    BaseModel,
+    attach_adapter,
+    load_base,
+    lora_config,
+    save_adapter,
 )
 
 HERE = Path(__file__).parent

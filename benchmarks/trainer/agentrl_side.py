@@ -11,9 +11,9 @@ from cases import CASES, RANK, Row
 from measure import report
 from transformers import AutoModelForCausalLM
 
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import Learner
-from agentrl_trainer.model import BaseModel
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.models.loading import BaseModel
 
 
 def datum(row: Row) -> Datum:

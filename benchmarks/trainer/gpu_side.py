@@ -32,8 +32,8 @@ def agentrl_step(options: argparse.Namespace) -> tuple[Callable[[], None], int, 
 
     from agentrl_side import datum
 
-    from agentrl_trainer.learner import Learner
-    from agentrl_trainer.model import BaseModel
+    from agentrl_trainer.learner.learner import Learner
+    from agentrl_trainer.models.loading import BaseModel
 
     device = torch.device(options.device)
     model = random_model(options.shape, options.device).eval().requires_grad_(False)

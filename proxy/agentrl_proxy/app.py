@@ -22,20 +22,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from agentrl_proxy import ingest, openapi, translation
-from agentrl_proxy.admission import Admission
-from agentrl_proxy.asgi import (
-    WorkResponse,
-    internal_error,
-    json_response,
-    read_body,
+from agentrl_proxy.dependencies import GatewayDeps, GatewayStats
+from agentrl_proxy.errors import (
+    ApiError,
+    invalid,
+    model_not_found,
+    refused_by_sampler,
+    unavailable,
 )
-from agentrl_proxy.attempts import Attempts
-from agentrl_proxy.auth import Caller, Credentials, ask
-from agentrl_proxy.chat import ChatService
-from agentrl_proxy.completions import CompletionWork, completion_request
-from agentrl_proxy.deps import GatewayDeps, GatewayStats
-from agentrl_proxy.elsewhere import (
+from agentrl_proxy.generation.completions import CompletionWork, completion_request
+from agentrl_proxy.generation.service import ChatService
+from agentrl_proxy.protocols import openapi, translation
+from agentrl_proxy.protocols.chat import ChatRequest, chat_request, read_object
+from agentrl_proxy.protocols.messages import anthropic_error, count_request, messages_request
+from agentrl_proxy.protocols.models import model_card, model_list
+from agentrl_proxy.protocols.responses import responses_request
+from agentrl_proxy.providers.requests import (
     OtherCompletionWork,
     OtherCountWork,
     chat_elsewhere,
@@ -44,23 +46,22 @@ from agentrl_proxy.elsewhere import (
     of_message,
     of_response,
 )
-from agentrl_proxy.errors import (
-    ApiError,
-    invalid,
-    model_not_found,
-    refused_by_sampler,
-    unavailable,
-)
-from agentrl_proxy.forward import ForwardingSink
-from agentrl_proxy.messages import anthropic_error, count_request, messages_request
-from agentrl_proxy.model_cards import model_card, model_list
-from agentrl_proxy.openai_types import ChatRequest, chat_request, read_object
-from agentrl_proxy.other_models import OtherModels, OtherRequest
-from agentrl_proxy.recording import trace_context
-from agentrl_proxy.responses import responses_request
-from agentrl_proxy.retries import EarlierAnswers
+from agentrl_proxy.providers.service import OtherModels, OtherRequest
+from agentrl_proxy.requests.attempts import Attempts
+from agentrl_proxy.requests.auth import Caller, Credentials, ask
+from agentrl_proxy.requests.client_retries import EarlierAnswers
+from agentrl_proxy.requests.rate_limits import Admission
+from agentrl_proxy.requests.recording import trace_context
+from agentrl_proxy.requests.work import OneJob
 from agentrl_proxy.sampler import RefusedError
-from agentrl_proxy.work import OneJob
+from agentrl_proxy.server.sse import (
+    WorkResponse,
+    internal_error,
+    json_response,
+    read_body,
+)
+from agentrl_proxy.telemetry import otlp_ingest as ingest
+from agentrl_proxy.telemetry.otlp_export import ForwardingSink
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")

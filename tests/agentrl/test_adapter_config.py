@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config import ConfigError, EvalConfig, TrainConfig, explain, tables_as_json
-from agentrl.run_folder import adapter_folders
+from agentrl.config.settings import ConfigError, EvalConfig, TrainConfig, explain, tables_as_json
+from agentrl.runs.folder import adapter_folders
 
 
 def config(**settings: Any) -> TrainConfig:

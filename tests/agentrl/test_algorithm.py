@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.algorithm import (
+from agentrl.config.algorithm import (
     LOSS_OPTIONS,
     AlgorithmConfig,
     correction,
@@ -16,9 +16,9 @@ from agentrl.algorithm import (
     update_settings,
     value_params,
 )
-from agentrl.config import TrainConfig
-from agentrl_trainer.losses import LOSSES
-from agentrl_trainer.values import ValueParams
+from agentrl.config.settings import TrainConfig
+from agentrl_trainer.learner.losses import LOSSES
+from agentrl_trainer.learner.value_head import ValueParams
 
 
 def config(**options: Any) -> TrainConfig:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.cli import app
-from agentrl.config import (
+from agentrl.cli.main import app
+from agentrl.config.settings import (
     ConfigError,
     EvalConfig,
     ServeConfig,
@@ -20,22 +20,22 @@ from agentrl.config import (
     greedy_note,
     tables_as_json,
 )
-from agentrl.gateway import other_model, variables_of
-from agentrl.rollout_stream import tasks_in_order
-from agentrl.run_folder import RunFolder
+from agentrl.config.tasks import load_tasks, steps_of
+from agentrl.gateway.process import other_model, variables_of
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
-from agentrl.runner.handle import runner_environment
-from agentrl.tasks import load_tasks, steps_of
+from agentrl.runner.pool_client import runner_environment
+from agentrl.runs.folder import RunFolder
+from agentrl.training.rollout_queue import tasks_in_order
 from agentrl_tracer.schemas import Claim, Purpose
-from agentrl_trainer.schedules import default_learning_rate
+from agentrl_trainer.learner.schedules import default_learning_rate
 
 
 def agentrl(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     import os
 
     return subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", *arguments],
+        [sys.executable, "-m", "agentrl", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **env, "COLUMNS": "200"},
@@ -331,7 +331,7 @@ def test_an_application_keeps_its_otlp_backend(tmp_path: Path) -> None:
 
 def test_every_limit_reaches_the_gateway() -> None:
     """Each of the limits is a setting of its own, and the gateway knows it by the same name."""
-    from agentrl.gateway import GatewaySettings
+    from agentrl.gateway.process import GatewaySettings
 
     asked = ServeConfig(
         max_concurrent=2, max_queued=3, receive_timeout=4, receive_mib=40, stall_timeout=5,

@@ -20,13 +20,12 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from agentrl import ollama
-from agentrl.config import ConfigError
-from agentrl.export import export
-from agentrl.run_folder import RunFolder, find_adapters
+from agentrl.config.settings import ConfigError
+from agentrl.export.adapter import export, ollama
+from agentrl.runs.folder import RunFolder, find_adapters
 from agentrl_tracer.schemas import Call
 from agentrl_tracer.store import Store
-from agentrl_trainer.model import (
+from agentrl_trainer.models.loading import (
     attach_adapter,
     checkpoint_dtype,
     load_base,
@@ -35,7 +34,7 @@ from agentrl_trainer.model import (
 )
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello"
-CLI = [sys.executable, "-m", "agentrl.cli"]
+CLI = [sys.executable, "-m", "agentrl"]
 
 
 def cli(*arguments: object, code: int = 0) -> str:

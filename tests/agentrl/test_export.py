@@ -22,8 +22,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl.export import export
-from agentrl_trainer.experts import no_false_warnings
+from agentrl.export.adapter import export
+from agentrl_trainer.models.moe import no_false_warnings
 
 IDS = torch.arange(3, 23)[None]
 SIZES: dict[str, Any] = {

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.evaluate import score
-from agentrl.intervals import pass_at_k, task_interval, wilson
-from agentrl.report import evaluation_report
+from agentrl.cli.eval import score
+from agentrl.console.report import evaluation_report
+from agentrl.training.intervals import pass_at_k, task_interval, wilson
 from agentrl_tracer.schemas import Purpose, Reward, Rollout, RolloutState
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.config import JoinSettings
-from agentrl.join import runner_config
+from agentrl.cli.runner import runner_config
+from agentrl.config.settings import JoinSettings
 
 
 def test_agents_are_told_no_key_that_is_not_theirs() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.model import load_base
-from agentrl_trainer.schedules import default_learning_rate
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.learner.schedules import default_learning_rate
+from agentrl_trainer.models.loading import load_base
 
 
 def moved(rank: int, alpha: float) -> float:

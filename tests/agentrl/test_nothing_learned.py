@@ -14,11 +14,11 @@ from rich.console import Console
 from test_resume import killed
 from test_train import Run
 
-from agentrl.display import TrainDisplay
-from agentrl.picture import draw_learning_curve
-from agentrl.report import training_report
-from agentrl.run_folder import RunFolder
-from agentrl.summary import Summary
+from agentrl.console.live import TrainDisplay
+from agentrl.console.report import training_report
+from agentrl.runs.folder import RunFolder
+from agentrl.runs.learning_curve import draw_learning_curve
+from agentrl.runs.summary import Summary
 from agentrl_tracer.schemas import Accounting
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_runner import FakeGateway, until
 
-from agentrl.config import TrainConfig
+from agentrl.config.settings import TrainConfig
 from agentrl.runner import RunnerConfig
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
 from agentrl_tracer.store import Store
@@ -40,7 +40,7 @@ pytestmark = [
 
 def test_runners_on_a_local_ray_cluster(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    from agentrl.runner.on_ray import RayPool
+    from agentrl.runner.ray import RayPool
 
     (tmp_path / "agents.py").write_text(AGENT)
     store = Store(str(tmp_path / "store.db"))
@@ -115,7 +115,7 @@ def joined(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_what_other_nodes_cannot_reach_is_refused(
     joined: Any, tmp_path: Path, store: str, gateway_host: str | None, complaint: str
 ) -> None:
-    from agentrl.runner.on_ray import RayPool
+    from agentrl.runner.ray import RayPool
 
     (tmp_path / "agents.py").write_text(AGENT)
     spec = f"{tmp_path / 'agents.py'}:agent"
@@ -129,7 +129,7 @@ def test_two_nodes_share_the_work_and_one_of_them_may_die(
 ) -> None:
     import ray
 
-    from agentrl.runner.on_ray import RayPool
+    from agentrl.runner.ray import RayPool
 
     (tmp_path / "agents.py").write_text(AGENT)
     store = Store(postgres)
@@ -168,7 +168,7 @@ def test_two_nodes_share_the_work_and_one_of_them_may_die(
 
 
 def test_a_node_that_cannot_reach_the_gateway_says_so(tmp_path: Path) -> None:
-    from agentrl.runner.on_ray import check_reach
+    from agentrl.runner.ray import check_reach
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         gateway = f"http://127.0.0.1:{server.getsockname()[1]}"

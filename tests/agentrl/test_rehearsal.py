@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.runner import rehearsal
+from agentrl.runner import warmup as rehearsal
 from agentrl.runner.preload import StartedThreads
 
 # In a process of its own: there everything is as cold as in a pool, and nothing else runs.
@@ -71,9 +71,7 @@ def test_it_leaves_nothing_but_warm_libraries() -> None:
 
 
 def test_it_imports_no_client_that_is_not_loaded() -> None:
-    code = (
-        "import sys; from agentrl.runner.rehearsal import rehearse; rehearse(); print(*sys.modules)"
-    )
+    code = "import sys; from agentrl.runner.warmup import rehearse; rehearse(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "requests" in loaded  # every attempt exports its spans
@@ -130,9 +128,9 @@ def test_a_forked_child_still_exports_after_it(tmp_path: Path) -> None:
     """With a rehearsed process as its parent, as every attempt has."""
     code = """
 import http.server, os, sys, threading
-from agentrl.runner.rehearsal import rehearse
+from agentrl.runner.warmup import rehearse
 from agentrl import emit_reward
-from agentrl_tracer.agent import flush
+from agentrl_tracer.provider import flush
 rehearse()
 paths = []
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from documented_metrics import undocumented
-from test_train import HERE, Run
+from test_train import SUPPORT, Run
 
 from agentrl_tracer.schemas import Purpose, RolloutState
 
@@ -21,7 +21,7 @@ def killed(run: Run, moment: str, step: int, *more: str) -> None:
     arguments = run.argv[3:] if first else ["train", "--resume", str(run.folder.root)]
     arguments += more
     process = subprocess.run(
-        [sys.executable, str(HERE / "killed_at.py"), moment, str(step), *arguments],
+        [sys.executable, str(SUPPORT / "killed_at.py"), moment, str(step), *arguments],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert process.returncode == -signal.SIGKILL, process.stdout + process.stderr

@@ -16,9 +16,9 @@ from test_config import agentrl
 from test_resume import killed
 from test_train import Run
 
-from agentrl.config import ConfigError, TrainConfig
-from agentrl.resume import check_resume
-from agentrl.run_folder import RunFolder
+from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.runs.folder import RunFolder
+from agentrl.training.resume import check_resume
 from agentrl_tracer.store import Store
 
 TASKS = [{"n": 1}, {"n": 2}, {"n": 3}]
@@ -150,7 +150,7 @@ def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
 def test_the_lock_dies_with_its_process_whatever_that_forked(tmp_path: Path) -> None:
     holder = (
         "import os, sys, time, pathlib\n"
-        "from agentrl.run_folder import RunFolder\n"
+        "from agentrl.runs.folder import RunFolder\n"
         "folder = RunFolder(pathlib.Path(sys.argv[1])); folder.lock()\n"
         "child = os.fork()\n"
         "if child: print(child, flush=True)\n"

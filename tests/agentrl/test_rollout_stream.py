@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.rollout_stream import Look, RolloutStream, StepRollouts, tasks_in_order
-from agentrl.session import Session, plan_evaluation
+from agentrl.training.rollout_queue import Look, RolloutStream, StepRollouts, tasks_in_order
+from agentrl.training.session import Session, plan_evaluation
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentrl.trace_tree import answer_excerpt, prompt_excerpt, rollout_tree
+from agentrl.console.trace_tree import answer_excerpt, prompt_excerpt, rollout_tree
 from agentrl_tracer.schemas import (
     AttemptState,
     Call,
@@ -48,7 +48,7 @@ def agent(task):
 def agentrl_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "agents.py").write_text(AGENT)
     return subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", "run", "agents.py:agent", *arguments],
+        [sys.executable, "-m", "agentrl", "run", "agents.py:agent", *arguments],
         capture_output=True, text=True, check=False, cwd=folder,
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_a_failing_task_shows_its_trace(tmp_path: Path) -> None:
     [rollout] = store.rollouts((run / "run_id").read_text())
     store.close()
     again = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", "runs", "show", str(run), "--rollout", rollout.id],
+        [sys.executable, "-m", "agentrl", "runs", "show", str(run), "--rollout", rollout.id],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.startswith(again.stdout)

@@ -470,7 +470,7 @@ def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
     [task] = store.add_tasks(run_id, "train", [{"n": 3}])
     ids = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, i, i) for i in range(6)])
     command = [
-        sys.executable, "-m", "agentrl.cli", "runner", "--store", postgres, "--gateway",
+        sys.executable, "-m", "agentrl", "runner", "--store", postgres, "--gateway",
         gateway.url, "--runners", "2", "--logs", str(tmp_path / "logs"),
     ]  # fmt: skip
     with subprocess.Popen(

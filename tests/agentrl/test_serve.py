@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.gateway import Gateway
+from agentrl.gateway.process import Gateway
 
 HELLO: dict[str, Any] = {
     "model": "agentrl-tiny",
@@ -46,7 +46,7 @@ class Served:
             arguments = ("--store", str(folder / "served.db"), *arguments)
         self.said = (folder / "said").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentrl.cli", "serve", "--port", "0", "--device", "cpu",
+            [sys.executable, "-m", "agentrl", "serve", "--port", "0", "--device", "cpu",
              *arguments],
             stdout=subprocess.PIPE, stderr=self.said, text=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
@@ -198,8 +198,8 @@ class Flickering(Gateway):
 
 
 def test_moments_of_health_are_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway._WATCH_S", 0.01)
-    monkeypatch.setattr("agentrl.gateway._LIVED_S", 0.1)
+    monkeypatch.setattr("agentrl.gateway.process._WATCH_S", 0.01)
+    monkeypatch.setattr("agentrl.gateway.process._LIVED_S", 0.1)
     with pytest.raises(RuntimeError, match="5 times in a row"):
         Flickering([0, 50, 100, 150, 200]).watch()
 

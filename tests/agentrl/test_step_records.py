@@ -11,15 +11,15 @@ import pytest
 import torch
 from test_step_row import call
 
-from agentrl.clock import Clock
-from agentrl.config import TrainConfig
-from agentrl.step_records import StepRecords, adapter_rules
-from agentrl.train import update
+from agentrl.config.settings import TrainConfig
+from agentrl.training.batch import StepRecords, adapter_rules
+from agentrl.training.loop import update
+from agentrl.training.timing import Clock
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
-from agentrl_trainer.batches import Datum
 from agentrl_trainer.client import ServiceClient
-from agentrl_trainer.step import StepBatch
+from agentrl_trainer.data.batch_assembly import StepBatch
+from agentrl_trainer.data.packing import Datum
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(1, {0, 1}), (2, {0})])

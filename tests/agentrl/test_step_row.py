@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from documented_metrics import documented, undocumented
 
-from agentrl.rollout_stream import StepRollouts
-from agentrl.step_row import step_row
+from agentrl.training.metrics import step_row
+from agentrl.training.rollout_queue import StepRollouts
 from agentrl_tracer.schemas import Call, CallState, NewRollout, Outcomes, Purpose
 from agentrl_tracer.store import Store
-from agentrl_trainer.adapters import AdapterBatches
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import AdamParams, Learner, StepStats
-from agentrl_trainer.model import load_base
-from agentrl_trainer.step import StepBatch
+from agentrl_trainer.data.adapters import AdapterBatches
+from agentrl_trainer.data.batch_assembly import StepBatch
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.learner.learner import AdamParams, Learner, StepStats
+from agentrl_trainer.models.loading import load_base
 
 SECONDS = {"rollouts": 2.0, "update": 1.0, "prepare": 0.1, "forward_backward": 0.6}
 

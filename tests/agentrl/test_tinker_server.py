@@ -24,12 +24,14 @@ import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
+from peer import python_with
 
-from agentrl.tinker_server import create_app, wire
+from agentrl.tinker_server import create_app
+from agentrl.tinker_server import protobuf as wire
 from agentrl.tinker_server.app import TinkerServer
-from agentrl.tinker_server.leases import Leases
-from agentrl.tinker_server.promises import Answer, Promises
+from agentrl.tinker_server.request_store import Answer, Promises
 from agentrl.tinker_server.samplers import Samplers
+from agentrl.tinker_server.sessions import Leases
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import (
     AdamParams,
@@ -39,7 +41,6 @@ from agentrl_trainer.client import (
     ServiceClient,
 )
 from agentrl_trainer.client.local.states import read_state
-from peer import python_with
 
 PYTHON = python_with("tinker", "AGENTRL_TEST_TINKER_PYTHON")
 needs_sdk = pytest.mark.skipif(

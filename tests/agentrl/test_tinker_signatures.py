@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peer import python_with
 
 from agentrl_trainer.client import SamplingClient, ServiceClient, TrainingClient
-from peer import python_with
 
 PYTHON = python_with("tinker", "AGENTRL_TEST_TINKER_PYTHON")
 DOCS = Path(__file__).parents[2] / "docs" / "client.md"

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import ConfigError
-from agentrl.run_folder import RunFolder
-from agentrl.trackers import Trackers
+from agentrl.config.settings import ConfigError
+from agentrl.runs.folder import RunFolder
+from agentrl.training.trackers import Trackers
 
 PYTHON = os.environ.get("AGENTRL_TEST_TRACKERS_PYTHON")
 ROWS = [
@@ -149,8 +149,8 @@ def test_what_a_tracker_is_told(
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from agentrl.run_folder import RunFolder
-from agentrl.trackers import Trackers
+from agentrl.runs.folder import RunFolder
+from agentrl.training.trackers import Trackers
 
 name, folder = sys.argv[1], RunFolder(Path(sys.argv[2]))
 rows, begin = map(json.loads, sys.argv[3:])

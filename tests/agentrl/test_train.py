@@ -19,12 +19,13 @@ import pytest
 import sqlalchemy as sa
 from peft import PeftModel
 
-from agentrl.run_folder import RunFolder
+from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Accounting, AttemptState, Purpose, RolloutState
 from agentrl_tracer.store import Store, tables
-from agentrl_trainer.model import load_base
+from agentrl_trainer.models.loading import load_base
 
 HERE = Path(__file__).parent
+SUPPORT = HERE.parent / "support"
 RUN = "run"
 # Whole runs, some tests several of them one after the other; each has a limit of its own below.
 pytestmark = pytest.mark.timeout(600)
@@ -53,9 +54,9 @@ class Run:
         self.argv = [
             sys.executable,
             "-m",
-            "agentrl.cli",
+            "agentrl.cli.main",
             "train",
-            f"{HERE / 'train_agents.py'}:{agent}",
+            f"{SUPPORT / 'train_agents.py'}:{agent}",
         ]
         for name, value in settings.items():
             self.argv += [f"--{name.replace('_', '-')}", str(value)]
@@ -78,7 +79,14 @@ class Run:
         return self
 
     def start_resumed(self) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "agentrl.cli", "train", "--resume", str(self.folder.root)]
+        argv = [
+            sys.executable,
+            "-m",
+            "agentrl.cli.main",
+            "train",
+            "--resume",
+            str(self.folder.root),
+        ]
         return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def resume(self) -> Run:
@@ -316,7 +324,7 @@ def test_policies_are_counted_and_shown(tmp_path: Path) -> None:
     assert "got their reward from on_error" in run.output
     assert run.accounting().adds_up
     shown = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", "runs", "show", str(run.folder.root)],
+        [sys.executable, "-m", "agentrl", "runs", "show", str(run.folder.root)],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert "attempts: no_reward" in shown

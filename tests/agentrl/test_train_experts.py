@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from test_train import Run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl import vllm, vllm_server
-from agentrl.config import ServeConfig
-from agentrl.export import export
-from agentrl_trainer.model import attach_adapter, load_base, lora_config, save_adapter
+from agentrl.config.settings import ServeConfig
+from agentrl.export.adapter import export
+from agentrl.samplers.vllm import sampler as vllm
+from agentrl.samplers.vllm import server as vllm_server
+from agentrl_trainer.models.loading import attach_adapter, load_base, lora_config, save_adapter
 from agentrl_trainer.tiny import MODEL_DIR
 
 EXPERTS = "base_model.model.model.layers.1.mlp.experts"

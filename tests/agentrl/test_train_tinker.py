@@ -22,18 +22,18 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_resume import killed
 from test_tinker_server import PYTHON, app, one_thread, url  # noqa: F401 - fixtures
-from test_train import HERE, Run
+from test_train import SUPPORT, Run
 from transformers import dynamic_module_utils
 
-from agentrl.config import ConfigError, TrainConfig
-from agentrl.gateway import GatewaySettings, _make_sampler
-from agentrl.run_folder import find_adapters
-from agentrl.session import RunError
+from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.gateway.process import GatewaySettings, _make_sampler
+from agentrl.runs.folder import find_adapters
 from agentrl.tinker_server.app import TinkerServer
-from agentrl.trained import Trained, load_trained
+from agentrl.training.session import RunError
+from agentrl.training.trained import Trained, load_trained
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer import tiny
-from agentrl_trainer.model import ModelError
+from agentrl_trainer.models.loading import ModelError
 
 INSTALLED = importlib.util.find_spec("tinker") is not None
 needs_sdk = pytest.mark.skipif(
@@ -56,7 +56,7 @@ def sdk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def config(**settings: Any) -> TrainConfig:
-    agent = f"{HERE / 'train_agents.py'}:steady"
+    agent = f"{SUPPORT / 'train_agents.py'}:steady"
     return TrainConfig(agent=agent, tasks=Path("tasks.jsonl"), backend="tinker", **settings)
 
 
@@ -213,7 +213,7 @@ def test_a_run_on_tinker_is_the_run_here(
 def checked(script: str, *args: str) -> None:
     """In a process of its own: the SDK leaves its connections to the end of the process."""
     done = subprocess.run(
-        [sys.executable, str(HERE / script), *args],
+        [sys.executable, str(SUPPORT / script), *args],
         capture_output=True,
         text=True,
         timeout=170,

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from agentrl.upkeep import Upkeep
+from agentrl.training.upkeep import Upkeep
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose
 from agentrl_tracer.store import Store
 

@@ -16,20 +16,20 @@ from typing import Any
 
 import httpx
 import pytest
-
 import real_vllm
-from agentrl import waiting
-from agentrl.config import ConfigError, ServeConfig
-from agentrl.run_folder import RunFolder
-from agentrl.vllm_server import VllmServer, VllmSettings, planned_server, vllm_settings
+from tiny_policy import RANK, Policy
+
+from agentrl import progress as waiting
+from agentrl.config.settings import ConfigError, ServeConfig
+from agentrl.runs.folder import RunFolder
+from agentrl.samplers.vllm.server import VllmServer, VllmSettings, planned_server, vllm_settings
 from agentrl_tracer.schemas import Call
 from agentrl_tracer.store import Store
-from agentrl_trainer.model import load_facts
-from tiny_policy import RANK, Policy
+from agentrl_trainer.models.loading import load_facts
 
 ROOT = Path(__file__).parents[2]
 HELLO = ROOT / "examples/hello"
-CLI = [sys.executable, "-m", "agentrl.cli"]
+CLI = [sys.executable, "-m", "agentrl"]
 
 
 def config(**settings: Any) -> ServeConfig:
@@ -77,7 +77,7 @@ time.sleep(600)
 def test_the_server_ends_with_us_whatever_it_wants(how: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _STUBBORN, "--uds", str(tmp_path / "socket")]
     leash = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.vllm_server", *argv],
+        [sys.executable, "-m", "agentrl.samplers.vllm.server", *argv],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert leash.stdout is not None
@@ -112,7 +112,7 @@ socketserver.UnixStreamServer(sys.argv[2], Handler).serve_forever()
 def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _BEREFT, "--uds", str(tmp_path / "socket")]
     leash = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.vllm_server", *argv], stdin=subprocess.PIPE
+        [sys.executable, "-m", "agentrl.samplers.vllm.server", *argv], stdin=subprocess.PIPE
     )
     assert leash.wait(60) == 128 + signal.SIGKILL
     assert leash.stdin is not None

@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from agentrl import session, vllm, waiting
-from agentrl.config import TrainConfig
-from agentrl.gateway import Gateway, GatewaySettings
-from agentrl.run_folder import RunFolder
-from agentrl.vllm import VllmSampler
-from agentrl.vllm_api import VllmError
+from agentrl import progress as waiting
+from agentrl.config.settings import TrainConfig
+from agentrl.gateway.process import Gateway, GatewaySettings
+from agentrl.runs.folder import RunFolder
+from agentrl.samplers.vllm import sampler as vllm
+from agentrl.samplers.vllm.api import VllmError
+from agentrl.samplers.vllm.sampler import VllmSampler
+from agentrl.training import session
 from agentrl_proxy.sampler import RefusedError, SamplingParams
 
 CHOICE = {

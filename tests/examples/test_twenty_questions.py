@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from agentrl.run_folder import RunFolder
+from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import AttemptState, Purpose, RolloutState, SkipReason
 from agentrl_tracer.store import Store
 
@@ -212,7 +212,7 @@ def training(folder: Path, port: int, **settings: object) -> list[str]:
     } | settings  # fmt: skip
     return [
         *(sys.executable, str(EXAMPLE / "answerer.py"), "--port", str(port), "--"),
-        *(sys.executable, "-m", "agentrl.cli", "train", f"{EXAMPLE / 'agent.py'}:simple"),
+        *(sys.executable, "-m", "agentrl", "train", f"{EXAMPLE / 'agent.py'}:simple"),
         *(part for key, value in settings.items()
           for part in (f"--{key.replace('_', '-')}", str(value))),
     ]  # fmt: skip

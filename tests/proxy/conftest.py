@@ -11,7 +11,7 @@ import pytest
 from running_gateway import WEIGHTS, running
 from scripted_sampler import Running
 
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.rendering.renderer import Renderer
 
 
 @pytest.fixture(scope="session")

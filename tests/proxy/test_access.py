@@ -15,7 +15,7 @@ from scripted_sampler import OPERATOR_KEY, Running
 from test_chat import TOOLS, USER, client
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.server import bind, is_loopback, serving
+from agentrl_proxy.server.uvicorn import bind, is_loopback, serving
 from agentrl_tracer.schemas import SkipReason
 
 BODY: dict[str, Any] = {"model": "policy", "messages": USER}

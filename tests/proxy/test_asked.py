@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentrl_proxy.asked import (
+from agentrl_proxy.protocols.chat_objects import missing
+from agentrl_proxy.requests.idempotency import (
     MAX_ANSWER_BYTES,
     MAX_REQUESTS,
     RETRY_WITHIN_S,
@@ -22,7 +23,6 @@ from agentrl_proxy.asked import (
     Requests,
     State,
 )
-from agentrl_proxy.wire import missing
 
 KEYS = st.sampled_from([b"one", b"other"])
 N = 3  # choices of every request
@@ -61,7 +61,7 @@ class RetryRules(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.now = 1000.0
-        self.clock = patch("agentrl_proxy.asked.time.monotonic", lambda: self.now)
+        self.clock = patch("agentrl_proxy.requests.idempotency.time.monotonic", lambda: self.now)
         self.clock.start()
         self.requests = Requests()
         self.by_key: dict[bytes, list[Told]] = {b"one": [], b"other": []}

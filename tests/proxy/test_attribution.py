@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from scripted_sampler import Running
 
-from agentrl_tracer import hooks
-from agentrl_tracer.attribution import attributed
+from agentrl_tracer.concurrent_context import attributed
+from agentrl_tracer.propagation import hooks
 from agentrl_tracer.schemas import Claim
 
 AGENTS = Path(__file__).parent / "clients" / "many_rollouts.py"
@@ -88,7 +88,7 @@ def test_only_the_gateway_is_told(url: str, ours: bool) -> None:
 
 
 def test_names_survive_a_header() -> None:
-    from agentrl_proxy.recording import agent_name
+    from agentrl_proxy.requests.recording import agent_name
 
     for name in ("player", "Spielführer\n 100%", "役割 (a; b)"):
         encoded = hooks.encoded_name(name)

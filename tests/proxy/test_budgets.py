@@ -14,7 +14,7 @@ from test_access import BODY, error_of, post
 from test_chat import USER, client
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.server import serving
+from agentrl_proxy.server.uvicorn import serving
 
 CHAT = "/chat/completions"
 HEADER = "x-agentrl-rollout"

@@ -13,7 +13,7 @@ import openai
 import pytest
 from scripted_sampler import Running
 
-from agentrl_proxy.recording import derived_seed
+from agentrl_proxy.requests.recording import derived_seed
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 
 USER = [{"role": "user", "content": "Say you are 7."}]

@@ -11,7 +11,7 @@ import openai
 import pytest
 from scripted_sampler import Running, ScriptedSampler
 
-from agentrl_proxy.recording import derived_seed
+from agentrl_proxy.requests.recording import derived_seed
 from agentrl_proxy.sampler import TokenEvent
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 

@@ -19,19 +19,19 @@ import torch
 from family_templates import FAMILIES
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.embedded import EmbeddedSampler
+from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl_proxy.app import create_app
-from agentrl_proxy.constraints import Constraints, probe_tool_form
-from agentrl_proxy.deps import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDeps
 from agentrl_proxy.errors import ApiError
-from agentrl_proxy.openai_types import chat_request
-from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.server import serving
+from agentrl_proxy.protocols.chat import chat_request
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.structured_output import Constraints, probe_tool_form
+from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import Call, NewRollout, Purpose
 from agentrl_tracer.store import Store
-from agentrl_tracer.writer import TraceWriter
-from agentrl_trainer.model import load_base
-from agentrl_trainer.sampler.grammar import Grammars
+from agentrl_tracer.store.writer import TraceWriter
+from agentrl_trainer.inference.grammar import Grammars
+from agentrl_trainer.models.loading import load_base
 
 ASKED: list[Any] = [{"role": "user", "content": "Is it bigger than a house?"}]
 

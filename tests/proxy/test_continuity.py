@@ -11,7 +11,7 @@ import pytest
 from scripted_sampler import Running
 from test_chat import TOOLS, client
 
-from agentrl_proxy.continuity import (
+from agentrl_proxy.rendering.continuity import (
     Branch,
     Conversations,
     Key,
@@ -19,7 +19,7 @@ from agentrl_proxy.continuity import (
     remember_reply,
     render_prompt,
 )
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Call
 
 SYSTEM = {"role": "system", "content": "You are helpful."}

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from scripted_sampler import Running
 from test_chat import TOOLS
 
-from agentrl_proxy.continuity import Branch
-from agentrl_proxy.messages import messages_request
-from agentrl_proxy.responses import responses_request
+from agentrl_proxy.protocols.messages import messages_request
+from agentrl_proxy.protocols.responses import responses_request
+from agentrl_proxy.rendering.continuity import Branch
 from agentrl_tracer.schemas import Call, CallState
 
 OTHER_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "other", "parameters": {}}}]

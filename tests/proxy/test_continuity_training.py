@@ -13,13 +13,13 @@ from test_chat import TOOLS, client, streamed
 from test_continuity import ODD_CALL, echo, one_by_one
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.deps import GatewayDeps
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import TokenEvent
-from agentrl_proxy.server import serving
+from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import Call, NewRollout, Purpose
 from agentrl_tracer.store import Store
-from agentrl_tracer.writer import TraceWriter
+from agentrl_tracer.store.writer import TraceWriter
 
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 TURNS = 12
@@ -77,8 +77,8 @@ def talk(
 
 
 def check_rows(calls: list[Call], edited: bool) -> None:
-    from agentrl_trainer.batches import pack, to_datum
-    from agentrl_trainer.trajectories import build_trajectories
+    from agentrl_trainer.data.packing import pack, to_datum
+    from agentrl_trainer.data.trajectories import build_trajectories
 
     assert len(calls) == TURNS
     built = build_trajectories(calls, max_length=100_000)
@@ -132,8 +132,8 @@ def test_with_tool_calls(gateway: Running, edited: bool) -> None:
 @pytest.mark.parametrize("edited", [False, True])
 def test_with_the_embedded_engine(tmp_path: Path, edited: bool) -> None:
     """The real model: says what it says. Tools are offered, tool results come back."""
-    embedded = pytest.importorskip("agentrl.embedded")
-    model = pytest.importorskip("agentrl_trainer.model")
+    embedded = pytest.importorskip("agentrl.samplers.embedded")
+    model = pytest.importorskip("agentrl_trainer.models.loading")
     adapter = tmp_path / "adapter"
     other = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
     fresh = model.attach_adapter(other, "policy", model.lora_config(4, 8), seed=1)

@@ -33,8 +33,8 @@ from test_other_models import (  # noqa: F401
 from test_trouble import connected, head, wait_until
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.deps import OtherModel
-from agentrl_proxy.server import serving
+from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
 pytestmark = [  # LiteLLM's use of pydantic

@@ -9,12 +9,12 @@ from typing import Any
 import openai
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.deps import GatewayDeps
-from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.server import serving
+from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
-from agentrl_tracer.writer import TraceWriter
+from agentrl_tracer.store.writer import TraceWriter
 
 
 def test_chat_over_a_sampler(tmp_path: Path, tiny_sampler: Any, renderer: Renderer) -> None:

@@ -13,9 +13,9 @@ from family_templates import FAMILIES, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_proxy import families
-from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.replies import CallPiece, Reply, ReplyParser
+from agentrl_proxy.rendering import templates as families
+from agentrl_proxy.rendering.parser import CallPiece, Reply, ReplyParser
+from agentrl_proxy.rendering.renderer import Renderer
 
 ARGUMENTS = '{"q":  "köln <b>",   "n": 1.50, "deep": {"a": [1, {"b": "}"}]}}'
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Where is Köln?"}]

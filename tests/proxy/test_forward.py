@@ -15,8 +15,8 @@ from scripted_sampler import OPERATOR_KEY, Running
 from test_access import post
 from test_ingest import otlp
 
-from agentrl_proxy import forward
-from agentrl_proxy.forward import OtlpForward
+from agentrl_proxy.telemetry import otlp_export as forward
+from agentrl_proxy.telemetry.otlp_export import OtlpForward
 from agentrl_tracer.otlp import export_request, parse_traces
 from agentrl_tracer.schemas import Span
 

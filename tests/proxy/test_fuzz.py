@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_sampler import OPERATOR_KEY, Running
 
-from agentrl_proxy.openapi import SCHEMAS
+from agentrl_proxy.protocols.openapi import SCHEMAS
 
 FUZZ = settings(
     max_examples=int(os.environ.get("AGENTRL_FUZZ_EXAMPLES", "120")),

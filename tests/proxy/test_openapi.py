@@ -23,9 +23,9 @@ from running_gateway import running
 from scripted_sampler import Running
 from test_fuzz import GARBAGE, broken
 
-from agentrl_proxy.deps import OtherModel
-from agentrl_proxy.openai_types import FIELDS
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.protocols.chat import FIELDS
+from agentrl_proxy.rendering.renderer import Renderer
 
 pytestmark = [  # LiteLLM's connections, which it closes too late
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -70,7 +70,7 @@ def fuzz(examples: int = EXAMPLES) -> settings:
 def operations() -> Any:
     import schemathesis
 
-    from agentrl_proxy import openapi
+    from agentrl_proxy.protocols import openapi
 
     return schemathesis.openapi.from_dict(openapi.document("1"))
 

@@ -19,9 +19,9 @@ from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 from test_chat import CALL, TOOLS, USER, client, streamed
 
-from agentrl_proxy.deps import OtherModel
-from agentrl_proxy.redaction import Redaction
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.providers.redaction import Redaction
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
 pytestmark = [  # LiteLLM's use of pydantic

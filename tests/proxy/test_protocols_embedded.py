@@ -10,12 +10,12 @@ import anthropic
 import openai
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.deps import GatewayDeps
-from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.server import serving
+from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
-from agentrl_tracer.writer import TraceWriter
+from agentrl_tracer.store.writer import TraceWriter
 
 
 def test_every_protocol_over_a_sampler(

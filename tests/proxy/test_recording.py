@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl_proxy.recording import Sampled
+from agentrl_proxy.requests.recording import Sampled
 from agentrl_proxy.sampler import TokenEvent
 
 

@@ -15,8 +15,8 @@ import openai
 import pytest
 from scripted_sampler import Running
 
-from agentrl_proxy import translation
-from agentrl_proxy.responses import responses_request
+from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols.responses import responses_request
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 
 TOOLS: Any = [

@@ -20,14 +20,14 @@ from running_gateway import restarted, running
 from scripted_sampler import Running
 from test_chat import client
 
-from agentrl_proxy.asked import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
-from agentrl_proxy.deps import OtherModel
-from agentrl_proxy.openai_types import MAX_CHOICES
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.protocols.chat import MAX_CHOICES
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.requests.idempotency import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
 from agentrl_proxy.sampler import FinishEvent, SamplingParams
 from agentrl_tracer.schemas import Call, CallState, Claim
-from agentrl_tracer.store.engine import normalise_url
-from agentrl_trainer.trajectories import build_trajectories
+from agentrl_tracer.store.database import normalise_url
+from agentrl_trainer.data.trajectories import build_trajectories
 
 pytestmark = [  # LiteLLM's use of pydantic
     pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
@@ -476,7 +476,7 @@ def test_long_answers_are_left_to_the_store(gateway: Running) -> None:
 def test_an_answer_that_is_too_long_to_be_remembered(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl_proxy.asked.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("agentrl_proxy.requests.idempotency.MAX_ANSWER_BYTES", 100)
     first = said(gateway)
     memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
     assert [said(gateway, **RETRY) for _ in range(2)] == [first, first]

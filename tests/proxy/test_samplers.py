@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import (
     ContextLengthError,
     FinishEvent,

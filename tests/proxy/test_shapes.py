@@ -13,7 +13,7 @@ from scripted_sampler import Running
 from test_elsewhere import forget_clients, pytestmark  # noqa: F401
 from test_other_models import SECRET, Faulty, faulty, said, trouble  # noqa: F401
 
-from agentrl_proxy.deps import OtherModel
+from agentrl_proxy.dependencies import OtherModel
 
 HI = [{"role": "user", "content": "h"}]
 
@@ -168,7 +168,7 @@ def test_litellm_that_does_not_start_is_nobodys_request(
         def failing(_: Any) -> None:
             raise ImportError(f"no module named x, says {SECRET}")
 
-        monkeypatch.setattr("agentrl_proxy.other_models.make_router", failing)
+        monkeypatch.setattr("agentrl_proxy.providers.service.make_router", failing)
         gateway = elsewhere(start, provider)
     else:
         gateway = elsewhere(start, provider, params={"tpm": "a lot"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from agentrl_proxy.asgi import WorkResponse
 from agentrl_proxy.errors import ApiError, unavailable
+from agentrl_proxy.server.sse import WorkResponse
 
 
 class Said:

@@ -28,7 +28,7 @@ ASKED: list[Any] = [{"role": "user", "content": "Who are you?"}]
 # The gateway's own process, whose engine fails while a file is there: once, as it takes it away.
 FRAGILE = """
 import os, sys
-from agentrl_trainer.sampler.scheduler import Scheduler
+from agentrl_trainer.inference.scheduler import Scheduler
 
 work = Scheduler.round
 
@@ -39,7 +39,7 @@ def fail_once(self):
     return work(self)
 
 Scheduler.round = fail_once
-from agentrl.gateway import main
+from agentrl.gateway.process import main
 main(sys.argv[1:])
 """
 
@@ -49,7 +49,7 @@ def real_gateway(
     tmp_path: Path, script: str, **settings: Any
 ) -> Iterator[tuple[str, Claim, Store, Any]]:
     """A supervised gateway process over the tiny model, and one rollout: url, claim, store."""
-    gateway = pytest.importorskip("agentrl.gateway")
+    gateway = pytest.importorskip("agentrl.gateway.process")
     supervisor = pytest.importorskip("agentrl.supervisor")
     store = Store(str(tmp_path / "trace.db"))
     run_id = store.create_run("test", "train", {})
@@ -114,7 +114,7 @@ def test_an_engine_that_dies_comes_back(tmp_path: Path) -> None:
 # and before its client got it.
 KILLED = """
 import os, signal, sys
-from agentrl_proxy.life import CallLife
+from agentrl_proxy.requests.lifecycle import CallLife
 
 commit = CallLife.commit
 
@@ -125,7 +125,7 @@ async def die_once(self, *args):
         os.kill(os.getpid(), signal.SIGKILL)
 
 CallLife.commit = die_once
-from agentrl.gateway import main
+from agentrl.gateway.process import main
 main(sys.argv[1:])
 """
 
@@ -169,8 +169,8 @@ def api_text(call: Call) -> str:
 
 
 async def test_refusals_of_the_engine() -> None:
-    embedded = pytest.importorskip("agentrl.embedded")
-    model = pytest.importorskip("agentrl_trainer.model")
+    embedded = pytest.importorskip("agentrl.samplers.embedded")
+    model = pytest.importorskip("agentrl_trainer.models.loading")
     base = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
     sampler = embedded.EmbeddedSampler(base)
     sampler.start()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentrl_proxy.detokenize import Detokenizer, whole_text
 from agentrl_proxy.errors import ApiError
-from agentrl_proxy.rendering import Renderer
+from agentrl_proxy.rendering.detokenizer import Detokenizer, whole_text
+from agentrl_proxy.rendering.renderer import Renderer
 
 TEXTS = [
     "plain",

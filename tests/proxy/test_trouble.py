@@ -26,9 +26,9 @@ from test_access import BODY, error_of, post
 from test_asked import running
 from test_chat import USER, client
 
-from agentrl_proxy.asgi import _SseSender
-from agentrl_proxy.connection import Limits
 from agentrl_proxy.sampler import FinishEvent, RefusedError, SamplingParams, TokenEvent
+from agentrl_proxy.server.connection import Limits
+from agentrl_proxy.server.sse import _SseSender
 from agentrl_tracer.schemas import CallState, SkipReason
 from agentrl_tracer.store import Store
 
@@ -571,12 +571,12 @@ from running_gateway import WEIGHTS
 from scripted_sampler import ScriptedSampler
 from transformers import AutoTokenizer
 from agentrl_proxy.app import create_app
-from agentrl_proxy.connection import Limits
-from agentrl_proxy.deps import GatewayDeps
-from agentrl_proxy.rendering import Renderer
-from agentrl_proxy.server import serve
+from agentrl_proxy.server.connection import Limits
+from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.server.uvicorn import serve
 from agentrl_tracer.store import Store
-from agentrl_tracer.writer import TraceWriter
+from agentrl_tracer.store.writer import TraceWriter
 
 renderer = Renderer(AutoTokenizer.from_pretrained(WEIGHTS))
 store = Store({store!r})

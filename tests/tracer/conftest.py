@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from agentrl_tracer.store import Store
-from agentrl_tracer.store.engine import normalise_url
+from agentrl_tracer.store.database import normalise_url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -20,8 +20,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agentrl_tracer.agent import finish, rollout_tracing, tracing
-from agentrl_tracer.current import current_rollout
+from agentrl_tracer.provider import finish, rollout_tracing, tracing
+from agentrl_tracer.context import current_rollout
 from agentrl import emit, emit_reward
 
 early = trace.get_tracer("early")

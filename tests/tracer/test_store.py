@@ -27,9 +27,10 @@ from agentrl_tracer.schemas import (
     RolloutState,
     SkipReason,
 )
-from agentrl_tracer.store import Store, engine, tables
-from agentrl_tracer.writer import TraceWriter
-from agentrl_trainer.rewards import rollout_reward
+from agentrl_tracer.store import Store, tables
+from agentrl_tracer.store import database as engine
+from agentrl_tracer.store.writer import TraceWriter
+from agentrl_trainer.data.rewards import rollout_reward
 
 
 def start_run(store: Store, rollouts: int = 1, policies: Policies | None = None) -> str:

@@ -18,10 +18,10 @@ from agentrl_tracer.schemas import (
     SkipReason,
 )
 from agentrl_tracer.store.rollouts import POLICY_REWARD_KEY
-from agentrl_trainer.adapters import AdapterBatches, AdapterRule, assemble_adapters
-from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.model import load_base
-from agentrl_trainer.step import StepSettings, assemble
+from agentrl_trainer.data.adapters import AdapterBatches, AdapterRule, assemble_adapters
+from agentrl_trainer.data.batch_assembly import StepSettings, assemble
+from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.models.loading import load_base
 
 SETTINGS = StepSettings(adapters=frozenset(), max_length=64)
 BOTH = {"asker": AdapterRule(), "answerer": AdapterRule()}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import SkipReason
-from agentrl_trainer.advantages import (
+from agentrl_trainer.data.advantages import (
     ESTIMATORS,
     GroupAdvantages,
     Scaling,

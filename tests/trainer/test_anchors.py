@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl_tracer.schemas import Call, CallState
-from agentrl_trainer.anchors import anchor_states
+from agentrl_trainer.data.state_grouping import anchor_states
 
 
 def turn(

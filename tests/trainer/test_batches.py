@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_trainer.batches import Datum, MicroBatch, count_tokens, pack, to_datum
-from agentrl_trainer.trajectories import Trajectory, Turn
+from agentrl_trainer.data.packing import Datum, MicroBatch, count_tokens, pack, to_datum
+from agentrl_trainer.data.trajectories import Trajectory, Turn
 
 
 def datum(length: int, trained: list[int], adapter: str = "default", base: int = 0) -> Datum:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl_trainer import learner as engine
 from agentrl_trainer.checkpoint import capture_rng, restore_rng
 from agentrl_trainer.client import (
     AdamParams,
@@ -28,9 +27,10 @@ from agentrl_trainer.client import (
     TrainingClient,
 )
 from agentrl_trainer.client.rows import from_row, to_row
-from agentrl_trainer.learner import Learner
-from agentrl_trainer.model import load_base
-from agentrl_trainer.values import ValueParams
+from agentrl_trainer.learner import learner as engine
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.value_head import ValueParams
+from agentrl_trainer.models.loading import load_base
 
 TINY = "agentrl-tiny"
 ROW = [5, 9, 300, 41, 77, 12, 600, 3]

@@ -31,13 +31,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl_trainer.batches import Datum
 from agentrl_trainer.client import ServiceClient
-from agentrl_trainer.experts import expert_stacks, grouped, no_false_warnings
-from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.model import ModelError, attach_adapter, lora_config, save_adapter
-from agentrl_trainer.sampler import SampleParams, SamplerEngine
-from agentrl_trainer.sampler.adapters import read_lora
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference.adapters import read_lora
+from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.models.loading import ModelError, attach_adapter, lora_config, save_adapter
+from agentrl_trainer.models.moe import expert_stacks, grouped, no_false_warnings
 
 SMALL: dict[str, Any] = {
     "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -537,7 +537,7 @@ def test_peft_reads_the_folder(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", SERVED)
 def test_export_writes_a_merged_mixture(make: Make, tmp_path: Path) -> None:
-    from agentrl.export import export
+    from agentrl.export.adapter import export
 
     model, ids = make(), tokens(2, 12)
     peft = adapted(model)

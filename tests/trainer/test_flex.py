@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
-from agentrl_trainer.tries import PackedTrie, pack_trie, trie_attention, why_no_flex
+from agentrl_trainer.models.prefix_attention import (
+    PackedTrie,
+    pack_trie,
+    trie_attention,
+    why_no_flex,
+)
 
 HEADS, GROUPS, DIM = 4, 2, 16
 ROWS = sorted(

@@ -13,8 +13,8 @@ import torch
 from llguidance import LLMatcher
 from test_sampler_models import Asked, settle, worst_difference
 
-from agentrl_trainer.model import BaseModel, load_base
-from agentrl_trainer.sampler import RequestError, SampleParams, SamplerEngine
+from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine
+from agentrl_trainer.models.loading import BaseModel, load_base
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "enum": {
@@ -172,7 +172,7 @@ def test_neighbours_get_the_same_tokens_and_logprobs(engine, base) -> None:
 
 
 def test_a_pick_leaves_other_rows_bit_identical() -> None:
-    from agentrl_trainer.sampler.pick import Steering, Uniforms, pick
+    from agentrl_trainer.inference.sampling import Steering, Uniforms, pick
 
     torch.manual_seed(0)
     logits = torch.randn(6, 500) * 3

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.client import AdamParams, RefusedRows, ServiceClient
 from agentrl_trainer.client.hosted_rows import (
     bare,
@@ -21,8 +20,9 @@ from agentrl_trainer.client.hosted_rows import (
     stats_of,
     trained_logprobs,
 )
-from agentrl_trainer.learner import with_extra
-from agentrl_trainer.model_size import count_parameters, parameters_in_name
+from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.learner.learner import with_extra
+from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
 
 TINY = "agentrl-tiny"
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
 from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from agentrl_trainer.model import attach_adapter, lora_config, save_adapter
-from agentrl_trainer.sampler import SampleParams, SamplerEngine
-from agentrl_trainer.sampler import forward as forward_module
-from agentrl_trainer.sampler import lean as lean_module
-from agentrl_trainer.sampler.forward import BLOCK, _blocks
-from agentrl_trainer.sampler.lean import Norm, Product, _packs
+from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference import forward as forward_module
+from agentrl_trainer.inference import llama_cpu as lean_module
+from agentrl_trainer.inference.forward import BLOCK, _blocks
+from agentrl_trainer.inference.llama_cpu import Norm, Product, _packs
+from agentrl_trainer.models.loading import attach_adapter, lora_config, save_adapter
 
 
 def gpt2() -> PreTrainedModel:

@@ -27,11 +27,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl_trainer.batches import Datum, pack
-from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.logprobs import TokenLogprobs
-from agentrl_trainer.losses import LOSSES
-from agentrl_trainer.model import BaseModel, load_adapter_weights
+from agentrl_trainer.data.packing import Datum, pack
+from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.learner.losses import LOSSES
+from agentrl_trainer.models.loading import BaseModel, load_adapter_weights
 
 VOCAB = 61
 

@@ -18,10 +18,10 @@ from test_learner import (
     plain_logprobs,
 )
 
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import Learner, with_extra
-from agentrl_trainer.update import UpdateSettings, prepare
-from agentrl_trainer.values import ValueHead, ValueParams, value_loss, with_gae
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.learner.learner import Learner, with_extra
+from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
+from agentrl_trainer.learner.value_head import ValueHead, ValueParams, value_loss, with_gae
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")]
 

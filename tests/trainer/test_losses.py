@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl_trainer.losses import LOSSES, Sums, add_sums, kl_penalty
+from agentrl_trainer.learner.losses import LOSSES, Sums, add_sums, kl_penalty
 
 N = 40
 

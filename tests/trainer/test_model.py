@@ -24,11 +24,12 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from agentrl.export import export
-from agentrl_trainer import model as model_module
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import Learner
-from agentrl_trainer.model import (
+from agentrl.export.adapter import export
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.models import loading as model_module
+from agentrl_trainer.models.loading import (
     ModelError,
     adapter_shapes,
     attach_adapter,
@@ -39,7 +40,6 @@ from agentrl_trainer.model import (
     resolve_model,
     save_adapter,
 )
-from agentrl_trainer.sampler import SampleParams, SamplerEngine
 
 
 @pytest.fixture(scope="module")
@@ -374,8 +374,8 @@ def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_base_in_four_bits_learns() -> None:
     pytest.importorskip("bitsandbytes")
-    from agentrl_trainer.batches import Datum
-    from agentrl_trainer.learner import AdamParams, Learner
+    from agentrl_trainer.data.packing import Datum
+    from agentrl_trainer.learner.learner import AdamParams, Learner
 
     base = load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
     kinds = {type(m).__name__ for m in base.model.modules()}

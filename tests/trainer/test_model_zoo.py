@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from test_sampler_models import Asked, as_base, byte_tokenizer, make_adapter, worst_difference
 from transformers import PreTrainedModel
 
-from agentrl.export import export
-from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.model import ModelError, load_base
-from agentrl_trainer.sampler import SampleParams, SamplerEngine
+from agentrl.export.adapter import export
+from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.models.loading import ModelError, load_base
 
 ON_PAGE = (
     "bamba",  # anew for every token

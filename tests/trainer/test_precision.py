@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_sampler_models import Answer, Asked
 
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import AdamParams, Learner
-from agentrl_trainer.model import ModelError, load_base
-from agentrl_trainer.sampler import SampleParams, SamplerEngine
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.models.loading import ModelError, load_base
 
 MODEL = "agentrl-tiny"
 PROMPT = [5, 60, 700, 41, 1200, 9, 33, 87]

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentrl_trainer import advantages, learner, losses, schedules, step, values
-from agentrl_trainer.sampler import pick
+from agentrl_trainer.data import advantages
+from agentrl_trainer.data import batch_assembly as step
+from agentrl_trainer.inference import sampling as pick
+from agentrl_trainer.learner import learner, losses, schedules
+from agentrl_trainer.learner import value_head as values
 
 FORMULAS: list[Callable[..., Any]] = [
     *(loss.formula for loss in losses.LOSSES.values()),

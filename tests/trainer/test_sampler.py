@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
 
-from agentrl_trainer.model import ModelError
-from agentrl_trainer.sampler import RequestError, SampleParams, SamplerEngine, SampleRequest
-from agentrl_trainer.sampler import lean as lean_decoder
-from agentrl_trainer.sampler.adapters import MergedWeights, PeftWeights
-from agentrl_trainer.sampler.lane import Lane, Sequence
+from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine, SampleRequest
+from agentrl_trainer.inference import llama_cpu as lean_decoder
+from agentrl_trainer.inference.adapters import MergedWeights, PeftWeights
+from agentrl_trainer.inference.sequences import Lane, Sequence
+from agentrl_trainer.models.loading import ModelError
 
 CLOSE = 1e-5
 

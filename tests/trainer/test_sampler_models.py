@@ -35,14 +35,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl_trainer.model import (
-    BaseModel,
-    ModelError,
-    attach_adapter,
-    lora_config,
-    save_adapter,
-)
-from agentrl_trainer.sampler import (
+from agentrl_trainer.inference import (
     Event,
     Finished,
     Handle,
@@ -51,8 +44,15 @@ from agentrl_trainer.sampler import (
     SampleRequest,
     Token,
 )
-from agentrl_trainer.sampler.forward import _bytes
-from agentrl_trainer.sampler.states import Past
+from agentrl_trainer.inference.forward import _bytes
+from agentrl_trainer.inference.recurrent_cache import Past
+from agentrl_trainer.models.loading import (
+    BaseModel,
+    ModelError,
+    attach_adapter,
+    lora_config,
+    save_adapter,
+)
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_sampler_models import byte_tokenizer
 
-from agentrl_trainer.prefixes import common_prefix
-from agentrl_trainer.sampler import SampleParams
-from agentrl_trainer.sampler.cache import Budget, KVShape, PrefixStore, RowCache
-from agentrl_trainer.sampler.lane import _chunk_size
-from agentrl_trainer.sampler.pick import Uniforms, pick
-from agentrl_trainer.sampler.stops import StopWatch
+from agentrl_trainer.inference import SampleParams
+from agentrl_trainer.inference.kv_cache import Budget, KVShape, PrefixStore, RowCache
+from agentrl_trainer.inference.sampling import Uniforms, pick
+from agentrl_trainer.inference.sequences import _chunk_size
+from agentrl_trainer.inference.stops import StopWatch
+from agentrl_trainer.models.common_prefix import common_prefix
 
 SHAPE = KVShape(2, 1, 2, 3, torch.float32, torch.device("cpu"))
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from agentrl_trainer.schedules import Schedule, schedule_factor
+from agentrl_trainer.learner.schedules import Schedule, schedule_factor
 
 
 def curve(schedule: Schedule, steps: int, warmup: int = 0) -> list[float]:

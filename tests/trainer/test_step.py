@@ -17,7 +17,7 @@ from agentrl_tracer.schemas import (
     RolloutState,
     SkipReason,
 )
-from agentrl_trainer.step import StepSettings, assemble
+from agentrl_trainer.data.batch_assembly import StepSettings, assemble
 
 SETTINGS = StepSettings(adapters=frozenset({"policy"}), max_length=64)
 

@@ -22,9 +22,9 @@ from test_learner import (
 )
 from torch import Tensor
 
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.learner import Learner, with_extra
-from agentrl_trainer.update import UpdateSettings, prepare
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.learner.learner import Learner, with_extra
+from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning"),

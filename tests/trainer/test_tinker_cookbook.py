@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.evaluate import score
+from agentrl.cli.eval import score
 from agentrl_tracer.schemas import (
     Call,
     CallState,
@@ -38,15 +38,15 @@ from agentrl_tracer.schemas import (
     RolloutState,
     SkipReason,
 )
-from agentrl_trainer import batches
-from agentrl_trainer.advantages import discounted_returns, group_advantages, token_advantages
 from agentrl_trainer.client import AdamParams, Datum, ModelInput, SampledSequence, ServiceClient
 from agentrl_trainer.client.rows import from_row, to_row
-from agentrl_trainer.losses import LOSSES, kl_penalty
-from agentrl_trainer.schedules import default_learning_rate, schedule_factor
-from agentrl_trainer.step import StepBatch, StepSettings, assemble, normalize_lengths
-from agentrl_trainer.trajectories import Rules
-from agentrl_trainer.values import with_gae
+from agentrl_trainer.data import packing as batches
+from agentrl_trainer.data.advantages import discounted_returns, group_advantages, token_advantages
+from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assemble, normalize_lengths
+from agentrl_trainer.data.trajectories import Rules
+from agentrl_trainer.learner.losses import LOSSES, kl_penalty
+from agentrl_trainer.learner.schedules import default_learning_rate, schedule_factor
+from agentrl_trainer.learner.value_head import with_gae
 from peer import Ask, peer, python_with
 
 PYTHON = python_with("tinker_cookbook", "AGENTRL_TEST_TINKER_PYTHON")

@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-from agentrl_trainer.trajectories import TrajectorySet, build_trajectories, judge, token_versions
+from agentrl_trainer.data.trajectories import (
+    TrajectorySet,
+    build_trajectories,
+    judge,
+    token_versions,
+)
 
 
 def make(name: str, prompt: list[int], response: list[int], seq: int = 0, **changes: Any) -> Call:

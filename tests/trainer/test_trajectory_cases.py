@@ -17,10 +17,8 @@ from test_step import reward, rollout
 from test_trajectories import call_trees, check_invariants, make
 
 from agentrl_tracer.schemas import Call, CallState, Reward, RolloutState, SkipReason
-from agentrl_trainer.advantages import ESTIMATORS
-from agentrl_trainer.batches import to_datum
-from agentrl_trainer.rewards import rollout_reward, turn_rewards
-from agentrl_trainer.step import (
+from agentrl_trainer.data.advantages import ESTIMATORS
+from agentrl_trainer.data.batch_assembly import (
     BY_TOKEN,
     BY_TURN,
     StepBatch,
@@ -28,7 +26,9 @@ from agentrl_trainer.step import (
     assemble,
     normalize_lengths,
 )
-from agentrl_trainer.trajectories import (
+from agentrl_trainer.data.packing import to_datum
+from agentrl_trainer.data.rewards import rollout_reward, turn_rewards
+from agentrl_trainer.data.trajectories import (
     Rules,
     TrajectorySet,
     build_trajectories,

@@ -38,9 +38,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl_trainer.batches import Datum, pack
-from agentrl_trainer.logprobs import TokenLogprobs
-from agentrl_trainer.tries import Trie, pack_trie
+from agentrl_trainer.data.packing import Datum, pack
+from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.models.prefix_attention import Trie, pack_trie
 
 VOCAB = 67
 SMALL: dict[str, Any] = {

@@ -24,12 +24,12 @@ import pytest
 import torch
 
 from agentrl_tracer.schemas import SkipReason
-from agentrl_trainer.advantages import Scaling, group_advantages, whiten_groups
-from agentrl_trainer.batches import Datum, pack
-from agentrl_trainer.logprobs import TokenLogprobs
-from agentrl_trainer.losses import LOSSES, token_sums
-from agentrl_trainer.model import load_base
-from agentrl_trainer.step import LengthNormalization, normalize_lengths
+from agentrl_trainer.data.advantages import Scaling, group_advantages, whiten_groups
+from agentrl_trainer.data.batch_assembly import LengthNormalization, normalize_lengths
+from agentrl_trainer.data.packing import Datum, pack
+from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.learner.losses import LOSSES, token_sums
+from agentrl_trainer.models.loading import load_base
 from peer import Ask, peer, python_with
 
 PYTHON = python_with("trl", "AGENTRL_TRL_PYTHON")

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from test_learner import data, learner
 
-from agentrl_trainer.advantages import Scaling
-from agentrl_trainer.batches import Datum
-from agentrl_trainer.update import Gae, UpdateSettings, prepare
-from agentrl_trainer.values import ValueParams, with_gae
+from agentrl_trainer.data.advantages import Scaling
+from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.learner.prepare_batch import Gae, UpdateSettings, prepare
+from agentrl_trainer.learner.value_head import ValueParams, with_gae
 
 Column = NDArray[np.float64]
 

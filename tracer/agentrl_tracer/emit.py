@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat
 
 from opentelemetry import trace
 
-from agentrl_tracer.agent import RolloutTracing, logger, rollout_tracing
+from agentrl_tracer.context import current_rollout
 from agentrl_tracer.conventions import (
     EVALUATION_EXPLANATION,
     EVALUATION_NAME,
@@ -26,7 +26,7 @@ from agentrl_tracer.conventions import (
     REWARD_NAME,
     REWARD_SPAN,
 )
-from agentrl_tracer.current import current_rollout
+from agentrl_tracer.provider import RolloutTracing, logger, rollout_tracing
 
 
 def emit_reward(

@@ -7,6 +7,6 @@ Importing this package is light: no store, no OpenTelemetry.
 
 from agentrl.runner.agent import Agent, load_agent, validate_agent
 from agentrl.runner.config import RunnerConfig
-from agentrl.runner.handle import PoolHandle, start_pool
+from agentrl.runner.pool_client import PoolHandle, start_pool
 
 __all__ = ["Agent", "PoolHandle", "RunnerConfig", "load_agent", "start_pool", "validate_agent"]

@@ -28,10 +28,10 @@ from agentrl.runner.agent import Agent, CommandFailed, load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment
 from agentrl.runner.preload import third_party_modules
-from agentrl_tracer.agent import finish, rollout_tracing, tracing
+from agentrl_tracer.context import current_rollout
 from agentrl_tracer.conventions import OUTPUT, REWARD_SPAN
-from agentrl_tracer.current import current_rollout
 from agentrl_tracer.emit import emit_reward
+from agentrl_tracer.provider import finish, rollout_tracing, tracing
 from agentrl_tracer.schemas import Claim, Purpose
 
 _TRACEBACK_LINES = 12
@@ -97,7 +97,7 @@ def run_foreign(report_fd: int, leash_fd: int) -> NoReturn:
     for fd in (report_fd, leash_fd):
         os.set_inheritable(fd, False)
     if config.concurrency > 1:
-        from agentrl.runner.shared import run_shared
+        from agentrl.runner.concurrent import run_shared
 
         run_shared(config, report_fd, leash_fd)
     job = Job.from_line(sys.stdin.readline().encode())

@@ -30,9 +30,9 @@ import agentrl_tracer.emit  # noqa: F401
 from agentrl.runner.agent import load_agent, parse_agent
 from agentrl.runner.config import RunnerConfig, check_environment
 from agentrl.runner.environment import QUIET, attempt_environment, direct_to_gateway
-from agentrl.runner.orphans import adopt, kill_children
 from agentrl.runner.preload import StartedThreads, installed_roots, preload, third_party_modules
-from agentrl.runner.rehearsal import rehearse
+from agentrl.runner.subreaper import adopt, kill_children
+from agentrl.runner.warmup import rehearse
 from agentrl.runner.worker import run_worker
 from agentrl_tracer.schemas import Claim, Purpose
 

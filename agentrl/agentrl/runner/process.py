@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from agentrl.runner.attempt import Job, Report, run_attempts
 from agentrl.runner.config import RunnerConfig
-from agentrl.runner.foreign import become
+from agentrl.runner.external_python import become
 
 logger = logging.getLogger("agentrl.runner")
 

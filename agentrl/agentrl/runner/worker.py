@@ -28,9 +28,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from agentrl.runner.attempt import Job
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import storage_folder
-from agentrl.runner.orphans import adopt, kill_children
-from agentrl.runner.probes import GatewayProbe, QueueWatch
+from agentrl.runner.health_checks import GatewayProbe, QueueWatch
 from agentrl.runner.process import AttemptProcess
+from agentrl.runner.subreaper import adopt, kill_children
 from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
 from agentrl_tracer.store import Store
 
@@ -278,7 +278,7 @@ def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoRe
         # never use it, and end without closing it.
         kind = Worker
         if config.concurrency > 1:
-            from agentrl.runner.shared_worker import SharedWorker
+            from agentrl.runner.concurrent_worker import SharedWorker
 
             kind = SharedWorker
         kind(config, Store(config.store), index, control).run()

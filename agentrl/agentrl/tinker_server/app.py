@@ -21,10 +21,10 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from agentrl.tinker_server import wire
-from agentrl.tinker_server.leases import Leases
-from agentrl.tinker_server.promises import Answer, Json, Promises
+from agentrl.tinker_server import protobuf as wire
+from agentrl.tinker_server.request_store import Answer, Json, Promises
 from agentrl.tinker_server.samplers import Samplers
+from agentrl.tinker_server.sessions import Leases
 from agentrl_trainer.client import (
     AdamParams,
     SamplingParams,
@@ -33,7 +33,7 @@ from agentrl_trainer.client import (
 )
 from agentrl_trainer.client.futures import map_future
 from agentrl_trainer.client.naming import SAMPLERS, STATES
-from agentrl_trainer.model import resolve_model
+from agentrl_trainer.models.loading import resolve_model
 
 log = logging.getLogger(__name__)
 

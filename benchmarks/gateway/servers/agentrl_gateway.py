@@ -1,4 +1,4 @@
-"""agentrl's gateway as ``agentrl.gateway`` wires it, with the instant mock in the sampler's place.
+"""agentrl's gateway as ``agentrl.gateway.process`` wires it, over the instant mock sampler.
 
     BENCHMARK_ANSWER=answer.json python agentrl_gateway.py <port> <store> <run id> [--forget]
 
@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import answer
 
-from agentrl.imports import heavy_imports
+from agentrl.import_lock import heavy_imports
 from agentrl_proxy.sampler import FinishEvent, SampleEvent, SamplingParams, TokenEvent
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 from agentrl_tracer.store import Store
@@ -71,12 +71,12 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         from transformers import AutoTokenizer
 
         from agentrl_proxy.app import create_app
-        from agentrl_proxy.deps import GatewayDeps
-        from agentrl_proxy.rendering import Renderer
-        from agentrl_proxy.server import bind, serve_on
-        from agentrl_tracer.writer import TraceWriter
+        from agentrl_proxy.dependencies import GatewayDeps
+        from agentrl_proxy.rendering.renderer import Renderer
+        from agentrl_proxy.server.uvicorn import bind, serve_on
+        from agentrl_tracer.store.writer import TraceWriter
 
-    sys.setswitchinterval(1e-4)  # as agentrl.gateway does
+    sys.setswitchinterval(1e-4)  # as agentrl.gateway.process does
     store = Store(store_url)
     boot_id = secrets.token_hex(6)
     store.register_gateway(boot_id, run_id, os.getpid())

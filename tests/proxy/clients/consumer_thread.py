@@ -13,8 +13,8 @@ import threading
 
 import openai
 
-from agentrl_tracer.agent import tracing
-from agentrl_tracer.attribution import attributed
+from agentrl_tracer.concurrent_context import attributed
+from agentrl_tracer.provider import tracing
 
 CLIENT = openai.OpenAI(max_retries=0)
 JOBS: queue.Queue = queue.Queue()

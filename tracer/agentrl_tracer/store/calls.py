@@ -24,8 +24,8 @@ from agentrl_tracer.schemas import (
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.engine import Database, json_text
-from agentrl_tracer.store.hot import Hot
+from agentrl_tracer.store.compiled_statements import Hot
+from agentrl_tracer.store.database import Database, json_text
 from agentrl_tracer.store.upsert import upsert
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
@@ -233,7 +233,7 @@ class CallStore:
 
         ``continued``: with the exact tokens of an earlier call. The other names say why one did
         not, or (beside ``continued``) why not with the last reply in it; see
-        agentrl_proxy.continuity.Branch. Calls to other models have no prompt here.
+        agentrl_proxy.rendering.continuity.Branch. Calls to other models have no prompt here.
         """
         query = sa.select(t.calls.c.rollout_id, t.calls.c.params).where(
             t.calls.c.run_id == run_id,

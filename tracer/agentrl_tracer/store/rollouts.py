@@ -31,7 +31,7 @@ from agentrl_tracer.schemas import (
     RolloutState,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.engine import Database
+from agentrl_tracer.store.database import Database
 from agentrl_tracer.store.upsert import upsert
 
 _ROLLOUT_COLUMNS = [t.rollouts.c[name] for name in Rollout.__dataclass_fields__]

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from agentrl_tracer.schemas import AdapterVersion, CallState, Json, Policies, SkipReason
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.engine import Database
+from agentrl_tracer.store.database import Database
 from agentrl_tracer.store.upsert import upsert
 
 

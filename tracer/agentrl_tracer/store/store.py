@@ -7,7 +7,7 @@ synchronous and thread-safe.
 from __future__ import annotations
 
 from agentrl_tracer.store.calls import CallStore
-from agentrl_tracer.store.engine import Database
+from agentrl_tracer.store.database import Database
 from agentrl_tracer.store.rollouts import RolloutStore
 from agentrl_tracer.store.runs import RunStore
 

@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from agentrl_tracer.store.engine import Database
+from agentrl_tracer.store.database import Database
 
 
 def upsert(

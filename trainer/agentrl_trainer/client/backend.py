@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.types import (
     AdamParams,
@@ -30,9 +29,10 @@ from agentrl_trainer.client.types import (
     SaveOptions,
     StateOptions,
 )
-from agentrl_trainer.learner import Learner
-from agentrl_trainer.losses import LossConfig
-from agentrl_trainer.update import UpdateSettings
+from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.losses import LossConfig
+from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.checkpoint import Restored
+from agentrl_trainer.client.async_api import awaited, made, submitted
 from agentrl_trainer.client.backend import (
     CustomLoss,
     Data,
@@ -33,7 +33,6 @@ from agentrl_trainer.client.backend import (
     TrainingBackend,
 )
 from agentrl_trainer.client.futures import APIFuture, finished, gather, map_future, wait
-from agentrl_trainer.client.twins import awaited, made, submitted
 from agentrl_trainer.client.types import (
     AdamParams,
     Array,
@@ -53,9 +52,10 @@ from agentrl_trainer.client.types import (
     SaveOptions,
     StateOptions,
 )
-from agentrl_trainer.learner import Learner
-from agentrl_trainer.losses import LossConfig
-from agentrl_trainer.update import UpdateSettings
+from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.losses import LossConfig
+from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
 T = TypeVar("T")
 
@@ -213,7 +213,7 @@ class TrainingClient(_Made):
         of ``cross_entropy`` all of them.
 
         ``data`` may, here and in ``forward_backward``, be the trainer's own rows
-        (``agentrl_trainer.batches.Datum``).
+        (``agentrl_trainer.data.packing.Datum``).
         """
         return APIFuture(self._backend.forward(data, loss_fn, loss_fn_config))
 
@@ -266,7 +266,7 @@ class TrainingClient(_Made):
 
     def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> APIFuture[list[Row]]:
         """The rows with all that depends on the policy as it is now, before an update by them:
-        log-probs of references, values, GAE's advantages (``agentrl_trainer.update``)."""
+        log-probs of references, values, GAE's advantages."""
         return APIFuture(self._backend.prepare(rows, settings))
 
     def optim_step(

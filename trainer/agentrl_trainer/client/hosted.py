@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.checkpoint import (
     Restored,
     latest_checkpoint,
@@ -64,8 +63,9 @@ from agentrl_trainer.client.types import (
     numbers,
     whole_numbers,
 )
-from agentrl_trainer.losses import LossConfig, Sums
-from agentrl_trainer.update import UpdateSettings, prepare
+from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.learner.losses import LossConfig, Sums
+from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 
 _DISCARDED = "before-non-finite"  # the state that is gone on from when gradients are discarded
 _STATES = "tinker_states"  # in a checkpoint's meta: by client, the path of what save_state wrote

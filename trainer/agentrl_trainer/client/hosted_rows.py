@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl_trainer.batches import LOSS_EXTRA, count_rows
-from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.client.backend import RefusedRows
 from agentrl_trainer.client.types import Array, Datum, ModelInput
-from agentrl_trainer.learner import StepStats, step_stats, with_extra
-from agentrl_trainer.losses import LOSSES, LossConfig, Sums
+from agentrl_trainer.data.packing import LOSS_EXTRA, count_rows
+from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.learner.learner import StepStats, step_stats, with_extra
+from agentrl_trainer.learner.losses import LOSSES, LossConfig, Sums
 
 _Logprobs = Callable[[Sequence[Row]], Sequence[Sequence[float]]]
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl_trainer import batches
-from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.client.backend import Data
 from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
-from agentrl_trainer.learner import StepStats
-from agentrl_trainer.losses import LOSSES, LossConfig
+from agentrl_trainer.data import packing as batches
+from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.learner.learner import StepStats
+from agentrl_trainer.learner.losses import LOSSES, LossConfig
 
 _WEIGHTED = "cross_entropy"
 _EXTRA = {"proximal": "proximal", "reference": "reference", "length_weights": "weights"}

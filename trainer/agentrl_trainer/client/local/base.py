@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from agentrl_trainer.client.futures import Worker
 from agentrl_trainer.client.types import Folder
-from agentrl_trainer.experts import adaptable
-from agentrl_trainer.learner import Learner
-from agentrl_trainer.model import BaseModel, load_base
-from agentrl_trainer.sampler import RequestError, SamplerEngine
+from agentrl_trainer.inference import RequestError, SamplerEngine
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.models.loading import BaseModel, load_base
+from agentrl_trainer.models.moe import adaptable
 
 T = TypeVar("T")
 

@@ -13,8 +13,7 @@ from typing import Any
 from agentrl_trainer.client.futures import follows, map_future
 from agentrl_trainer.client.local.base import LocalBase
 from agentrl_trainer.client.types import SampledSequence, SampleOptions, SampleResponse
-from agentrl_trainer.model import BaseModel
-from agentrl_trainer.sampler import (
+from agentrl_trainer.inference import (
     Event,
     Finished,
     SampleParams,
@@ -23,6 +22,7 @@ from agentrl_trainer.sampler import (
     Token,
     check_params,
 )
+from agentrl_trainer.models.loading import BaseModel
 
 
 class LocalSampling:

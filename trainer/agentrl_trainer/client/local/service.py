@@ -35,7 +35,7 @@ from agentrl_trainer.client.types import (
     StateOptions,
     SupportedModel,
 )
-from agentrl_trainer.model import CONFIG_FILE, TINY_MODEL
+from agentrl_trainer.models.loading import CONFIG_FILE, TINY_MODEL
 
 
 class LocalService:

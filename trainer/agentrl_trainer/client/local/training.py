@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from agentrl_trainer import learner as engine
-from agentrl_trainer.batches import Datum as Row
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client.backend import CustomLoss, Data
 from agentrl_trainer.client.futures import wait
@@ -42,10 +40,12 @@ from agentrl_trainer.client.types import (
     SavedPath,
     SaveOptions,
 )
-from agentrl_trainer.learner import Learner
-from agentrl_trainer.losses import LossConfig
-from agentrl_trainer.model import save_adapter
-from agentrl_trainer.update import UpdateSettings, prepare
+from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.learner import learner as engine
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.losses import LossConfig
+from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
+from agentrl_trainer.models.loading import save_adapter
 
 T = TypeVar("T")
 

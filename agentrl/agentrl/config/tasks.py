@@ -1,0 +1,45 @@
+"""Reading task files (JSON lines, one object a line), and how many steps they make."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl_tracer.schemas import Json
+
+
+def load_tasks(path: Path, field: str) -> list[Json]:
+    """The tasks in a JSON-lines file.
+
+    Raises:
+        ConfigError: names ``field``, the file and the line that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot read {str(path)!r}: {error.strerror}") from error
+    tasks: list[Json] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            task = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{field}: {path}, line {number} is not JSON: {error.msg}") from error
+        if not isinstance(task, dict):
+            kind = type(task).__name__
+            raise ConfigError(
+                f'{field}: {path}, line {number} is a JSON {kind}; give an object, like {{"n": 1}}'
+            )
+        tasks.append(task)
+    if not tasks:
+        raise ConfigError(f"{field}: {path} holds no tasks")
+    return tasks
+
+
+def steps_of(config: TrainConfig, tasks: Sequence[Json]) -> int:
+    """By default those of one epoch."""
+    return config.steps or math.ceil(len(tasks) / config.batch_size)

@@ -1,0 +1,86 @@
+"""An adapter merged into the weights of its base model. Imports torch, so ``export`` asks late."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from agentrl.export import ollama
+from agentrl_trainer.models.loading import ModelError, checkpoint_dtype, load_base, read_adapter
+from agentrl_trainer.models.moe import no_false_warnings
+
+
+def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False) -> None:
+    """W + (alpha / rank) B A for every adapted layer; tokenizer and chat template beside it.
+
+    Added up in float32 and rounded once, to the type that the base's checkpoint is in; but for what
+    the model keeps in float32.
+
+    Raises:
+        ModelError: the adapter does not fit the model, or the sum cannot be written down as weights
+            of this model, for layers with a weight in common have each an update of its own.
+    """
+    base = load_base(model, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
+    with no_false_warnings(), warnings.catch_warnings():
+        # PEFT's word on weights it has not found; read_adapter looks for itself.
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")
+        adapted = PeftModel.from_pretrained(base.model, str(peft))
+        read_adapter(adapted, "default", peft)
+    _untie(base.model)
+    _refuse_shared(base.model, model)
+    whole = adapted.merge_and_unload(safe_merge=True)  # pyright: ignore[reportCallIssue]
+    _round(whole, checkpoint_dtype(model, trust_remote_code=trust_remote_code))
+    staging = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    whole.save_pretrained(staging)
+    base.tokenizer.save_pretrained(staging)
+    ollama.write_modelfile(staging, base.tokenizer)
+    staging.rename(out)
+
+
+def _untie(model: Any) -> None:
+    """A tied output embedding gets weights of its own, if one of the two embeddings is adapted:
+    what is added to the one shall not be added to the other."""
+    head, inputs = model.get_output_embeddings(), model.get_input_embeddings()
+    adapted = isinstance(head, BaseTunerLayer) or isinstance(inputs, BaseTunerLayer)
+    if adapted and head is not None and head.weight is inputs.weight:
+        layer = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
+        layer.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.get_text_config().tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+
+
+def _refuse_shared(model: torch.nn.Module, name: str) -> None:
+    """No adapted weight may be in use elsewhere (Zamba's blocks): the update would be there too.
+
+    As files have it: transformers would tie copies of such weights again when it loads them.
+    """
+    uses: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for child, part in module.named_children():
+            for weight in part.parameters(recurse=False):
+                uses.setdefault(id(weight), []).append(f"{path}.{child}".replace(".base_layer", ""))
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            for weight in module.get_base_layer().parameters(recurse=False):
+                if len(users := uses[id(weight)]) > 1:
+                    raise ModelError(
+                        f"merged: {name!r} cannot be merged: {users[0]} and {users[1]} share one "
+                        "weight, and the update of one would be the other's as well. Export the "
+                        "adapter by itself, without --merged."
+                    )
+
+
+def _round(model: Any, dtype: torch.dtype) -> None:
+    """``model.to(dtype)``, less what transformers loads in float32 whatever is asked for."""
+    kept = [re.compile(part.replace("*", ".*")) for part in model._get_dtype_plan(dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not any(part.search(name) for part in kept):
+            tensor.data = tensor.data.to(dtype)

@@ -1,0 +1,172 @@
+"""The embedded torch engine, as the gateway's ``Sampler``.
+
+Knows both sides and nothing more: the engine's thread, and the gateway's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from agentrl_proxy.sampler import (
+    ContextLengthError,
+    FinishEvent,
+    GrammarError,
+    RefusalCode,
+    RefusedError,
+    SampleEvent,
+    SamplingParams,
+    TokenEvent,
+)
+from agentrl_trainer.inference import (
+    Event,
+    Finished,
+    RequestError,
+    SampleParams,
+    SamplerEngine,
+    SampleRequest,
+)
+from agentrl_trainer.models.loading import BaseModel, ModelError
+
+log = logging.getLogger("agentrl")
+
+_REFUSALS: dict[str, RefusalCode] = {
+    "invalid_parameter": "invalid_parameter",
+    "unknown_adapter": "unknown_adapter",
+}
+
+
+class EmbeddedSampler:
+    """Samples in this process. Every ``sample`` must come from the same event loop."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._eos_ids = base.eos_ids
+        # Events of one engine round cross to the event loop together: one wake-up, not one a token.
+        self._round: list[tuple[asyncio.Queue[Event], Event]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.engine = SamplerEngine(base, after_round=self._hand_over)
+
+    def start(self) -> None:
+        if self.engine.why_not_lean:
+            log.warning(
+                "sampled by the model's own modules, not by the lean decoder: %s",
+                self.engine.why_not_lean,
+            )
+        self.engine.start()
+
+    def stop(self) -> None:
+        self.engine.stop()
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        return self.engine.adapters
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.healthy
+
+    def stats(self) -> dict[str, Any]:
+        return {**asdict(self.engine.stats()), "why_not_lean": self.engine.why_not_lean}
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.base.context_length
+
+    def load_now(self, name: str, version: int, path: str) -> None:
+        """``load_adapter`` for where no event loop runs yet."""
+        self.engine.load_adapter(name, version, path).result()
+
+    async def load_adapter(self, name: str, version: int, path: str) -> None:
+        try:
+            prepared = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
+        except ModelError as error:  # what is in the folder does not fit
+            raise RefusedError("invalid_parameter", str(error)) from error
+        await asyncio.wrap_future(prepared)
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+    ) -> AsyncIterator[SampleEvent]:
+        self._loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        request = SampleRequest(
+            prompt_ids=list(prompt_ids),
+            params=SampleParams(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                stop_ids=self._eos_ids,
+                stop=params.stop,
+                seed=params.seed,
+                n=params.n,
+                top_logprobs=params.top_logprobs,
+                grammar=params.grammar,
+                logit_bias=params.logit_bias,
+            ),
+            adapter=adapter,
+            on_event=lambda event: self._round.append((events, event)),
+        )
+        try:
+            if params.grammar is not None and not self.engine.knows_grammar(params.grammar):
+                await asyncio.to_thread(self.engine.compile_grammar, params.grammar)
+            handle = self.engine.submit(request)
+        except RequestError as error:
+            raise _refusal(error) from error
+        running = params.n
+        try:
+            while running:
+                event = await events.get()
+                if isinstance(event, Finished):
+                    running -= 1
+                    yield FinishEvent(
+                        event.index, event.reason, event.error, event.stop, event.log_mass
+                    )
+                else:
+                    yield TokenEvent(
+                        event.index, event.token_id, event.logprob, event.top, event.adapter_version
+                    )
+        finally:
+            if running:
+                handle.cancel()
+
+    async def score(
+        self, prompt_ids: Sequence[int], adapter: str | None, top: int
+    ) -> list[TokenEvent]:
+        ids = list(prompt_ids)
+        try:
+            # The engine's thread would find a future that was cancelled meanwhile, and fall over.
+            scored = await asyncio.shield(asyncio.wrap_future(self.engine.score(ids, adapter, top)))
+        except RequestError as error:
+            raise _refusal(error) from error
+        events: list[TokenEvent] = []
+        for token_id, logprob, likeliest in zip(
+            ids[1:], scored.logprobs[1:], scored.top[1:], strict=True
+        ):
+            # One number for one token: clients ask whether it is the likeliest by comparing.
+            named = [(i, logprob if i == token_id else value) for i, value in likeliest]
+            events.append(TokenEvent(0, token_id, logprob, named, scored.adapter_version))
+        return events
+
+    def _hand_over(self) -> None:
+        """Called on the engine's thread when a round's events are complete."""
+        if not self._round:
+            return
+        ready, self._round = self._round, []
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, ready)
+
+
+def _refusal(error: RequestError) -> Exception:
+    if error.code == "invalid_grammar":
+        return GrammarError(str(error))
+    if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
+        return ContextLengthError(str(error))
+    return RefusedError(_REFUSALS.get(error.code, "stopped"), str(error))
+
+
+def _deliver(ready: list[tuple[asyncio.Queue[Event], Event]]) -> None:
+    for queue, event in ready:
+        queue.put_nowait(event)

@@ -1,0 +1,120 @@
+"""``agentrl train``: roll out, learn, publish, evaluate, until the steps are done.
+
+This is the whole loop, over the client API, whose backends are this machine and Tinker. The parts
+that it takes from ``run`` are ``agentrl.training.run``'s.
+
+What must survive a crash is ordered so that the checkpoint is the last word on a step: verdicts are
+written before it, its row of metrics is in it, the new adapter is published after it, and a resumed
+run undoes what came after the newest one (``TrainingRun.restore``). The row is logged last, because
+it says how long all of that took; where a run died before, the checkpoint's is logged when it is
+resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agentrl.config.algorithm import update_settings
+from agentrl.runs.summary import Summary
+from agentrl.training.metrics import seconds_row
+from agentrl.training.run import TrainingRun
+from agentrl.training.timing import Clock
+from agentrl_tracer.schemas import SkipReason
+from agentrl_trainer.client import AdamParams, RefusedRows
+from agentrl_trainer.data.batch_assembly import StepBatch
+from agentrl_trainer.learner.learner import StepStats
+
+
+def train(run: TrainingRun) -> Summary:
+    """Trains to the end; returns what to show.
+
+    Raises:
+        RunError: nothing can be rolled out, for a reason the message gives.
+    """
+    step = run.restore()
+    run.wait_ready(step)
+    publish(run, step)
+    run.started()
+    run.held_out.evaluate_if_due(step)
+    while step < run.steps and not run.held_out.reached_goal():
+        step += 1
+        train_step(run, step)
+        run.held_out.evaluate_if_due(step)
+    return run.finish(step)
+
+
+def train_step(run: TrainingRun, step: int) -> None:
+    """Groups of rollouts, their advantages, an update of each adapter, its new version."""
+    clock, parts = Clock(), Clock()
+    with clock("rollouts"):
+        taken = run.sample(step)
+    with clock("update"):
+        calls, batches = run.records.assemble(step, taken.rollouts)
+        passes = {
+            name: update(run, step, name, batch, parts)
+            for name, batch in batches.by_adapter.items()
+        }
+        whole = batches.whole()
+        run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
+    seconds = clock.spent | parts.spent
+    row = run.row(step, taken=taken, calls=calls, batches=batches, passes=passes, seconds=seconds)
+    with clock("checkpoint"):
+        run.checkpoint(step, row)
+    with clock("publish"):
+        publish(run, step)
+    row |= seconds_row(clock.spent)
+    run.journal.log(step, row)
+    run.clock.add(clock)
+    run.display.step(row, run.store.accounting(run.run_id))
+
+
+def update(
+    run: TrainingRun, step: int, name: str, batch: StepBatch, clock: Clock
+) -> list[StepStats]:
+    """Updates one adapter. What each epoch saw, the first before any update; the last one may not
+    have been applied (``skipped_non_finite``). Nothing where there is nothing to learn, or where
+    the backend has no way to learn from it: that is noted, and the batch refused."""
+    passes: list[StepStats] = []
+    if not batch.datums:
+        return passes
+    client = run.clients[name]
+    adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.max_grad_norm)
+    how = update_settings(run.config, epochs=run.config.epochs)
+    # What depends on the policy before the update: references, values, advantages of GAE.
+    with clock("prepare"):
+        try:
+            batch.datums = run.result(client.prepare(batch.datums, how))
+        except RefusedRows as why:
+            run.display.note(f"{name}: nothing of step {step} was trained on: {why}")
+            batch.refuse(SkipReason.OFF_POLICY)
+            return passes
+    for epoch in range(how.epochs):
+        with clock("forward_backward"):
+            added = client.forward_backward(
+                batch.datums,
+                how.loss,
+                how.loss_config,
+                normalize_by=None,  # the tokens of the whole step
+                logprobs=False,
+            )
+            seen = run.result(added).stats
+        with clock("optimizer"):
+            stepped = run.result(client.optim_step(adam)).metrics
+        refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
+        norm = stepped.get("grad_norm")  # not every service tells
+        passes.append(replace(seen, grad_norm=norm, skipped_non_finite=refused))
+        if refused:
+            run.display.note("the loss or gradient was not finite: the step was not applied")
+            if not epoch:
+                batch.refuse(SkipReason.NON_FINITE_STEP)
+            break
+    return passes
+
+
+def publish(run: TrainingRun, step: int) -> None:
+    """Saves each adapter as version ``step``, and makes it the one that answers."""
+    saved = {
+        name: run.result(client.save_weights_for_sampler(run.folder.adapter_version(name, step)))
+        for name, client in run.clients.items()
+    }
+    run.publish(step, {name: one.path for name, one in saved.items()})

@@ -1,0 +1,130 @@
+"""Going on with an earlier run: what may be told anew, and what its state depends on.
+
+Knows settings as the run's folder keeps them, and the tasks in its store. Loads no torch: a run
+that cannot go on is refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.runs.folder import RunFolder
+from agentrl_tracer.schemas import Json
+from agentrl_tracer.store import Store
+
+_SAME_MODEL = " (the same model in another place? write that into config.json)"
+_STATE: dict[str, str] = {
+    "model": f"its adapter fits no other model{_SAME_MODEL}",
+    "load_in_4bit": "its adapter was learned on that base model",
+    "backend": "its weights and optimizer are there",
+    "rank": "its adapter has that rank",
+    "alpha": "its adapter is scaled by it",
+    "adapters": "its weights and optimizer are of these",
+    "seed": "its order of tasks follows from it",
+    "store": "its rollouts are there",
+    "name": "its folder has that name",
+}
+"""What may not change, and why."""
+
+
+def check_resume(
+    folder: RunFolder, config: TrainConfig, tasks: Sequence[Json], eval_tasks: Sequence[Json]
+) -> dict[str, tuple[Any, Any]]:
+    """What differs from the settings that the run had: by setting, what it was and what it is.
+
+    Raises:
+        ConfigError: its weights, its optimizer or its records depend on what was changed.
+    """
+    was, now = folder.read_config(), config.model_dump(mode="json")
+    for name, why in _STATE.items():
+        before, after = _compared(name, was), _compared(name, now)
+        if not _same(name, before, after):
+            if name == "adapters" and not config.adapters:
+                name = "adapter"
+            raise _refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
+    if (was.get("estimator") == "gae") != (config.estimator == "gae"):
+        raise _refusal(
+            folder,
+            "estimator",
+            f"{was.get('estimator')}, not {config.estimator}",
+            "only gae keeps a value function beside its adapter",
+        )
+    _check_tasks(folder, config, {"tasks": tasks, "eval_tasks": eval_tasks}, was)
+    return {
+        name: (was.get(name), value)
+        for name, value in now.items()
+        if name not in ("tasks", "eval_tasks", "runs") and was.get(name, value) != value
+    }
+
+
+def _compared(name: str, settings: Mapping[str, Any]) -> Any:
+    if name == "adapters":  # their names; which agents and rewards train them may change
+        return sorted(settings.get("adapters") or [settings["adapter"]])
+    return settings.get(name, TrainConfig.model_fields[name].default)
+
+
+def _same(name: str, before: Any, after: Any) -> bool:
+    if name == "model" and before != after:
+        here, there = Path(before).expanduser(), Path(after).expanduser()
+        return here.is_dir() and there.is_dir() and here.samefile(there)
+    if name == "store" and before and after and "://" not in before:
+        return Path(before).absolute() == Path(after).absolute()
+    return before == after
+
+
+def _check_tasks(
+    folder: RunFolder,
+    config: TrainConfig,
+    given: Mapping[str, Sequence[Json]],
+    was: Mapping[str, Any],
+) -> None:
+    """Earlier rollouts name their task by its place in the file."""
+    store = Store(config.store or str(folder.store))
+    run_id = folder.run_id.read_text().strip()
+    try:
+        for (field, tasks), split in zip(given.items(), ("train", "eval"), strict=True):
+            stored = store.tasks(run_id, split)
+            if stored and stored != list(tasks):
+                raise _refusal(
+                    folder,
+                    field,
+                    f"{len(stored)} tasks of {was.get(field)}, not the {len(tasks)} that are in "
+                    f"{getattr(config, field)} now{_first_difference(stored, tasks)}",
+                    "its rollouts belong to them",
+                )
+    finally:
+        store.close()
+
+
+def _first_difference(stored: Sequence[Json], given: Sequence[Json]) -> str:
+    for number, (one, other) in enumerate(zip(stored, given, strict=False), start=1):
+        if one != other:
+            return f" (the first that differs is number {number})"
+    return ""
+
+
+def _refusal(folder: RunFolder, name: str, difference: str, why: str) -> ConfigError:
+    flag = "--" + name.replace("_", "-")
+    return ConfigError(
+        f"{name}: {folder.root} was started with {difference}. This cannot change, because {why}: "
+        f"leave {flag} as it was, or start a new run"
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "the default"
+    return ", ".join(cast("list[str]", value)) if isinstance(value, list) else str(value)
+
+
+def tell_changes(changes: Mapping[str, tuple[Any, Any]], tell: Callable[[str], None]) -> None:
+    """Says what is different from now on, also for later ``--resume``."""
+    if changes:
+        words = ", ".join(
+            f"{name} {'default' if old is None else old} → {new}"
+            for name, (old, new) in changes.items()
+        )
+        tell(f"from now on: {words}")

@@ -1,0 +1,114 @@
+"""One choice of a streamed answer: tokens in, chunks out.
+
+Knows when a token's text may leave (not inside a character, a stop string or a tool call's mark).
+Does not know where tokens come from, what is recorded or whether the answer is whole: the last
+chunks are made when somebody who knows asks for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols.chat import ChatRequest
+from agentrl_proxy.rendering.detokenizer import Detokenizer
+from agentrl_proxy.rendering.parser import Parser, Reply, joined
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.requests.recording import Sampled
+from agentrl_proxy.server.sse import Write
+
+
+class ChoiceReader:
+    """One choice that is only read while it is sampled: its answer will leave as a whole."""
+
+    def __init__(self, renderer: Renderer, parser: Parser, stop: tuple[str, ...]) -> None:
+        self._renderer = renderer
+        self._parser = parser
+        self._tokens = Detokenizer(renderer.decode_raw, stop)
+
+    async def push(self, one: Sampled) -> None:
+        token_id = one.ids[-1]
+        piece = "" if self._renderer.is_hidden(token_id) else self._tokens.push(token_id)
+        if piece:
+            self._parser.feed(piece)
+
+    def feed_rest(self) -> None:
+        self._parser.feed(self._tokens.finish())
+
+
+class ChoiceStream:
+    """One choice of a streamed answer: tokens in, chunks out."""
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        heading: wire.Heading,
+        prompt_ids: list[int],
+        stop: tuple[str, ...],
+        index: int,
+        renderer: Renderer,
+        parser: Parser,
+        write: Write,
+    ) -> None:
+        self._heading = heading
+        self._prompt_ids = prompt_ids
+        self._index = index
+        self._dialect = request.dialect
+        self._with_logprobs = request.logprobs
+        self._renderer = renderer
+        self._parser = parser
+        self._write = write
+        self._tokens = Detokenizer(renderer.decode_raw, stop)
+        self._sent = 0  # ids before this have their log-probs on the wire
+        self._sent_entries = 0
+        self._held = Reply()
+        self._begun = False
+
+    async def push(self, one: Sampled) -> None:
+        """The choice has one more token."""
+        token_id = one.ids[-1]
+        if self._renderer.is_hidden(token_id):
+            return
+        piece = self._tokens.push(token_id)
+        delta = wire.reply_delta(self._parser.feed(piece)) if piece else {}
+        if not delta:
+            return
+        if not self._begun:
+            self._begun = True
+            first: dict[str, Any] = {"role": "assistant"}
+            if "tool_calls" in delta:
+                first["content"] = None
+            delta = first | delta
+        logprobs = None
+        if self._with_logprobs:
+            start, self._sent = self._sent, len(one.ids)
+            logprobs = wire.logprob_entries(
+                self._renderer, one.ids[start:], one.logprobs[start:], one.tops[start:]
+            )
+            self._sent_entries += len(logprobs)
+        await self._write(self._dialect.chunk(self._heading, self._index, delta, logprobs=logprobs))
+
+    def feed_rest(self) -> None:
+        """Gives the parser the text that was held back; what it shows goes with the last chunks."""
+        self._held = self._parser.feed(self._tokens.finish())
+
+    def last_chunks(self, whole: Reply, choice: dict[str, Any]) -> list[bytes]:
+        """What was held back, the tool calls, and the finish reason."""
+        rest = self._parser.remainder(whole)
+        delta = wire.reply_delta(
+            Reply(
+                self._held.content + rest.content,
+                self._held.reasoning + rest.reasoning,
+                pieces=joined([*self._held.pieces, *rest.pieces]),
+            )
+        )
+        if not self._begun:
+            delta = {"role": "assistant", "content": choice["message"]["content"], **delta}
+        logprobs = None
+        if choice["logprobs"] is not None:
+            logprobs = choice["logprobs"]["content"][self._sent_entries :]
+        chunks: list[bytes] = []
+        if delta or logprobs:
+            chunks.append(self._dialect.chunk(self._heading, self._index, delta, logprobs=logprobs))
+        chunks.append(wire.last_chunk(self._dialect, self._heading, choice, self._prompt_ids))
+        return chunks

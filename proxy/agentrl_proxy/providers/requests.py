@@ -1,0 +1,177 @@
+"""Requests to somebody else's model, in any of our protocols, as chat requests for LiteLLM.
+
+Knows how each protocol's request becomes chat fields, and which dialect says the answer. Does not
+know LiteLLM's Router, rows or who asks. There is one way for all protocols: the translation that
+our own model's requests go through, ``acompletion``, and our own dialects; so ids, usage, records
+and the order of events are those of our own model's answers.
+
+What LiteLLM 1.105.3 has besides was tried. Its ``aresponses`` and ``anthropic_messages`` rewrite
+ids and lose usage, see translation.py; towards the provider whose own protocol it is they would
+carry more (server tools, stored conversations), which we refuse by name instead. Anthropic's
+signed thinking survives our way: LiteLLM hands the blocks on. ``atext_completion`` sends any
+``openai/`` model to ``/v1/completions``, which chat models do not serve; ``acompletion`` asks a
+chat model in chat and a ``text-completion-…/`` model in text, where one user message is the prompt
+to the letter. Token ids as prompts are refused: chat has no place for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.generation.completions import (
+    CHAT_ONLY,
+    Completion,
+    PromptsWork,
+    check_choices,
+    check_legacy,
+)
+from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols.chat import MAX_CHOICES, check_chat, check_values
+from agentrl_proxy.protocols.messages import count_elsewhere, messages_elsewhere
+from agentrl_proxy.protocols.responses import response_elsewhere
+from agentrl_proxy.providers.service import OtherJob, OtherModels, OtherRequest
+from agentrl_proxy.requests.auth import Caller
+from agentrl_proxy.requests.client_retries import EarlierAnswers
+from agentrl_proxy.requests.idempotency import Asked
+from agentrl_proxy.server.sse import Write
+from agentrl_tracer.ids import new_id
+
+
+def chat_elsewhere(raw: dict[str, Any]) -> OtherRequest:
+    """``/v1/chat/completions``: everything is the provider's to judge but what we need to know, and
+    what LiteLLM would fall over."""
+    stream, include_usage, n = _checked(raw)
+    check_chat(raw)
+    return OtherRequest(raw["model"], raw, raw, wire.Chat(include_usage=include_usage), stream, n)
+
+
+def of_response(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+    """``/v1/responses``."""
+    stream, _, _ = _checked(raw)
+    check_values(raw)
+    chat, dialect = response_elsewhere(raw, model.model)
+    chat.pop("n", None)  # not of this protocol
+    return OtherRequest(raw["model"], chat, raw, dialect, stream)
+
+
+def of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+    """``/v1/messages``."""
+    stream, _, _ = _checked(raw)
+    check_values(raw)
+    chat, dialect = messages_elsewhere(raw, model.model)
+    chat.pop("n", None)  # not of this protocol
+    return OtherRequest(raw["model"], chat, raw, dialect, stream)
+
+
+def count_of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+    """``/v1/messages/count_tokens``."""
+    chat, dialect = count_elsewhere(raw, model.model)
+    return OtherRequest(raw["model"], chat, raw, dialect, stream=False)
+
+
+def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherRequest], Completion]:
+    """``/v1/completions``: a request per prompt, of one heading, and how their answer is said."""
+    stream, include_usage, n = _checked(raw)
+    echo, logprobs = check_legacy(raw)
+    if echo and logprobs is not None:
+        raise invalid("echo", "echo and logprobs together ask for the log-probs of the prompt, "
+                      "which somebody else's model does not tell; send one of them",
+                      code="unsupported_parameter")  # fmt: skip
+    check_values({k: v for k, v in raw.items() if k not in CHAT_ONLY and k != "logprobs"})
+    prompts = raw.get("prompt")
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
+        raise invalid("prompt", "prompt must be a text or a non-empty list of texts: this is "
+                      "somebody else's model, which knows none of our token ids")  # fmt: skip
+    check_choices(len(prompts), n)
+    dialect = Completion(include_usage=include_usage, n=n, echoed=prompts if echo else [])
+    heading = wire.Heading(new_id(dialect.id_prefix), raw["model"])
+    chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
+    if logprobs is not None:
+        in_text = model.model.startswith("text-completion-")  # such a provider's are a number
+        chat |= {"logprobs": logprobs} if in_text else {"logprobs": True, "top_logprobs": logprobs}
+    requests = [
+        OtherRequest(
+            raw["model"],
+            {**chat, "messages": [{"role": "user", "content": prompt}]},
+            raw,
+            dialect,
+            stream,
+            n,
+            heading,
+            i * n,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    return requests, dialect
+
+
+class OtherCountWork:
+    """A request to ``/v1/messages/count_tokens``: nothing is recorded, so nobody needs its answer
+    once its client has left."""
+
+    keep_alone = False
+
+    def __init__(self, service: OtherModels, request: OtherRequest, model: OtherModel) -> None:
+        self._service = service
+        self._request = request
+        self._model = model
+
+    async def run(self, write: Write | None) -> dict[str, int]:
+        return {"input_tokens": await self._service.count(self._request, self._model)}
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._request.dialect.failed(error)
+
+
+class OtherCompletionWork(PromptsWork[OtherJob]):
+    """A request to ``/v1/completions``; one job per prompt."""
+
+    def __init__(
+        self,
+        service: OtherModels,
+        answers: EarlierAnswers,
+        requests: list[OtherRequest],
+        dialect: Completion,
+        body: bytes,
+        caller: Caller,
+        headers: Mapping[str, str],
+    ) -> None:
+        raw, n = requests[0].raw, requests[0].n
+        super().__init__(
+            service, answers, dialect, raw, body, caller, headers, prompts=len(requests), n=n
+        )
+        self._others = service
+        self._requests = requests
+
+    async def _accept(self, asked: Asked | None) -> None:
+        requests = self._requests
+        if asked is not None and (finished := asked.parts()):
+            heading, n = wire.heading_of(finished[0]), self._same.n
+            missing = wire.missing(finished, len(requests), n)
+            # A provider is asked for all choices of a prompt; it may have given fewer.
+            requests = [
+                replace(request, heading=heading, again=True)
+                for request, choices in zip(requests, missing, strict=True)
+                if len(choices) == n
+            ]
+        await self._accept_each(
+            self._others.accept(one, asked, self._caller, self._headers) for one in requests
+        )
+
+
+def _checked(raw: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """stream, include_usage and n."""
+    stream, n, options = raw.get("stream"), raw.get("n"), raw.get("stream_options")
+    if not isinstance(stream, bool | None):
+        raise invalid("stream", "stream must be true or false")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
+        raise invalid("n", f"n must be an integer from 1 to {MAX_CHOICES}")
+    if not isinstance(options, dict | None):
+        raise invalid("stream_options", "stream_options must be an object")
+    return bool(stream), bool((options or {}).get("include_usage")), n or 1

@@ -1,0 +1,299 @@
+"""Token continuity: a conversation that goes on keeps the exact tokens it has had so far.
+
+Knows messages, rendered text and token ids of earlier calls of one attempt. Does not know
+samplers, the store or HTTP.
+
+A reply goes back to the model as the tokens it sampled, not as a re-tokenisation of their text.
+So the turns of a rollout become one row of training data, and the sampler's KV cache hits. Where
+the agent or the template changed history (an edit, a summary, thinking stripped), the messages
+are rendered anew and a new branch starts.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from agentrl_proxy.rendering.renderer import Message, Renderer
+
+MAX_CONVERSATIONS = 256  # per attempt; least recently used go first
+MAX_TOKENS = 2_000_000  # per attempt, four bytes each; those that turns share count for each
+
+
+class Branch(StrEnum):
+    """Why a prompt does not go on from the last reply in it, token for token."""
+
+    NO_ROLLOUT = "no_rollout"  # nothing is remembered outside rollouts
+    FIRST_CALL = "first_call"
+    NEW_CONVERSATION = "new_conversation"  # no reply in it yet
+    TOOLS_CHANGED = "tools_changed"
+    MODEL_CHANGED = "model_changed"  # said by another adapter
+    HISTORY_EDITED = "history_edited"  # messages before a reply were never asked like this
+    UNKNOWN_REPLY = "unknown_reply"  # the messages were, the reply is not what the agent got
+    THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does
+    TEMPLATE_REWRITES = "template_rewrites"  # the template writes the past differently
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a conversation is found by: its messages, and what they were said with."""
+
+    messages: bytes
+    tools: bytes
+    adapter: str | None
+
+    def then(self, message: Message) -> Key:
+        return Key(_extend(self.messages, message), self.tools, self.adapter)
+
+
+class Said:
+    """The tokens of a remembered conversation: those of the one it goes on from, and its own.
+
+    So the turns of a conversation are held once, however long it gets.
+    """
+
+    __slots__ = ("_before", "_own", "length")
+
+    def __init__(self, ids: Sequence[int], before: Said | None = None) -> None:
+        """``ids``: all tokens. They begin with those of ``before``."""
+        shared = 0 if before is None else before.length
+        self._before = before
+        self._own = array("i", ids[shared:])
+        self.length = len(ids)
+
+    @property
+    def own_length(self) -> int:
+        return len(self._own)
+
+    def ids(self) -> list[int]:
+        parts: list[array[int]] = []
+        said: Said | None = self
+        while said is not None:
+            parts.append(said._own)
+            said = said._before
+        return list(chain.from_iterable(reversed(parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the sampler gets, and what is needed to remember its reply."""
+
+    ids: list[int]
+    messages: list[Message]  # normalised
+    key: Key
+    goes_on: Said | None  # it begins with these exact tokens of an earlier call; None: with no such
+    branched: Branch | None = None
+    """None: it goes on from the last reply in it. Both may hold: an edit far down keeps what was
+    before it."""
+    opened: bool = True  # it ends with the template's generation prompt
+
+    @property
+    def continued(self) -> bool:
+        return self.goes_on is not None
+
+
+class Conversations:
+    """What one attempt's conversations were, token for token. Bounded."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[Key, Said] = OrderedDict()
+        self._total = 0
+        # Only to say why a conversation branched.
+        self._said_with: dict[bytes, Key] = {}
+        self._asked: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def put(self, key: Key, said: Said) -> None:
+        old = self._said.pop(key, None)
+        self._total += said.length - (0 if old is None else old.length)
+        self._said[key] = said
+        self._said_with[key.messages] = key
+        while self._said and (len(self._said) > MAX_CONVERSATIONS or self._total > MAX_TOKENS):
+            key, said = self._said.popitem(last=False)
+            self._total -= said.length
+            if self._said_with.get(key.messages) == key:
+                del self._said_with[key.messages]
+
+    def get(self, key: Key) -> Said | None:
+        said = self._said.get(key)
+        if said is not None:
+            self._said.move_to_end(key)
+        return said
+
+    def asked(self, key: Key) -> None:
+        self._asked[key.messages] = None
+        self._asked.move_to_end(key.messages)
+        if len(self._asked) > MAX_CONVERSATIONS:
+            self._asked.popitem(last=False)
+
+    def was_asked(self, messages: bytes) -> bool:
+        return messages in self._asked
+
+    def said_with(self, messages: bytes) -> Key | None:
+        """What this conversation was last said with."""
+        return self._said_with.get(messages)
+
+
+def render_prompt(
+    renderer: Renderer,
+    conversations: Conversations | None,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    adapter: str | None,
+) -> Prompt:
+    """Prompt ids of wire messages, continuing a remembered conversation where possible."""
+    normal = renderer.normalise(messages)
+    text = renderer.text(normal, tools)
+    opened = text.endswith(renderer.generation_prompt)
+    keys = _keys(normal, tools, adapter)
+
+    def made(ids: list[int], goes_on: Said | None, branched: Branch | None) -> Prompt:
+        return Prompt(ids, normal, keys[-1], goes_on, branched, opened)
+
+    if conversations is None:
+        return made(renderer.encode(text), None, Branch.NO_ROLLOUT)
+    if not len(conversations):
+        return made(renderer.encode(text), None, Branch.FIRST_CALL)
+    # The longest remembered beginning. It ends with an assistant's reply.
+    ends = [i for i in range(len(normal), 0, -1) if normal[i - 1]["role"] == "assistant"]
+    if not ends:
+        return made(renderer.encode(text), None, Branch.NEW_CONVERSATION)
+    for count in ends:
+        known = conversations.get(keys[count])
+        if known is None:
+            continue
+        ids = _continue(renderer, known.ids(), normal[:count], tools, text)
+        if ids is not None:
+            branched = None
+            if count != ends[0]:
+                branched = _reason(conversations, normal, keys, ends)
+            return made(ids, known, branched)
+    return made(renderer.encode(text), None, _reason(conversations, normal, keys, ends))
+
+
+def remember_reply(
+    renderer: Renderer,
+    conversations: Conversations,
+    prompt: Prompt,
+    reply: Message,
+    response_ids: Sequence[int],
+    text: str,
+    *,
+    cut: bool,
+) -> None:
+    """Keep the tokens of a prompt and its reply, under what the agent will send back.
+
+    Args:
+        reply: the wire message that the agent got.
+        text: the reply's whole text, as cut before a stop string.
+        cut: whether a stop string ended it. Then the agent saw less than was sampled.
+    """
+    kept = list(response_ids)
+    if cut:
+        kept = _ids_of(renderer, kept, text)
+    elif kept and renderer.is_stop(kept[-1]):
+        kept.pop()  # the turn's end is written by the template, see _continue
+    normal = renderer.normalise([reply])[0]
+    conversations.asked(prompt.key)
+    conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.goes_on))
+
+
+def _continue(
+    renderer: Renderer,
+    known: list[int],
+    beginning: list[Message],
+    tools: list[dict[str, Any]] | None,
+    whole: str,
+) -> list[int] | None:
+    """Remembered tokens + turn end + what was added since; None if the template rewrote history.
+
+    The template keeps history if it writes the beginning, reply included, the same way whether or
+    not something follows; or if what it writes now is what the remembered tokens say. Only the
+    text after the reply is tokenised.
+    """
+    ending = renderer.turn_end
+    if not ending:
+        return None
+    prefix = renderer.text(beginning, tools, generate=False)
+    asked = renderer.text(beginning[:-1], tools) if len(beginning) > 1 else ""
+    if not (prefix.startswith(asked) and prefix.endswith(ending) and whole.startswith(prefix)):
+        # Qwen3's writes an empty thought before a reply only while it is the last.
+        prefix = renderer.decode_raw(known) + ending
+        if not whole.startswith(prefix):
+            return None
+    return [*known, *renderer.encode(ending + whole[len(prefix) :])]
+
+
+def _reason(
+    conversations: Conversations, messages: list[Message], keys: list[Key], ends: list[int]
+) -> Branch:
+    """Why the last reply in a conversation is not gone on from. ``ends``: latest reply first."""
+    latest = ends[0]
+    said_with = conversations.said_with(keys[latest].messages)
+    if said_with is not None:
+        if said_with.tools != keys[latest].tools:
+            return Branch.TOOLS_CHANGED
+        if said_with.adapter != keys[latest].adapter:
+            return Branch.MODEL_CHANGED
+        thoughts = any(message.get("reasoning_content") for message in messages)
+        return Branch.THINKING_STRIPPED if thoughts else Branch.TEMPLATE_REWRITES
+    # The first reply that is not known tells what is wrong.
+    for count in reversed(ends):
+        if conversations.said_with(keys[count].messages) is None:
+            if conversations.was_asked(keys[count - 1].messages):
+                return Branch.UNKNOWN_REPLY
+            break
+    return Branch.HISTORY_EDITED
+
+
+def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
+    """The sampled ids up to where the text was cut; the text's own ids if that is inside one."""
+    length = 0
+    for count, token_id in enumerate(ids):
+        if length >= len(text):
+            break
+        length += len(renderer.decode([token_id]))
+        if length >= len(text) and renderer.decode(ids[: count + 1]) == text:
+            return ids[: count + 1]
+    return renderer.encode(text) if text else []
+
+
+def _keys(
+    messages: Sequence[Message], tools: list[dict[str, Any]] | None, adapter: str | None
+) -> list[Key]:
+    """The key of every beginning of the conversation: ``keys[i]`` covers the first i messages."""
+    with_tools = b"" if tools is None else _digest(b"", _canonical(tools))
+    keys = [Key(b"", with_tools, adapter)]
+    for message in messages:
+        keys.append(keys[-1].then(message))
+    return keys
+
+
+def _extend(key: bytes, message: Message) -> bytes:
+    calls = message.get("tool_calls")
+    if calls:
+        # By value, and without ids: frameworks make up their own.
+        message = {**message, "tool_calls": [call["function"] for call in calls]}
+    return _digest(key, _canonical(message))
+
+
+def _canonical(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # integers beyond 64 bits
+        return json.dumps(value, sort_keys=True).encode()
+
+
+def _digest(key: bytes, data: bytes) -> bytes:
+    return blake2b(key + data, digest_size=16).digest()

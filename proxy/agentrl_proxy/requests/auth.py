@@ -1,0 +1,188 @@
+"""Who is asking, and for which rollout: credentials to callers.
+
+Knows keys, the path's rollout id and whether an attempt still runs. Does not know models or
+tokens. Keys are kept only as hashes and never appear in a log line or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar
+
+from agentrl_proxy.dependencies import GatewayStats, GatewayStore
+from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
+from agentrl_tracer.conventions import ROLLOUT_HEADER as CONTEXT_HEADER
+from agentrl_tracer.schemas import AttemptRef, AttemptState
+
+log = logging.getLogger("agentrl.proxy")
+
+T = TypeVar("T")
+_MAX_CACHED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is asking. Neither operator nor attempt: someone on this machine, unattributed."""
+
+    operator: bool
+    attempt: AttemptRef | None
+
+
+async def ask(store: GatewayStore, method: Callable[..., T], *args: object) -> T:
+    """Call a synchronous store method: in place on SQLite (0.1 ms), in a thread over a network."""
+    if store.is_remote:
+        return await asyncio.to_thread(method, *args)
+    return method(*args)
+
+
+class Credentials:
+    """Reads credentials and says what they open.
+
+    An attempt's key opens the models, spans and rewards of its own rollout, while the attempt
+    runs. The operator's key opens everything that needs no rollout. The context header comes
+    before path and key: it alone identifies, and they must not name another rollout.
+    """
+
+    def __init__(self, store: GatewayStore, operator_key: str | None, stats: GatewayStats) -> None:
+        self._store = store
+        self._operator = None if operator_key is None else _digest(operator_key)
+        self._stats = stats
+        self._known: OrderedDict[bytes, AttemptRef] = OrderedDict()
+
+    async def caller(
+        self, headers: Mapping[str, str], rollout_id: str | None, *, may_be_sealed: bool = False
+    ) -> Caller:
+        """Who sent these headers to this path.
+
+        Args:
+            may_be_sealed: whoever writes for the caller looks himself whether its attempt runs.
+
+        Raises:
+            ApiError: 401 without a valid key, 403 when header, path and key disagree, 409
+                when the attempt is sealed.
+        """
+        try:
+            caller, state = await self._caller(headers, rollout_id)
+            if caller.attempt is not None and not may_be_sealed:
+                if state is None:
+                    attempt_id = caller.attempt.attempt_id
+                    state = await ask(self._store, self._store.attempt_state, attempt_id)
+                if state is not AttemptState.RUNNING:
+                    raise attempt_sealed(state)
+            return caller
+        except ApiError as error:
+            if error.status in (401, 403):
+                self._stats.refused += 1
+            elif error.code == "attempt_sealed":
+                self._stats.sealed += 1
+            raise
+
+    async def operator_only(self, headers: Mapping[str, str]) -> None:
+        try:
+            key = _key_in(headers)
+            if self._operator is None:
+                raise forbidden("this gateway has no operator key", "operator_only")
+            if key is None:
+                raise unauthorized("send the operator key as `Authorization: Bearer <key>`")
+            if not self._is_operator(_digest(key)):
+                raise forbidden("only the operator key opens this", "operator_only")
+        except ApiError:
+            self._stats.refused += 1
+            raise
+
+    def may_look(self, headers: Mapping[str, str]) -> bool:
+        """Whether the gateway's counters are for this caller: the operator, where there is one."""
+        key = _key_in(headers)
+        return self._operator is None or (key is not None and self._is_operator(_digest(key)))
+
+    async def _caller(
+        self, headers: Mapping[str, str], rollout_id: str | None
+    ) -> tuple[Caller, AttemptState | None]:
+        """With the state of its attempt, where that has just been learned."""
+        named = headers.get(CONTEXT_HEADER)
+        if named is not None:
+            return await self._named(named.strip(), headers, rollout_id)
+        key = _key_in(headers)
+        digest = None if key is None else _digest(key)
+        if digest is not None and self._is_operator(digest):
+            if rollout_id is not None:
+                # Which attempt would it be? Only the attempt's own key says.
+                raise self._mismatch(rollout_id, "the operator key belongs to no rollout")
+            return Caller(operator=True, attempt=None), None
+        attempt, state = None, None
+        if key is not None and digest is not None:
+            attempt, state = await self._attempt(key, digest)
+        if attempt is None:
+            return self._stranger(key, rollout_id), None
+        if rollout_id is not None and rollout_id != attempt.rollout_id:
+            raise self._mismatch(rollout_id, "the key belongs to another rollout")
+        return Caller(operator=False, attempt=attempt), state
+
+    async def _named(
+        self, named: str, headers: Mapping[str, str], rollout_id: str | None
+    ) -> tuple[Caller, AttemptState | None]:
+        """Who the context header names. Path and key may name nobody, but no other."""
+        attempt, state = await self._attempt(named, _digest(named))
+        if attempt is None:
+            raise unauthorized(f"the key in {CONTEXT_HEADER} is not known here")
+        if rollout_id is not None and rollout_id != attempt.rollout_id:
+            raise self._mismatch(rollout_id, f"{CONTEXT_HEADER} names another rollout")
+        key = _key_in(headers)
+        if key is not None and key != named and _is_ours(key):
+            other, _ = await self._attempt(key, _digest(key))
+            if other is None or other.attempt_id != attempt.attempt_id:
+                raise self._mismatch(
+                    attempt.rollout_id, f"the key is not of the rollout in {CONTEXT_HEADER}"
+                )
+        return Caller(operator=False, attempt=attempt), state
+
+    def _stranger(self, key: str | None, rollout_id: str | None) -> Caller:
+        if key is None and (rollout_id is not None or self._operator is not None):
+            raise unauthorized("send a key as `Authorization: Bearer <key>` or `x-api-key`")
+        if rollout_id is not None or self._operator is not None or _is_ours(key):
+            raise unauthorized("this key is not known here")
+        return Caller(operator=False, attempt=None)
+
+    async def _attempt(
+        self, key: str, digest: bytes
+    ) -> tuple[AttemptRef | None, AttemptState | None]:
+        known = self._known.get(digest)
+        if known is not None:
+            self._known.move_to_end(digest)
+            return known, None
+        found = await ask(self._store, self._store.authenticate, key)
+        if found is not None:
+            self._known[digest] = found
+            if len(self._known) > _MAX_CACHED:
+                self._known.popitem(last=False)
+        return found, None if found is None else found.state
+
+    def _is_operator(self, digest: bytes) -> bool:
+        return self._operator is not None and hmac.compare_digest(digest, self._operator)
+
+    def _mismatch(self, rollout_id: str, why: str) -> ApiError:
+        self._stats.mismatched += 1
+        log.warning("refused a request to rollout %.64r: %s", rollout_id, why)
+        return forbidden(f"the request names two rollouts: {why}", "rollout_mismatch")
+
+
+def _key_in(headers: Mapping[str, str]) -> str | None:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and bearer.strip():
+        return bearer.strip()
+    return headers.get("x-api-key") or None
+
+
+def _is_ours(key: str | None) -> bool:
+    """An attempt's key from another store or a deleted run must not pass for a stranger's."""
+    return key is not None and key.startswith("sk-agentrl-")
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

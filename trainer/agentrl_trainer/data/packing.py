@@ -1,0 +1,314 @@
+"""From trajectories to micro-batches under a token budget.
+
+Knows token lists and tensors, not models. A micro-batch is a token trie: what its rows share at
+their beginnings (a group's prompt, a conversation's turns) goes through the model once. For models
+which cannot do that it is padded rows, on the right: under causal attention no token ever sees the
+padding, hence no attention mask.
+
+Shapes: B rows (datums) and N trained tokens of the micro-batch (flat, row by row); U unique tokens,
+or T columns of padded rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from agentrl_trainer.data.trajectories import Trajectory
+from agentrl_trainer.models.common_prefix import common_prefix
+from agentrl_trainer.models.prefix_attention import Trie, pack_trie
+
+_LITTLE = 0.02
+"""Of a trie's tokens: what may be computed again for the sake of a smaller one."""
+_KEYS_PER_TOKEN = 4
+"""A micro-batch holds at most so many keys and values for each token of its budget."""
+LOSS_EXTRA = frozenset({"weights", "proximal", "reference"})
+"""Optional arguments of a loss, see ``losses.Loss``."""
+EXTRA = LOSS_EXTRA | {"rewards", "values", "returns", "temperature"}
+"""Three are what a value function learns from: the reward that a token earned at once, the value
+predicted before the update, and the return that the prediction should have been. ``temperature`` is
+the one that the token was sampled at: its log-probs are of the policy at it; without it, at 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One row to learn from. The four lists run parallel; ``mask[0]`` is false, for the first token
+    has no log-probability.
+
+    ``logprobs`` (q) and ``advantages`` count only where the mask is on. For ``cross_entropy`` the
+    advantages are the weights, and logprobs may be all zeros (the ratio metrics mean nothing then).
+    """
+
+    tokens: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    advantages: list[float]
+    adapter: str = "default"
+    extra: Mapping[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """More about each token, parallel to the others, read where the mask is on: see ``EXTRA``."""
+
+    def __post_init__(self) -> None:
+        if unknown := self.extra.keys() - EXTRA:
+            raise ValueError(f"extra holds {sorted(unknown)}, but known are {sorted(EXTRA)}")
+        lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.advantages)}
+        lengths |= {len(values) for values in self.extra.values()}
+        if len(lengths) > 1:
+            raise ValueError(f"a datum's lists must have one length, not {sorted(lengths)}")
+        if self.mask and self.mask[0]:
+            raise ValueError("the first token of a datum cannot be trained: nothing precedes it")
+
+    @property
+    def trained(self) -> int:
+        return sum(self.mask)
+
+
+def to_datum(trajectory: Trajectory, advantage: float | Mapping[str, float]) -> Datum:
+    """A trajectory with its credit: one advantage for all its tokens, or one per call id.
+
+    Calls without an entry get 0 but stay in the mask, so they count in the normalisation.
+    """
+    advantages = [0.0] * len(trajectory.tokens)
+    for turn in trajectory.turns:
+        value = advantage.get(turn.call_id, 0.0) if isinstance(advantage, Mapping) else advantage
+        advantages[turn.start : turn.end] = [value] * (turn.end - turn.start)
+    return Datum(
+        tokens=trajectory.tokens,
+        mask=trajectory.mask,
+        logprobs=trajectory.logprobs,
+        advantages=advantages,
+        adapter=trajectory.adapter,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of one adapter. Row b is ``datums[indices[b]]`` without its last token, which nothing
+    follows, and without what comes after its last trained token."""
+
+    adapter: str
+    indices: list[int]  # [B] positions in the list that was packed
+    lengths: list[int]  # [B] tokens of each row
+    input_ids: Tensor  # [1, U] int64, or [B, T]
+    position_ids: Tensor  # of the same shape
+    trie: Trie | None  # None: padded rows
+    places: Tensor  # [N] in ``input_ids.flatten()``: what predicts the trained token
+    rows: Tensor  # [N] the row of the trained token, with ``columns``: its position there, less one
+    columns: Tensor  # [N]
+    targets: Tensor  # [N] the trained tokens
+    logprobs: Tensor  # [N] float32, q
+    advantages: Tensor  # [N] float32
+    temperatures: Tensor | None = None  # [N] float32; None: 1 everywhere
+
+    def to(self, device: torch.device) -> MicroBatch:
+        names = ("input_ids", "position_ids", "places", "rows", "columns", "targets", "logprobs")
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in (*names, "advantages")
+        }
+        temperatures = self.temperatures
+        if temperatures is not None:
+            moved["temperatures"] = temperatures.to(device, non_blocking=True)
+        return replace(self, trie=self.trie and self.trie.to(device), **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """How much of the datums the model has to compute; the part that trains something, that is."""
+
+    total: int  # of all rows, each by itself
+    unique: int  # of one trie of all rows of an adapter
+    fed: int  # what goes through the model: prefixes anew in each micro-batch, padding included
+
+    @property
+    def saved(self) -> int:
+        return self.total - self.fed
+
+
+def count_tokens(datums: Sequence[Datum], batches: Sequence[MicroBatch]) -> TokenCounts:
+    """``batches`` are what ``pack`` made of ``datums``."""
+    rows = _rows(datums)
+    return TokenCounts(
+        total=sum(sum(batch.lengths) for batch in batches),
+        unique=sum(_branch_lengths(rows)),
+        fed=sum(batch.input_ids.numel() for batch in batches),
+    )
+
+
+def count_rows(datums: Sequence[Datum]) -> TokenCounts:
+    """Where nothing is known of how they are computed: each row by itself."""
+    rows = _rows(datums)
+    total = sum(len(row.tokens) for row in rows)
+    return TokenCounts(total=total, unique=sum(_branch_lengths(rows)), fed=total)
+
+
+def pack(
+    datums: Sequence[Datum],
+    *,
+    token_budget: int,
+    enough: int | None = None,
+    share: bool = True,
+    pad_id: int = 0,
+) -> list[MicroBatch]:
+    """Micro-batches of at most ``token_budget`` tokens through the model, or of a single row.
+
+    ``share``: as tries, of about equal size and as few as the budget allows; else as padded rows
+    of like length. ``enough``: a trie of so many tokens, which keep the device busy, ends where
+    the next row has next to nothing in common with it. Deterministic. Rows that train nothing are
+    left out. Longest first, so that running out of memory happens at once or not at all.
+    """
+    rows = _rows(datums)
+    if not share:
+        return [_pad(datums, chunk, pad_id) for chunk in _padded_chunks(rows, token_budget)]
+    chunks = _balanced_chunks(rows, token_budget, enough or token_budget)
+    return [
+        _share(datums, chunk) for chunk in sorted(chunks, key=lambda c: -sum(_branch_lengths(c)))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The part of a datum that is fed."""
+
+    adapter: str
+    tokens: list[int]
+    index: int  # of the datum
+
+
+def _rows(datums: Sequence[Datum]) -> list[_Row]:
+    """Those that train something, sorted such that neighbours share the longest prefixes."""
+    rows = [
+        _Row(datum.adapter, datum.tokens[:length], index)
+        for index, datum in enumerate(datums)
+        if (length := _input_length(datum))
+    ]
+    return sorted(rows, key=lambda row: (row.adapter, row.tokens, row.index))
+
+
+def _input_length(datum: Datum) -> int:
+    """How many tokens must be fed to predict the last trained one; 0 if none is trained."""
+    return next((at for at in range(len(datum.mask) - 1, 0, -1) if datum.mask[at]), 0)
+
+
+def _branch_lengths(rows: Sequence[_Row]) -> list[int]:
+    """Tokens that each of the sorted rows adds to a trie of those before it."""
+    return [len(rows[0].tokens), *(_added(a, b) for a, b in pairwise(rows))] if rows else []
+
+
+def _added(before: _Row, row: _Row) -> int:
+    if before.adapter != row.adapter:
+        return len(row.tokens)
+    return len(row.tokens) - common_prefix(before.tokens, row.tokens)
+
+
+def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[list[_Row]]:
+    """Neighbours together. First as few chunks as the budget allows, then the smallest budget
+    that makes no more of them: chunks of about equal size."""
+    added = _branch_lengths(rows)
+
+    def cut(limit: int) -> list[list[_Row]]:
+        chunks: list[list[_Row]] = []
+        size = keys = 0
+        for row, more in zip(rows, added, strict=True):
+            fits = chunks and chunks[-1][-1].adapter == row.adapter and size + more <= limit
+            if size >= enough and len(row.tokens) - more <= _LITTLE * size:
+                fits = False
+            # Attention gathers the keys of each row's whole path, shared or not.
+            keys += len(row.tokens)
+            if fits and keys <= _KEYS_PER_TOKEN * budget:
+                chunks[-1].append(row)
+                size += more
+            else:
+                # A new micro-batch has to compute the shared prefix again.
+                chunks.append([row])
+                size = keys = len(row.tokens)
+        return chunks
+
+    best = cut(budget)
+    low, high = 0, budget  # ``low`` makes more chunks than ``best``, ``high`` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(chunks := cut(middle)) <= len(best):
+            best, high = chunks, middle
+        else:
+            low = middle
+    return best
+
+
+def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
+    chunks: list[list[_Row]] = []
+    for row in sorted(rows, key=lambda row: (row.adapter, -len(row.tokens), row.index)):
+        chunk = chunks[-1] if chunks else []
+        # The first row of a chunk is its longest, so it sets the width.
+        fits = (
+            chunk
+            and chunk[0].adapter == row.adapter
+            and len(chunk[0].tokens) * (len(chunk) + 1) <= budget
+        )
+        if fits:
+            chunk.append(row)
+        else:
+            chunks.append([row])
+    return chunks
+
+
+def _share(datums: Sequence[Datum], chunk: Sequence[_Row]) -> MicroBatch:
+    packed = pack_trie([row.tokens for row in chunk])
+    return _micro_batch(datums, chunk, [packed.tokens], [packed.depths], packed.paths, packed.trie)
+
+
+def _pad(datums: Sequence[Datum], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
+    width = max(len(row.tokens) for row in chunk)
+    padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in chunk]
+    places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
+    return _micro_batch(datums, chunk, padded, [list(range(width))] * len(chunk), places, None)
+
+
+def _micro_batch(
+    datums: Sequence[Datum],
+    chunk: Sequence[_Row],
+    input_ids: list[list[int]],
+    position_ids: list[list[int]],
+    places: Sequence[Sequence[int]],
+    trie: Trie | None,
+) -> MicroBatch:
+    """``places[b][t]``: where in the flat ``input_ids`` token t of row b is."""
+    trained = [
+        (row, at)
+        for row, own in enumerate(chunk)
+        for at, on in enumerate(datums[own.index].mask)
+        if on
+    ]
+    own = [datums[row.index] for row in chunk]
+
+    def integers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    return MicroBatch(
+        adapter=chunk[0].adapter,
+        indices=[row.index for row in chunk],
+        lengths=[len(row.tokens) for row in chunk],
+        input_ids=torch.tensor(input_ids, dtype=torch.int64),
+        position_ids=torch.tensor(position_ids, dtype=torch.int64),
+        trie=trie,
+        places=integers([places[row][at - 1] for row, at in trained]),
+        rows=integers([row for row, _ in trained]),
+        columns=integers([at - 1 for _, at in trained]),
+        targets=integers([own[row].tokens[at] for row, at in trained]),
+        logprobs=torch.tensor([own[row].logprobs[at] for row, at in trained], dtype=torch.float32),
+        advantages=torch.tensor(
+            [own[row].advantages[at] for row, at in trained], dtype=torch.float32
+        ),
+        temperatures=_temperatures(own, trained),
+    )
+
+
+def _temperatures(own: Sequence[Datum], trained: Sequence[tuple[int, int]]) -> Tensor | None:
+    if not any("temperature" in datum.extra for datum in own):
+        return None
+    rows = [datum.extra.get("temperature") for datum in own]
+    values = [1.0 if (column := rows[row]) is None else column[at] for row, at in trained]
+    return torch.tensor(values, dtype=torch.float32)

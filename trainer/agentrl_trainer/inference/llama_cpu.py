@@ -1,0 +1,298 @@
+"""The decoder of the Llama family (Llama, Qwen2, Qwen3, ...) in few operations, for one forward.
+
+Knows: the modules such a model has, and a RowCache. Does not know: requests, adapters, families.
+
+A step of a small model costs what its operations cost to *start*, and transformers needs about 60
+for a layer. Here it is 20: projections that read the same input are one product, queries and keys
+are normalised and rotated together, masks and angles are made once for all layers, and additions
+ride on products. The numbers are the same but for the order of floating-point sums; ``Forward``
+compares them with the model's own before it uses this.
+
+With many rows a step costs what its products cost, and those are oneDNN's where that is quicker.
+
+Shapes: B rows, T new tokens, H query and G key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentrl_trainer.inference.kv_cache import RowCache
+
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_STEP = 256
+"""Angles are made for so many more positions whenever they do not suffice."""
+_PACK_FROM_ROWS = 16
+"""Of fewer rows the plain product is quicker: oneDNN takes 10 µs to start, MKL 2."""
+_PACK_BELOW = 50_000_000
+"""Parameters up to which weights are held a second time, in oneDNN's order."""
+_onednn = torch.ops.mkldnn
+_PRIVATE = ("_reorder_linear_weight", "_linear_pointwise")
+
+
+class Product:
+    """``x [rows, in] -> x Wᵀ + bias``, of one or more linear layers which read the same ``x``.
+
+    MKL uses no AVX-512 on processors that are not Intel's, oneDNN does and takes half the time. It
+    wants the weights in an order of its own, so they are held twice (``packed``).
+    """
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, packed: bool) -> None:
+        joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.parts = joined.split([w.shape[0] for w in weights])
+        """The same weights, each layer's a part of the one tensor that is used here."""
+        self._weight = joined
+        self._turned = joined.t()
+        self.bias = bias
+        self._packed = _onednn._reorder_linear_weight(joined) if packed else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed is None or len(x) < _PACK_FROM_ROWS:
+            return F.linear(x, self._weight, self.bias)
+        return _onednn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def plus(self, x: Tensor, more: Tensor) -> Tensor:
+        """``self(x) + more``; that is added first or last, as it comes cheapest."""
+        if self._packed is not None and len(x) >= _PACK_FROM_ROWS:
+            return _onednn._linear_pointwise.binary(x, more, self._packed, self.bias, "add")
+        if self.bias is not None:
+            more = more + self.bias
+        return torch.addmm(more, x, self._turned)
+
+
+def _packs(model: PreTrainedModel) -> bool:
+    """Whether products go by oneDNN too; it is no quicker without AVX-512.
+
+    The operations are torch's own and may go: this decoder works, and is quicker, without them.
+    """
+    return (
+        model.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and all(hasattr(_onednn, name) for name in _PRIVATE)
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and sum(p.numel() for p in model.parameters()) < _PACK_BELOW
+    )
+
+
+class Norm:
+    """RMSNorm over the last dimension, in four operations; torch's takes seven on a CPU."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        # x / sqrt(|x|²/n + eps) = x sqrt(n) / hypot(|x|, sqrt(n eps))
+        self._weight = weight * math.sqrt(size)
+        self._least = weight.new_tensor(math.sqrt(size * eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.div(x, torch.hypot(length, self._least)).mul_(self._weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    before_attention: Norm
+    before_mlp: Norm
+    heads: Norm | None
+    """Of queries and keys together, weights ``[H + G, D]``."""
+
+
+class LeanDecoder:
+    """``(rows, ids, positions, mask) -> logits [B, vocabulary]`` after each row's last column.
+
+    Raises ValueError if the model has anything which this does not know.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        decoder = cast(Any, model.get_decoder())
+        head = cast(Any, model.get_output_embeddings())
+        if why := _why_not(model, decoder, head):
+            raise ValueError(why)
+        config = model.config.get_text_config()
+        first = decoder.layers[0].self_attn
+        self.dim: int = first.head_dim
+        self.queries = first.q_proj.out_features // self.dim
+        self.keys = first.k_proj.out_features // self.dim
+        self._eps: float = config.rms_norm_eps
+        self._scaling: float = first.scaling
+        self._embedding: Tensor = decoder.embed_tokens.weight.data
+        self._rotary = decoder.rotary_emb
+        self._angles = (torch.empty(0), torch.empty(0))
+        self._layers = [self._layer(layer) for layer in decoder.layers]
+        self._last_norm = Norm(decoder.norm.weight.data, self._eps)
+        self._packed = _packs(model)
+        names = {module: name for name, module in model.named_modules()}
+        groups = [*(g for layer in decoder.layers for g in _linears(layer)), [head]]
+        self._groups = [[names[linear] for linear in group] for group in groups]
+        self.own = [self._product(group) for group in groups]
+        """The base model's products: four a layer, in the order of ``_linears``, and the head."""
+        self.products = self.own
+        """Those in use."""
+
+    def adapted(self, weights: dict[str, Tensor]) -> list[Product]:
+        """Products with these weights, by module name, instead of the base model's own.
+
+        The tensors in ``weights`` become parts of the products', so that nothing is held twice.
+        """
+        products: list[Product] = []
+        for names, own in zip(self._groups, self.own, strict=True):
+            if weights.keys().isdisjoint(names):
+                products.append(own)
+                continue
+            parts = [weights.get(n, part) for n, part in zip(names, own.parts, strict=True)]
+            products.append(Product(parts, own.bias, packed=self._packed))
+            weights.update(zip(names, products[-1].parts, strict=True))
+        return products
+
+    def _product(self, linears: list[nn.Linear]) -> Product:
+        biases = [cast(Tensor, x.bias.data) for x in linears if x.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        product = Product([x.weight.data for x in linears], bias, packed=self._packed)
+        for linear, part in zip(linears, product.parts, strict=True):
+            linear.weight.data = part
+        return product
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention = layer.self_attn
+        heads = None
+        if hasattr(attention, "q_norm"):
+            weights = [
+                attention.q_norm.weight.data.expand(self.queries, self.dim),
+                attention.k_norm.weight.data.expand(self.keys, self.dim),
+            ]
+            heads = Norm(torch.cat(weights), self._eps)
+        return _Layer(
+            before_attention=Norm(layer.input_layernorm.weight.data, self._eps),
+            before_mlp=Norm(layer.post_attention_layernorm.weight.data, self._eps),
+            heads=heads,
+        )
+
+    def __call__(
+        self,
+        rows: RowCache,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        end: int,
+        blocks: list[tuple[int, int]],
+    ) -> Tensor:
+        """``ids`` and ``positions`` [B, T], these less than ``end``; ``mask`` [B, 1, T, view] is
+        added to the scores. ``blocks``, if T is 1: the first row of each, and how many keys the
+        rows of this block see at most."""
+        batch, new = ids.shape
+        cos, sin = self._rotation(positions, end)
+        hidden = F.embedding(ids.flatten(), self._embedding)
+        for index, layer in enumerate(self._layers):
+            qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
+            x = qkv(layer.before_attention(hidden)).view(batch * new, -1, self.dim)
+            q, k, v = self._turned(x, layer.heads, cos, sin)
+            keys, values = rows.write(
+                index, k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
+            )
+            hidden = out.plus(self._attended(q, keys, values, mask, blocks), hidden)
+            gate, up = gate_up(layer.before_mlp(hidden)).chunk(2, -1)
+            hidden = down.plus(F.silu(gate).mul_(up), hidden)
+        last = hidden.view(batch, new, -1)[:, -1]
+        return self.products[-1](self._last_norm(last))
+
+    def _turned(
+        self, x: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B * T, heads, D] of ``x`` [B * T, H + 2 G, D]."""
+        qk = x[:, : self.queries + self.keys]
+        if norm is not None:
+            qk = norm(qk)
+        # Rolling by half is what rotate_half does, but for the sign, which is in ``sin``.
+        qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
+        return qk[:, : self.queries], qk[:, self.queries :], x[:, self.queries + self.keys :]
+
+    def _attended(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, blocks: list[tuple[int, int]]
+    ) -> Tensor:
+        """[B * T, H * D], of queries [B * T, H, D], keys and values [B, G, view, D]."""
+        batch, new = len(keys), mask.shape[2]
+        if new == 1:
+            ends = [first for first, _ in blocks[1:]] + [batch]
+            parts = [
+                self._attended_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
+                for (a, view), b in zip(blocks, ends, strict=True)
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        q = q.view(batch, new, self.queries, self.dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q, keys, values, mask, scale=self._scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).reshape(batch * new, -1)
+
+    def _attended_one(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The same for one new token per row.
+
+        The heads of a group stand in for query positions, so nothing is repeated. SDPA's kernel on
+        CPUs is made for many of these: for a few it takes a third longer.
+        """
+        batch, groups, view, _ = keys.shape
+        q = q.reshape(batch * groups, -1, self.dim)
+        mask = mask[..., :view].expand(batch, groups, 1, view).flatten(0, 1)
+        scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), alpha=self._scaling)
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, -1)
+
+    def _rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Two times [B * T, 1, D]"""
+        flat = positions.flatten()
+        if end > len(self._angles[0]):
+            at = torch.arange(-(-end // _STEP) * _STEP, device=positions.device)
+            cos, sin = (x[0] for x in self._rotary(self._embedding, at[None]))
+            half = self.dim // 2
+            signed = torch.cat([-sin[:, :half], sin[:, half:]], -1)
+            self._angles = (cos[:, None].contiguous(), signed[:, None])
+        cos, sin = self._angles
+        return cos.index_select(0, flat), sin.index_select(0, flat)
+
+
+def _linears(layer: Any) -> list[list[nn.Linear]]:
+    """Those of one product together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
+def _why_not(model: PreTrainedModel, decoder: Any, head: Any) -> str | None:
+    """What the model has or lacks, that this decoder does not know; None: nothing."""
+    config = model.config.get_text_config()
+    if model.dtype != torch.float32:
+        return "norms in half precision are computed in float32 by the model"
+    outer = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    if decoder is None or {name for name, _ in decoder.named_children()} != outer:
+        return "its decoder has other parts"
+    if type(head) is not nn.Linear or head.bias is not None:
+        return "its output embedding is not a plain linear layer"
+    if getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
+        return "it has another activation or normalisation"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return "its rotary embedding depends on the length"
+    for layer in decoder.layers:
+        modules = dict(layer.named_modules())
+        known = {*_PROJECTIONS, *_NORMS}
+        if _HEAD_NORMS[0] in modules:
+            known |= {*_HEAD_NORMS}
+        own = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
+        if own != known or any(type(modules[name]) is not nn.Linear for name in _PROJECTIONS):
+            return "its layers have other parts"
+        if getattr(layer.self_attn, "scaling", None) is None:
+            return "its attention does not tell its scale"
+    return None

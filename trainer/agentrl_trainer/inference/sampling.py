@@ -1,0 +1,208 @@
+"""From logits to tokens: one uniform number per token, inverted through the filtered distribution.
+
+Knows: logits and sampling parameters. Does not know: requests, caches, models, grammars.
+
+One uniform per token makes a seeded sequence independent of its neighbours (each sequence owns its
+generator, and consumes exactly one number a step), and costs O(vocab) vector work only.
+Grammar masks and logit biases steer single rows before the pick, and cost the other rows nothing;
+the log-probabilities stay those of the raw logits, so a forced token's may be very low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from agentrl_trainer.inference.types import SampleParams
+
+_BLOCK = 64
+
+
+class Uniforms:
+    """The uniform numbers of one sequence: a function of the key and the step only."""
+
+    def __init__(self, *key: int) -> None:
+        entropy = [part & 0xFFFFFFFFFFFFFFFF for part in key]
+        self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        self._block: list[float] = []
+        self._next = 0
+
+    def next(self) -> float:
+        """In [0, 1). Drawn in blocks: one call of numpy costs as much as a whole block."""
+        if self._next == len(self._block):
+            self._block = self._generator.random(_BLOCK).tolist()
+            self._next = 0
+        self._next += 1
+        return self._block[self._next - 1]
+
+
+@dataclass(slots=True)
+class Steering:
+    """What moves some rows away from their raw logits."""
+
+    biases: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Row → token ids, and what is added to their logits."""
+    masked: list[int]
+    """Rows with a mask, ascending. Row i of ``allowed`` is for ``masked[i]``; it leaves a token."""
+    allowed: torch.Tensor | None
+    rows: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = sorted({*self.biases, *self.masked})
+
+
+@dataclass(slots=True)
+class Picked:
+    """One entry per row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    tops: list[list[tuple[int, float]]]
+    log_masses: dict[int, float]
+    """Masked row → log of the raw probability that its mask left."""
+
+
+def pick(
+    logits: torch.Tensor,
+    params: Sequence[SampleParams],
+    uniforms: Sequence[Uniforms],
+    steering: Steering | None = None,
+) -> Picked:
+    """Sample one token per row of ``logits`` ``[rows, vocab]``.
+
+    Log-probabilities are of the raw logits in float32, whatever steering, temperature and filters
+    are.
+    """
+    logits = logits.float()
+    # A greedy row consumes no number: nothing it does depends on one.
+    u = torch.tensor(
+        [0.0 if p.temperature == 0 else s.next() for p, s in zip(params, uniforms, strict=True)],
+        dtype=torch.float64,
+        device=logits.device,
+    )
+    probs = torch.softmax(logits, dim=-1)
+    steered = [] if steering is None else steering.rows
+    if len(steered) < len(params):
+        ids = _sampled(logits, probs, params, u)
+    else:
+        ids = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    raw = _Raw(logits, probs)
+    log_masses: dict[int, float] = {}
+    if steering is not None:  # these rows once more: the others are not even copied
+        rows = torch.tensor(steered, device=logits.device)
+        towards = _steered(logits, steering)
+        weights = torch.softmax(towards, dim=-1)
+        ids[rows] = _sampled(towards, weights, [params[i] for i in steered], u[rows])
+        log_masses = _log_masses(raw, steering)
+    chosen = raw.logprobs(logits.gather(1, ids[:, None]))[:, 0]
+    most = max(p.top_logprobs for p in params)
+    tops: list[list[tuple[int, float]]] = [[] for _ in params]
+    if most:
+        top_logits, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
+        values, indices = raw.logprobs(top_logits).tolist(), top_ids.tolist()
+        for row, p in enumerate(params):
+            k = p.top_logprobs
+            tops[row] = list(zip(indices[row][:k], values[row][:k], strict=True))
+    return Picked(ids.tolist(), chosen.tolist(), tops, log_masses)
+
+
+class _Raw:
+    """Log-probabilities of what few logits are asked for: as log_softmax, without its pass."""
+
+    def __init__(self, logits: torch.Tensor, probs: torch.Tensor) -> None:
+        self.logits = logits
+        self._most = logits.amax(dim=-1, keepdim=True)
+        self._log_of_most = probs.amax(dim=-1, keepdim=True).log_()
+
+    def logprobs(
+        self, some: torch.Tensor, rows: slice | torch.Tensor = slice(None)
+    ) -> torch.Tensor:
+        """Of ``some`` logits ``[rows, any]`` of these rows."""
+        return (some - self._most[rows]) + self._log_of_most[rows]
+
+
+def _steered(logits: torch.Tensor, steering: Steering) -> torch.Tensor:
+    """The logits that the steered rows are sampled from."""
+    out = logits[torch.tensor(steering.rows, device=logits.device)]
+    for row, (ids, values) in steering.biases.items():
+        out[steering.rows.index(row), ids] += values
+    if steering.allowed is not None:
+        if len(steering.masked) == len(steering.rows):
+            return out.masked_fill_(~steering.allowed, float("-inf"))
+        at = torch.tensor([steering.rows.index(row) for row in steering.masked])
+        out[at] = out[at].masked_fill(~steering.allowed, float("-inf"))
+    return out
+
+
+def _log_masses(raw: _Raw, steering: Steering) -> dict[int, float]:
+    if steering.allowed is None:
+        return {}
+    rows = torch.tensor(steering.masked, device=raw.logits.device)
+    logprobs = raw.logprobs(raw.logits[rows], rows)
+    left = logprobs.masked_fill(~steering.allowed, float("-inf")).logsumexp(dim=-1)
+    # Rounding may leave a hair more than everything.
+    return dict(zip(steering.masked, left.clamp_(max=0.0).tolist(), strict=True))
+
+
+def _sampled(
+    logits: torch.Tensor,
+    probs: torch.Tensor,
+    params: Sequence[SampleParams],
+    u: torch.Tensor,
+) -> torch.Tensor:
+    """``probs``: the softmax of ``logits``. ``u``: one uniform number per row."""
+    if all(p.temperature == 0 for p in params):
+        return logits.argmax(dim=-1)
+    greedy = [i for i, p in enumerate(params) if p.temperature == 0]
+    if any(p.temperature != 1 for p in params):
+        temperature = logits.new_tensor([p.temperature or 1.0 for p in params])
+        scaled = logits / temperature[:, None]
+        probs = torch.softmax(scaled, dim=-1)
+    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
+    if len(filtered) < len(params):
+        ids = _invert(probs, u)
+    else:
+        ids = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    if filtered:
+        rows = torch.tensor(filtered, device=logits.device)
+        ids[rows] = _filtered_pick(probs[rows], u[rows], [params[i] for i in filtered])
+    if greedy:
+        rows = torch.tensor(greedy, device=logits.device)
+        ids[rows] = logits[rows].argmax(dim=-1)
+    return ids
+
+
+def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """First index whose cumulative probability exceeds ``u`` times the total; ``[rows]``.
+
+    Inversion: Devroye 1986, "Non-Uniform Random Variate Generation", section III.2.
+
+    float64: with 150,000 tokens a float32 running sum would lose the tail. A token of probability 0
+    never moves the sum, so it is never the first to exceed anything.
+    """
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    found = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp_(max=probs.shape[1] - 1)
+
+
+def _filtered_pick(
+    probs: torch.Tensor, u: torch.Tensor, params: Sequence[SampleParams]
+) -> torch.Tensor:
+    """Top-k (arXiv:1805.04833), then top-p (arXiv:1904.09751, section 3.1) of what is left
+    (renormalised), as everybody else does."""
+    vocab = probs.shape[1]
+    # Stable, so that equally likely tokens are kept in the same order on every machine.
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=probs.device)
+    top_k = torch.tensor([p.top_k or vocab for p in params], device=probs.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None], 0.0)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=probs.device)
+    cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
+    # Keep a token if those before it do not yet reach top_p: the first is always kept.
+    before = cumulative - ordered
+    cut = (before >= top_p[:, None] * cumulative[:, -1:]) & (top_p < 1)[:, None]
+    cut[:, 0] = False
+    return order.gather(1, _invert(ordered.masked_fill(cut, 0.0), u)[:, None])[:, 0]

@@ -1,0 +1,373 @@
+"""Attention over a token trie: rows that begin alike are computed alike only once.
+
+Knows token lists, tensors and transformers' attention interface; not datums, adapters or losses.
+
+Sort rows of tokens, and each shares some prefix with the one before it. What follows that prefix is
+the row's *branch*; all branches, one after the other, are the trie: each distinct prefix once.
+In a transformer only attention looks beyond a token, so every other layer simply runs over the
+trie as if it were one row. In attention, the queries of a branch meet the keys of their whole row,
+which are gathered from wherever in the trie they were computed; gradients of a shared prefix add up
+on the way back. This is exact: nothing but the order of floating-point sums differs from rows.
+On a GPU ``flex_attention`` does the same without gathering: sorted rows make "this key is on that
+query's path" two comparisons.
+
+Shapes: U tokens of the trie, n rows of a block, q queries and k keys per row, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    _mask_mod_signature,
+    create_block_mask,
+    flex_attention,
+)
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from agentrl_trainer.models.common_prefix import common_prefix
+
+ATTENTION = "agentrl_trie"
+"""Name of ``trie_attention`` among transformers' attention implementations."""
+
+PADDED_SHARE = 1.25
+PADDED_PAIRS = 4096
+"""Rows go through attention together as long as padding them to one shape costs at most this share
+of their query-key pairs, or this many pairs: about what a call costs that does nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Branches of like shape. Padded keys come after all queries, so causality hides them."""
+
+    queries: Tensor  # [n, q] places in the trie
+    keys: Tensor  # [n, k] places in the trie, the row from its first token on
+    depths: Tensor  # [n, q] the queries' positions in their rows
+    causal: bool  # every branch is a whole row: an ordinary causal attention
+    _masks: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[n, 1, q, k], 0 where the query may look and -inf elsewhere; made once for all layers."""
+        if (window, dtype) not in self._masks:
+            at = torch.arange(self.keys.shape[1], device=self.keys.device)
+            distance = self.depths[:, None, :, None] - at
+            hidden = distance < 0
+            if window is not None:
+                hidden |= distance >= window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
+            # Additive, not boolean: SDPA would convert it anew in every layer.
+            self._masks[window, dtype] = zeros.masked_fill(hidden, float("-inf"))
+        return self._masks[window, dtype]
+
+    def knows_window(self, window: int | None) -> bool:
+        """Whether an attention layer has come by that has it."""
+        return any(known == window for known, _ in self._masks)
+
+    def to(self, device: torch.device) -> Block:
+        moved = (x.to(device, non_blocking=True) for x in (self.queries, self.keys, self.depths))
+        return Block(*moved, causal=self.causal)
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    """What attention has to know about one packed trie."""
+
+    blocks: list[Block]
+    order: Tensor  # [U] where each token is among the queries of all blocks
+    depths: Tensor  # [U] each token's position in its rows
+    ends: Tensor  # [U] one past the last token whose row goes through this one
+    flex: bool = False  # attention by ``flex_attention``, without ``blocks``
+    _masks: dict[int | None, BlockMask] = field(default_factory=dict[int | None, BlockMask])
+
+    def to(self, device: torch.device) -> Trie:
+        moved = (x.to(device, non_blocking=True) for x in (self.order, self.depths, self.ends))
+        return Trie([block.to(device) for block in self.blocks], *moved, flex=self.flex)
+
+    def sees(self, window: int | None) -> _mask_mod_signature:
+        """Whether a query sees a key, as flex_attention asks it.
+
+        All that goes through a token stands in one piece behind it, since rows are sorted.
+        """
+        depths, ends = self.depths, self.ends
+
+        def see(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            path = (key <= query) & (query < ends[key])
+            return path if window is None else path & (depths[query] - depths[key] < window)
+
+        return see
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """``sees`` by blocks, of which empty ones are left out; made once for all layers."""
+        if window not in self._masks:
+            size = len(self.ends)
+            self._masks[window] = create_block_mask(
+                self.sees(window), None, None, size, size, self.ends.device,
+                _compile=self.ends.is_cuda,  # else the whole [U, U] is held for a moment
+            )  # fmt: skip
+        return self._masks[window]
+
+    def knows_window(self, window: int | None) -> bool:
+        """Whether an attention layer has come by that has it."""
+        return window in self._masks or any(b.knows_window(window) for b in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTrie:
+    """Rows as one trie: ``tokens[paths[b][t]]`` is token t of row b."""
+
+    tokens: list[int]  # [U]
+    depths: list[int]  # [U] position ids
+    paths: list[list[int]]  # per row, where in the trie its tokens are
+    trie: Trie
+
+
+def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
+    """One trie of rows that are sorted and not empty."""
+    tokens: list[int] = []
+    depths: list[int] = []
+    paths: list[list[int]] = []
+    ends: list[int] = []
+    branches: list[tuple[int, int]] = []  # first place in the trie, first depth
+    for at, row in enumerate(rows):
+        shared = common_prefix(rows[at - 1], row) if at else 0
+        for left in paths[-1][shared:] if at else ():
+            ends[left] = len(tokens)
+        ends.extend([0] * (len(row) - shared))
+        own = range(len(tokens), len(tokens) + len(row) - shared)
+        branches.append((len(tokens), shared))
+        paths.append([*(paths[-1][:shared] if at else ()), *own])
+        tokens.extend(row[shared:])
+        depths.extend(range(shared, len(row)))
+    ends = [end or len(tokens) for end in ends]
+    blocks, order = _plan(branches, paths, len(tokens))
+    trie = Trie(blocks, order, torch.tensor(depths), torch.tensor(ends))
+    return PackedTrie(tokens, depths, paths, trie)
+
+
+def _plan(
+    branches: list[tuple[int, int]], paths: list[list[int]], size: int
+) -> tuple[list[Block], Tensor]:
+    blocks: list[Block] = []
+    order = torch.empty(size, dtype=torch.int64)
+    done = 0
+    for members in _alike(
+        [(depth, len(path)) for (_, depth), path in zip(branches, paths, strict=True)]
+    ):
+        q = max(len(paths[i]) - branches[i][1] for i in members)
+        k = max(len(paths[i]) for i in members)
+        queries = torch.zeros(len(members), q, dtype=torch.int64)
+        keys = torch.zeros(len(members), k, dtype=torch.int64)
+        starts = torch.tensor([branches[i][1] for i in members])
+        for row, i in enumerate(members):
+            first, depth = branches[i]
+            own = len(paths[i]) - depth
+            queries[row, :own] = torch.arange(first, first + own)
+            keys[row, : len(paths[i])] = torch.tensor(paths[i])
+            order[first : first + own] = torch.arange(done, done + own)
+            done += q
+        # Padded queries stay where keys are: beyond a sliding window they would see nothing (NaN).
+        depths = (starts[:, None] + torch.arange(q)).clamp(max=keys.shape[1] - 1)
+        blocks.append(Block(queries, keys, depths, causal=not bool(starts.any())))
+    return blocks, order
+
+
+def _alike(shapes: list[tuple[int, int]]) -> list[list[int]]:
+    """Branches grouped so that little is padded. A shape is (first depth, row length).
+
+    A branch that is nothing but shared prefix has no queries, and is in no group.
+    """
+    own = [length - depth for depth, length in shapes]
+    order = sorted(
+        (i for i in range(len(shapes)) if own[i]),
+        key=lambda i: (shapes[i][0] > 0, -own[i], -shapes[i][1], i),
+    )
+    groups: list[list[int]] = []
+    width = useful = 0
+    for i in order:
+        pairs = own[i] * shapes[i][1]
+        if groups:
+            group = groups[-1]
+            height = own[group[0]]  # the first has most queries
+            padded = (len(group) + 1) * height * max(width, shapes[i][1])
+            # Ordinary causal attention needs no mask, and half the work: not to be mixed.
+            one_kind = (shapes[i][0] > 0) == (shapes[group[0]][0] > 0)
+            allowed = max(PADDED_SHARE * (useful + pairs), useful + pairs + PADDED_PAIRS)
+            if one_kind and padded <= allowed:
+                group.append(i)
+                width, useful = max(width, shapes[i][1]), useful + pairs
+                continue
+        groups.append([i])
+        width, useful = shapes[i][1], pairs
+    return groups
+
+
+def trie_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    trie: Trie | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface; ``query`` [1, H, U, D] and the result [1, U, H, D].
+
+    Without ``trie`` this is SDPA as usual. With one, ``attention_mask`` is not looked at. Raises
+    NotImplementedError for what would change the result and is not known here (position biases):
+    ``TokenLogprobs`` then uses padded rows.
+    """
+    sinks = kwargs.get("s_aux")
+    if trie is None and (softcap is not None or sinks is not None):
+        mask = additive(attention_mask, query)
+        return explicit(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
+    if trie is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    for name in ("sinks", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"attention with {name}")
+    if trie.flex and sinks is None:
+        return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
+    queries, keys, values = (_by_token(x) for x in (query, key, value))
+    parts: list[Tensor] = []
+    for block in trie.blocks:
+        q, k, v = (
+            _gather(queries, block.queries, query),
+            _gather(keys, block.keys, key),
+            _gather(values, block.keys, value),
+        )
+        plain = block.causal and sliding_window is None
+        if softcap is None and sinks is None:
+            mask = None if plain else block.mask(sliding_window, q.dtype)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=plain, scale=scaling, enable_gqa=True
+            )
+        else:
+            mask = block.mask(sliding_window, q.dtype)
+            out = explicit(q, k, v, mask, scaling, softcap, sinks)
+        parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+    joined = torch.cat(parts).index_select(0, trie.order)
+    return joined.view(1, len(trie.order), query.shape[1], value.shape[-1]), None
+
+
+@functools.cache
+def _kernel(device: str) -> Any:
+    """``flex_attention``; compiled on a GPU, where else it would hold all scores."""
+    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    trie: Trie,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[1, U, H, D]. No key is gathered and no mask held: the kernel asks where to look."""
+
+    def capped(score: Tensor, *_places: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    out = _kernel(query.device.type)(
+        query, key, value, score_mod=None if softcap is None else capped,
+        block_mask=trie.block_mask(window), scale=scaling, enable_gqa=True,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: int, dim: int) -> str:
+    """ "" if ``flex_attention`` computes a trie as the blocks do, gradients too, else why not.
+
+    H query and ``groups`` key heads of size ``dim``. Compiles the kernels.
+    """
+    if device.type != "cuda":
+        return "flex_attention has no gradients here"
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]]
+    trie = pack_trie(rows).trie.to(device)
+    size = len(trie.ends)
+    random = torch.Generator("cpu").manual_seed(0)
+    shapes = [(1, h, size, dim) for h in (heads, groups, groups)]
+    states = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
+    found: list[list[Tensor]] = []
+    try:
+        for flex in (False, True):
+            own = q, k, v = [x.clone().requires_grad_() for x in states]
+            with torch.enable_grad():
+                out, _ = trie_attention(nn.Module(), q, k, v, None, trie=replace(trie, flex=flex))
+                found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
+    except Exception as error:  # what a compiler can raise nobody knows
+        return f"flex_attention cannot be used: {type(error).__name__}: {error}"
+    limit = 2e-3 if dtype == torch.float32 else 5e-2
+    for by_blocks, by_flex in zip(*found, strict=True):
+        scale = max(1.0, float(by_blocks.abs().max()))
+        if not float((by_blocks - by_flex).abs().max()) <= limit * scale:
+            return "flex_attention computes something else"
+    return ""
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """[1, H, U, D] -> [U, H * D]: gathering whole rows is quick, and so is adding them up again."""
+    return states[0].transpose(0, 1).flatten(1)
+
+
+def _gather(rows: Tensor, places: Tensor, like: Tensor) -> Tensor:
+    """[U, H * D] at [n, t] -> [n, H, t, D]."""
+    found = rows.index_select(0, places.flatten())
+    return found.view(*places.shape, like.shape[1], like.shape[3]).transpose(1, 2)
+
+
+def explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention with what SDPA does not know; q [n, H, q, D], ``mask`` is added to the scores.
+
+    ``softcap``: of scores (Gemma 2, arXiv:2408.00118). ``sinks`` [H]: the score of one more key
+    without a value (gpt-oss, arXiv:2508.10925; "attention sinks", arXiv:2309.17453).
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is not None:
+        beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, beside.to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights[..., : k.shape[2]] @ v
+
+
+def additive(mask: Tensor | None, query: Tensor) -> Tensor:
+    """transformers' boolean mask (None: causal) as one to be added to scores."""
+    if mask is None:
+        length = query.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    return zeros.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
+
+
+AttentionInterface.register(ATTENTION, trie_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
