@@ -20,7 +20,7 @@ from agentrl_trainer.client import (
     ServiceClient,
     TrainingClient,
 )
-from agentrl_trainer.client.local.states import read_state
+from agentrl_trainer.client.local.training import read_state
 
 TINY = "agentrl-tiny"
 ROW = [5, 9, 300, 41, 77, 12, 600, 3]
