@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.generation.completions import (
     CHAT_ONLY,
@@ -49,7 +49,7 @@ def chat_elsewhere(raw: dict[str, Any]) -> OtherRequest:
     return OtherRequest(raw["model"], raw, raw, wire.Chat(include_usage=include_usage), stream, n)
 
 
-def of_response(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+def of_response(raw: dict[str, Any], model: ProviderModel) -> OtherRequest:
     """``/v1/responses``."""
     stream, _, _ = _checked(raw)
     check_values(raw)
@@ -58,7 +58,7 @@ def of_response(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
     return OtherRequest(raw["model"], chat, raw, dialect, stream)
 
 
-def of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+def of_message(raw: dict[str, Any], model: ProviderModel) -> OtherRequest:
     """``/v1/messages``."""
     stream, _, _ = _checked(raw)
     check_values(raw)
@@ -67,13 +67,15 @@ def of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
     return OtherRequest(raw["model"], chat, raw, dialect, stream)
 
 
-def count_of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+def count_of_message(raw: dict[str, Any], model: ProviderModel) -> OtherRequest:
     """``/v1/messages/count_tokens``."""
     chat, dialect = count_elsewhere(raw, model.model)
     return OtherRequest(raw["model"], chat, raw, dialect, stream=False)
 
 
-def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherRequest], Completion]:
+def of_completion(
+    raw: dict[str, Any], model: ProviderModel
+) -> tuple[list[OtherRequest], Completion]:
     """``/v1/completions``: a request per prompt, of one heading, and how their answer is said."""
     stream, include_usage, n = _checked(raw)
     echo, logprobs = check_legacy(raw)
@@ -117,7 +119,7 @@ class OtherCountWork:
 
     keep_alone = False
 
-    def __init__(self, service: OtherModels, request: OtherRequest, model: OtherModel) -> None:
+    def __init__(self, service: OtherModels, request: OtherRequest, model: ProviderModel) -> None:
         self._service = service
         self._request = request
         self._model = model

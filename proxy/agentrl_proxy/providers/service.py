@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats, OtherModel
+from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
 from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.generation.completions import legacy_entries, plain_entry
 from agentrl_proxy.protocols import chat_objects as wire
@@ -36,13 +36,14 @@ from agentrl_proxy.providers.deltas import Deltas
 from agentrl_proxy.providers.litellm import make_router
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import Gathered, complete
-from agentrl_proxy.requests.attempts import Attempts
+from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.idempotency import Asked
 from agentrl_proxy.requests.lifecycle import Accepted, CallLife
 from agentrl_proxy.requests.rate_limits import Admission, Slot
 from agentrl_proxy.requests.recording import agent_name, client_marks, row_id, trace_context
 from agentrl_proxy.server.sse import Write
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
@@ -100,19 +101,23 @@ class OtherModels:
     """Answers for the models of the configuration's ``models`` table."""
 
     def __init__(
-        self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
+        self,
+        deps: GatewayDependencies,
+        attempts: AttemptMemories,
+        stats: GatewayStats,
+        admission: Admission,
     ) -> None:
         self._deps = deps
         self._attempts = attempts
         self._stats = stats
         self._admission = admission
         self._life = CallLife(attempts, stats)
-        self._models = deps.other_models
+        self._models = deps.provider_models
         self._redaction = Redaction(self._models.values())
         self._router: asyncio.Task[Any] | None = None
         self._unforceable: dict[str, set[str]] = {}  # by model: settings that it refuses
 
-    def named(self, raw: Mapping[str, Any]) -> OtherModel | None:
+    def named(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """The model that a request asks for, if it is one of these."""
         name = raw.get("model")
         return self._models.get(name) if isinstance(name, str) else None
@@ -200,7 +205,7 @@ class OtherModels:
         nothing = Gathered(job.heading).response()
         await self._life.give_up(job, self._finish(job, CallState.ERROR, nothing, why))
 
-    async def count(self, request: OtherRequest, model: OtherModel) -> int:
+    async def count(self, request: OtherRequest, model: ProviderModel) -> int:
         """How long the prompt of a Messages request is: by the provider's own count where it has
         one, else LiteLLM's estimate. (Anthropic calls its own an estimate, too.)
 
@@ -218,7 +223,7 @@ class OtherModels:
         finally:
             slot.leave()
 
-    async def _counted(self, request: OtherRequest, model: OtherModel) -> int:
+    async def _counted(self, request: OtherRequest, model: ProviderModel) -> int:
         import litellm
 
         in_time = asyncio.timeout(model.timeout)
@@ -515,7 +520,7 @@ def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
     return wire.completion(job.heading, choices, usage)
 
 
-def _streams_badly(model: OtherModel, n: int) -> bool:
+def _streams_badly(model: ProviderModel, n: int) -> bool:
     """What is asked whole, and told as a stream: of several choices LiteLLM streams one finish
     reason only, and whether a text completion's streamed usage is an estimate it does not say."""
     return n > 1 or model.model.startswith("text-completion-")
