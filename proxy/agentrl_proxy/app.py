@@ -61,7 +61,7 @@ from agentrl_proxy.server.sse import (
     read_body,
 )
 from agentrl_proxy.telemetry import otlp_ingest as ingest
-from agentrl_proxy.telemetry.otlp_export import ForwardingSink
+from agentrl_proxy.telemetry.otlp_export import ExportingSink
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
@@ -77,7 +77,7 @@ class Gateway:
     def __init__(self, deps: GatewayDeps) -> None:
         self.forward = deps.forward
         if self.forward is not None:
-            deps = replace(deps, writer=ForwardingSink(deps.writer, self.forward))
+            deps = replace(deps, writer=ExportingSink(deps.writer, self.forward))
         self.deps = deps
         self.stats = GatewayStats()
         self.attempts = Attempts()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from agentrl.samplers.vllm.sampler import VllmSampler
     from agentrl_proxy.dependencies import OtherModel
     from agentrl_proxy.sampler import Sampler
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
 log = logging.getLogger("agentrl")
 
@@ -259,15 +259,15 @@ def _make_sampler(
     return EmbeddedSampler(base), base.tokenizer
 
 
-def _forward(settings: GatewaySettings) -> OtlpForward | None:
+def _forward(settings: GatewaySettings) -> OtlpExporter | None:
     if settings.forward_otlp is None:
         return None
     from opentelemetry.util.re import parse_env_headers
 
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
     headers = parse_env_headers(os.environ.get(FORWARD_HEADERS, ""), liberal=True)
-    return OtlpForward(settings.forward_otlp, headers)
+    return OtlpExporter(settings.forward_otlp, headers)
 
 
 def _end_without(sampler: Sampler, stopping: threading.Event) -> None:
