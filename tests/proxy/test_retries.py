@@ -20,7 +20,7 @@ from running_gateway import restarted, running
 from scripted_sampler import Running
 from test_chat import client
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import MAX_CHOICES
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.requests.idempotency import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
@@ -51,8 +51,8 @@ def both(start: Callable[..., Running], renderer: Renderer, tmp_path: Any) -> It
     """One whose model ``answerer`` is somebody else's: another gateway's."""
     with running(tmp_path / "provider", renderer, {}) as provider:
         base, key = provider.base_url(), str(provider.deps.operator_key)
-        other = OtherModel("openai/policy", base, key, num_retries=0)
-        yield start(other_models={"answerer": other})
+        other = ProviderModel("openai/policy", base, key, num_retries=0)
+        yield start(provider_models={"answerer": other})
 
 
 def post(
@@ -631,7 +631,7 @@ def test_of_several_prompts_to_another_model_one_fails(
 ) -> None:
     with running(tmp_path / "provider", renderer, {}) as provider:
         base, key = provider.base_url(), str(provider.deps.operator_key)
-        gateway = start(other_models={"answerer": OtherModel("openai/policy", base, key,
+        gateway = start(provider_models={"answerer": ProviderModel("openai/policy", base, key,
                                                              num_retries=0)})  # fmt: skip
         fell: list[Any] = []
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.samplers.embedded import EmbeddedSampler
     from agentrl.samplers.tinker import TinkerSampler
     from agentrl.samplers.vllm.sampler import VllmSampler
-    from agentrl_proxy.dependencies import OtherModel
+    from agentrl_proxy.dependencies import ProviderModel
     from agentrl_proxy.sampler import Sampler
     from agentrl_proxy.telemetry.otlp_export import OtlpForward
 
@@ -156,7 +156,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
         models={settings.model: None} | {name: name for name in settings.adapters},
         agents=settings.agents,
         default_adapter=settings.adapter,
-        other_models={name: other_model(fields) for name, fields in settings.models.items()},
+        provider_models={name: other_model(fields) for name, fields in settings.models.items()},
         operator_key=settings.operator_key,
         run_id=settings.run_id,
         context_length=None,  # known once the sampler runs
@@ -282,8 +282,8 @@ def _end_without(sampler: Sampler, stopping: threading.Event) -> None:
             return
 
 
-def other_model(fields: dict[str, Any]) -> OtherModel:
-    from agentrl_proxy.dependencies import OtherModel
+def other_model(fields: dict[str, Any]) -> ProviderModel:
+    from agentrl_proxy.dependencies import ProviderModel
 
     variable = fields["api_key_env"]
     key = os.environ[variable] if variable else None
@@ -292,7 +292,7 @@ def other_model(fields: dict[str, Any]) -> OtherModel:
         key = "none"
     settings = {name: value for name, value in fields.items() if name != "api_key_env"}
     settings["params"] = filled(fields["params"], os.environ)
-    return OtherModel(**settings, api_key=key)
+    return ProviderModel(**settings, api_key=key)
 
 
 def variables_of(models: Mapping[str, Any]) -> list[str]:
