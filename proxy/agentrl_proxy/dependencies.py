@@ -44,7 +44,7 @@ class TraceSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OtherModel:
+class ProviderModel:
     """A model that somebody else serves, as LiteLLM reaches it."""
 
     model: str  # LiteLLM's name: provider/model
@@ -73,7 +73,7 @@ class GatewayDeps:
     """Answers unknown model names when ``accept_any_model``; None: the base model does."""
     accept_any_model: bool = True
     """Agents hard-code names like gpt-4o-mini; False answers 404 to those not in ``models``."""
-    other_models: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
+    provider_models: Mapping[str, ProviderModel] = field(default_factory=dict[str, ProviderModel])
     """Requested model name → a model behind LiteLLM: recorded, never trained."""
     operator_key: str | None = None
     """None: whoever reaches the port may sample without a rollout. Loopback only, see server."""
