@@ -16,7 +16,7 @@ from agentrl_proxy.server.connection import Limits
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, PastCall, Reward, Span
 
 if TYPE_CHECKING:
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
@@ -94,5 +94,5 @@ class GatewayDependencies:
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
     limits: Limits = field(default_factory=Limits)
     """Of a connection."""
-    forward: OtlpForward | None = None
+    forward: OtlpExporter | None = None
     """Gets what is recorded, too. The app closes it."""
