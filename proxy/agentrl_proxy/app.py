@@ -30,23 +30,24 @@ from agentrl_proxy.errors import (
     refused_by_sampler,
     unavailable,
 )
-from agentrl_proxy.generation.completions import CompletionWork, completion_request
+from agentrl_proxy.generation.completions import CompletionWork
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
 from agentrl_proxy.protocols.chat import ChatRequest, chat_request, read_object
+from agentrl_proxy.protocols.completions import completion_request
 from agentrl_proxy.protocols.messages import anthropic_error, count_request, messages_request
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
-    OtherCompletionWork,
-    OtherCountWork,
+    ProviderCompletionWork,
+    ProviderCountWork,
     chat_elsewhere,
     count_of_message,
     of_completion,
     of_message,
     of_response,
 )
-from agentrl_proxy.providers.service import OtherModels, OtherRequest
+from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import Attempts
 from agentrl_proxy.requests.auth import Caller, Credentials, ask
 from agentrl_proxy.requests.client_retries import EarlierAnswers
@@ -61,7 +62,7 @@ from agentrl_proxy.server.sse import (
     read_body,
 )
 from agentrl_proxy.telemetry import otlp_ingest as ingest
-from agentrl_proxy.telemetry.otlp_export import ForwardingSink
+from agentrl_proxy.telemetry.otlp_export import ExportingSink
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
@@ -77,14 +78,14 @@ class Gateway:
     def __init__(self, deps: GatewayDeps) -> None:
         self.forward = deps.forward
         if self.forward is not None:
-            deps = replace(deps, writer=ForwardingSink(deps.writer, self.forward))
+            deps = replace(deps, writer=ExportingSink(deps.writer, self.forward))
         self.deps = deps
         self.stats = GatewayStats()
         self.attempts = Attempts()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
-        self.others = OtherModels(deps, self.attempts, self.stats, admission)
+        self.others = ProviderService(deps, self.attempts, self.stats, admission)
         self.answers = EarlierAnswers(deps.store, self.attempts, self.stats)
 
     async def healthz(self, request: Request) -> Response:
@@ -114,7 +115,7 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         await self._caller(request)
-        names = sorted({*self.deps.models, *self.deps.other_models})
+        names = sorted({*self.deps.models, *self.deps.provider_models})
         return json_response(model_list(names, anthropic=_speaks_anthropic(request)))
 
     async def model(self, request: Request) -> Response:
@@ -122,7 +123,7 @@ class Gateway:
         models that are."""
         await self._caller(request)
         name = request.path_params["model"]
-        if name not in self.deps.models and name not in self.deps.other_models:
+        if name not in self.deps.models and name not in self.deps.provider_models:
             raise model_not_found(name)
         return json_response(model_card(name, anthropic=_speaks_anthropic(request)))
 
@@ -153,21 +154,21 @@ class Gateway:
         elsewhere = self.others.named(raw)
         if elsewhere is not None:
             asked = count_of_message(raw, elsewhere)
-            return WorkResponse(OtherCountWork(self.others, asked, elsewhere), stream=False)
+            return WorkResponse(ProviderCountWork(self.others, asked, elsewhere), stream=False)
         prompt = self.chat.render(count_request(raw), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def completions(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
         elsewhere = self.others.named(raw)
-        work: CompletionWork | OtherCompletionWork
+        work: CompletionWork | ProviderCompletionWork
         if elsewhere is None:
             asked = completion_request(raw, self.deps.renderer)
             work = CompletionWork(self.chat, self.answers, asked, body, caller, request.headers)
             stream = asked.stream
         else:
             prompts, dialect = of_completion(raw, elsewhere)
-            work = OtherCompletionWork(
+            work = ProviderCompletionWork(
                 self.others, self.answers, prompts, dialect, body, caller, request.headers
             )
             stream = prompts[0].stream
@@ -182,7 +183,7 @@ class Gateway:
 
     async def _reply(
         self,
-        asked: ChatRequest | OtherRequest,
+        asked: ChatRequest | ProviderRequest,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],

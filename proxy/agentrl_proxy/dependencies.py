@@ -16,7 +16,7 @@ from agentrl_proxy.server.connection import Limits
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, PastCall, Reward, Span
 
 if TYPE_CHECKING:
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
@@ -44,7 +44,7 @@ class TraceSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OtherModel:
+class ProviderModel:
     """A model that somebody else serves, as LiteLLM reaches it."""
 
     model: str  # LiteLLM's name: provider/model
@@ -73,7 +73,7 @@ class GatewayDeps:
     """Answers unknown model names when ``accept_any_model``; None: the base model does."""
     accept_any_model: bool = True
     """Agents hard-code names like gpt-4o-mini; False answers 404 to those not in ``models``."""
-    other_models: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
+    provider_models: Mapping[str, ProviderModel] = field(default_factory=dict[str, ProviderModel])
     """Requested model name → a model behind LiteLLM: recorded, never trained."""
     operator_key: str | None = None
     """None: whoever reaches the port may sample without a rollout. Loopback only, see server."""
@@ -94,7 +94,7 @@ class GatewayDeps:
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
     limits: Limits = field(default_factory=Limits)
     """Of a connection."""
-    forward: OtlpForward | None = None
+    forward: OtlpExporter | None = None
     """Gets what is recorded, too. The app closes it."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.detokenizer import Detokenizer
 from agentrl_proxy.rendering.parser import Parser, Reply, joined
@@ -42,7 +42,7 @@ class ChoiceStream:
     def __init__(
         self,
         request: ChatRequest,
-        heading: wire.Heading,
+        heading: chat_objects.Heading,
         prompt_ids: list[int],
         stop: tuple[str, ...],
         index: int,
@@ -70,7 +70,7 @@ class ChoiceStream:
         if self._renderer.is_hidden(token_id):
             return
         piece = self._tokens.push(token_id)
-        delta = wire.reply_delta(self._parser.feed(piece)) if piece else {}
+        delta = chat_objects.reply_delta(self._parser.feed(piece)) if piece else {}
         if not delta:
             return
         if not self._begun:
@@ -82,7 +82,7 @@ class ChoiceStream:
         logprobs = None
         if self._with_logprobs:
             start, self._sent = self._sent, len(one.ids)
-            logprobs = wire.logprob_entries(
+            logprobs = chat_objects.logprob_entries(
                 self._renderer, one.ids[start:], one.logprobs[start:], one.tops[start:]
             )
             self._sent_entries += len(logprobs)
@@ -95,7 +95,7 @@ class ChoiceStream:
     def last_chunks(self, whole: Reply, choice: dict[str, Any]) -> list[bytes]:
         """What was held back, the tool calls, and the finish reason."""
         rest = self._parser.remainder(whole)
-        delta = wire.reply_delta(
+        delta = chat_objects.reply_delta(
             Reply(
                 self._held.content + rest.content,
                 self._held.reasoning + rest.reasoning,
@@ -110,5 +110,7 @@ class ChoiceStream:
         chunks: list[bytes] = []
         if delta or logprobs:
             chunks.append(self._dialect.chunk(self._heading, self._index, delta, logprobs=logprobs))
-        chunks.append(wire.last_chunk(self._dialect, self._heading, choice, self._prompt_ids))
+        chunks.append(
+            chat_objects.last_chunk(self._dialect, self._heading, choice, self._prompt_ids)
+        )
         return chunks

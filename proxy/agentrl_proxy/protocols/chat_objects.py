@@ -3,7 +3,7 @@
 Knows their fields. Does not know how tokens are sampled or recorded.
 
 Inside, every answer is a chat completion. A ``Dialect`` says it in the protocol that the client
-speaks: ``Chat`` as it is; completions.py, responses.py and messages.py have the others.
+speaks: ``ChatDialect`` as it is; completions.py, responses.py and messages.py have the others.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def tool_call_delta(message: dict[str, Any]) -> dict[str, Any]:
     return {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
 
 
-class Chat:
+class ChatDialect:
     """Chat completions as they are."""
 
     id_prefix = "chatcmpl-"
@@ -283,7 +283,7 @@ def last_chunk(
 ) -> bytes:
     """How a choice ended, and its token ids where a chat client asked for them."""
     reason = choice["finish_reason"]
-    if "token_ids" not in choice or not isinstance(dialect, Chat):
+    if "token_ids" not in choice or not isinstance(dialect, ChatDialect):
         return dialect.chunk(heading, choice["index"], {}, finish_reason=reason)
     return sse(
         {

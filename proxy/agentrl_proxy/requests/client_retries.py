@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayStats, GatewayStore
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.attempts import Attempt, Attempts
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.idempotency import RETRY_WITHIN_S, Asked, Part
@@ -38,7 +38,7 @@ class Identity:
 
     key: bytes
     raw: dict[str, Any]
-    dialect: wire.Dialect
+    dialect: chat_objects.Dialect
     agent: str | None
     name: str | None  # its idempotency key
     prompts: int
@@ -48,7 +48,7 @@ class Identity:
 def identity(
     raw: dict[str, Any],
     body: bytes,
-    dialect: wire.Dialect,
+    dialect: chat_objects.Dialect,
     headers: Mapping[str, str],
     prompts: int,
     n: int,
@@ -163,13 +163,13 @@ def _parts(calls: Sequence[Call], same: Identity) -> tuple[list[Part], bool]:
         said = [_said(row.response or {}, same.dialect) for row in done]
         choices = [choice for one in said for choice in one["choices"]]
         parts.append({**said[0], "choices": choices, "usage": said[0]["usage"] or {}})
-    missing = wire.missing(parts, same.prompts, same.n)
+    missing = chat_objects.missing(parts, same.prompts, same.n)
     if _is_theirs(calls[0]):
         return parts, all(len(choices) < same.n for choices in missing)
     return parts, not any(missing)
 
 
-def _said(recorded: dict[str, Any], dialect: wire.Dialect) -> Part:
+def _said(recorded: dict[str, Any], dialect: chat_objects.Dialect) -> Part:
     # Of other models the chat completion is recorded, whatever the protocol.
     return recorded if recorded.get("object") == "chat.completion" else dialect.read(recorded)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.errors import attempt_sealed, unavailable
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.attempts import Attempt, Attempts
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.idempotency import Asked
@@ -35,7 +35,7 @@ class Accepted:
     caller: Caller
     memory: Attempt | None
     asked: Asked | None  # the request of which this is a job; with a memory always
-    heading: wire.Heading
+    heading: chat_objects.Heading
     slot: Slot  # its place among those being answered
     committing: bool = field(default=False, init=False)
     """Its client left, and its rows are on their way to the store."""
