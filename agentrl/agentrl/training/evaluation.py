@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from agentrl.config.settings import TrainConfig
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_REWARD
+from agentrl.timing import PhaseTimer
 from agentrl.training.failures import note_failed_rollouts
-from agentrl.training.metrics import Clock
+from agentrl.training.metrics import seconds_row
 from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.rollout_queue import rollout_seed
 from agentrl.training.session import Session
@@ -56,7 +57,7 @@ class HeldOutEvaluation:
         session: Session,
         display: TrainDisplay,
         metrics_log: MetricsLog,
-        clock: Clock,
+        clock: PhaseTimer,
         steps: int,
         republish: Callable[[int], None],
     ) -> None:
@@ -77,7 +78,7 @@ class HeldOutEvaluation:
         if (known := self._metrics_log.held_out().get(step)) is not None:  # before a resume
             self._display.evaluated(step, known)
             return
-        clock = Clock()
+        clock = PhaseTimer()
         with clock("evaluation"):
             plan = plan_evaluation(
                 self._task_ids, step, config.eval_samples, config.seed, config.eval_temperature
@@ -91,7 +92,7 @@ class HeldOutEvaluation:
                 # log-probs, and a run that is resumed here does not evaluate again.
                 self._republish(step)
         self._clock.add(clock)
-        row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean, **clock.metrics()}
+        row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean, **seconds_row(clock)}
         self._metrics_log.log(step, row)
         self._display.evaluated(step, accuracy)
         note_failed_rollouts(rollouts, "evaluations", self._display.note)

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from agentrl.config.algorithm import update_settings
 from agentrl.runs.summary import Summary
-from agentrl.training.metrics import Clock
+from agentrl.timing import PhaseTimer
+from agentrl.training.metrics import seconds_row
 from agentrl.training.run import TrainingRun
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.client import AdamParams, RefusedRows
@@ -42,7 +43,7 @@ def train(run: TrainingRun) -> Summary:
 
 def train_step(run: TrainingRun, step: int) -> None:
     """Sample groups of rollouts, compute advantages, update each adapter, publish its version."""
-    clock, parts = Clock(), Clock()
+    clock, parts = PhaseTimer(), PhaseTimer()
     with clock("rollouts"):
         taken = run.sample(step)
     with clock("update"):
@@ -54,19 +55,19 @@ def train_step(run: TrainingRun, step: int) -> None:
         whole = batches.whole()
         run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
     row = run.row(step, taken=taken, calls=calls, batches=batches, passes=passes)
-    row |= clock.metrics() | parts.metrics()
+    row |= seconds_row(clock) | seconds_row(parts)
     with clock("checkpoint"):
         run.checkpoint(step, row)
     with clock("publish"):
         publish(run, step)
-    row |= clock.metrics()
+    row |= seconds_row(clock)
     run.metrics_log.log(step, row)
     run.clock.add(clock)
     run.display.step(row, run.store.accounting(run.run_id))
 
 
 def update(
-    run: TrainingRun, step: int, name: str, batch: StepBatch, clock: Clock
+    run: TrainingRun, step: int, name: str, batch: StepBatch, clock: PhaseTimer
 ) -> list[StepStats]:
     """Update one adapter; return the statistics of each epoch, the first before any update.
 

@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.runs.metric_names import DIFFERENCE, LAST_EPOCH, OPTIONAL
+from agentrl.timing import PhaseTimer
 from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, Outcomes
 from agentrl_trainer.data.adapters import AdapterBatches
 from agentrl_trainer.data.trajectories import token_versions
 from agentrl_trainer.learner.learner import StepStats
-
-
-@dataclass(slots=True)
-class Clock:
-    """Measures wall-clock seconds by name: ``with clock("rollouts"):`` adds to ``spent``."""
-
-    spent: dict[str, float] = field(default_factory=dict[str, float])
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - started
-
-    def add(self, other: Clock) -> None:
-        for name, seconds in other.spent.items():
-            self.spent[name] = self.spent.get(name, 0.0) + seconds
-
-    def metrics(self) -> dict[str, float]:
-        return {f"seconds/{name}": seconds for name, seconds in self.spent.items()}
 
 
 def step_row(
@@ -88,6 +64,10 @@ def step_row(
             own = {f"{name}/{key}": value for key, value in own.items()}
         row |= own
     return row
+
+
+def seconds_row(timer: PhaseTimer) -> dict[str, float]:
+    return {f"seconds/{phase}": seconds for phase, seconds in timer.spent.items()}
 
 
 def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:

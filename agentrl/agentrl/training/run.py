@@ -18,10 +18,11 @@ from agentrl.console.live import TrainDisplay
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary, summarise
+from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
 from agentrl.training.evaluation import HeldOutEvaluation
 from agentrl.training.failures import report_step_failures
-from agentrl.training.metrics import Clock, step_row
+from agentrl.training.metrics import step_row
 from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.rollout_queue import RolloutQueue, StepRollouts
 from agentrl.training.session import RunError, Session
@@ -53,7 +54,7 @@ class TrainingRun:
     ) -> None:
         self.config, self.session, self.display = config, session, display
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
-        self.clock = Clock()
+        self.clock = PhaseTimer()
         self.steps = steps_of(config, tasks)
         if note := greedy_note(config.eval_samples, config.eval_temperature):
             display.note(note)

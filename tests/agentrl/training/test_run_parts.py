@@ -12,8 +12,8 @@ import torch
 from test_metrics import call
 
 from agentrl.config.settings import TrainConfig
+from agentrl.timing import PhaseTimer
 from agentrl.training.loop import update
-from agentrl.training.metrics import Clock
 from agentrl.training.run import StepRecords
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
@@ -77,7 +77,7 @@ def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> No
             learning_rate=lambda step: 1e-3,
             result=lambda asked: asked.result(),
         )
-        [seen] = update(run, 1, "policy", StepBatch(datums=[row]), Clock())
+        [seen] = update(run, 1, "policy", StepBatch(datums=[row]), PhaseTimer())
         state = client.local(lambda learner: learner.state_dict()).result()
     momenta = [value for name, value in state.items() if name.startswith("exp_avg/")]
     given = torch.stack([value.norm() for value in momenta]).norm().item() / (1 - 0.9)
