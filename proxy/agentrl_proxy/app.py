@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import (
     ApiError,
     invalid,
@@ -48,7 +48,7 @@ from agentrl_proxy.providers.requests import (
     of_response,
 )
 from agentrl_proxy.providers.service import ProviderRequest, ProviderService
-from agentrl_proxy.requests.attempts import Attempts
+from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, Credentials, ask
 from agentrl_proxy.requests.client_retries import EarlierAnswers
 from agentrl_proxy.requests.rate_limits import Admission
@@ -61,8 +61,9 @@ from agentrl_proxy.server.sse import (
     json_response,
     read_body,
 )
+from agentrl_proxy.stats import GatewayStats
 from agentrl_proxy.telemetry import otlp_ingest as ingest
-from agentrl_proxy.telemetry.otlp_export import ForwardingSink
+from agentrl_proxy.telemetry.otlp_export import ExportingSink
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
@@ -75,13 +76,13 @@ _SWEEP_S = 2.0
 class Gateway:
     """The handlers, and what they share."""
 
-    def __init__(self, deps: GatewayDeps) -> None:
+    def __init__(self, deps: GatewayDependencies) -> None:
         self.forward = deps.forward
         if self.forward is not None:
-            deps = replace(deps, writer=ForwardingSink(deps.writer, self.forward))
+            deps = replace(deps, writer=ExportingSink(deps.writer, self.forward))
         self.deps = deps
         self.stats = GatewayStats()
-        self.attempts = Attempts()
+        self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
@@ -299,7 +300,7 @@ class GatewayApp(FastAPI):
         return self._direct.get(path)
 
 
-def create_app(deps: GatewayDeps) -> FastAPI:
+def create_app(deps: GatewayDependencies) -> FastAPI:
     """The gateway as an ASGI app. ``app.state.gateway`` is its Gateway."""
     gateway = Gateway(deps)
 
@@ -357,7 +358,7 @@ async def _sweep(gateway: Gateway) -> None:
             log.warning("could not look for sealed attempts", exc_info=True)
 
 
-def _warm_up(deps: GatewayDeps) -> None:
+def _warm_up(deps: GatewayDependencies) -> None:
     renderer = deps.renderer
     for tools in (False, True):
         parser = renderer.parser(tools=tools)

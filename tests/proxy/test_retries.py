@@ -26,7 +26,7 @@ from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.requests.idempotency import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
 from agentrl_proxy.sampler import DecodingParams, FinishEvent
 from agentrl_tracer.schemas import Call, CallState, Claim
-from agentrl_tracer.store.database import normalise_url
+from agentrl_tracer.store.database import normalize_url
 from agentrl_trainer.data.trajectories import build_trajectories
 
 pytestmark = [  # LiteLLM's use of pydantic
@@ -266,7 +266,7 @@ def test_retries_at_once_after_a_restart(
     """Over a network several look into the store before the first knows what is there."""
     store_url = None
     if database == "postgres":
-        server = normalise_url(request.getfixturevalue("postgres"))
+        server = normalize_url(request.getfixturevalue("postgres"))
         admin = sa.create_engine(server, isolation_level="AUTOCOMMIT")
         with admin.connect() as c:
             c.execute(sa.text("CREATE DATABASE retries"))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from agentrl.samplers.vllm.sampler import VllmSampler
     from agentrl_proxy.dependencies import ProviderModel
     from agentrl_proxy.sampler import Sampler
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
 log = logging.getLogger("agentrl")
 
@@ -131,7 +131,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
     import torch
 
     from agentrl_proxy.app import create_app
-    from agentrl_proxy.dependencies import GatewayDeps
+    from agentrl_proxy.dependencies import GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
     from agentrl_proxy.server.connection import Limits
     from agentrl_tracer.store.writer import TraceWriter
@@ -147,7 +147,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
     sampler, tokenizer = _make_sampler(settings)
     writer = TraceWriter(store, boot_id)
     ending.callback(writer.close)
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         sampler=sampler,
         renderer=Renderer(tokenizer),
         store=store,
@@ -259,15 +259,15 @@ def _make_sampler(
     return EmbeddedSampler(base), base.tokenizer
 
 
-def _forward(settings: GatewaySettings) -> OtlpForward | None:
+def _forward(settings: GatewaySettings) -> OtlpExporter | None:
     if settings.forward_otlp is None:
         return None
     from opentelemetry.util.re import parse_env_headers
 
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
     headers = parse_env_headers(os.environ.get(FORWARD_HEADERS, ""), liberal=True)
-    return OtlpForward(settings.forward_otlp, headers)
+    return OtlpExporter(settings.forward_otlp, headers)
 
 
 def _end_without(sampler: Sampler, stopping: threading.Event) -> None:

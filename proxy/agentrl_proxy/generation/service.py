@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import (
     ApiError,
     context_length_exceeded,
@@ -28,9 +28,9 @@ from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import Key, Prompt, remember_reply, render_prompt
 from agentrl_proxy.rendering.detokenizer import first_stop, whole_text
-from agentrl_proxy.rendering.parser import Parser, PlainText, Reply, ToolCall
 from agentrl_proxy.rendering.structured_output import Constraint, Constraints
-from agentrl_proxy.requests.attempts import Attempt, Attempts
+from agentrl_proxy.rendering.tool_call_parser import ParsedReply, Parser, PlainTextParser, ToolCall
+from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.idempotency import Asked, Part
 from agentrl_proxy.requests.lifecycle import Accepted, CallLife, Recording
@@ -52,6 +52,7 @@ from agentrl_proxy.sampler import (
     SampleEvent,
 )
 from agentrl_proxy.server.sse import Write
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import CallState, SkipReason
 
@@ -95,7 +96,11 @@ class ChatService:
     """Answers chat completions."""
 
     def __init__(
-        self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
+        self,
+        deps: GatewayDependencies,
+        attempts: AttemptMemories,
+        stats: GatewayStats,
+        admission: Admission,
     ) -> None:
         self.deps = deps
         self.stats = stats
@@ -347,7 +352,7 @@ class ChatService:
     def _begin(self, job: Job, write: Write | None) -> list[_Choice]:
         renderer, choices = self.deps.renderer, list[_Choice]()
         for index in job.choices:
-            parser: Parser = PlainText()
+            parser: Parser = PlainTextParser()
             if job.is_chat:
                 tools = job.request.tools or False
                 parser = renderer.parser(
@@ -500,7 +505,7 @@ class ChatService:
         return remember
 
     def _remember(
-        self, job: Job, memory: Attempt, message: dict[str, Any], one: Sampled, text: str
+        self, job: Job, memory: AttemptMemory, message: dict[str, Any], one: Sampled, text: str
     ) -> None:
         """The answer is durable: nothing may fail it."""
         renderer, stop = self.deps.renderer, job.params.stop
@@ -541,7 +546,7 @@ class _Choice:
     reader: ChoiceStream | ChoiceReader | None
     # When it has been read:
     text: str = ""
-    reply: Reply = field(default_factory=Reply)
+    reply: ParsedReply = field(default_factory=ParsedReply)
     withdrawn: list[ToolCall] = field(default_factory=list[ToolCall])
 
     @property

@@ -12,8 +12,8 @@ from typing import Any
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.detokenizer import Detokenizer
-from agentrl_proxy.rendering.parser import Parser, Reply, joined
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.tool_call_parser import ParsedReply, Parser, joined
 from agentrl_proxy.requests.recording import Sampled
 from agentrl_proxy.server.sse import Write
 
@@ -61,7 +61,7 @@ class ChoiceStream:
         self._tokens = Detokenizer(renderer.decode_raw, stop)
         self._sent = 0  # ids before this have their log-probs on the wire
         self._sent_entries = 0
-        self._held = Reply()
+        self._held = ParsedReply()
         self._begun = False
 
     async def push(self, one: Sampled) -> None:
@@ -92,11 +92,11 @@ class ChoiceStream:
         """Gives the parser the text that was held back; what it shows goes with the last chunks."""
         self._held = self._parser.feed(self._tokens.finish())
 
-    def last_chunks(self, whole: Reply, choice: dict[str, Any]) -> list[bytes]:
+    def last_chunks(self, whole: ParsedReply, choice: dict[str, Any]) -> list[bytes]:
         """What was held back, the tool calls, and the finish reason."""
         rest = self._parser.remainder(whole)
         delta = chat_objects.reply_delta(
-            Reply(
+            ParsedReply(
                 self._held.content + rest.content,
                 self._held.reasoning + rest.reasoning,
                 pieces=joined([*self._held.pieces, *rest.pieces]),

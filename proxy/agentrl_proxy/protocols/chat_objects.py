@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import orjson
 
 from agentrl_proxy.errors import ApiError, Names
-from agentrl_proxy.rendering.parser import CallPiece, Reply, ToolCall
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.tool_call_parser import CallPiece, ParsedReply, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
@@ -73,7 +73,7 @@ class Dialect(Protocol):
         ...
 
 
-def message(reply: Reply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
+def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
     """The assistant's message.
 
     Args:
@@ -175,7 +175,7 @@ def usage_chunk(heading: Heading, usage: dict[str, int]) -> bytes:
     )
 
 
-def reply_delta(reply: Reply) -> dict[str, Any]:
+def reply_delta(reply: ParsedReply) -> dict[str, Any]:
     delta: dict[str, Any] = {}
     if reply.reasoning:
         delta["reasoning_content"] = reply.reasoning

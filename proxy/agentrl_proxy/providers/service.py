@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats, ProviderModel
+from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
 from agentrl_proxy.errors import ApiError, invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
@@ -36,13 +36,14 @@ from agentrl_proxy.providers.deltas import Deltas
 from agentrl_proxy.providers.litellm import make_router
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import Gathered, complete
-from agentrl_proxy.requests.attempts import Attempts
+from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.idempotency import Asked
 from agentrl_proxy.requests.lifecycle import Accepted, CallLife
 from agentrl_proxy.requests.rate_limits import Admission, Slot
 from agentrl_proxy.requests.recording import agent_name, client_marks, row_id, trace_context
 from agentrl_proxy.server.sse import Write
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
@@ -100,7 +101,11 @@ class ProviderService:
     """Answers for the models of the configuration's ``models`` table."""
 
     def __init__(
-        self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
+        self,
+        deps: GatewayDependencies,
+        attempts: AttemptMemories,
+        stats: GatewayStats,
+        admission: Admission,
     ) -> None:
         self._deps = deps
         self._attempts = attempts
