@@ -56,12 +56,8 @@ from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.requests.work import OneJob
 from agentrl_proxy.sampler import RefusedError
-from agentrl_proxy.server.sse import (
-    WorkResponse,
-    internal_error,
-    json_response,
-    read_body,
-)
+from agentrl_proxy.server.request_body import BodyReader
+from agentrl_proxy.server.sse import WorkResponse, internal_error, json_response
 from agentrl_proxy.stats import GatewayStats
 from agentrl_proxy.telemetry import otlp_ingest as ingest
 from agentrl_proxy.telemetry.otlp_export import ExportingSink
@@ -89,6 +85,10 @@ class Gateway:
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
         self.others = ProviderService(deps, self.attempts, self.stats, admission)
         self.answers = EarlierAnswers(deps.store, self.attempts, self.stats)
+        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
+
+    def _count_overload(self) -> None:
+        self.stats.overloaded += 1
 
     async def healthz(self, request: Request) -> Response:
         """Whether it can answer, and which one it is: for anybody. The rest is the operator's."""
@@ -180,7 +180,7 @@ class Gateway:
 
     async def _received(self, request: Request) -> tuple[Caller, bytes, dict[str, Any]]:
         caller = await self._caller(request)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         return caller, body, read_object(body)
 
     async def _reply(
@@ -198,21 +198,21 @@ class Gateway:
 
     async def traces(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         return await ingest.traces(
             self.deps.writer, caller, body, request.headers.get("content-type", "")
         )
 
     async def rewards(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         key = request.headers.get("idempotency-key")
         _, span_id = trace_context(request.headers)
         return await ingest.reward(self.deps.writer, caller, body, key, span_id)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
-        body = read_object(await read_body(request, self.deps.max_body_bytes))
+        body = read_object(await self.bodies.read(request))
         name, version, path = body.get("name"), body.get("version"), body.get("path")
         if not isinstance(name, str) or not name or "\0" in name:
             raise invalid("name", "name must be a non-empty string without NUL characters")
