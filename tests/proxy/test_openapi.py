@@ -23,8 +23,8 @@ from running_gateway import running
 from scripted_sampler import Running
 from test_fuzz import GARBAGE, broken
 
-from agentrl_proxy.dependencies import OtherModel
-from agentrl_proxy.protocols.chat import FIELDS
+from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.protocols.chat import CHAT
 from agentrl_proxy.rendering.renderer import Renderer
 
 pytestmark = [  # LiteLLM's connections, which it closes too late
@@ -113,9 +113,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Ite
     folder = tmp_path_factory.mktemp("provider")
     with running(folder, renderer, {}, operator_key=KEY) as provider:
         provider.sampler.script = lambda *_: "ok"
-        other = OtherModel("openai/policy", f"{provider.url}/v1", KEY, num_retries=0)
+        other = ProviderModel("openai/policy", f"{provider.url}/v1", KEY, num_retries=0)
         folder = tmp_path_factory.mktemp("gateway")
-        with running(folder, renderer, {}, other_models={"other": other}) as made:
+        with running(folder, renderer, {}, provider_models={"other": other}) as made:
             made.sampler.script = lambda *_: "ok"
             yield made
             import litellm
@@ -182,7 +182,7 @@ def test_what_the_document_forbids(gateway: Running, http: httpx.Client, path: s
         answer = post(http, path, body)
         # Within messages, tools and their like the parsers take more than they promise.
         wrong = {e.path[0]: e.message for e in validator.iter_errors(body) if len(e.path) == 1}
-        if wrong.keys() & FIELDS.keys() - {"tools", "tool_choice", "response_format"}:
+        if wrong.keys() & CHAT.properties.keys() - {"tools", "tool_choice", "response_format"}:
             assert answer.status_code == 400, (wrong, answer.text)
         refused[0] += answer.status_code == 400
 

@@ -13,7 +13,7 @@ from scripted_sampler import Running
 from test_elsewhere import forget_clients, pytestmark  # noqa: F401
 from test_other_models import SECRET, Faulty, faulty, said, trouble  # noqa: F401
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 
 HI = [{"role": "user", "content": "h"}]
 
@@ -34,20 +34,20 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": {"role": "user"}}, "messages"),
     ({"messages": [{"role": [], "content": "h"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": {}}]}, "messages[0].content"),
-    (part(type=[], text="x"), "messages[0].content[0]"),
-    (part(type={}, text="x"), "messages[0].content[0]"),
-    (part(type="text", text=[]), "messages[0].content[0]"),
+    (part(type=[], text="x"), "messages[0].content[0].type"),
+    (part(type={}, text="x"), "messages[0].content[0].type"),
+    (part(type="text", text=[]), "messages[0].content[0].text"),
     ({"messages": [{"role": "assistant", "tool_calls": [[]]}]}, "messages[0].tool_calls[0]"),
     ({"tools": 5}, "tools"),
     ({"tools": [1]}, "tools[0]"),
-    ({"tools": [{"type": "function", "function": 1}]}, "tools[0]"),
-    ({"tools": [{"type": {}}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": 1}]}, "tools[0].function"),
+    ({"tools": [{"type": {}}]}, "tools[0].type"),
     ({"tool_choice": []}, "tool_choice"),
     ({"response_format": {"type": []}}, "response_format.type"),
     ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format.json_schema"),
     ({"temperature": "hot"}, "temperature"),
     ({"stop": {}}, "stop"),
-    ({"stop": [[]]}, "stop"),
+    ({"stop": [[]]}, "stop[0]"),
     ({"logit_bias": 3}, "logit_bias"),
     ({"seed": []}, "seed"),
     ({"max_tokens": "9"}, "max_tokens"),
@@ -67,8 +67,8 @@ def post(gateway: Running, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def elsewhere(start: Any, provider: Faulty, model: str = "openai/x", **more: Any) -> Running:
-    one = OtherModel(model, provider.url, SECRET, num_retries=0, **more)
-    return start(other_models={"o": one})
+    one = ProviderModel(model, provider.url, SECRET, num_retries=0, **more)
+    return start(provider_models={"o": one})
 
 
 def assert_names(answer: httpx.Response, field: str) -> None:

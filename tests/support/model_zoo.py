@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from test_sampler_models import Asked, byte_tokenizer, worst_difference
+from small_models import Asked, byte_tokenizer, worst_difference
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -335,7 +335,7 @@ def _sample(folder: Path) -> tuple[str, float]:
         assert engine.stats().reused_tokens > 0
     finally:
         engine.stop()
-    return engine.how, worst
+    return engine.strategy, worst
 
 
 def examined(kind: str) -> Seen:

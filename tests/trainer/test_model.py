@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
-from test_sampler_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
+from small_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
 from transformers import (
     BloomConfig,
     GenerationConfig,
@@ -230,7 +230,7 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
     learner.save_adapter("default", tmp_path / "v1")
 
     engine = SamplerEngine(load_base(own, device="cpu", trust_remote_code=True))
-    assert engine.how == "one by one, anew"
+    assert engine.strategy == "row by row, recomputed"
     engine.start()
     try:
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from agentrl_proxy.dependencies import TraceSink
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
-from agentrl_proxy.protocols.chat import read_object
+from agentrl_proxy.protocols.fields import read_object
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.server.sse import json_response
 from agentrl_tracer.conventions import REWARD_NAME
@@ -25,7 +25,7 @@ log = logging.getLogger("agentrl.proxy")
 
 async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: str) -> Response:
     """An OTLP/HTTP export. Spans that carry rewards become rewards of their attempt."""
-    from agentrl_tracer.otlp import parse_traces, rewards_in
+    from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in ("application/x-protobuf", "application/json"):

@@ -1,0 +1,127 @@
+"""Make the training clients of a run: one for each adapter, on this machine or on Tinker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config.algorithm import REFERENCE, value_params
+from agentrl.config.settings import TrainConfig
+from agentrl.training.session import RunError
+from agentrl_trainer.client import ServiceClient, TrainingClient
+from agentrl_trainer.learner.schedules import default_learning_rate
+from agentrl_trainer.models.loading import load_facts
+from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingClients:
+    """A backend's service, and its training clients by adapter.
+
+    Attributes:
+        failures: what the clients raise when the backend's service fails.
+    """
+
+    service: ServiceClient
+    clients: dict[str, TrainingClient]
+    context_length: int
+    peak_learning_rate: float
+    failures: tuple[type[Exception], ...] = ()
+
+    def close(self) -> None:
+        """End the session with the service; a failure of the service is ignored by now."""
+        with contextlib.suppress(*self.failures):
+            self.service.close()
+
+
+def create_clients(
+    config: TrainConfig, adapters: Iterable[str], folder: Path, note: Callable[[str], None]
+) -> TrainingClients:
+    """Create fresh adapters over the base model.
+
+    Args:
+        folder: of the run; the clients save there.
+        note: receives remarks on how the model is trained.
+
+    Raises:
+        RunError: the backend refuses; the message says what to change.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # gateway and runners need the other cores
+    if config.backend == "tinker":
+        return _on_tinker(config, adapters, folder)
+    return _on_this_machine(config, adapters, folder, note)
+
+
+def _on_this_machine(
+    config: TrainConfig, adapters: Iterable[str], folder: Path, note: Callable[[str], None]
+) -> TrainingClients:
+    service = ServiceClient(
+        folder=folder,
+        device=config.device,
+        dtype=config.dtype,
+        load_in_4bit=config.load_in_4bit,
+        trust_remote_code=config.trust_remote_code,
+        token_budget=config.micro_batch_tokens,
+        gradient_checkpointing=config.gradient_checkpointing,
+        value=value_params(config),
+    )
+    clients = {
+        name: service.create_lora_training_client(
+            config.model, config.rank, config.seed + index, alpha=config.alpha, name=name
+        )
+        for index, name in enumerate(adapters)
+    }
+    client = next(iter(clients.values()))
+    base = client.local(lambda learner: learner.base).result()
+    for name, of in clients.items():
+        if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
+            note(f"{name}: {said}")
+    if why := client.local(lambda learner: learner.why_not_shared).result():
+        note(f"shared prefixes are computed again for each row: {why}")
+    if (reference := config.kl_reference) is not None:
+        client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
+
+    # The default rate depends on the base model and one adapter, however many are trained.
+    others = [f".{name}." for name in (*list(clients)[1:], REFERENCE)]
+    parameters = sum(
+        parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+        for name, parameter in base.model.named_parameters()
+        if not any(other in name for other in others)
+    )
+    rate = config.learning_rate or default_learning_rate(parameters, config.alpha)
+    return TrainingClients(service, clients, base.context_length, rate)
+
+
+def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> TrainingClients:
+    import tinker
+
+    source = config.tinker_tokenizer or config.model
+    facts = load_facts(source, trust_remote_code=config.trust_remote_code)
+    rate = config.learning_rate
+    if rate is None:
+        parameters = count_parameters(source, config.rank) or parameters_in_name(config.model)
+        if parameters is None:
+            raise RunError(
+                "learning_rate: is missing, and its default depends on the size of "
+                f"{config.model}, which is not known; give learning_rate"
+            )
+        rate = default_learning_rate(parameters)
+    failures = (tinker.TinkerError, ConnectionError)
+    try:
+        service = ServiceClient(backend="tinker", base_url=config.tinker_base_url, folder=folder)
+        served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
+        clients = {
+            name: service.create_lora_training_client(
+                config.model, config.rank, config.seed + index, name=name
+            )
+            for index, name in enumerate(adapters)
+        }
+    except (ValueError, *failures) as error:
+        raise RunError(f"backend: Tinker refuses to train {config.model}: {error}") from error
+    limit = served[config.model].max_context_length if config.model in served else None
+    context_length = min(facts.context_length, limit or facts.context_length)
+    return TrainingClients(service, clients, context_length, rate, failures)

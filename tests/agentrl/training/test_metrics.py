@@ -1,0 +1,118 @@
+"""A step in numbers: what each epoch saw, and the time of each part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from documented_metrics import documented, undocumented
+
+from agentrl.training.metrics import step_row
+from agentrl.training.rollout_queue import StepRollouts
+from agentrl.training.staleness import StalenessLimit
+from agentrl_tracer.schemas import Call, CallState, NewRollout, Outcomes, Purpose
+from agentrl_tracer.store import Store
+from agentrl_trainer.data.adapters import AdapterBatches
+from agentrl_trainer.data.batch_assembly import StepBatch
+from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.learner.learner import AdamParams, Learner, StepStats
+from agentrl_trainer.models.loading import load_base
+
+
+def call(response_ids: list[int]) -> Call:
+    return Call(
+        id=f"c{response_ids[0]}", response_id="r", choice=0, run_id="run", rollout_id=None,
+        attempt_id=None, seq=0, agent=None, model="policy", adapter="policy", adapter_version=0,
+        state=CallState.COMPLETED, prompt_ids=[1], response_ids=response_ids,
+        response_logprobs=[-0.5] * len(response_ids), finish_reason="stop", params={},
+        request=None, response=None, error=None, trace_id=None, span_id=None, started_at=0.0,
+        ended_at=1.0,
+    )  # fmt: skip
+
+
+def learned(epochs: int) -> list[StepStats]:
+    """Passes of PPO over two tokens, one good and one bad, with steps that leave the bounds."""
+    learner = Learner(
+        load_base("agentrl-tiny", device="cpu"), rank=4, adam=AdamParams(learning_rate=5e-3)
+    )
+    rows = [
+        TrainingRow([5, 6, token], [False, False, True], [0.0] * 3, [0.0, 0.0, advantage])
+        for token, advantage in ((7, 1.0), (8, -1.0))
+    ]
+    sampled = learner.forward(rows)
+    rows = [
+        TrainingRow(row.tokens, row.mask, lp, row.advantages)
+        for row, lp in zip(rows, sampled, strict=True)
+    ]
+    return [learner.step(rows, "ppo") for _ in range(epochs)]
+
+
+def row_of(
+    passes: dict[str, list[StepStats]],
+    taken: StepRollouts | None = None,
+    calls: Sequence[Call] = (),
+) -> dict[str, Any]:
+    return step_row(
+        3,
+        taken=taken or StepRollouts([], 0, 0, 0, 0.0),
+        calls=calls,
+        batches=AdapterBatches({name: StepBatch() for name in passes}, StepBatch()),
+        passes=passes,
+        outcomes=Outcomes({}, {}, {}),
+        learning_rate=1e-3,
+        staleness=StalenessLimit(),
+    )
+
+
+@pytest.fixture(scope="module")
+def four() -> list[StepStats]:
+    return learned(4)
+
+
+def test_the_last_epoch_tells_what_was_clipped(four: list[StepStats]) -> None:
+    row = row_of({"policy": four})
+    # Before any update the policy is the one that sampled: nothing could be clipped.
+    assert row["clip_fraction"] == 0.0
+    assert row["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+    assert row["last_epoch/clip_fraction"] == four[-1].clip_fraction > 0
+    assert row["last_epoch/ratio/max"] == four[-1].ratio_max > 1.2
+    assert row["last_epoch/grad_norm"] == four[-1].grad_norm
+    assert row["entropy"] == four[0].entropy != row["last_epoch/entropy"]
+    assert undocumented([row]) == {}
+
+
+def test_of_one_epoch_nothing_is_said_twice(four: list[StepStats]) -> None:
+    row = row_of({"policy": four[:1]})
+    assert not [name for name in row if name.startswith("last_epoch/")]
+    assert row["loss"] == four[0].loss
+
+
+def test_each_adapter_has_its_own(four: list[StepStats]) -> None:
+    row = row_of({"asker": four, "answerer": []})
+    assert row["asker/last_epoch/clip_fraction"] == four[-1].clip_fraction
+    assert "answerer/loss" not in row
+    assert undocumented([row], ["asker", "answerer"]) == {}
+
+
+def test_tokens_per_second_are_by_when_the_steps_own_rollouts_ran(store: Store) -> None:
+    """Asynchronously they ran before this step, which had to wait for none of them."""
+    run_id = store.create_run("run", "train", {})
+    [task] = store.add_tasks(run_id, "train", [{}])
+    new = [NewRollout(task, "group", Purpose.TRAIN, 3, i, seed=i, sampling={}) for i in range(4)]
+    times = [(100.0, 104.0), (102.0, 106.0), (110.0, 112.0), (None, None)]
+    rollouts = [
+        replace(rollout, started_at=start, ended_at=end)
+        for rollout, (start, end) in zip(
+            store.rollouts(run_id, ids=store.enqueue(run_id, new)), times, strict=True
+        )
+    ]
+    taken = StepRollouts(rollouts, 0, 5, 0, 0.0)
+    row = row_of({"policy": []}, taken, [call([5] * 20), call([6] * 60)])
+    assert row["tokens_per_second"] == pytest.approx(80 / (6 + 2))
+
+
+def test_the_page_names_nothing_twice() -> None:
+    names = documented()
+    assert len(names) == len(set(names)) > 60

@@ -1,0 +1,138 @@
+"""Spans and rewards: what an attempt tells about itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+from typing import Any
+
+import httpx
+import pytest
+from gateway_client import error_of, post, reward_export
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from scripted_sampler import OPERATOR_KEY, Running
+
+
+@pytest.mark.parametrize("compression", [Compression.NoCompression, Compression.Gzip])
+def test_spans_of_the_real_exporter(gateway: Running, compression: Compression) -> None:
+    claim = gateway.claims[0]
+    exporter = OTLPSpanExporter(
+        endpoint=f"{gateway.base_url(claim)}/traces",
+        headers={"authorization": f"Bearer {claim.key}"},
+        compression=compression,
+    )
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with provider.get_tracer("test").start_as_current_span("chat") as span:
+        span.set_attribute("gen_ai.agent.name", "player")
+    provider.shutdown()
+    [kept] = gateway.store.spans(claim.rollout_id)
+    assert (kept.name, kept.attempt_id) == ("chat", claim.attempt_id)
+    assert kept.attributes == {"gen_ai.agent.name": "player"}
+    assert kept.trace_id == f"{span.get_span_context().trace_id:032x}"
+
+
+def test_a_reward_span_is_a_reward_once(gateway: Running) -> None:
+    claim = gateway.claims[0]
+    url = f"{gateway.base_url(claim)}/traces"
+    headers = {"authorization": f"Bearer {claim.key}", "content-type": "application/json"}
+    body = json.dumps(reward_export({"doubleValue": 0.5})).encode()
+    for content, more in ((body, {}), (gzip.compress(body), {"content-encoding": "gzip"})):
+        response = httpx.post(url, content=content, headers=headers | more)
+        assert response.status_code == 200
+        assert response.json() == {}
+    [reward] = gateway.store.rewards([claim.rollout_id])
+    assert (reward.value, reward.attempt_id) == (0.5, claim.attempt_id)
+
+
+@pytest.mark.parametrize("value", [{"boolValue": True}, {"stringValue": "1"}, {}])
+def test_a_bad_reward_span_is_refused(gateway: Running, value: Any) -> None:
+    claim = gateway.claims[0]
+    response = post(f"{gateway.base_url(claim)}/traces", claim.key, reward_export(value))
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "invalid_otlp"
+    assert gateway.store.rewards([claim.rollout_id]) == []
+
+
+def test_rewards_by_json(gateway: Running) -> None:
+    mine, other = gateway.claims[:2]
+    url = f"{gateway.base_url(mine)}/rewards"
+    assert post(url, mine.key, {"value": 1}).status_code == 200
+    body = {"value": -0.5, "name": "style", "response_id": "chatcmpl-1", "explanation": "terse"}
+    for _ in range(2):  # delivered twice, counted once
+        response = post(url, mine.key, body, headers={"idempotency-key": "k"})
+        assert response.status_code == 200
+    assert post(url, other.key, {"value": 9}).status_code == 403
+    assert post(url, OPERATOR_KEY, {"value": 9}).status_code == 403
+    first, second = gateway.store.rewards([mine.rollout_id, other.rollout_id])
+    assert (first.name, first.value) == ("reward", 1.0)
+    assert (second.name, second.value, second.response_id) == ("style", -0.5, "chatcmpl-1")
+
+
+NODE = """
+const { OPENAI_BASE_URL, OPENAI_API_KEY, TRACEPARENT } = process.env;
+const answer = await fetch(`${OPENAI_BASE_URL}/rewards`, {
+  method: "POST",
+  headers: { authorization: `Bearer ${OPENAI_API_KEY}`, traceparent: TRACEPARENT },
+  body: JSON.stringify({ value: { style: 1, truth: 0.5 } }),
+});
+if (!answer.ok) throw new Error(await answer.text());
+"""
+SHELL = """curl --fail-with-body -sS "$OPENAI_BASE_URL/rewards" -d '{"value": 0.25}' \
+  -H "authorization: Bearer $OPENAI_API_KEY" -H "traceparent: $TRACEPARENT" """
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["node", "--input-type=module", "-e", NODE], [("style", 1.0), ("truth", 0.5)]),
+        (["sh", "-c", SHELL], [("reward", 0.25)]),
+    ],
+)
+def test_rewards_from_node_and_the_shell(
+    gateway: Running, command: list[str], expected: list[tuple[str, float]]
+) -> None:
+    if shutil.which("node" if command[0] == "node" else "curl") is None:
+        pytest.skip("not installed")
+    claim = gateway.claims[0]
+    env = {
+        "PATH": os.environ["PATH"],
+        "OPENAI_BASE_URL": gateway.base_url(claim),
+        "OPENAI_API_KEY": claim.key,
+        "TRACEPARENT": f"00-{'ab' * 16}-{'cd' * 8}-01",
+    }
+    subprocess.run(command, env=env, check=True, timeout=60)
+    rewards = gateway.store.rewards([claim.rollout_id])
+    assert sorted((reward.name, reward.value) for reward in rewards) == expected
+    assert {reward.span_id for reward in rewards} == {"cd" * 8}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"value": true}', "value"),
+        ('{"value": {}}', "value"),
+        ('{"value": {"a": 1, "b": null}}', "value"),
+        ('{"value": "1"}', "value"),
+        ('{"value": 1e999}', "value"),
+        ("{}", "value"),
+        ('{"value": 1, "name": 3}', "name"),
+    ],
+)
+def test_a_bad_reward_is_refused(gateway: Running, body: str, param: str) -> None:
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/rewards",
+        content=body,
+        headers={"authorization": f"Bearer {claim.key}"},
+    )
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] in (param, None)  # 1e999 is no JSON number to some parsers
+    assert gateway.store.rewards([claim.rollout_id]) == []
