@@ -27,8 +27,7 @@ from fastapi.testclient import TestClient
 from peer import python_with
 from tinker.proto import tinker_public_pb2 as proto
 
-from agentrl.tinker_server import create_app
-from agentrl.tinker_server import messages
+from agentrl.tinker_server import create_app, messages
 from agentrl.tinker_server.operations import TinkerServer
 from agentrl.tinker_server.request_store import Answer, RequestStore
 from agentrl.tinker_server.samplers import Samplers
@@ -522,7 +521,6 @@ for base_url in (None, url):
         )
         state = client.save_state("s", ttl_seconds=3600, user_metadata={"a": "b"}).result().path
         again = service.create_training_client_from_state_with_optimizer(state)
-        last = sampler.compute_logprobs(row, prompt_logprobs_last_n=2).result()
         client.log(step=1, loss=losses[-1])
         found.append({
             "losses": losses,
@@ -532,7 +530,6 @@ for base_url in (None, url):
             "forward": again.forward([datum]).result().loss_fn_outputs[0]["logprobs"].tolist(),
             "model": client.get_info().model_name,
             "saved": saved.sample(row, 1, params).result().sequences[0].tokens,
-            "last": [x if x is None else round(x, 4) for x in last],
             "models": service.supported_models(),
         })
 print(json.dumps(found))
