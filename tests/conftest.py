@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import real_vllm
+
 from agentrl_tracer.store import Store
 
 

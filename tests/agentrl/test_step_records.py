@@ -19,7 +19,7 @@ from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, Sk
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(1, {0, 1}), (2, {0})])
@@ -66,7 +66,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
 @pytest.mark.parametrize("bound", [0.0, 1e-3])
 def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> None:
     """AdamW's first momentum is a tenth of the gradient that it was given."""
-    row = Datum([5, 6, 7, 8], [False, True, True, True], [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
+    row = TrainingRow([5, 6, 7, 8], [False, True, True, True], [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
     config = TrainConfig(agent="x:y", tasks=Path("tasks.jsonl"), max_grad_norm=bound)
     with ServiceClient(folder=tmp_path) as service:
         client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1)

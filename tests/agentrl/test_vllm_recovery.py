@@ -25,7 +25,7 @@ from agentrl.samplers.vllm import sampler as vllm
 from agentrl.samplers.vllm.api import VllmError
 from agentrl.samplers.vllm.sampler import VllmSampler
 from agentrl.training import session
-from agentrl_proxy.sampler import RefusedError, SamplingParams
+from agentrl_proxy.sampler import DecodingParams, RefusedError
 
 CHOICE = {
     "token_ids": [5],
@@ -220,7 +220,7 @@ def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: V
     server.start_anew()
 
     async def ask() -> None:
-        async for _ in sampler.sample([1, 2], SamplingParams(max_tokens=4), "policy"):
+        async for _ in sampler.sample([1, 2], DecodingParams(max_tokens=4), "policy"):
             raise AssertionError("a token of nobody")
 
     with pytest.raises(RefusedError) as refused:
@@ -258,7 +258,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
 ) -> None:
     sampler.load_now("policy", 1, "/1")
     monkeypatch.setattr(vllm, "_LOOK_S", 0.2)
-    params = SamplingParams(max_tokens=4, grammar=grammar)
+    params = DecodingParams(max_tokens=4, grammar=grammar)
 
     async def answer() -> None:
         async for _ in sampler.sample([1, 2], params, "policy"):

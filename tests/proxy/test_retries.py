@@ -24,7 +24,7 @@ from agentrl_proxy.dependencies import OtherModel
 from agentrl_proxy.protocols.chat import MAX_CHOICES
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.requests.idempotency import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
-from agentrl_proxy.sampler import FinishEvent, SamplingParams
+from agentrl_proxy.sampler import DecodingParams, FinishEvent
 from agentrl_tracer.schemas import Call, CallState, Claim
 from agentrl_tracer.store.database import normalise_url
 from agentrl_trainer.data.trajectories import build_trajectories
@@ -490,7 +490,7 @@ def failing(gateway: Running, choice: int, prompt: list[int] | None = None) -> N
     """That choice fails after two tokens, of the first request (with this prompt); once."""
     sample, left = gateway.sampler.sample, [choice]
 
-    async def fail(ids: Any, params: SamplingParams, adapter: str | None) -> AsyncIterator[Any]:
+    async def fail(ids: Any, params: DecodingParams, adapter: str | None) -> AsyncIterator[Any]:
         broken = left.pop() if left and prompt in (None, ids) else None
         said: Counter[int] = Counter()
         async for event in sample(ids, params, adapter):

@@ -26,7 +26,7 @@ from test_access import BODY, error_of, post
 from test_asked import running
 from test_chat import USER, client
 
-from agentrl_proxy.sampler import FinishEvent, RefusedError, SamplingParams, TokenEvent
+from agentrl_proxy.sampler import DecodingParams, FinishEvent, RefusedError, TokenEvent
 from agentrl_proxy.server.connection import Limits
 from agentrl_proxy.server.sse import _SseSender
 from agentrl_tracer.schemas import CallState, SkipReason
@@ -376,7 +376,7 @@ class Endless:
         self.adapters = {"policy": 1}
         self.healthy = True
 
-    async def sample(self, prompt_ids: Any, params: SamplingParams, adapter: str | None) -> Any:
+    async def sample(self, prompt_ids: Any, params: DecodingParams, adapter: str | None) -> Any:
         top = [(self.word, -1.0)] * params.top_logprobs
         for _ in range(params.max_tokens):
             self.taken += 1

@@ -60,7 +60,7 @@ def test_of_a_multimodal_model_the_language_model_learns(targets: Any, tmp_path:
     byte_tokenizer().save_pretrained(tmp_path / "base")
     learner = Learner(load_base(str(tmp_path / "base"), device="cpu"), rank=4, targets=targets)
     towers = {n: p.clone() for n, p in learner.base.model.named_parameters() if "vision" in n}
-    learner.step(group(), "cross_entropy", adam=AdamParams(lr=1e-2))
+    learner.step(group(), "cross_entropy", adam=AdamParams(learning_rate=1e-2))
     assert towers
     after = dict(learner.base.model.named_parameters())
     assert all(torch.equal(after[name], before) for name, before in towers.items())

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import answer
 
 from agentrl.import_lock import heavy_imports
-from agentrl_proxy.sampler import FinishEvent, SampleEvent, SamplingParams, TokenEvent
+from agentrl_proxy.sampler import DecodingParams, FinishEvent, SampleEvent, TokenEvent
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 from agentrl_tracer.store import Store
 
@@ -40,7 +40,7 @@ class InstantSampler:
         self._events.append(FinishEvent(0, "length"))
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
         for event in self._events:
             yield event

@@ -44,12 +44,12 @@ from agentrl_proxy.requests.recording import (
 )
 from agentrl_proxy.sampler import (
     ContextLengthError,
+    DecodingParams,
     FinishEvent,
     GrammarError,
     PromptScorer,
     RefusedError,
     SampleEvent,
-    SamplingParams,
 )
 from agentrl_proxy.server.sse import Write
 from agentrl_tracer.ids import new_id
@@ -77,7 +77,7 @@ class Job(Accepted):
 
     request: ChatRequest
     prompt: Prompt
-    params: SamplingParams
+    params: DecodingParams
     constraint: Constraint | None
     adapter: str | None
     record: CallRecord
@@ -246,7 +246,7 @@ class ChatService:
 
     def _params(
         self, request: ChatRequest, n: int, caller: Caller, prompt_tokens: int
-    ) -> SamplingParams:
+    ) -> DecodingParams:
         """Forced by the attempt > asked for > the attempt's defaults > the gateway's."""
         deps = self.deps
         sampling = {} if caller.attempt is None else (caller.attempt.sampling or {})
@@ -270,7 +270,7 @@ class ChatService:
         vocab = deps.renderer.vocab_size
         if any(token_id >= vocab for token_id, _ in request.logit_bias):
             raise invalid("logit_bias", f"logit_bias: this model's token ids are 0 to {vocab - 1}")
-        return SamplingParams(
+        return DecodingParams(
             n=n, top_logprobs=request.top_logprobs, logit_bias=request.logit_bias, **values
         )
 

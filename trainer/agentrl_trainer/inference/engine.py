@@ -32,18 +32,18 @@ from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import Grammars
 from agentrl_trainer.inference.kv_budget import default_budget
 from agentrl_trainer.inference.kv_cache import Budget, PrefixStore
-from agentrl_trainer.inference.sampling import Uniforms
-from agentrl_trainer.inference.scheduler import Scheduler
-from agentrl_trainer.inference.scorer import Scorer
-from agentrl_trainer.inference.sequences import Sequence
-from agentrl_trainer.inference.stops import StopWatch
-from agentrl_trainer.inference.types import (
+from agentrl_trainer.inference.requests import (
     RequestError,
     SampleParams,
     SampleRequest,
     SamplerStats,
     Scored,
 )
+from agentrl_trainer.inference.sampling import Uniforms
+from agentrl_trainer.inference.scheduler import Scheduler
+from agentrl_trainer.inference.scorer import Scorer
+from agentrl_trainer.inference.sequences import Sequence
+from agentrl_trainer.inference.stops import StopWatch
 from agentrl_trainer.models.loading import BaseModel
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from agentrl_trainer.inference.types import RequestError
+from agentrl_trainer.inference.requests import RequestError
 
 _MOST_COMPILED = 128
 

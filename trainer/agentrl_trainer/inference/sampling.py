@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from agentrl_trainer.inference.types import SampleParams
+from agentrl_trainer.inference.requests import SampleParams
 
 _BLOCK = 64
 

@@ -22,10 +22,7 @@ from agentrl_trainer.inference.adapters import AdapterWeights, Prepared
 from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import Masks
 from agentrl_trainer.inference.kv_cache import Budget, PrefixStore
-from agentrl_trainer.inference.sampling import Steering, pick
-from agentrl_trainer.inference.scorer import Scorer
-from agentrl_trainer.inference.sequences import Lane, Sequence
-from agentrl_trainer.inference.types import (
+from agentrl_trainer.inference.requests import (
     Event,
     Finished,
     FinishReason,
@@ -33,6 +30,9 @@ from agentrl_trainer.inference.types import (
     Scored,
     Token,
 )
+from agentrl_trainer.inference.sampling import Steering, pick
+from agentrl_trainer.inference.scorer import Scorer
+from agentrl_trainer.inference.sequences import Lane, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
-from agentrl_trainer.data.packing import Datum, pack
+from agentrl_trainer.data.packing import TrainingRow, pack
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.loading import BaseModel
 
@@ -75,6 +75,6 @@ class Scorer:
         return found
 
 
-def _scored(row: list[int]) -> Datum:
+def _scored(row: list[int]) -> TrainingRow:
     blank = [0.0] * len(row)
-    return Datum(row, [False] + [True] * (len(row) - 1), blank, blank)
+    return TrainingRow(row, [False] + [True] * (len(row) - 1), blank, blank)

@@ -24,9 +24,9 @@ from agentrl_trainer.inference.kv_cache import (
     Rows,
     Stored,
 )
+from agentrl_trainer.inference.requests import SampleRequest
 from agentrl_trainer.inference.sampling import Uniforms
 from agentrl_trainer.inference.stops import StopWatch
-from agentrl_trainer.inference.types import SampleRequest
 from agentrl_trainer.models.common_prefix import common_prefix
 
 log = logging.getLogger(__name__)
