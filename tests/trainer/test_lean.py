@@ -21,7 +21,7 @@ from agentrl_trainer.inference import forward as forward_module
 from agentrl_trainer.inference import llama_cpu as lean_module
 from agentrl_trainer.inference.forward import BLOCK, _blocks
 from agentrl_trainer.inference.llama_cpu import Norm, Product, _packs
-from agentrl_trainer.models.loading import attach_adapter, lora_config, save_adapter
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 
 def gpt2() -> PreTrainedModel:

@@ -46,13 +46,8 @@ from agentrl_trainer.inference import (
 )
 from agentrl_trainer.inference.forward import _bytes
 from agentrl_trainer.inference.recurrent_cache import Past
-from agentrl_trainer.models.loading import (
-    BaseModel,
-    ModelError,
-    attach_adapter,
-    lora_config,
-    save_adapter,
-)
+from agentrl_trainer.models.loading import BaseModel, ModelError
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
 

@@ -13,7 +13,7 @@ from agentrl.config.settings import TrainConfig
 from agentrl.training.session import RunError
 from agentrl_tracer.schemas import Call, Rollout, SkipReason
 from agentrl_tracer.store import Store
-from agentrl_trainer.data.adapters import AdapterBatches, AdapterRule, assemble_adapters
+from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 
 
 def adapter_rules(config: TrainConfig) -> dict[str, AdapterRule]:

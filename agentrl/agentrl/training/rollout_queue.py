@@ -31,8 +31,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentrl.training.session import rollout_seed
-from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
+from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout
 from agentrl_tracer.store import Store
+from agentrl_trainer.data.skip_reasons import left_over_reasons
 
 OnProgress = Callable[[int, int], None]
 Look = Callable[[], tuple[int, int, bool]]
@@ -191,9 +192,7 @@ class RolloutStream:
         self._store.cancel(self._executor.run_id, "the run ended before a step took its group")
         ids = [i for group in self._groups for i in group.ids]
         calls = self._store.calls(rollout_ids=ids)
-        self._store.settle(
-            trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.LEFT_OVER)
-        )
+        self._store.settle(trained={}, skipped=left_over_reasons(calls))
         self._groups = []
 
     # ---- queueing

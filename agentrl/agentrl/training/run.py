@@ -28,9 +28,9 @@ from agentrl.training.timing import Clock
 from agentrl.training.trained import load_trained
 from agentrl_tracer.schemas import Call, Json, Purpose
 from agentrl_trainer.client import APIFuture
-from agentrl_trainer.data.adapters import AdapterBatches
-from agentrl_trainer.learner.learner import StepStats
+from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.learner.schedules import schedule_factor
+from agentrl_trainer.learner.step_stats import StepStats
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from agentrl_trainer.inference.llama_cpu import LeanDecoder
 from agentrl_trainer.inference.recurrent_cache import FIXED, Past, State, StateRows, advance
 from agentrl_trainer.models.loading import BaseModel, ModelError
 from agentrl_trainer.models.prefix_attention import additive, explicit
-from agentrl_trainer.models.shrink_windows import lowered
+from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Forward:
         """Take the first way that computes what a plain forward does."""
         why: list[str] = []
         original = cast(str, base.model.config._attn_implementation)
-        with lowered(base.model):
+        with shrunk_windows(base.model):
             rows = _probes(self.vocab)
             plain = [_plain(base.model, row) for row in rows]
             for way in (self._try_lean if lean else None, *self._pages(), *self._states()):
@@ -316,7 +316,7 @@ class Forward:
 
 _CHUNKS = ((16, 2, 1, 4, 1), (9, 3, 1, 1, 3))
 """How two rows are fed. Some models forget their state when they get several tokens on top of it,
-which shows best directly behind them; and they are longer than lowered windows."""
+which shows best directly behind them; and they are longer than shrunk windows."""
 
 
 def _probes(vocab: int) -> list[list[int]]:

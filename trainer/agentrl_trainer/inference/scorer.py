@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
-from agentrl_trainer.data.packing import TrainingRow, pack
+from agentrl_trainer.data.packing import pack
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.loading import BaseModel
 
