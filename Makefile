@@ -45,7 +45,7 @@ check: $(VENV)/.dev
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.dev
-	@$(BIN)/mkdocs build -q --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
 site: $(VENV)/.dev
 	@$(BIN)/mkdocs serve -a 127.0.0.1:8001

@@ -12,9 +12,9 @@ import torch
 from test_step_row import call
 
 from agentrl.config.settings import TrainConfig
+from agentrl.timing import PhaseTimer
 from agentrl.training.batch import StepRecords, adapter_rules
 from agentrl.training.loop import update
-from agentrl.training.timing import Clock
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
@@ -76,7 +76,7 @@ def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> No
             learning_rate=lambda step: 1e-3,
             result=lambda asked: asked.result(),
         )
-        [seen] = update(run, 1, "policy", StepBatch(rows=[row]), Clock())
+        [seen] = update(run, 1, "policy", StepBatch(rows=[row]), PhaseTimer())
         state = client.local(lambda learner: learner.state_dict()).result()
     momenta = [value for name, value in state.items() if name.startswith("exp_avg/")]
     given = torch.stack([value.norm() for value in momenta]).norm().item() / (1 - 0.9)

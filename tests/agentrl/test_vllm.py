@@ -19,7 +19,7 @@ import pytest
 import real_vllm
 from tiny_policy import RANK, Policy
 
-from agentrl import progress as waiting
+from agentrl import timing
 from agentrl.config.settings import ConfigError, ServeConfig
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import VllmServer, VllmSettings, planned_server, vllm_settings
@@ -133,7 +133,7 @@ time.sleep(600)
 
 
 def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.05)
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.05)
     script, permission, told = tmp_path / "slow", tmp_path / "permission", list[str]()
     script.write_text(_SLOW.format(python=sys.executable, permission=permission))
     script.chmod(0o700)

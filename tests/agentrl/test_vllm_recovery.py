@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agentrl import progress as waiting
+from agentrl import timing
 from agentrl.config.settings import TrainConfig
 from agentrl.gateway.process import Gateway, GatewaySettings
 from agentrl.runs.folder import RunFolder
@@ -330,7 +330,7 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the server is in trouble it waits, and says so; what it refuses is an error."""
-    monkeypatch.setattr(waiting, "FIRST_S", 1.0)
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 1.0)
     monkeypatch.setattr(session, "_REFUSED_S", 0.5)
     config = TrainConfig(
         agent="agents:mixed",
@@ -403,8 +403,8 @@ def waits_of(gateway: Gateway) -> float | None:
 def test_a_run_says_what_it_waits_for_and_ends_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.5)
-    monkeypatch.setattr(waiting, "MOST_S", 0.5)
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.5)
+    monkeypatch.setattr(timing, "LONGEST_PAUSE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     config = TrainConfig(

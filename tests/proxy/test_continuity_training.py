@@ -13,7 +13,7 @@ from test_chat import TOOLS, client, streamed
 from test_continuity import ODD_CALL, echo, one_by_one
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import TokenEvent
 from agentrl_proxy.server.uvicorn import serving
@@ -150,7 +150,7 @@ def test_with_the_embedded_engine(tmp_path: Path, edited: bool) -> None:
     writer = TraceWriter(store, "boot")
     sampler = embedded.EmbeddedSampler(base)
     seen = Tap(sampler)
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         seen, Renderer(base.tokenizer), store, writer, "boot", models={"policy": "policy"},
         operator_key="k", run_id=run_id, context_length=base.context_length,
         defaults={"max_tokens": 8},

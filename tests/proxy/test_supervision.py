@@ -62,7 +62,7 @@ def real_gateway(
         operator_key="sk-operator-key-of-the-test", run_id=run_id, max_tokens=8, **settings,
     )  # fmt: skip
     with contextlib.closing(store), socket.create_server(("127.0.0.1", 0)) as sock:
-        process = supervisor.Supervised(
+        process = supervisor.SupervisedProcess(
             "gateway",
             [sys.executable, "-c", script, str(sock.fileno())],
             tmp_path / "gateway.log",

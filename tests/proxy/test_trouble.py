@@ -572,7 +572,7 @@ from scripted_sampler import ScriptedSampler
 from transformers import AutoTokenizer
 from agentrl_proxy.app import create_app
 from agentrl_proxy.server.connection import Limits
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.server.uvicorn import serve
 from agentrl_tracer.store import Store
@@ -584,7 +584,7 @@ store.register_gateway("boot", None, 1)
 writer = TraceWriter(store, "boot")
 sampler = ScriptedSampler(renderer)
 sampler.delay = {delay}
-deps = GatewayDeps(sampler, renderer, store, writer, "boot", default_adapter="policy",
+deps = GatewayDependencies(sampler, renderer, store, writer, "boot", default_adapter="policy",
                    limits=Limits(grace_s=2))
 try:
     serve(create_app(deps), "127.0.0.1", 0, on_bound=lambda url: print(url, flush=True))

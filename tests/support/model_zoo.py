@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from test_sampler_models import Asked, byte_tokenizer, worst_difference
+from small_models import Asked, byte_tokenizer, worst_difference
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,

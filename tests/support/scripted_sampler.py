@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import DecodingParams, FinishEvent, SampleEvent, TokenEvent
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Claim, NewRollout, Purpose
@@ -105,7 +105,7 @@ class Running:
     store: Store
     sampler: ScriptedSampler
     renderer: Renderer
-    deps: GatewayDeps
+    deps: GatewayDependencies
     app: Any
     run_id: str
     claims: list[Claim]

@@ -29,7 +29,7 @@ from agentrl_trainer.client import (
 from agentrl_trainer.client.rows import from_row, to_row
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import AdamParams, ValueParams
+from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.models.loading import load_base
 
 TINY = "agentrl-tiny"

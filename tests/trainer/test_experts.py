@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from test_sampler_models import Asked, as_base, byte_tokenizer, qwen3, worst_difference
+from small_models import Asked, as_base, byte_tokenizer, qwen3, worst_difference
 from torch import Tensor
 from transformers import (
     AfmoeConfig,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
+from small_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
 from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine

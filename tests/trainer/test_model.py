@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
-from test_sampler_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
+from small_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
 from transformers import (
     BloomConfig,
     GenerationConfig,

@@ -11,7 +11,7 @@ import torch
 from model_zoo import PAGE, examined, group, plain, tiny_model
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from test_sampler_models import Asked, as_base, byte_tokenizer, make_adapter, worst_difference
+from small_models import Asked, as_base, byte_tokenizer, make_adapter, worst_difference
 from transformers import PreTrainedModel
 
 from agentrl.export.adapter import export

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sampler_models import Answer, Asked
+from small_models import Answer, Asked
 
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine

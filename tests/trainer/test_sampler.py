@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
+from small_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
 
 from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine, SampleRequest
 from agentrl_trainer.inference import llama_cpu as lean_decoder

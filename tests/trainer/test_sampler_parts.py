@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_sampler_models import byte_tokenizer
+from small_models import byte_tokenizer
 
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.inference.kv_cache import Budget, KVShape, PrefixStore, RowCache

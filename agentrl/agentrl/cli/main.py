@@ -38,7 +38,7 @@ from agentrl.config.settings import (
     explain,
     tables_as_json,
 )
-from agentrl.import_lock import heavy_imports
+from agentrl.timing import heavy_imports
 
 console = Console()
 stderr = Console(stderr=True)

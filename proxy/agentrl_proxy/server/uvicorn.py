@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.server.connection import Limits, guarded
+from agentrl_proxy.stats import GatewayStats
 
 _BACKLOG = 2048
 

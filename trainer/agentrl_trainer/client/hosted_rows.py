@@ -162,22 +162,22 @@ class HostedPolicy:
         self._forward = forward
         self._reference = reference
 
-    def with_temperature(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
-        check_rows(datums)
-        return list(datums)
+    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        check_rows(rows)
+        return list(rows)
 
-    def values(self, datums: Sequence[TrainingRow]) -> list[list[float]]:
+    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         raise ValueError(_IMPOSSIBLE["returns"])
 
     def with_reference(
-        self, datums: Sequence[TrainingRow], adapter: str | None = None
+        self, rows: Sequence[TrainingRow], adapter: str | None = None
     ) -> list[TrainingRow]:
         if adapter is not None:
             raise ValueError("kl_reference: over Tinker the reference is the base model")
-        return with_extra(datums, reference=_aligned(datums, self._reference(datums)))
+        return with_extra(rows, reference=_aligned(rows, self._reference(rows)))
 
-    def with_proximal(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
-        return with_extra(datums, proximal=_aligned(datums, self._forward(datums)))
+    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        return with_extra(rows, proximal=_aligned(rows, self._forward(rows)))
 
 
 def _aligned(rows: Sequence[TrainingRow], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from agentrl_trainer.client.backend import Data
 from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
-from agentrl_trainer.data import packing as batches
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.loss_options import OPTIONS_OF, LossConfig, parse_loss_options
 from agentrl_trainer.learner.step_stats import StepStats
@@ -123,7 +122,7 @@ def length_weighted(row: TrainingRow, datum: Datum | TrainingRow) -> TrainingRow
     return replace(row, extra={**row.extra, _EXTRA["length_weights"]: [0.0, *weights]})
 
 
-def from_row(row: batches.TrainingRow) -> Datum:
+def from_row(row: TrainingRow) -> Datum:
     """The inverse: what the learner would train on, as the client's datum."""
     if row.extra.keys() - set(_EXTRA.values()):
         raise ValueError(f"a client's datum has no place for {sorted(row.extra)}")

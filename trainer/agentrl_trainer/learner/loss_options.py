@@ -179,11 +179,12 @@ def parse_loss_options(loss: str, config: LossConfig) -> LossOptions:
     if unknown := set(config).difference(*known):
         takes = sorted(set[str]().union(*known))
         raise ValueError(f"unknown options of {loss}: {sorted(unknown)}; it takes {takes}")
-    own, kl, correction = (
-        kind(**{name: config[name] for name in names if name in config})
-        for kind, names in zip(kinds, known, strict=True)
+    given: list[dict[str, Any]] = [
+        {name: config[name] for name in names if name in config} for names in known
+    ]
+    return LossOptions(
+        OPTIONS_OF[loss](**given[0]), KlOptions(**given[1]), CorrectionOptions(**given[2])
     )
-    return LossOptions(own, kl, correction)
 
 
 def _check(options: Any) -> None:

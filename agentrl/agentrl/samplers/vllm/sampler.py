@@ -36,10 +36,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
-from agentrl.progress import Waiting
 from agentrl.samplers.vllm import api as vllm_api
 from agentrl.samplers.vllm.api import VllmError
 from agentrl.samplers.vllm.server import adapts_experts
+from agentrl.timing import Waiting
 from agentrl_proxy.sampler import (
     ContextLengthError,
     DecodingParams,
