@@ -34,7 +34,7 @@ from transformers import (
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.inference.adapters import read_lora
+from agentrl_trainer.inference.adapter_swap import read_lora
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError
