@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl_trainer.client import Datum, ModelInput
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 
 TINY = "agentrl-tiny"
 ROW = [5, 9, 300, 41, 77, 12, 600, 3]

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl_trainer.client.types import Array, Data, Datum, numbers, whole_numbers
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import StepStats
-from agentrl_trainer.learner.losses import LOSSES, LossConfig
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.loss_options import OPTIONS_OF, LossConfig, parse_loss_options
+from agentrl_trainer.learner.step_stats import StepStats
 
 _WEIGHTED = "cross_entropy"
 _EXTRA = {"proximal": "proximal", "reference": "reference", "length_weights": "weights"}
@@ -23,9 +23,9 @@ _INPUTS = {"target_tokens", "weights", "logprobs", "advantages", "mask", *_EXTRA
 
 def check_loss(loss_fn: str, config: LossConfig | None) -> None:
     """Raise ValueError for an unknown loss, or an unknown option of it."""
-    if loss_fn not in LOSSES:
-        raise ValueError(f"loss_fn: unknown loss {loss_fn!r}; choose one of {sorted(LOSSES)}")
-    LOSSES[loss_fn].options(config or {})
+    if loss_fn not in OPTIONS_OF:
+        raise ValueError(f"loss_fn: unknown loss {loss_fn!r}; choose one of {sorted(OPTIONS_OF)}")
+    parse_loss_options(loss_fn, config or {})
 
 
 def to_rows(

@@ -26,9 +26,10 @@ from agentrl_trainer.client.types import (
     OptimStepResponse,
     SavedPath,
 )
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import CustomLoss, Learner
-from agentrl_trainer.learner.losses import LossConfig
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import LossConfig
+from agentrl_trainer.learner.losses import CustomLoss
 from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class TrainingClient(Client):
 
         The outputs hold the targets' log-probs: locally of those that count in the loss, and for
         ``cross_entropy`` of all. ``data`` may also be the trainer's own rows
-        (``agentrl_trainer.data.packing.TrainingRow``), here and in ``forward_backward``.
+        (``agentrl_trainer.data.training_row.TrainingRow``), here and in ``forward_backward``.
         """
         done = self._backend.forward_backward(data, loss_fn, loss_fn_config, backward=False)
         return APIFuture(done)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import AdamParams as AdamParams
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.loss_options import AdamParams as AdamParams
 
 Array: TypeAlias = Any
 """A list of numbers, a numpy array or a torch tensor."""
