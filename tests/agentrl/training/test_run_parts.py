@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_step_row import call
+from test_metrics import call
 
 from agentrl.config.settings import TrainConfig
 from agentrl.timing import PhaseTimer
-from agentrl.training.batch import StepRecords, adapter_rules
 from agentrl.training.loop import update
+from agentrl.training.run import StepRecords
+from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
@@ -54,7 +55,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
         max_staleness=max_staleness,
         stale="drop",
     )
-    records = StepRecords(config, store, adapter_rules(config), max_length=64)
+    records = StepRecords(config, store, StalenessLimit(max_staleness, "drop"), max_length=64)
     calls, batches = records.assemble(4, store.rollouts(run_id, ids=ids))
     assert len(calls) == 4
     whole = batches.whole()
