@@ -16,9 +16,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     on_sqlite = request.param == "sqlite"
     url = str(tmp_path / "store.db") if on_sqlite else request.getfixturevalue("postgres")
     opened = Store(url)
-    if not on_sqlite:
-        with opened.db.write() as connection:
-            for table in reversed(tables.metadata.sorted_tables):
-                connection.execute(table.delete())
+    _empty(opened)
     yield opened
+    _empty(opened)
     opened.close()
+
+
+def _empty(store: Store) -> None:
+    with store.db.write() as connection:
+        for table in reversed(tables.metadata.sorted_tables):
+            connection.execute(table.delete())
