@@ -33,16 +33,17 @@ from agentrl_proxy.errors import (
 from agentrl_proxy.generation.completions import text_prompts
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
-from agentrl_proxy.protocols.chat import ChatRequest, chat_request, read_object
+from agentrl_proxy.protocols.chat import ChatRequest, chat_request
 from agentrl_proxy.protocols.chat_objects import Dialect
 from agentrl_proxy.protocols.completions import completion_request
-from agentrl_proxy.protocols.messages import anthropic_error, count_request, messages_request
+from agentrl_proxy.protocols.fields import read_object
+from agentrl_proxy.protocols.messages import count_request, messages_request
+from agentrl_proxy.protocols.messages_events import anthropic_error
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
     ProviderCountWork,
     chat_elsewhere,
-    count_of_message,
     of_completion,
     of_message,
     of_response,
@@ -55,12 +56,8 @@ from agentrl_proxy.requests.lifecycle import ClientRequest, RequestLifecycle, Se
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.sampler import RefusedError
-from agentrl_proxy.server.sse import (
-    WorkResponse,
-    internal_error,
-    json_response,
-    read_body,
-)
+from agentrl_proxy.server.request_body import BodyReader
+from agentrl_proxy.server.sse import WorkResponse, internal_error, json_response
 from agentrl_proxy.stats import GatewayStats
 from agentrl_proxy.telemetry import otlp_ingest as ingest
 from agentrl_proxy.telemetry.otlp_export import ExportingSink
@@ -89,6 +86,10 @@ class Gateway:
         self.others = ProviderService(deps, self.attempts, self.stats, admission)
         retries = ClientRetries(deps.store, self.attempts)
         self.lifecycle = RequestLifecycle(retries, self.attempts, self.stats)
+        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
+
+    def _count_overload(self) -> None:
+        self.stats.overloaded += 1
 
     async def healthz(self, request: Request) -> Response:
         """Whether it can answer, and which one it is: for anybody. The rest is the operator's."""
@@ -155,7 +156,7 @@ class Gateway:
         await translation.load()
         elsewhere = self.others.named(raw)
         if elsewhere is not None:
-            asked = count_of_message(raw, elsewhere)
+            asked = of_message(raw, elsewhere, counted=True)
             return WorkResponse(ProviderCountWork(self.others, asked, elsewhere), stream=False)
         prompt = self.chat.render(count_request(raw), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})
@@ -178,7 +179,7 @@ class Gateway:
 
     async def _received(self, request: Request) -> tuple[Caller, bytes, dict[str, Any]]:
         caller = await self._caller(request)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         return caller, body, read_object(body)
 
     async def _reply(
@@ -213,21 +214,21 @@ class Gateway:
 
     async def traces(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         return await ingest.traces(
             self.deps.writer, caller, body, request.headers.get("content-type", "")
         )
 
     async def rewards(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         key = request.headers.get("idempotency-key")
         _, span_id = trace_context(request.headers)
         return await ingest.reward(self.deps.writer, caller, body, key, span_id)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
-        body = read_object(await read_body(request, self.deps.max_body_bytes))
+        body = read_object(await self.bodies.read(request))
         name, version, path = body.get("name"), body.get("version"), body.get("path")
         if not isinstance(name, str) or not name or "\0" in name:
             raise invalid("name", "name must be a non-empty string without NUL characters")

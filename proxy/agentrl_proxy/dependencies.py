@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import Sampler
-from agentrl_proxy.server.connection import Limits
+from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, PastCall, Reward, Span
-
-if TYPE_CHECKING:
-    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
@@ -41,6 +38,14 @@ class TraceSink(Protocol):
     async def deliver(
         self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
     ) -> AttemptState | None: ...
+
+
+class SpanExporter(Protocol):
+    """telemetry's OtlpExporter."""
+
+    def put(self, spans: Sequence[Span]) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class GatewayDependencies:
     """Answers that one attempt may have sampled; None: no limit."""
     max_tokens_per_rollout: int | None = None
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
-    limits: Limits = field(default_factory=Limits)
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     """Of a connection."""
-    forward: OtlpExporter | None = None
+    forward: SpanExporter | None = None
     """Gets what is recorded, too. The app closes it."""

@@ -17,6 +17,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from gateway_client import connected, head, wait_until
 from scripted_sampler import Running
 from test_chat import CALL, TOOLS, USER, client
 from test_other_models import (  # noqa: F401
@@ -30,7 +31,6 @@ from test_other_models import (  # noqa: F401
     said,
     trouble,
 )
-from test_trouble import connected, head, wait_until
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.dependencies import ProviderModel

@@ -335,7 +335,7 @@ def _sample(folder: Path) -> tuple[str, float]:
         assert engine.stats().reused_tokens > 0
     finally:
         engine.stop()
-    return engine.how, worst
+    return engine.strategy, worst
 
 
 def examined(kind: str) -> Seen:

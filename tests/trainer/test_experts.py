@@ -34,7 +34,7 @@ from transformers import (
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.inference.adapters import read_lora
+from agentrl_trainer.inference.adapter_swap import read_lora
 from agentrl_trainer.learner.learner import AdamParams, Learner
 from agentrl_trainer.models.loading import ModelError, attach_adapter, lora_config, save_adapter
 from agentrl_trainer.models.moe import expert_stacks, grouped, no_false_warnings

@@ -230,7 +230,7 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
     learner.save_adapter("default", tmp_path / "v1")
 
     engine = SamplerEngine(load_base(own, device="cpu", trust_remote_code=True))
-    assert engine.how == "one by one, anew"
+    assert engine.strategy == "row by row, recomputed"
     engine.start()
     try:
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)

@@ -26,8 +26,7 @@ from transformers import (
 )
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.inference.forward import _bytes
-from agentrl_trainer.inference.recurrent_cache import Past
+from agentrl_trainer.inference.recurrent_cache import Past, tensor_bytes
 from agentrl_trainer.models.loading import BaseModel, ModelError
 
 
@@ -87,7 +86,7 @@ def test_windows_are_exact_far_beyond_their_size(family, merge_below: int, tmp_p
     base = as_base(WINDOWS[family]().eval())
     reference = make_adapter(base, tmp_path / "v1", seed=1)
     engine = SamplerEngine(base, merge_below=merge_below, prefill_chunk=64)
-    assert engine.how == "together"
+    assert engine.strategy == "batched"
     engine.start()
     try:
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
@@ -126,7 +125,7 @@ def test_rows_one_by_one_are_exact(make, past: Past, tmp_path, caplog) -> None:
     base = make()
     reference = copy.deepcopy(base.model)
     engine = SamplerEngine(base, prefill_chunk=32)
-    assert "one by one, which is slow" in caplog.text
+    assert "row by row, which is slow" in caplog.text
     assert engine._forward.past is past
     engine.start()
     try:
@@ -160,7 +159,7 @@ def test_short_prefixes_of_a_recurrent_model_are_charged_their_whole_state() -> 
         settle(engine)
         kept = engine._scheduler.prefixes
         assert len(kept) == 12
-        held = sum(_bytes(entry.kv.cache) for entry in kept._entries)
+        held = sum(tensor_bytes(entry.kv.cache) for entry in kept._entries)
         shape = engine._forward.shape
         assert held <= engine.stats().kv_tokens * shape.bytes_per_token <= 2 * held
     finally:
@@ -178,5 +177,7 @@ def test_refuses_a_model_that_looks_ahead() -> None:
         vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=128,
     )  # fmt: skip
-    with pytest.raises(ModelError, match=r"cannot serve.*vLLM.*one by one, anew: logits differ"):
+    with pytest.raises(
+        ModelError, match=r"cannot serve.*vLLM.*row by row, recomputed: logits differ"
+    ):
         SamplerEngine(as_base(BertGenerationDecoder(config).eval()))

@@ -133,7 +133,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
-    from agentrl_proxy.server.connection import Limits
+    from agentrl_proxy.server.limits import ConnectionLimits
     from agentrl_tracer.store.writer import TraceWriter
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
@@ -164,7 +164,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
         accept_any_model=settings.accept_any_model,
         max_concurrent=settings.max_concurrent,
         max_queued=settings.max_queued,
-        limits=Limits(
+        limits=ConnectionLimits(
             receive_s=settings.receive_timeout,
             receive_bytes=settings.receive_mib * 2**20,
             stall_s=settings.stall_timeout,

@@ -251,7 +251,7 @@ class ChatService:
     ) -> None:
         deps, request, constraint, prompt = self.deps, call.request, call.constraint, call.prompt
         params = {**recorded_params(call.params), "continued": prompt.continued}
-        not_enforced = request.wants_of_calls
+        not_enforced = request.grammar_fields
         if constraint is not None:
             params["constrained"] = constraint.kind
             not_enforced = list(constraint.not_enforced)

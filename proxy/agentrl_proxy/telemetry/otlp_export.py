@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from agentrl_proxy.dependencies import TraceSink
+from agentrl_proxy.dependencies import SpanExporter, TraceSink
 from agentrl_tracer.conventions import (
     AGENT_NAME,
     EVALUATION_EXPLANATION,
@@ -137,7 +137,7 @@ class OtlpExporter:
 class ExportingSink:
     """A sink that lets another one record, and then tells the backend."""
 
-    def __init__(self, writer: TraceSink, forward: OtlpExporter) -> None:
+    def __init__(self, writer: TraceSink, forward: SpanExporter) -> None:
         self._writer = writer
         self._forward = forward
 

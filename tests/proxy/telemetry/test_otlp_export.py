@@ -11,9 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from gateway_client import post, reward_export
 from scripted_sampler import OPERATOR_KEY, Running
-from test_access import post
-from test_ingest import otlp
 
 from agentrl_proxy.telemetry import otlp_export as forward
 from agentrl_proxy.telemetry.otlp_export import OtlpExporter
@@ -92,7 +91,7 @@ def test_spans_calls_and_rewards_are_forwarded(
     backend.statuses = [503]  # passing: tried again
     ask(gateway)
     base = gateway.base_url(claim)
-    assert post(f"{base}/traces", claim.key, otlp({"doubleValue": 0.5})).status_code == 200
+    assert post(f"{base}/traces", claim.key, reward_export({"doubleValue": 0.5})).status_code == 200
     assert post(f"{base}/rewards", claim.key, {"value": 1}).status_code == 200
     wait_for(lambda: len(backend.spans) == 3)
     assert set(backend.seen) == {("/v1/traces", "agentrl")}
@@ -124,7 +123,7 @@ def test_what_does_not_fit_is_counted(backend: Backend, monkeypatch: pytest.Monk
     monkeypatch.setattr(forward, "_MAX_QUEUED", 10)
     backend.statuses = [400] * 100  # not passing: not tried again
     forwarding = OtlpExporter(backend.url)
-    body = json.dumps(otlp({"doubleValue": 1.0})).encode()
+    body = json.dumps(reward_export({"doubleValue": 1.0})).encode()
     spans = parse_traces(body, "application/json", "r", "a")
     for _ in range(50):
         forwarding.put(spans)
