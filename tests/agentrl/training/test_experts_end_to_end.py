@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import Run
+from training_run import Run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.config.settings import ServeConfig
 from agentrl.export.adapter import export
 from agentrl.samplers.vllm import sampler as vllm
 from agentrl.samplers.vllm import server as vllm_server
-from agentrl_trainer.models.loading import attach_adapter, load_base, lora_config, save_adapter
+from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 from agentrl_trainer.tiny import MODEL_DIR
 
 EXPERTS = "base_model.model.model.layers.1.mlp.experts"
