@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_config import agentrl
+from command_line import agentrl
+from settings import dotted, flags, nested
 from test_resume import killed
 from test_train import Run
 
-from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.recorded import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl.training.resume import check_resume
 from agentrl_tracer.store import Store
@@ -29,7 +32,7 @@ def started(root: Path, **settings: Any) -> RunFolder:
     folder = RunFolder.create(root, "before", "train")
     (root / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     kept = {"agent": "json:loads", "tasks": root / "tasks.jsonl", "runs": root, "name": "before"}
-    config = TrainConfig(**kept | settings).model_dump(mode="json")
+    config = TrainConfig(**nested(**kept | settings)).model_dump(mode="json")
     store = Store(str(folder.store))
     run_id = store.create_run("before", "train", config)
     store.add_tasks(run_id, "train", TASKS)
@@ -40,7 +43,9 @@ def started(root: Path, **settings: Any) -> RunFolder:
 
 
 def resumed_with(folder: RunFolder, tasks: list[Any], **settings: Any) -> dict[str, Any]:
-    config = TrainConfig(**folder.read_config() | settings)
+    before = {k: v for k, v in flattened(folder.read_config()).items() if v is not None}
+    given = {dotted(name): value for name, value in settings.items()}
+    config = TrainConfig(**nested(**before | given))
     return check_resume(folder, config, tasks, [])
 
 
@@ -48,14 +53,18 @@ def resumed_with(folder: RunFolder, tasks: list[Any], **settings: Any) -> dict[s
 def test_overrides_outlive_the_next_kill(tmp_path: Path) -> None:
     run = Run(tmp_path, "mixed", runners=1, batch_size=2, group_size=3, steps=1, learning_rate=1e-3)
     run.finish()
-    new = ("--steps", "3", "--learning-rate", "5e-4", "--on-error", "-1", "--max-attempts", "2")
+    new = flags(steps=3, learning_rate=5e-4, on_error=-1, max_attempts=2)
     killed(run, "rollouts", 2, *new)
     run.resume()
 
     rates = [row["learning_rate"] for row in run.folder.read_metrics() if "reward/mean" in row]
     assert rates == [1e-3, 5e-4, 5e-4]
     kept = run.folder.read_config()
-    assert (kept["steps"], kept["learning_rate"], kept["on_error"]) == (3, 5e-4, -1.0)
+    assert (
+        kept["run"]["steps"],
+        kept["learning"]["learning_rate"],
+        kept["rollouts"]["on_error"],
+    ) == (3, 5e-4, -1.0)
     store = run.store()
     (row,) = store.runs()
     store.close()
@@ -68,24 +77,24 @@ def test_what_may_change_is_told(tmp_path: Path) -> None:
     folder = started(tmp_path, learning_rate=1e-3)
     assert resumed_with(folder, TASKS) == {}
     assert resumed_with(folder, TASKS, steps=40, learning_rate=5e-4) == {
-        "steps": (None, 40),
-        "learning_rate": (1e-3, 5e-4),
+        "run.steps": (None, 40),
+        "learning.learning_rate": (1e-3, 5e-4),
     }
     # The same model by another path, and the same tasks in another file.
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("model")
     folder = started(tmp_path / "other", model=str(tmp_path / "model"))
     told = resumed_with(folder, list(TASKS), model=str(tmp_path / "link"))
-    assert told.keys() == {"model"}
+    assert told.keys() == {"model.name"}
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "/other"}, ["model: ", "agentrl-tiny, not /other", "leave --model"]),
-        ({"rank": 8}, ["rank: ", "with 32, not 8", "leave --rank"]),
+        ({"model": "/other"}, ["model.name: ", "agentrl-tiny, not /other", "leave --model.name"]),
+        ({"rank": 8}, ["learning.rank: ", "with 32, not 8", "leave --learning.rank"]),
         ({"alpha": 8.0}, ["alpha: ", "with 32.0, not 8.0"]),
-        ({"adapter": "other"}, ["adapter: ", "with policy, not other", "leave --adapter as"]),
+        ({"adapter": "other"}, ["adapter: ", "with policy, not other", "leave --model.adapter as"]),
         ({"adapters": "policy,other"}, ["adapters: ", "with policy, not other, policy"]),
         ({"seed": 1}, ["seed: ", "with 0, not 1"]),
         ({"estimator": "gae"}, ["estimator: ", "with grpo, not gae"]),
@@ -122,7 +131,7 @@ def test_a_setting_that_does_not_fit_the_tasks_is_not_kept(tmp_path: Path) -> No
     """Else every later --resume would be refused for it."""
     folder = started(tmp_path)
     before = folder.config.read_bytes()
-    done = agentrl("train", "--resume", str(folder.root), "--warmup-steps", "50")
+    done = agentrl("train", "--resume", str(folder.root), "--learning.warmup-steps", "50")
     assert done.returncode == 2
     assert "warmup_steps: 50 leave none of" in " ".join(done.stderr.replace("│", " ").split())
     assert folder.config.read_bytes() == before

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from peft import PeftModel
+from settings import flags
 
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Accounting, AttemptState, Purpose, RolloutState
@@ -58,8 +59,7 @@ class Run:
             "train",
             f"{SUPPORT / 'train_agents.py'}:{agent}",
         ]
-        for name, value in settings.items():
-            self.argv += [f"--{name.replace('_', '-')}", str(value)]
+        self.argv += flags(**settings)
         self.folder = RunFolder(folder / RUN)
         self.output = ""
 

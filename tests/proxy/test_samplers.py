@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_policy import Policy
 
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import (
@@ -21,7 +22,6 @@ from agentrl_proxy.sampler import (
     SamplingParams,
     TokenEvent,
 )
-from tiny_policy import Policy
 
 Answer = tuple[list[TokenEvent], FinishEvent]
 

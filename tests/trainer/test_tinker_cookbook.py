@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peer import Ask, peer, python_with
 
 from agentrl.cli.eval import score
 from agentrl_tracer.schemas import (
@@ -47,7 +48,6 @@ from agentrl_trainer.data.trajectories import Rules
 from agentrl_trainer.learner.losses import LOSSES, kl_penalty
 from agentrl_trainer.learner.schedules import default_learning_rate, schedule_factor
 from agentrl_trainer.learner.value_head import with_gae
-from peer import Ask, peer, python_with
 
 PYTHON = python_with("tinker_cookbook", "AGENTRL_TEST_TINKER_PYTHON")
 pytestmark = [

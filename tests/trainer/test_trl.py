@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from peer import Ask, peer, python_with
 
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.data.advantages import Scaling, group_advantages, whiten_groups
@@ -30,7 +31,6 @@ from agentrl_trainer.data.packing import Datum, pack
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.losses import LOSSES, token_sums
 from agentrl_trainer.models.loading import load_base
-from peer import Ask, peer, python_with
 
 PYTHON = python_with("trl", "AGENTRL_TRL_PYTHON")
 pytestmark = [

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from agentrl.config.algorithm import step_settings
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.training.session import RunError
 from agentrl_tracer.schemas import Call, Rollout, SkipReason
 from agentrl_tracer.store import Store
@@ -44,8 +44,6 @@ class StepRecords:
             config,
             adapters=frozenset(rules),
             max_length=max_length,
-            min_group=config.min_group,
-            max_tokens=config.max_tokens,
         )
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
@@ -57,8 +55,10 @@ class StepRecords:
         ids = [rollout.id for rollout in rollouts]
         calls = self._store.calls(rollout_ids=ids)
         settings = self._settings
-        if self._config.stale == "drop":
-            settings = replace(settings, oldest_version=step - 1 - self._config.max_staleness)
+        if self._config.rollouts.stale == "drop":
+            settings = replace(
+                settings, oldest_version=step - 1 - self._config.rollouts.max_staleness
+            )
         rewards = self._store.rewards(ids)
         try:
             return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_REWARD
 from agentrl.training.metrics import seconds_row
@@ -17,6 +17,16 @@ from agentrl.training.session import Session, failures, plan_evaluation
 from agentrl.training.timing import Clock
 from agentrl_tracer.schemas import Rollout, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards
+
+
+def greedy_note(samples: int, temperature: float) -> str | None:
+    """Return the warning for several greedy samples of a task; None where they can differ."""
+    if samples == 1 or temperature > 0:
+        return None
+    return (
+        f"at temperature 0 the {samples} samples of a task differ only by what the agent or its "
+        "environment draws; pass@k needs a higher one"
+    )
 
 
 class HeldOut:
@@ -45,7 +55,7 @@ class HeldOut:
         self._swap = swap
 
     def evaluate_if_due(self, step: int) -> None:
-        due = step % self._config.eval_every == 0 or step == self._steps
+        due = step % self._config.evaluation.every == 0 or step == self._steps
         if not self._task_ids or not due:
             return
         if (known := self._journal.held_out().get(step)) is not None:  # before it was resumed
@@ -57,14 +67,14 @@ class HeldOut:
                 plan_evaluation(
                     self._task_ids,
                     step,
-                    self._config.eval_samples,
-                    self._config.seed,
-                    self._config.eval_temperature,
+                    self._config.evaluation.samples,
+                    self._config.run.seed,
+                    self._config.evaluation.temperature,
                 ),
                 lambda done, total: self._display.phase("evaluation", done, total),
             )
             accuracy, mean = self._score(rollouts)
-            if not self._config.max_staleness:
+            if not self._config.rollouts.max_staleness:
                 # What it leaves in the sampler's prefix cache would change the last bits of what
                 # follows, and a run that is resumed here does not evaluate again.
                 self._swap(step)
@@ -76,7 +86,7 @@ class HeldOut:
             self._display.note(f"{count} of {len(rollouts)} evaluations failed: {reason}")
 
     def reached_goal(self) -> bool:
-        goal, measured = self._config.stop_at, self._journal.held_out()
+        goal, measured = self._config.evaluation.stop_at, self._journal.held_out()
         return goal is not None and bool(measured) and measured[max(measured)] >= goal
 
     def _score(self, rollouts: Sequence[Rollout]) -> tuple[float, float]:
@@ -89,6 +99,6 @@ class HeldOut:
         )
         scores = rollout_rewards(rollouts, store.rewards(ids)).values()
         earned = [score for score in scores if score is not None]
-        successes = sum(score >= self._config.success_reward for score in earned)
+        successes = sum(score >= self._config.evaluation.success_reward for score in earned)
         mean = sum(earned) / len(earned) if earned else math.nan
         return successes / len(rollouts), mean

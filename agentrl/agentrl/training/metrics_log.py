@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.training.metrics import finite_numbers
@@ -36,9 +36,9 @@ class Journal:
         self._store = store
         self._run_id = run_id
         self._trackers = Trackers(
-            config.trackers,
+            config.run.trackers,
             folder,
-            config.model_dump(mode="json", exclude=set(MAY_HOLD_SECRETS)),
+            config.model_dump(mode="json", exclude=MAY_HOLD_SECRETS),
             note,
         )
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl.config.settings import TrainConfig, greedy_note
+from agentrl.config.commands import TrainConfig
 from agentrl.config.tasks import steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary, summarise
 from agentrl.training.batch import StepRecords, adapter_rules
-from agentrl.training.evaluation import HeldOut
+from agentrl.training.evaluation import HeldOut, greedy_note
 from agentrl.training.metrics import step_row
 from agentrl.training.metrics_log import Journal
 from agentrl.training.rollout_queue import RolloutStream, StepRollouts
@@ -54,7 +54,7 @@ class TrainingRun:
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
         self.clock = Clock()
         self.steps = steps_of(config, tasks)
-        if note := greedy_note(config.eval_samples, config.eval_temperature):
+        if note := greedy_note(config.evaluation.samples, config.evaluation.temperature):
             display.note(note)
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self._eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
@@ -63,12 +63,12 @@ class TrainingRun:
             session,
             task_ids,
             steps=self.steps,
-            batch_size=config.batch_size,
-            group_size=config.group_size,
-            seed=config.seed,
-            max_staleness=config.max_staleness,
-            never_older=config.stale in (None, "wait"),
-            resample=config.resample_zero_variance,
+            batch_size=config.rollouts.batch_size,
+            group_size=config.rollouts.group_size,
+            seed=config.run.seed,
+            max_staleness=config.rollouts.max_staleness,
+            never_older=config.rollouts.stale in (None, "wait"),
+            resample=config.rollouts.resample_zero_variance,
             teaches=lambda step, group: self.records.teach(step, group),
         )
         self.held_out = HeldOut(
@@ -85,7 +85,7 @@ class TrainingRun:
         self._trained = load_trained(config, self._rules, self.folder.root, display.note)
         self.clients = self._trained.clients
         """Training clients by adapter."""
-        max_length = config.max_length or self._trained.context_length
+        max_length = config.learning.max_length or self._trained.context_length
         self.records = StepRecords(config, self.store, self._rules, max_length)
         self._saved: dict[str, str] = {}  # by adapter: where its newest version is
 
@@ -101,7 +101,9 @@ class TrainingRun:
 
     def learning_rate(self, step: int) -> float:
         config = self.config
-        factor = schedule_factor(config.schedule, step, self.steps, config.warmup_steps)
+        factor = schedule_factor(
+            config.learning.schedule, step, self.steps, config.learning.warmup_steps
+        )
         return self._trained.peak_learning_rate * factor
 
     def result(self, asked: APIFuture[T]) -> T:
@@ -115,7 +117,7 @@ class TrainingRun:
             return self.session.upkeep.result(asked.future())
         except self._trained.failures as error:
             raise RunError(
-                f"{self.config.backend}: {error}\nWhat was checkpointed is there: go on with "
+                f"{self.config.run.backend}: {error}\nWhat was checkpointed is there: go on with "
                 f"--resume {self.folder.root}"
             ) from error
 
@@ -151,7 +153,7 @@ class TrainingRun:
             outcomes=outcomes,
             seconds=seconds,
             learning_rate=self.learning_rate(step),
-            max_staleness=self.config.max_staleness,
+            max_staleness=self.config.rollouts.max_staleness,
         )
 
     def publish(self, step: int, saved: Mapping[str, str]) -> None:
@@ -172,7 +174,7 @@ class TrainingRun:
 
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
         meta = {"run_id": self.run_id, "rollouts": self._stream.state(), "row": strict(row)}
-        keep = self.config.keep_checkpoints
+        keep = self.config.run.keep_checkpoints
         saved = self._trained.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=keep
         )
@@ -236,7 +238,7 @@ class TrainingRun:
                 self.store,
                 self.run_id,
                 step,
-                model=self.config.model,
+                model=self.config.model.name,
                 adapters=self._rules,
                 eval_ids=self._eval_ids,
                 seconds=self.clock.spent,

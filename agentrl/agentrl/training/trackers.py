@@ -14,13 +14,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from agentrl.config.settings import ConfigError
+from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
-MAY_HOLD_SECRETS = frozenset({"store", "models", "vllm_url", "forward_otlp"})
+MAY_HOLD_SECRETS: dict[str, Any] = {
+    "run": {"store"},
+    "models": True,
+    "sampler": {"vllm": {"url"}},
+    "gateway": {"forward_otlp"},
+}
 """Settings with URLs or parameters that people put passwords into: no tracker gets them."""
 
 
@@ -169,6 +174,6 @@ def _require(name: str) -> None:
         importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"trackers: {name} cannot be imported ({error}); "
+            f"run.trackers: {name} cannot be imported ({error}); "
             f"`pip install 'agentrl[{name}]'`, or leave it out"
         ) from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.algorithm import REFERENCE, value_params
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.schedules import default_learning_rate
@@ -47,7 +47,7 @@ def load_trained(
     import torch
 
     torch.set_num_threads(1)  # gateway and runners want the other cores
-    if config.backend == "tinker":
+    if config.run.backend == "tinker":
         return _on_tinker(config, adapters, folder)
     return _here(config, adapters, folder, note)
 
@@ -57,17 +57,21 @@ def _here(
 ) -> Trained:
     service = ServiceClient(
         folder=folder,
-        device=config.device,
-        dtype=config.dtype,
-        load_in_4bit=config.load_in_4bit,
-        trust_remote_code=config.trust_remote_code,
-        token_budget=config.micro_batch_tokens,
-        gradient_checkpointing=config.gradient_checkpointing,
+        device=config.model.device,
+        dtype=config.model.dtype,
+        load_in_4bit=config.model.load_in_4bit,
+        trust_remote_code=config.model.trust_remote_code,
+        token_budget=config.learning.micro_batch_tokens,
+        gradient_checkpointing=config.learning.gradient_checkpointing,
         value=value_params(config),
     )
     clients = {
         name: service.create_lora_training_client(
-            config.model, config.rank, config.seed + index, alpha=config.alpha, name=name
+            config.model.name,
+            config.learning.rank,
+            config.run.seed + index,
+            alpha=config.learning.alpha,
+            name=name,
         )
         for index, name in enumerate(adapters)
     }
@@ -78,7 +82,7 @@ def _here(
             note(f"{name}: {said}")
     if why := client.local(lambda learner: learner.why_not_shared).result():
         note(f"shared prefixes are computed for each row anew: {why}")
-    if (reference := config.kl_reference) is not None:
+    if (reference := config.algorithm.kl.reference) is not None:
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
     # Of the base and one adapter: how many others train beside it is of no account.
@@ -92,35 +96,40 @@ def _here(
         service,
         clients,
         base.context_length,
-        config.learning_rate or default_learning_rate(parameters, config.alpha),
+        config.learning.learning_rate or default_learning_rate(parameters, config.learning.alpha),
     )
 
 
 def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Trained:
-    source = config.tinker_tokenizer or config.model
-    facts = load_facts(source, trust_remote_code=config.trust_remote_code)
-    rate = config.learning_rate
+    model = config.model.name
+    source = config.tinker.tokenizer or model
+    facts = load_facts(source, trust_remote_code=config.model.trust_remote_code)
+    rate = config.learning.learning_rate
     if rate is None:
-        parameters = count_parameters(source, config.rank) or parameters_in_name(config.model)
+        parameters = count_parameters(source, config.learning.rank) or parameters_in_name(
+            config.model.name
+        )
         if parameters is None:
             raise RunError(
-                f"learning_rate: is missing, and nothing tells how large {config.model} is, which "
-                "its default depends on; give it"
+                f"learning.learning_rate: is missing, and nothing tells how large {model} is, "
+                "which its default depends on; give it"
             )
         rate = default_learning_rate(parameters)
     failures = _tinker_failures()
     try:
-        service = ServiceClient(backend="tinker", base_url=config.tinker_base_url, folder=folder)
+        service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
         clients = {
             name: service.create_lora_training_client(
-                config.model, config.rank, config.seed + index, name=name
+                config.model.name, config.learning.rank, config.run.seed + index, name=name
             )
             for index, name in enumerate(adapters)
         }
     except (ValueError, *failures) as error:
-        raise RunError(f"backend: Tinker refuses to train {config.model}: {error}") from error
-    of_server = served[config.model].max_context_length if config.model in served else None
+        raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
+    of_server = (
+        served[config.model.name].max_context_length if config.model.name in served else None
+    )
     context_length = min(facts.context_length, of_server or facts.context_length)
     return Trained(service, clients, context_length, rate, failures)
 
