@@ -1,24 +1,32 @@
-# What a newcomer needs: `make demo` and `make test`. Both make their environment first.
+# `make demo` and `make test` are what a newcomer needs. Each makes its environment first.
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
-# torch goes first and by itself: left to a resolver, its default build pulls gigabytes of CUDA.
+# Install torch first and alone: a resolver would take the default build and gigabytes of CUDA.
 TORCH := torch==2.13.0
 DEMO_RUN ?= hello
-# Two files of tests at a time: most of them wait for processes they have started.
+# Two test processes: most tests wait for processes that they start.
 PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo examples test check lock clean help
+.PHONY: help demo examples test check docs site packages clients vllm tinker trackers \
+	litellm-proxy mutations lock clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      train the hello-world agent and draw its learning curve (no GPU, 2 minutes)"
-	@echo "make examples  train every example in turn, and print times and held-out success"
-	@echo "make test      lint, type-check and test"
-	@echo "make lock      pin requirements/ anew from pyproject.toml"
-	@echo "make clean     remove the environment and the demo's run"
+	@echo "make demo       train the hello-world agent and draw its learning curve (no GPU, 2 minutes)"
+	@echo "make test       lint, check types and imports, build the docs, run the tests"
+	@echo "make examples   train every example in turn; print times and held-out success"
+	@echo "make site       serve the documentation at http://127.0.0.1:8001"
+	@echo "make lock       pin requirements/ again from pyproject.toml"
+	@echo "make clean      remove the environment and the demo's run"
+	@echo
+	@echo "Checks outside make test (docs/checks.md has each one's last result):"
+	@echo "make packages   install the wheel with each extra in a fresh environment"
+	@echo "make clients    clients of other versions, from npm and PyPI"
+	@echo "make vllm tinker trackers litellm-proxy   need another environment: see CONTRIBUTING.md"
+	@echo "make mutations  remove 40 rules one by one; each removal must fail a test"
 
 demo: $(VENV)/.runtime
 	@rm -rf runs/$(DEMO_RUN)
@@ -27,13 +35,29 @@ demo: $(VENV)/.runtime
 examples: $(VENV)/.dev
 	@$(BIN)/python scripts/run_examples.py $(EXAMPLES)
 
-test: $(VENV)/.dev check
+test: $(VENV)/.dev check docs
 	@$(BIN)/python -m pytest $(PYTEST)
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+
+site: $(VENV)/.dev
+	@$(BIN)/mkdocs serve -a 127.0.0.1:8001
+
+packages: $(VENV)/.dev
+	@$(BIN)/python scripts/check_packages.py $(EXTRAS)
+
+clients vllm tinker trackers litellm-proxy: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m $(subst -,_,$@)
+
+mutations: $(VENV)/.dev
+	@$(BIN)/python scripts/mutations.py $(RULES)
 
 $(VENV)/.torch:
 	@echo "making $(VENV) ..."
@@ -41,7 +65,7 @@ $(VENV)/.torch:
 	@$(PIP) $(TORCH)
 	@touch $@
 
-# --no-deps: the files are complete, and the resolver shall not look at torch again.
+# --no-deps: the files name every package, so the resolver must not look at torch again.
 $(VENV)/.runtime: requirements/runtime.txt pyproject.toml $(VENV)/.torch
 	@echo "installing what agentrl needs ..."
 	@$(PIP) --no-deps --require-hashes -r requirements/runtime.txt
@@ -58,4 +82,4 @@ lock: $(VENV)/.torch
 	@$(BIN)/python scripts/lock.py
 
 clean:
-	rm -rf $(VENV) runs/$(DEMO_RUN)
+	rm -rf $(VENV) runs/$(DEMO_RUN) site

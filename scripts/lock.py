@@ -1,4 +1,4 @@
-"""Pins requirements/*.txt from pyproject.toml, with hashes. Run by ``make lock``."""
+"""Pin requirements/*.txt from pyproject.toml, with hashes. Run by ``make lock``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# The Makefile installs torch itself, with what belongs to its build; agentrl is this repository.
-SKIP = re.compile(r"^(torch|triton|nvidia-\S+|cuda-\S+)==|^agentrl @|^#")
-# A peer that the tests compute formulas with. The dev extra cannot have it: it wants transformers
-# up to 5.5.4, its one requirement that clashes with ours, and what the tests call of it works with
-# ours. A lock may override that, for every package alike: so override with our own range alone.
+# The Makefile installs torch and its CUDA packages; agentrl-middleware is this repository.
+SKIP = re.compile(r"^(torch|triton|nvidia-\S+|cuda-\S+)==|^agentrl-middleware @|^#")
+# The tests compare formulas with tinker-cookbook. It requires transformers <= 5.5.4, its only
+# conflict with agentrl, and the functions that the tests call work with newer ones. The dev extra
+# cannot express that; the lock overrides the requirement with agentrl's own range.
 COOKBOOK = "tinker-cookbook[math-rl]==0.5.8\n"
 OURS = "transformers>=5.13,<6\n"
 

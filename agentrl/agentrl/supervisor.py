@@ -1,4 +1,4 @@
-"""Keeping a child process alive: start it, notice its death, start it again."""
+"""Supervise child processes: start one, notice its death, start it again after a backoff."""
 
 from __future__ import annotations
 
@@ -17,43 +17,41 @@ from typing import Protocol
 
 logger = logging.getLogger("agentrl")
 
-_FIRST_BACKOFF_S = 0.2
-_LONGEST_BACKOFF_S = 10.0
-_HEALTHY_AFTER_S = 30.0  # a child that lived this long has earned a fresh backoff
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 5.0
+_HEALTHY_AFTER_S = 10.0
 _STOP_GRACE_S = 10.0
 
 
-def end_with_parent() -> None:
-    """In a supervised child: end when the supervisor's process is gone, however it went.
+class Backoff:
+    """Delays between restarts: they double, and start over after a process that lived long."""
 
-    The supervisor holds the other end of a pipe and never writes: end of file means that it died,
-    ``kill -9`` included. In an executed child that pipe is the standard input.
-    """
-    forked_by = multiprocessing.parent_process()
-    leash = 0 if forked_by is None else forked_by.sentinel
+    def __init__(self) -> None:
+        self._delay_s = _FIRST_DELAY_S
 
-    def watch() -> None:
-        connection.wait([leash])
-        os._exit(3)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    def after(self, lived_s: float) -> float:
+        """Return the seconds to wait before replacing a process that lived ``lived_s``."""
+        delay = _FIRST_DELAY_S if lived_s > _HEALTHY_AFTER_S else self._delay_s
+        self._delay_s = min(2 * delay, _LONGEST_DELAY_S)
+        return delay
 
 
-class Supervised:
-    """A child process that is started again whenever it ends by itself, until it is stopped.
+class SupervisedProcess:
+    """A child process that is restarted whenever it ends by itself, until ``stop``.
 
     Args:
-        name: for messages.
+        name: for log messages.
         argv: the command.
-        log: its standard output and error are appended here; None: they are ours.
-        env: additions to the environment (secrets travel here, not in ``argv``).
-        env_again: of them, what is different from the second start on.
-        pass_fds: file descriptors that it inherits, the same ones at every start.
-        fork: what the child does, where it may begin as a fork of this process, which has imported
-            what it needs. Only the first time: later there are threads here, so it is executed.
-        grace_s: what ``stop`` leaves it for ending by itself.
-        cannot_start: the code that it ends with where it cannot begin. The first one that does so
-            is the last one. (One that takes over from one that began may find it better later.)
+        log: file to which its standard output and error are appended; None inherits ours.
+        env: additions to the environment. Secrets go here rather than into ``argv``.
+        env_again: overrides of ``env`` for every start after the first.
+        pass_fds: file descriptors that it inherits at every start.
+        fork: what the child does where the first start may be a fork of this process, which has
+            the imports done. Later starts execute ``argv``, because this process has threads then.
+        grace_s: seconds between SIGTERM and SIGKILL in ``stop``.
+        cannot_start: exit code that means "invalid settings". If the first process ends with it,
+            it is not restarted and ``could_not_start`` is set. Later processes are restarted
+            whatever their code, because the cause may pass.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Supervised:
         """How often it ended by itself."""
         self.restarts = 0
         self.last_code: int | None = None
-        """What it ended with when it last ended by itself; negative: by which signal."""
+        """Exit code of its last death; negative for a signal."""
         self.could_not_start = False
         self._argv = list(argv)
         self._log = log
@@ -83,7 +81,7 @@ class Supervised:
         self._grace_s = grace_s
         self._cannot_start = cannot_start
         self._stopping = threading.Event()
-        self._process: _Process = _Forked(fork, log) if fork is not None else self._spawn()
+        self._process: _Child = _Forked(fork, log) if fork is not None else self._execute()
         self._thread = threading.Thread(target=self._watch, name=f"supervise-{name}", daemon=True)
         self._thread.start()
 
@@ -92,7 +90,7 @@ class Supervised:
         return self._process.pid
 
     def stop(self) -> None:
-        """Asks it to end (SIGTERM), then makes it."""
+        """Send SIGTERM, then SIGKILL after ``grace_s`` seconds, and wait for the end."""
         self._stopping.set()
         process = self._process
         process.terminate()
@@ -104,14 +102,13 @@ class Supervised:
         self._thread.join(timeout=_STOP_GRACE_S)
 
     def log_tail(self, lines: int = 20) -> str:
-        if self._log is None:
-            return ""
-        try:
-            return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+        """Return the last lines of the log, "" if there is none."""
+        with contextlib.suppress(OSError):
+            if self._log is not None:
+                return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+        return ""
 
-    def _spawn(self) -> _Process:
+    def _execute(self) -> _Child:
         with contextlib.nullcontext() if self._log is None else self._log.open("ab") as log:
             return _Executed(
                 self._argv,
@@ -120,12 +117,11 @@ class Supervised:
                 stderr=log,
                 env={**os.environ, **self._env},
                 pass_fds=self._pass_fds,
-                # A Ctrl-C in the terminal is the supervisor's to handle, in its own order.
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
             )
 
     def _watch(self) -> None:
-        backoff = _FIRST_BACKOFF_S
+        backoff = Backoff()
         while True:
             started = time.monotonic()
             code = self._process.wait()
@@ -136,22 +132,39 @@ class Supervised:
             if self.deaths == 1 and code == self._cannot_start:
                 self.could_not_start = True
                 return
-            if time.monotonic() - started > _HEALTHY_AFTER_S:
-                backoff = _FIRST_BACKOFF_S
-            if self._stopping.wait(backoff):
+            if self._stopping.wait(backoff.after(time.monotonic() - started)):
                 return
-            # Only now: whoever counts deaths may have had enough meanwhile.
             logger.warning("%s ended with code %s; starting it again", self.name, code)
-            backoff = min(backoff * 2, _LONGEST_BACKOFF_S)
             self.restarts += 1
             self._env |= self._env_again
-            self._process = self._spawn()
-            if self._stopping.is_set():  # stop() may have looked at the one before
+            self._process = self._execute()
+            if self._stopping.is_set():  # stop() may have seen the previous process
                 self._process.kill()
 
 
-class _Process(Protocol):
-    """A child: the part of ``subprocess.Popen`` that a supervisor needs."""
+def end_with_parent() -> None:
+    """End this supervised child as soon as its supervisor is gone, even by ``kill -9``.
+
+    The supervisor holds the other end of a pipe and never writes, so end of file means that it
+    died. An executed child has that pipe as its standard input.
+    """
+    forked_by = multiprocessing.parent_process()
+    pipe = 0 if forked_by is None else forked_by.sentinel
+
+    def watch() -> None:
+        connection.wait([pipe])
+        os._exit(3)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+class _Child(Protocol):
+    """The part of ``subprocess.Popen`` that a supervisor needs."""
 
     @property
     def pid(self) -> int: ...
@@ -164,34 +177,30 @@ class _Executed(subprocess.Popen[bytes]):
     def wait(self, timeout: float | None = None) -> int:
         code = super().wait(timeout)
         if self.stdin is not None:
-            self.stdin.close()  # our end of its leash
+            self.stdin.close()
         return code
 
 
 class _Forked:
-    """``main`` in a fork of this process, which must have one thread only."""
+    """``main`` in a fork of this process, which must have a single thread."""
 
     def __init__(self, main: Callable[[], None], log: Path | None) -> None:
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_run_forked, args=(main, log), daemon=True)
         self._process.start()
         self._reaping = threading.Lock()
+        self.terminate = self._process.terminate
+        self.kill = self._process.kill
 
     @property
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
-
     def wait(self, timeout: float | None = None) -> int:
         if not connection.wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
-        with self._reaping:  # of two threads that reap at once, one would find no child
+        with self._reaping:  # two threads must not reap the same child
             self._process.join()
         code = self._process.exitcode
         assert code is not None
@@ -199,7 +208,7 @@ class _Forked:
 
 
 def _run_forked(main: Callable[[], None], log: Path | None) -> None:
-    """Becomes what an executed child is: a session, a log, logging of its own."""
+    """Give a fork what an executed child has: its own session, log file and logging."""
     os.setsid()
     if log is not None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -211,8 +220,3 @@ def _run_forked(main: Callable[[], None], log: Path | None) -> None:
         inherited.propagate = True
     with contextlib.suppress(KeyboardInterrupt):
         main()
-
-
-def python_module(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of our modules with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]

@@ -99,7 +99,7 @@ def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     from transformers import AutoTokenizer
 
     from agentrl_proxy.app import create_app
-    from agentrl_proxy.dependencies import GatewayDeps
+    from agentrl_proxy.dependencies import GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
     from agentrl_proxy.server.uvicorn import serving
     from agentrl_tracer.store import Store
@@ -112,7 +112,7 @@ def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     words = [i for w in ("Hi", " there", ",", " I", "'m", " Qwen", " 42", ".") for i in
              renderer.encode(w)]  # fmt: skip
     sampler = InstantSampler(words, renderer.tokenizer.eos_token_id)
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         sampler, renderer, store, writer, "soak", models={"policy": "policy"},
         operator_key=OPERATOR_KEY, run_id=run_id, context_length=4096,
     )  # fmt: skip

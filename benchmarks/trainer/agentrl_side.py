@@ -11,15 +11,15 @@ from cases import CASES, RANK, Row
 from measure import report
 from transformers import AutoModelForCausalLM
 
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.loading import BaseModel
 
 
-def datum(row: Row) -> Datum:
+def datum(row: Row) -> TrainingRow:
     silent = len(row.prompt)
     length = silent + len(row.completion)
-    return Datum(
+    return TrainingRow(
         tokens=row.prompt + row.completion,
         mask=[False] * silent + row.trained,
         logprobs=[-7.6] * length,

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import (
     ApiError,
     invalid,
@@ -30,38 +30,36 @@ from agentrl_proxy.errors import (
     refused_by_sampler,
     unavailable,
 )
-from agentrl_proxy.generation.completions import CompletionWork, completion_request
+from agentrl_proxy.generation.completions import CompletionWork
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
 from agentrl_proxy.protocols.chat import ChatRequest, chat_request, read_object
+from agentrl_proxy.protocols.completions import completion_request
 from agentrl_proxy.protocols.messages import anthropic_error, count_request, messages_request
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
-    OtherCompletionWork,
-    OtherCountWork,
+    ProviderCompletionWork,
+    ProviderCountWork,
     chat_elsewhere,
     count_of_message,
     of_completion,
     of_message,
     of_response,
 )
-from agentrl_proxy.providers.service import OtherModels, OtherRequest
-from agentrl_proxy.requests.attempts import Attempts
+from agentrl_proxy.providers.service import ProviderRequest, ProviderService
+from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, Credentials, ask
 from agentrl_proxy.requests.client_retries import EarlierAnswers
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.requests.work import OneJob
 from agentrl_proxy.sampler import RefusedError
-from agentrl_proxy.server.sse import (
-    WorkResponse,
-    internal_error,
-    json_response,
-    read_body,
-)
+from agentrl_proxy.server.request_body import BodyReader
+from agentrl_proxy.server.sse import WorkResponse, internal_error, json_response
+from agentrl_proxy.stats import GatewayStats
 from agentrl_proxy.telemetry import otlp_ingest as ingest
-from agentrl_proxy.telemetry.otlp_export import ForwardingSink
+from agentrl_proxy.telemetry.otlp_export import ExportingSink
 from agentrl_tracer.schemas import AttemptState
 
 log = logging.getLogger("agentrl.proxy")
@@ -74,18 +72,22 @@ _SWEEP_S = 2.0
 class Gateway:
     """The handlers, and what they share."""
 
-    def __init__(self, deps: GatewayDeps) -> None:
+    def __init__(self, deps: GatewayDependencies) -> None:
         self.forward = deps.forward
         if self.forward is not None:
-            deps = replace(deps, writer=ForwardingSink(deps.writer, self.forward))
+            deps = replace(deps, writer=ExportingSink(deps.writer, self.forward))
         self.deps = deps
         self.stats = GatewayStats()
-        self.attempts = Attempts()
+        self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
-        self.others = OtherModels(deps, self.attempts, self.stats, admission)
+        self.others = ProviderService(deps, self.attempts, self.stats, admission)
         self.answers = EarlierAnswers(deps.store, self.attempts, self.stats)
+        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
+
+    def _count_overload(self) -> None:
+        self.stats.overloaded += 1
 
     async def healthz(self, request: Request) -> Response:
         """Whether it can answer, and which one it is: for anybody. The rest is the operator's."""
@@ -114,7 +116,7 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         await self._caller(request)
-        names = sorted({*self.deps.models, *self.deps.other_models})
+        names = sorted({*self.deps.models, *self.deps.provider_models})
         return json_response(model_list(names, anthropic=_speaks_anthropic(request)))
 
     async def model(self, request: Request) -> Response:
@@ -122,7 +124,7 @@ class Gateway:
         models that are."""
         await self._caller(request)
         name = request.path_params["model"]
-        if name not in self.deps.models and name not in self.deps.other_models:
+        if name not in self.deps.models and name not in self.deps.provider_models:
             raise model_not_found(name)
         return json_response(model_card(name, anthropic=_speaks_anthropic(request)))
 
@@ -153,21 +155,21 @@ class Gateway:
         elsewhere = self.others.named(raw)
         if elsewhere is not None:
             asked = count_of_message(raw, elsewhere)
-            return WorkResponse(OtherCountWork(self.others, asked, elsewhere), stream=False)
+            return WorkResponse(ProviderCountWork(self.others, asked, elsewhere), stream=False)
         prompt = self.chat.render(count_request(raw), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def completions(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
         elsewhere = self.others.named(raw)
-        work: CompletionWork | OtherCompletionWork
+        work: CompletionWork | ProviderCompletionWork
         if elsewhere is None:
             asked = completion_request(raw, self.deps.renderer)
             work = CompletionWork(self.chat, self.answers, asked, body, caller, request.headers)
             stream = asked.stream
         else:
             prompts, dialect = of_completion(raw, elsewhere)
-            work = OtherCompletionWork(
+            work = ProviderCompletionWork(
                 self.others, self.answers, prompts, dialect, body, caller, request.headers
             )
             stream = prompts[0].stream
@@ -177,12 +179,12 @@ class Gateway:
 
     async def _received(self, request: Request) -> tuple[Caller, bytes, dict[str, Any]]:
         caller = await self._caller(request)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         return caller, body, read_object(body)
 
     async def _reply(
         self,
-        asked: ChatRequest | OtherRequest,
+        asked: ChatRequest | ProviderRequest,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
@@ -195,21 +197,21 @@ class Gateway:
 
     async def traces(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         return await ingest.traces(
             self.deps.writer, caller, body, request.headers.get("content-type", "")
         )
 
     async def rewards(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)
-        body = await read_body(request, self.deps.max_body_bytes)
+        body = await self.bodies.read(request)
         key = request.headers.get("idempotency-key")
         _, span_id = trace_context(request.headers)
         return await ingest.reward(self.deps.writer, caller, body, key, span_id)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
-        body = read_object(await read_body(request, self.deps.max_body_bytes))
+        body = read_object(await self.bodies.read(request))
         name, version, path = body.get("name"), body.get("version"), body.get("path")
         if not isinstance(name, str) or not name or "\0" in name:
             raise invalid("name", "name must be a non-empty string without NUL characters")
@@ -298,7 +300,7 @@ class GatewayApp(FastAPI):
         return self._direct.get(path)
 
 
-def create_app(deps: GatewayDeps) -> FastAPI:
+def create_app(deps: GatewayDependencies) -> FastAPI:
     """The gateway as an ASGI app. ``app.state.gateway`` is its Gateway."""
     gateway = Gateway(deps)
 
@@ -356,7 +358,7 @@ async def _sweep(gateway: Gateway) -> None:
             log.warning("could not look for sealed attempts", exc_info=True)
 
 
-def _warm_up(deps: GatewayDeps) -> None:
+def _warm_up(deps: GatewayDependencies) -> None:
     renderer = deps.renderer
     for tools in (False, True):
         parser = renderer.parser(tools=tools)

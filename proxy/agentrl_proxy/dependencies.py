@@ -7,16 +7,13 @@ do. Does not know how a request is handled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import Sampler
-from agentrl_proxy.server.connection import Limits
+from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, PastCall, Reward, Span
-
-if TYPE_CHECKING:
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
@@ -43,8 +40,16 @@ class TraceSink(Protocol):
     ) -> AttemptState | None: ...
 
 
+class SpanExporter(Protocol):
+    """telemetry's OtlpExporter."""
+
+    def put(self, spans: Sequence[Span]) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
-class OtherModel:
+class ProviderModel:
     """A model that somebody else serves, as LiteLLM reaches it."""
 
     model: str  # LiteLLM's name: provider/model
@@ -59,7 +64,7 @@ class OtherModel:
 
 
 @dataclass(slots=True)
-class GatewayDeps:
+class GatewayDependencies:
     sampler: Sampler
     renderer: Renderer
     store: GatewayStore
@@ -73,7 +78,7 @@ class GatewayDeps:
     """Answers unknown model names when ``accept_any_model``; None: the base model does."""
     accept_any_model: bool = True
     """Agents hard-code names like gpt-4o-mini; False answers 404 to those not in ``models``."""
-    other_models: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
+    provider_models: Mapping[str, ProviderModel] = field(default_factory=dict[str, ProviderModel])
     """Requested model name → a model behind LiteLLM: recorded, never trained."""
     operator_key: str | None = None
     """None: whoever reaches the port may sample without a rollout. Loopback only, see server."""
@@ -92,34 +97,7 @@ class GatewayDeps:
     """Answers that one attempt may have sampled; None: no limit."""
     max_tokens_per_rollout: int | None = None
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
-    limits: Limits = field(default_factory=Limits)
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     """Of a connection."""
-    forward: OtlpForward | None = None
+    forward: SpanExporter | None = None
     """Gets what is recorded, too. The app closes it."""
-
-
-@dataclass(slots=True)
-class GatewayStats:
-    """Counts since start. ``accepted`` counts choices, as ``proxied`` does; the rest requests."""
-
-    accepted: int = 0
-    in_flight: int = 0
-    completed: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    late: int = 0  # answered 409 because the attempt was sealed while sampling
-    replayed: int = 0  # client retries answered from a completed or running call
-    continued: int = 0  # prompts that kept the exact tokens of an earlier call
-    rendered: int = 0
-    constrained: int = 0  # sampled under a grammar: response_format, tool_choice
-    branched: dict[str, int] = field(default_factory=dict[str, int])
-    """Prompts that left out what the attempt had said last, by reason: see continuity.Branch."""
-    other_models: int = 0  # choices asked of models behind LiteLLM
-    refused: int = 0  # 401 and 403
-    mismatched: int = 0  # of those: header, path and key named different rollouts
-    sealed: int = 0  # 409 at once: the attempt had ended, and something of it still asks
-    overloaded: int = 0  # 429: too much at once
-    over_budget: int = 0  # 429: the rollout has used up its calls or tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

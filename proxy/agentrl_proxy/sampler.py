@@ -21,7 +21,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class DecodingParams:
     """How to sample. Everything is already decided here: no field means "the sampler's default"."""
 
     max_tokens: int
@@ -114,7 +114,7 @@ class Sampler(Protocol):
     def healthy(self) -> bool: ...
 
     def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
         """Events of ``params.n`` choices, interleaved. Closing the iterator cancels the sample.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.learner import AdamParams, Learner
 from agentrl_trainer.learner.schedules import default_learning_rate
 from agentrl_trainer.models.loading import load_base
@@ -14,9 +14,9 @@ def moved(rank: int, alpha: float) -> float:
     """How far one step of Adam moves the log-probs of a row under agentrl-tiny, summed."""
     base = load_base("agentrl-tiny", device="cpu")
     parameters = sum(p.numel() for p in base.model.parameters())
-    adam = AdamParams(lr=default_learning_rate(parameters, alpha))
+    adam = AdamParams(learning_rate=default_learning_rate(parameters, alpha))
     learner = Learner(base, rank=rank, alpha=alpha, adam=adam)
-    datum = Datum(list(range(40, 72)), [False] + [True] * 31, [0.0] * 32, [1.0] * 32)
+    datum = TrainingRow(list(range(40, 72)), [False] + [True] * 31, [0.0] * 32, [1.0] * 32)
     before = learner.forward([datum])[0]
     learner.step([datum], "cross_entropy")
     return sum(learner.forward([datum])[0]) - sum(before)

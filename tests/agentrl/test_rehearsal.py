@@ -130,7 +130,7 @@ def test_a_forked_child_still_exports_after_it(tmp_path: Path) -> None:
 import http.server, os, sys, threading
 from agentrl.runner.warmup import rehearse
 from agentrl import emit_reward
-from agentrl_tracer.provider import flush
+from agentrl_tracer.tracing import flush
 rehearse()
 paths = []
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -17,7 +17,7 @@ import opentelemetry
 import pytest
 
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
-from agentrl_tracer.otlp import parse_traces, rewards_in
+from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 from agentrl_tracer.schemas import (
     Attempt,
     AttemptState,

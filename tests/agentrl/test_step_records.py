@@ -13,14 +13,14 @@ from settings import nested
 from test_step_row import call
 
 from agentrl.config.commands import TrainConfig
+from agentrl.timing import PhaseTimer
 from agentrl.training.batch import StepRecords, adapter_rules
 from agentrl.training.loop import update
-from agentrl.training.timing import Clock
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(1, {0, 1}), (2, {0})])
@@ -69,7 +69,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
 @pytest.mark.parametrize("bound", [0.0, 1e-3])
 def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> None:
     """AdamW's first momentum is a tenth of the gradient that it was given."""
-    row = Datum([5, 6, 7, 8], [False, True, True, True], [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
+    row = TrainingRow([5, 6, 7, 8], [False, True, True, True], [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
     config = TrainConfig(**nested(agent="x:y", tasks=Path("tasks.jsonl"), max_grad_norm=bound))
     with ServiceClient(folder=tmp_path) as service:
         client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1)
@@ -79,7 +79,7 @@ def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> No
             learning_rate=lambda step: 1e-3,
             result=lambda asked: asked.result(),
         )
-        [seen] = update(run, 1, "policy", StepBatch(datums=[row]), Clock())
+        [seen] = update(run, 1, "policy", StepBatch(datums=[row]), PhaseTimer())
         state = client.local(lambda learner: learner.state_dict()).result()
     momenta = [value for name, value in state.items() if name.startswith("exp_avg/")]
     given = torch.stack([value.norm() for value in momenta]).norm().item() / (1 - 0.9)

@@ -15,7 +15,7 @@ from agentrl_tracer.schemas import Call, CallState, NewRollout, Outcomes, Purpos
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.adapters import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.learner import AdamParams, Learner, StepStats
 from agentrl_trainer.models.loading import load_base
 
@@ -35,14 +35,16 @@ def call(response_ids: list[int]) -> Call:
 
 def learned(epochs: int) -> list[StepStats]:
     """Passes of PPO over two tokens, one good and one bad, with steps that leave the bounds."""
-    learner = Learner(load_base("agentrl-tiny", device="cpu"), rank=4, adam=AdamParams(lr=5e-3))
+    learner = Learner(
+        load_base("agentrl-tiny", device="cpu"), rank=4, adam=AdamParams(learning_rate=5e-3)
+    )
     rows = [
-        Datum([5, 6, token], [False, False, True], [0.0] * 3, [0.0, 0.0, advantage])
+        TrainingRow([5, 6, token], [False, False, True], [0.0] * 3, [0.0, 0.0, advantage])
         for token, advantage in ((7, 1.0), (8, -1.0))
     ]
     sampled = learner.forward(rows)
     rows = [
-        Datum(row.tokens, row.mask, lp, row.advantages)
+        TrainingRow(row.tokens, row.mask, lp, row.advantages)
         for row, lp in zip(rows, sampled, strict=True)
     ]
     return [learner.step(rows, "ppo") for _ in range(epochs)]

@@ -22,7 +22,7 @@ time.sleep(60)
 SUPERVISOR = """
 import os, sys, time
 from pathlib import Path
-from agentrl.supervisor import Supervised, end_with_parent
+from agentrl.supervisor import SupervisedProcess, end_with_parent
 
 def serve():
     end_with_parent()
@@ -30,7 +30,7 @@ def serve():
     time.sleep(60)
 
 log, child = Path(sys.argv[1]), sys.argv[2]
-supervised = Supervised("child", [sys.executable, "-c", child], log, fork=serve)
+supervised = SupervisedProcess("child", [sys.executable, "-c", child], log, fork=serve)
 print("up", flush=True)
 sys.stdin.read()  # until we are told to stop
 supervised.stop()

@@ -20,7 +20,7 @@ import real_vllm
 from settings import flags, nested
 from tiny_policy import RANK, Policy
 
-from agentrl import progress as waiting
+from agentrl import timing
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
@@ -135,7 +135,7 @@ time.sleep(600)
 
 
 def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.05)
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.05)
     script, permission, told = tmp_path / "slow", tmp_path / "permission", list[str]()
     script.write_text(_SLOW.format(python=sys.executable, permission=permission))
     script.chmod(0o700)

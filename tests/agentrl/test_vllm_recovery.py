@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from settings import nested
 
-from agentrl import progress as waiting
+from agentrl import timing
 from agentrl.config.commands import TrainConfig
 from agentrl.gateway.process import Gateway, GatewaySettings
 from agentrl.runs.folder import RunFolder
@@ -26,7 +26,7 @@ from agentrl.samplers.vllm import sampler as vllm
 from agentrl.samplers.vllm.api import VllmError
 from agentrl.samplers.vllm.sampler import VllmSampler
 from agentrl.training import session
-from agentrl_proxy.sampler import RefusedError, SamplingParams
+from agentrl_proxy.sampler import DecodingParams, RefusedError
 
 CHOICE = {
     "token_ids": [5],
@@ -221,7 +221,7 @@ def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: V
     server.start_anew()
 
     async def ask() -> None:
-        async for _ in sampler.sample([1, 2], SamplingParams(max_tokens=4), "policy"):
+        async for _ in sampler.sample([1, 2], DecodingParams(max_tokens=4), "policy"):
             raise AssertionError("a token of nobody")
 
     with pytest.raises(RefusedError) as refused:
@@ -259,7 +259,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
 ) -> None:
     sampler.load_now("policy", 1, "/1")
     monkeypatch.setattr(vllm, "_LOOK_S", 0.2)
-    params = SamplingParams(max_tokens=4, grammar=grammar)
+    params = DecodingParams(max_tokens=4, grammar=grammar)
 
     async def answer() -> None:
         async for _ in sampler.sample([1, 2], params, "policy"):
@@ -331,7 +331,7 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the server is in trouble it waits, and says so; what it refuses is an error."""
-    monkeypatch.setattr(waiting, "FIRST_S", 1.0)
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 1.0)
     monkeypatch.setattr(session, "_REFUSED_S", 0.5)
     config = TrainConfig(
         **nested(
@@ -406,8 +406,8 @@ def waits_of(gateway: Gateway) -> float | None:
 def test_a_run_says_what_it_waits_for_and_ends_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.5)
-    monkeypatch.setattr(waiting, "MOST_S", 0.5)
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.5)
+    monkeypatch.setattr(timing, "LONGEST_PAUSE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     config = TrainConfig(

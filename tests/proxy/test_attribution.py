@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from scripted_sampler import Running
 
-from agentrl_tracer.concurrent_context import attributed
-from agentrl_tracer.propagation import hooks
+from agentrl_tracer.propagation.http import encode_name, rollout_headers
 from agentrl_tracer.schemas import Claim
+from agentrl_tracer.tracing import attributed
 
 AGENTS = Path(__file__).parent / "clients" / "many_rollouts.py"
 MANY = 64
@@ -82,16 +82,16 @@ def test_64_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
 )
 def test_only_the_gateway_is_told(url: str, ours: bool) -> None:
     with attributed("sk-agentrl-k", "r", "a", gateway="http://127.0.0.1:8123"):
-        found = hooks.marks(url)
+        found = rollout_headers(url, lambda: None)
         assert (found is not None) == ours
-    assert hooks.marks(url) is None
+    assert rollout_headers(url, lambda: None) is None
 
 
 def test_names_survive_a_header() -> None:
     from agentrl_proxy.requests.recording import agent_name
 
     for name in ("player", "Spielführer\n 100%", "役割 (a; b)"):
-        encoded = hooks.encoded_name(name)
+        encoded = encode_name(name)
         assert encoded.isascii()
         assert agent_name({"x-agentrl-agent": encoded}) == " ".join(name.split())
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.protocols.chat import chat_request
 from agentrl_proxy.rendering.renderer import Renderer
@@ -92,7 +92,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     store.register_gateway("boot", run_id, 1)
     writer = TraceWriter(store, "boot")
     sampler = EmbeddedSampler(base)
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         sampler, Renderer(base.tokenizer), store, writer, "boot",
         operator_key="k", run_id=run_id, context_length=base.context_length,
         defaults={"max_tokens": 600},

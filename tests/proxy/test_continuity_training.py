@@ -13,7 +13,7 @@ from test_chat import TOOLS, client, streamed
 from test_continuity import ODD_CALL, echo, one_by_one
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import TokenEvent
 from agentrl_proxy.server.uvicorn import serving
@@ -77,7 +77,7 @@ def talk(
 
 
 def check_rows(calls: list[Call], edited: bool) -> None:
-    from agentrl_trainer.data.packing import pack, to_datum
+    from agentrl_trainer.data.packing import pack, to_training_row
     from agentrl_trainer.data.trajectories import build_trajectories
 
     assert len(calls) == TURNS
@@ -99,7 +99,7 @@ def check_rows(calls: list[Call], edited: bool) -> None:
         assert row.tokens == last.prompt_ids + last.response_ids
     sampled = sum(len(call.response_ids) for call in calls)
     assert sum(sum(row.mask) for row in rows) == sampled
-    batches = pack([to_datum(row, 1.0) for row in rows], token_budget=100_000)
+    batches = pack([to_training_row(row, 1.0) for row in rows], token_budget=100_000)
     trained = [token for batch in batches for token in batch.targets.tolist()]
     assert len(trained) == sampled
     assert sorted(trained) == sorted(token for call in calls for token in call.response_ids)
@@ -149,7 +149,7 @@ def test_with_the_embedded_engine(tmp_path: Path, edited: bool) -> None:
     writer = TraceWriter(store, "boot")
     sampler = embedded.EmbeddedSampler(base)
     seen = Tap(sampler)
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         seen, Renderer(base.tokenizer), store, writer, "boot", models={"policy": "policy"},
         operator_key="k", run_id=run_id, context_length=base.context_length,
         defaults={"max_tokens": 8},

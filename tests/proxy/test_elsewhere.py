@@ -17,6 +17,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from gateway_client import connected, head, wait_until
 from scripted_sampler import Running
 from test_chat import CALL, TOOLS, USER, client
 from test_other_models import (  # noqa: F401
@@ -30,10 +31,9 @@ from test_other_models import (  # noqa: F401
     said,
     trouble,
 )
-from test_trouble import connected, head, wait_until
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
@@ -197,8 +197,8 @@ def test_openai_agents(gateway: Running, provider: Running) -> None:
 def test_messages(start: Any, provider: Running, upstream: str, stream: bool) -> None:
     """Thinking, text, a tool and its result through the Messages API, by two kinds of provider."""
     base = provider.url if upstream == "anthropic" else f"{provider.url}/v1"
-    other = OtherModel(f"{upstream}/policy", base, SECRET, num_retries=0, timeout=60)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel(f"{upstream}/policy", base, SECRET, num_retries=0, timeout=60)
+    gateway: Running = start(provider_models={"answerer": other})
     provider.sampler.script = lambda *_: f"{THOUGHT}Let me look.\n{CALL}"
     messages: list[Any] = [{"role": "user", "content": "Where is Köln?"}]
     with claude(gateway) as api:
@@ -284,10 +284,10 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
     events += [{"type": "message_delta", "delta": ended, "usage": usage}, {"type": "message_stop"}]
     lines = "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events)
     upstream = faulty((200, lines.encode() if stream else whole))
-    other = OtherModel(
+    other = ProviderModel(
         "anthropic/claude-sonnet-4-5", upstream.url.removesuffix("/v1"), SECRET, num_retries=0
     )
-    gateway: Running = start(other_models={"answerer": other})
+    gateway: Running = start(provider_models={"answerer": other})
     messages: list[Any] = [{"role": "user", "content": "?"}]
     with claude(gateway) as api:
         settings: Any = {"model": "answerer", "max_tokens": 2000, "tools": [TOOL],
@@ -340,8 +340,8 @@ def test_a_count_goes_to_no_other_address(
 
     monkeypatch.setattr("litellm.acount_tokens", elsewhere)
     upstream = faulty((500, {}))
-    other = OtherModel("anthropic/claude-opus-4-6", upstream.url, SECRET)
-    with claude(start(other_models={"answerer": other})) as api:
+    other = ProviderModel("anthropic/claude-opus-4-6", upstream.url, SECRET)
+    with claude(start(provider_models={"answerer": other})) as api:
         counted = api.messages.count_tokens(
             model="answerer",
             system="Be brief.",
@@ -360,9 +360,9 @@ def test_a_count_has_bounds(start: Any, faulty: Any) -> None:
         return {}
 
     upstream = faulty((200, late))
-    other = OtherModel("openai/x", upstream.url, SECRET, timeout=0.7)
+    other = ProviderModel("openai/x", upstream.url, SECRET, timeout=0.7)
     others = {"answerer": other, "patient": replace(other, timeout=60)}
-    gateway: Running = start(other_models=others, max_concurrent=1)
+    gateway: Running = start(provider_models=others, max_concurrent=1)
     claim = gateway.claims[0]
     url = gateway.base_url(claim) + "/messages/count_tokens"
     asked = {"model": "answerer", "messages": USER}
@@ -411,8 +411,8 @@ def test_effort_is_handed_on(
     start: Any, faulty: Any, model: str, thinking: Any, told: dict[str, Any]
 ) -> None:
     upstream = faulty((500, trouble("what it was asked is enough")))
-    other = OtherModel(model, upstream.url.removesuffix("/v1"), SECRET, num_retries=0)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel(model, upstream.url.removesuffix("/v1"), SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
     body = {"model": "answerer", "max_tokens": 2000, "messages": USER, "thinking": thinking}
     assert post(gateway, "/messages", {**body, "output_config": {"effort": 3}}).status_code == 400
     post(gateway, "/messages", {**body, "output_config": {"effort": "low"}})
@@ -427,8 +427,8 @@ def test_effort_is_handed_on(
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions(start: Any, provider: Running, kind: str, stream: bool) -> None:
     """Several prompts, several choices, echo: a chat model is asked in chat, another in text."""
-    other = OtherModel(f"{kind}/policy", f"{provider.url}/v1", SECRET, num_retries=0, timeout=60)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel(f"{kind}/policy", f"{provider.url}/v1", SECRET, num_retries=0, timeout=60)
+    gateway: Running = start(provider_models={"answerer": other})
     prompts = ["Once upon", "Two upon"]
     with client(gateway) as api:
         made: Any = api.completions.create(
@@ -470,8 +470,8 @@ def test_completions(start: Any, provider: Running, kind: str, stream: bool) -> 
 
 @pytest.mark.parametrize("kind", ["openai", "text-completion-openai"])
 def test_logprobs_of_a_completion(start: Any, provider: Running, kind: str) -> None:
-    other = OtherModel(f"{kind}/policy", f"{provider.url}/v1", SECRET, num_retries=0, timeout=60)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel(f"{kind}/policy", f"{provider.url}/v1", SECRET, num_retries=0, timeout=60)
+    gateway: Running = start(provider_models={"answerer": other})
     provider.sampler.script = lambda *_: "Hi there, I'm Qwen"
     with client(gateway) as api:
         answer = api.completions.create(model="answerer", prompt="Hi", logprobs=1, max_tokens=3)
@@ -494,8 +494,8 @@ def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, ent
     whole["choices"][0]["logprobs"] = logprobs
     pieces = streaming({"content": "grüße"}, logprobs=logprobs)
     upstream = faulty((200, pieces if stream else whole))
-    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
     for retries in ("0", "1"):
         with client(gateway) as api:
             made: Any = api.completions.create(
@@ -540,8 +540,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
     upstream = faulty((200, said("a cat")))
-    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
     source = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
     shown = [
         ("/responses", "input", {"type": "input_image", "image_url": PICTURE, "detail": "auto"}),
@@ -570,10 +570,12 @@ def test_retries_and_fallbacks_are_the_routers(
 ) -> None:
     upstream = faulty((500, trouble("a bad day")))
     others = {
-        "answerer": OtherModel("openai/x", upstream.url, SECRET, num_retries=1, fallbacks=("b",)),
+        "answerer": ProviderModel(
+            "openai/x", upstream.url, SECRET, num_retries=1, fallbacks=("b",)
+        ),
         "b": answerer(provider),
     }
-    gateway: Running = start(other_models=others)
+    gateway: Running = start(provider_models=others)
     response = post(gateway, path, {"model": "answerer", "stream": stream, **body})
     assert response.status_code == 200
     assert len(upstream.seen) == 2
@@ -592,8 +594,8 @@ def test_a_refusal_is_said_in_the_clients_protocol(
     stream: bool,
 ) -> None:
     upstream = faulty((429, trouble(f"slow down, {SECRET}")))
-    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
     response = post(gateway, path, {"model": "answerer", "stream": stream, **body})
     assert response.status_code == 429
     assert response.headers["retry-after"] == "7"
@@ -680,7 +682,7 @@ def test_tokens_of_other_models_count(
 ) -> None:
     """Until the budget is used up, in this process and, by the store, in the next."""
     gateway: Running = start(
-        other_models={"answerer": answerer(provider)}, max_tokens_per_rollout=100
+        provider_models={"answerer": answerer(provider)}, max_tokens_per_rollout=100
     )
     claim = gateway.claims[0]
     answers = [post(gateway, *ASKS[protocol]("answerer", stream)) for _ in range(8)]
@@ -713,8 +715,8 @@ def test_no_usage_is_made_up(start: Any, faulty: Any, stream: bool) -> None:
     whole = {k: v for k, v in said("fine").items() if k != "usage"}
     pieces = streaming({"role": "assistant", "content": "fi"}, {"content": "ne"})
     upstream = faulty((200, pieces if stream else whole))
-    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(other_models={"answerer": other}, max_tokens_per_rollout=100)
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other}, max_tokens_per_rollout=100)
     with client(gateway) as api:
         if stream:
             with api.chat.completions.create(

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
@@ -26,7 +26,7 @@ def test_chat_over_a_sampler(tmp_path: Path, tiny_sampler: Any, renderer: Render
     assert claim is not None
     store.register_gateway("boot", run_id, 1)
     writer = TraceWriter(store, "boot")
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         tiny_sampler, renderer, store, writer, "boot",
         operator_key="k", run_id=run_id, context_length=tiny_sampler.context_length,
         defaults={"max_tokens": 24},

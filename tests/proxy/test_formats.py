@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_proxy.rendering import templates as families
-from agentrl_proxy.rendering.parser import CallPiece, Reply, ReplyParser
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.tool_call_parser import CallPiece, ParsedReply, ReplyParser
 
 ARGUMENTS = '{"q":  "köln <b>",   "n": 1.50, "deep": {"a": [1, {"b": "}"}]}}'
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Where is Köln?"}]
@@ -44,12 +44,12 @@ def called(name: str, arguments: Any, content: str = "") -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def in_pieces(parser: ReplyParser, pieces: list[str]) -> tuple[Reply, Reply]:
+def in_pieces(parser: ReplyParser, pieces: list[str]) -> tuple[ParsedReply, ParsedReply]:
     """The whole reply, and what a client adds up from what it was shown."""
-    shown = Reply()
+    shown = ParsedReply()
     calls: list[list[str]] = []
 
-    def take(piece: Reply) -> None:
+    def take(piece: ParsedReply) -> None:
         shown.content += piece.content
         shown.reasoning += piece.reasoning
         for one in piece.pieces:
@@ -109,9 +109,9 @@ def test_calls(family: str, speaker: Renderer, size: int) -> None:
 def test_a_rendered_call_is_what_the_model_would_say(family: str, speaker: Renderer) -> None:
     """The template's own writing of a call parses to the same call."""
     arguments = {"q": "köln", "n": [1, None, {"x": True}]}
-    asked = speaker.text(speaker.normalise(USER), TOOLS)
+    asked = speaker.text(speaker.normalize(USER), TOOLS)
     told = speaker.text(
-        speaker.normalise([*USER, called("search", arguments)]), TOOLS, generate=False
+        speaker.normalize([*USER, called("search", arguments)]), TOOLS, generate=False
     )
     if family == "deepseek-r1":  # it drops its own opening of a thought
         asked = asked.removesuffix("<think>\n")
@@ -156,7 +156,7 @@ def test_malformed_calls_are_text(family: str, speaker: Renderer, arguments: str
     for pieces in ([text], list(text)):
         parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
         whole, shown = in_pieces(parser, pieces)
-        assert whole == Reply(content=text)
+        assert whole == ParsedReply(content=text)
         assert shown.content == text
         assert len(parser.withdrawn) <= 1
 
@@ -220,7 +220,7 @@ def test_what_is_no_call(tokenizer: Any, json_text: str) -> None:
     speaker = Renderer(HERMES.tokenizer(tokenizer))
     text = f"<tool_call>{json_text}</tool_call>"
     whole, _ = in_pieces(speaker.parser(tools=True), [text])
-    assert whole == Reply(content=text)
+    assert whole == ParsedReply(content=text)
 
 
 _values = st.recursive(
@@ -325,7 +325,7 @@ def test_templates_say_what_the_published_ones_say(family: str, speaker: Rendere
 
 def _same(speaker: Renderer, published: str, messages: list[Any], tools: Any) -> None:
     for generate in (False, True):
-        normal = speaker.normalise(messages)
+        normal = speaker.normalize(messages)
         ours = speaker.text(normal, tools, generate=generate)
         template = speaker.tokenizer.chat_template
         try:

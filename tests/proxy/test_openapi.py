@@ -23,7 +23,7 @@ from running_gateway import running
 from scripted_sampler import Running
 from test_fuzz import GARBAGE, broken
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import FIELDS
 from agentrl_proxy.rendering.renderer import Renderer
 
@@ -113,9 +113,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Ite
     folder = tmp_path_factory.mktemp("provider")
     with running(folder, renderer, {}, operator_key=KEY) as provider:
         provider.sampler.script = lambda *_: "ok"
-        other = OtherModel("openai/policy", f"{provider.url}/v1", KEY, num_retries=0)
+        other = ProviderModel("openai/policy", f"{provider.url}/v1", KEY, num_retries=0)
         folder = tmp_path_factory.mktemp("gateway")
-        with running(folder, renderer, {}, other_models={"other": other}) as made:
+        with running(folder, renderer, {}, provider_models={"other": other}) as made:
             made.sampler.script = lambda *_: "ok"
             yield made
             import litellm

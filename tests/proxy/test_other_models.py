@@ -19,7 +19,7 @@ from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 from test_chat import CALL, TOOLS, USER, client, streamed
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import Call, CallState, SkipReason
@@ -41,14 +41,14 @@ def provider(tmp_path: Path, renderer: Renderer) -> Iterator[Running]:
         yield serving
 
 
-def answerer(provider: Running, **more: Any) -> OtherModel:
+def answerer(provider: Running, **more: Any) -> ProviderModel:
     settings: dict[str, Any] = {"num_retries": 0, "timeout": 20.0, "api_key": SECRET}
-    return OtherModel("openai/policy", f"{provider.url}/v1", **(settings | more))
+    return ProviderModel("openai/policy", f"{provider.url}/v1", **(settings | more))
 
 
 @pytest.fixture
 def gateway(start: Any, provider: Running) -> Running:
-    return start(other_models={"answerer": answerer(provider)})
+    return start(provider_models={"answerer": answerer(provider)})
 
 
 class Faulty:
@@ -284,8 +284,8 @@ def test_streamed_calls_that_share_an_index(start: Any, faulty: Any) -> None:
         json.dumps({"model": "x", "done": one is lines[-1], **one}) + "\n" for one in lines
     ).encode()
     upstream = faulty((200, data))
-    other = OtherModel("ollama_chat/x", upstream.url.removesuffix("/v1"), num_retries=0)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel("ollama_chat/x", upstream.url.removesuffix("/v1"), num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
     with client(gateway) as api:
         made = api.chat.completions.create(
             model="answerer", messages=USER, tools=TOOLS, stream=True
@@ -321,8 +321,8 @@ def test_a_new_id_alone_begins_no_call(start: Any, faulty: Any) -> None:
         {**heading, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
     ]
     upstream = faulty((200, "".join(f"data: {json.dumps(c)}\n\n" for c in chunks).encode()))
-    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
     with client(gateway) as api:
         [call] = streamed(
             api.chat.completions.create(model="answerer", messages=USER, tools=TOOLS, stream=True)
@@ -334,7 +334,7 @@ def test_a_new_id_alone_begins_no_call(start: Any, faulty: Any) -> None:
 def test_retries_are_the_routers(start: Any, faulty: Any, stream: bool) -> None:
     upstream = faulty((500, trouble("a bad day")), (500, trouble("again")), (200, said("fine")))
     gateway: Running = start(
-        other_models={"answerer": OtherModel("openai/x", upstream.url, SECRET, num_retries=2)}
+        provider_models={"answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=2)}
     )
     if stream:  # this upstream cannot stream; refusals come before the first chunk anyway
         upstream.answers = [(500, trouble("a bad day"))]
@@ -353,8 +353,8 @@ def test_retries_are_the_routers(start: Any, faulty: Any, stream: bool) -> None:
 def test_fallback(start: Any, faulty: Any, provider: Running) -> None:
     upstream = faulty((500, trouble("out of order")))
     gateway: Running = start(
-        other_models={
-            "answerer": OtherModel(
+        provider_models={
+            "answerer": ProviderModel(
                 "openai/x", upstream.url, SECRET, num_retries=1, fallbacks=("spare",)
             ),
             "spare": answerer(provider),
@@ -380,7 +380,7 @@ def test_the_rollouts_temperature_holds_for_what_stands_in_for_the_policy(
     """And not for other models that the agent asks, a judge for instance."""
     gateway: Running = start(
         FORCED,
-        other_models={
+        provider_models={
             "policy": answerer(provider, is_policy=True),
             "judge": answerer(provider),
         },
@@ -406,7 +406,8 @@ def test_a_model_that_refuses_the_rollouts_temperature_is_asked_without(
         answers.insert(0, (400, trouble(refusal, "unsupported_value")))
     upstream = faulty(*answers)
     gateway: Running = start(
-        FORCED, other_models={"policy": OtherModel(model, upstream.url, SECRET, is_policy=True)}
+        FORCED,
+        provider_models={"policy": ProviderModel(model, upstream.url, SECRET, is_policy=True)},
     )
     with client(gateway) as api:
         for _ in range(2):
@@ -422,7 +423,7 @@ def test_a_model_that_refuses_the_rollouts_temperature_is_asked_without(
 def test_an_agents_own_temperature_is_refused_as_ever(start: Any, faulty: Any) -> None:
     upstream = faulty((200, said("fine")))
     gateway: Running = start(
-        FORCED, other_models={"judge": OtherModel("openai/o3", upstream.url, SECRET)}
+        FORCED, provider_models={"judge": ProviderModel("openai/o3", upstream.url, SECRET)}
     )
     with client(gateway) as api, pytest.raises(openai.BadRequestError, match="temperature"):
         api.chat.completions.create(model="judge", messages=USER, temperature=0.5)
@@ -431,7 +432,7 @@ def test_an_agents_own_temperature_is_refused_as_ever(start: Any, faulty: Any) -
 
 def test_timeout(start: Any, provider: Running) -> None:
     provider.sampler.delay = 0.5
-    gateway: Running = start(other_models={"answerer": answerer(provider, timeout=0.7)})
+    gateway: Running = start(provider_models={"answerer": answerer(provider, timeout=0.7)})
     begun = time.monotonic()
     with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
         api.chat.completions.create(model="answerer", messages=USER)
@@ -444,8 +445,8 @@ def test_timeout(start: Any, provider: Running) -> None:
 
 def test_provider_down(start: Any) -> None:
     gateway: Running = start(
-        other_models={
-            "answerer": OtherModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
+        provider_models={
+            "answerer": ProviderModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
         }
     )
     with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
@@ -477,7 +478,7 @@ def test_a_providers_refusal_in_openais_shape(
 
     upstream = faulty((status, quoting))
     gateway: Running = start(
-        other_models={"answerer": OtherModel("openai/x", upstream.url, SECRET, num_retries=0)}
+        provider_models={"answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)}
     )
     caplog.set_level(logging.DEBUG)
     claim = gateway.claims[0]
@@ -514,8 +515,8 @@ def test_secrets_beside_the_key_are_not_quoted_either(
     }
     if place == "parameter":
         params = {"organization": hidden, "aws_region_name": "us-east-1"}
-    other = OtherModel("openai/x", upstream.url, SECRET, num_retries=0, params=params)
-    gateway: Running = start(other_models={"answerer": other})
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0, params=params)
+    gateway: Running = start(provider_models={"answerer": other})
     caplog.set_level(logging.DEBUG)
     claim = gateway.claims[0]
     response = httpx.post(
@@ -534,7 +535,7 @@ def test_secrets_beside_the_key_are_not_quoted_either(
 
 def test_what_is_taken_for_a_secret() -> None:
     models = [
-        OtherModel(
+        ProviderModel(
             "azure/x",
             "https://me:pa55-word-secret@host/v1?sig=a-signature",
             "sk-the-key",
@@ -563,7 +564,7 @@ def test_a_key_that_litellm_finds_in_the_environment(
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
     gateway: Running = start(
-        other_models={"answerer": OtherModel("openai/gpt-4o-mini", num_retries=0)}
+        provider_models={"answerer": ProviderModel("openai/gpt-4o-mini", num_retries=0)}
     )
     caplog.set_level(logging.DEBUG)
     claim = gateway.claims[0]
@@ -662,7 +663,9 @@ def test_a_sealed_attempt_gets_no_answer(gateway: Running, provider: Running) ->
 
 
 def test_calls_count_in_the_rollouts_budget(start: Any, provider: Running) -> None:
-    gateway: Running = start(other_models={"answerer": answerer(provider)}, max_calls_per_rollout=3)
+    gateway: Running = start(
+        provider_models={"answerer": answerer(provider)}, max_calls_per_rollout=3
+    )
     with client(gateway) as api:
         api.chat.completions.create(model="answerer", messages=USER, n=2)
         api.chat.completions.create(model="policy", messages=USER)
@@ -686,7 +689,9 @@ async def test_overload_is_refused_and_every_place_comes_back(start: Any, faulty
     gateway: Running = start(
         max_concurrent=1,
         max_calls_per_rollout=4,
-        other_models={"answerer": OtherModel("openai/x", upstream.url, SECRET, num_retries=0)},
+        provider_models={
+            "answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+        },
     )
     claim, body = gateway.claims[0], {"model": "answerer", "messages": USER}
     async with httpx.AsyncClient(
@@ -726,7 +731,9 @@ def test_outside_a_rollout(gateway: Running) -> None:
 
 
 def test_unknown_models_keep_their_rule(start: Any, provider: Running) -> None:
-    strict: Running = start(other_models={"answerer": answerer(provider)}, accept_any_model=False)
+    strict: Running = start(
+        provider_models={"answerer": answerer(provider)}, accept_any_model=False
+    )
     with client(strict) as api:
         with pytest.raises(openai.NotFoundError):
             api.chat.completions.create(model="judge", messages=USER)

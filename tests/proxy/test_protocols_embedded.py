@@ -10,7 +10,7 @@ import anthropic
 import openai
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
@@ -29,7 +29,7 @@ def test_every_protocol_over_a_sampler(
     assert claim is not None
     store.register_gateway("boot", run_id, 1)
     writer = TraceWriter(store, "boot")
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         tiny_sampler, renderer, store, writer, "boot", operator_key="k", run_id=run_id,
         context_length=tiny_sampler.context_length, defaults={"max_tokens": 24},
     )  # fmt: skip

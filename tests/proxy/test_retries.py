@@ -20,13 +20,13 @@ from running_gateway import restarted, running
 from scripted_sampler import Running
 from test_chat import client
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import MAX_CHOICES
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.requests.idempotency import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
-from agentrl_proxy.sampler import FinishEvent, SamplingParams
+from agentrl_proxy.sampler import DecodingParams, FinishEvent
 from agentrl_tracer.schemas import Call, CallState, Claim
-from agentrl_tracer.store.database import normalise_url
+from agentrl_tracer.store.database import normalize_url
 from agentrl_trainer.data.trajectories import build_trajectories
 
 pytestmark = [  # LiteLLM's use of pydantic
@@ -51,8 +51,8 @@ def both(start: Callable[..., Running], renderer: Renderer, tmp_path: Any) -> It
     """One whose model ``answerer`` is somebody else's: another gateway's."""
     with running(tmp_path / "provider", renderer, {}) as provider:
         base, key = provider.base_url(), str(provider.deps.operator_key)
-        other = OtherModel("openai/policy", base, key, num_retries=0)
-        yield start(other_models={"answerer": other})
+        other = ProviderModel("openai/policy", base, key, num_retries=0)
+        yield start(provider_models={"answerer": other})
 
 
 def post(
@@ -266,7 +266,7 @@ def test_retries_at_once_after_a_restart(
     """Over a network several look into the store before the first knows what is there."""
     store_url = None
     if database == "postgres":
-        server = normalise_url(request.getfixturevalue("postgres"))
+        server = normalize_url(request.getfixturevalue("postgres"))
         admin = sa.create_engine(server, isolation_level="AUTOCOMMIT")
         with admin.connect() as c:
             c.execute(sa.text("CREATE DATABASE retries"))
@@ -490,7 +490,7 @@ def failing(gateway: Running, choice: int, prompt: list[int] | None = None) -> N
     """That choice fails after two tokens, of the first request (with this prompt); once."""
     sample, left = gateway.sampler.sample, [choice]
 
-    async def fail(ids: Any, params: SamplingParams, adapter: str | None) -> AsyncIterator[Any]:
+    async def fail(ids: Any, params: DecodingParams, adapter: str | None) -> AsyncIterator[Any]:
         broken = left.pop() if left and prompt in (None, ids) else None
         said: Counter[int] = Counter()
         async for event in sample(ids, params, adapter):
@@ -631,7 +631,7 @@ def test_of_several_prompts_to_another_model_one_fails(
 ) -> None:
     with running(tmp_path / "provider", renderer, {}) as provider:
         base, key = provider.base_url(), str(provider.deps.operator_key)
-        gateway = start(other_models={"answerer": OtherModel("openai/policy", base, key,
+        gateway = start(provider_models={"answerer": ProviderModel("openai/policy", base, key,
                                                              num_retries=0)})  # fmt: skip
         fell: list[Any] = []
 

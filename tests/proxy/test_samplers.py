@@ -15,11 +15,11 @@ from tiny_policy import Policy
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import (
     ContextLengthError,
+    DecodingParams,
     FinishEvent,
     GrammarError,
     PromptScorer,
     RefusedError,
-    SamplingParams,
     TokenEvent,
 )
 
@@ -51,7 +51,7 @@ async def ask(
     params = {"max_tokens": 24, "seed": 1} | params
     events: list[list[TokenEvent]] = [[] for _ in range(params.get("n", 1))]
     finished: dict[int, FinishEvent] = {}
-    async for event in sampler.sample(prompt, SamplingParams(**params), adapter):
+    async for event in sampler.sample(prompt, DecodingParams(**params), adapter):
         if isinstance(event, FinishEvent):
             finished[event.choice] = event
         else:
@@ -181,7 +181,7 @@ async def test_an_answer_keeps_the_version_it_began_with(
 ) -> None:
     policy.become(1, tmp_path / "v1")
     await tiny_sampler.load_adapter("policy", 1, str(tmp_path / "v1"))
-    params = SamplingParams(max_tokens=200, seed=4, logit_bias=endless)
+    params = DecodingParams(max_tokens=200, seed=4, logit_bias=endless)
     events = tiny_sampler.sample(prompt, params, "policy")
     begun = [await anext(events)]
     other = Policy()
@@ -243,7 +243,7 @@ async def test_the_context_has_an_end(tiny_sampler: Any, prompt: list[int], endl
 async def test_closing_cancels(tiny_sampler: Any, prompt: list[int], endless: Any) -> None:
     await eventually(lambda: tiny_sampler.stats()["running"] == 0)
     before = tiny_sampler.stats()["generated_tokens"]
-    params = SamplingParams(max_tokens=1200, n=2, seed=1, logit_bias=endless)
+    params = DecodingParams(max_tokens=1200, n=2, seed=1, logit_bias=endless)
     events = tiny_sampler.sample(prompt, params, None)
     assert isinstance(await anext(events), TokenEvent)
     await asyncio.wait_for(events.aclose(), 10.0)

@@ -13,7 +13,7 @@ from scripted_sampler import Running
 from test_elsewhere import forget_clients, pytestmark  # noqa: F401
 from test_other_models import SECRET, Faulty, faulty, said, trouble  # noqa: F401
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 
 HI = [{"role": "user", "content": "h"}]
 
@@ -67,8 +67,8 @@ def post(gateway: Running, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def elsewhere(start: Any, provider: Faulty, model: str = "openai/x", **more: Any) -> Running:
-    one = OtherModel(model, provider.url, SECRET, num_retries=0, **more)
-    return start(other_models={"o": one})
+    one = ProviderModel(model, provider.url, SECRET, num_retries=0, **more)
+    return start(provider_models={"o": one})
 
 
 def assert_names(answer: httpx.Response, field: str) -> None:

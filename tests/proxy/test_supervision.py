@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from agentrl_proxy.sampler import ContextLengthError, RefusedError, SamplingParams
+from agentrl_proxy.sampler import ContextLengthError, DecodingParams, RefusedError
 from agentrl_tracer.schemas import Call, CallState, Claim, NewRollout, Purpose, SkipReason
 from agentrl_tracer.store import Store
 
@@ -62,7 +62,7 @@ def real_gateway(
         operator_key="sk-operator-key-of-the-test", run_id=run_id, max_tokens=8, **settings,
     )  # fmt: skip
     with contextlib.closing(store), socket.create_server(("127.0.0.1", 0)) as sock:
-        process = supervisor.Supervised(
+        process = supervisor.SupervisedProcess(
             "gateway",
             [sys.executable, "-c", script, str(sock.fileno())],
             tmp_path / "gateway.log",
@@ -177,7 +177,7 @@ async def test_refusals_of_the_engine() -> None:
 
     async def sample(ids: list[int], adapter: str | None = None, **params: Any) -> None:
         fields: dict[str, Any] = {"max_tokens": 2} | params
-        async for _ in sampler.sample(ids, SamplingParams(**fields), adapter):
+        async for _ in sampler.sample(ids, DecodingParams(**fields), adapter):
             pass
 
     async def code(*args: Any, **params: Any) -> str:

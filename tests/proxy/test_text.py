@@ -128,6 +128,6 @@ def test_developer_becomes_system_where_the_template_knows_none(tokenizer: Any) 
 
 def test_templates_get_arguments_as_values(renderer: Renderer) -> None:
     call = {"function": {"name": "f", "arguments": '{"big": 123456789012345678901234, "b": [1]}'}}
-    normal = renderer.normalise([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    normal = renderer.normalize([{"role": "assistant", "content": None, "tool_calls": [call]}])
     arguments = normal[0]["tool_calls"][0]["function"]["arguments"]
     assert arguments == {"big": 123456789012345678901234, "b": [1]}

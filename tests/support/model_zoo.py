@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from test_sampler_models import Asked, byte_tokenizer, worst_difference
+from small_models import Asked, byte_tokenizer, worst_difference
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import set_verbosity_error
 
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.learner.learner import AdamParams, Learner
 from agentrl_trainer.models.loading import ModelError, load_adapter_weights, load_base
@@ -228,7 +228,7 @@ def examine(kind: str, folder: Path) -> Seen:
     byte_tokenizer().save_pretrained(folder / "base")
     try:
         base = load_base(str(folder / "base"), device="cpu")
-        learner = Learner(base, rank=4, alpha=8.0, adam=AdamParams(lr=3e-2))
+        learner = Learner(base, rank=4, alpha=8.0, adam=AdamParams(learning_rate=3e-2))
     except ModelError as error:
         return Seen(why=f"refused: {error}".replace(f"{folder}/base", kind))
     torch.manual_seed(1)
@@ -264,7 +264,7 @@ def plain(model: Any, row: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def group() -> list[Datum]:
+def group() -> list[TrainingRow]:
     """Rows which share a prompt, and two of them a turn; beyond the small models' windows."""
     draw = random.Random(0)
 
@@ -275,7 +275,7 @@ def group() -> list[Datum]:
     turn = prompt + ids(6)
     rows = [turn + ids(13), turn + ids(4), prompt + ids(9), prompt + ids(1), ids(5)]
     return [
-        Datum(
+        TrainingRow(
             tokens=row,
             mask=[at > 3 for at in range(len(row))],
             logprobs=[0.0] * len(row),
@@ -335,7 +335,7 @@ def _sample(folder: Path) -> tuple[str, float]:
         assert engine.stats().reused_tokens > 0
     finally:
         engine.stop()
-    return engine.how, worst
+    return engine.strategy, worst
 
 
 def examined(kind: str) -> Seen:

@@ -13,7 +13,7 @@ from typing import Any
 from scripted_sampler import OPERATOR_KEY, Running, ScriptedSampler
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
@@ -47,7 +47,7 @@ def running(
         "context_length": 2048,
         "defaults": {"max_tokens": 256},
     }
-    made = GatewayDeps(sampler, renderer, store, writer, "boot", **(settings | deps))
+    made = GatewayDependencies(sampler, renderer, store, writer, "boot", **(settings | deps))
     app = create_app(made)
     try:
         with serving(app) as url:

@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.sampler import FinishEvent, SampleEvent, SamplingParams, TokenEvent
+from agentrl_proxy.sampler import DecodingParams, FinishEvent, SampleEvent, TokenEvent
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Claim, NewRollout, Purpose
 from agentrl_tracer.store import Store
 
 OPERATOR_KEY = "sk-operator-secret"
 WORDS = ["Hi", " there", ",", " I", "'m", " Qwen", " 4", "2", " grüße", " 日本語", " 👍", ".", "\n"]
 
-Script = Callable[[Sequence[int], SamplingParams, int], str | list[int]]
+Script = Callable[[Sequence[int], DecodingParams, int], str | list[int]]
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Seen:
     """One request that reached the sampler, and what it answered."""
 
     prompt_ids: list[int]
-    params: SamplingParams
+    params: DecodingParams
     adapter: str | None
     sampled: dict[int, list[int]] = field(default_factory=dict)
     cancelled: bool = False
@@ -44,7 +44,7 @@ class ScriptedSampler:
         self.requests: list[Seen] = []
         self.loaded: list[tuple[str, int, str]] = []
 
-    def _words(self, prompt_ids: Sequence[int], params: SamplingParams, choice: int) -> str:
+    def _words(self, prompt_ids: Sequence[int], params: DecodingParams, choice: int) -> str:
         data = repr((list(prompt_ids), params.seed, choice)).encode()
         digest = hashlib.sha256(data).digest()
         return "".join(WORDS[byte % len(WORDS)] for byte in digest[:20])
@@ -63,7 +63,7 @@ class ScriptedSampler:
         return ids, FinishEvent(choice, "stop")
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
         seen = Seen(list(prompt_ids), params, adapter)
         self.requests.append(seen)
@@ -105,7 +105,7 @@ class Running:
     store: Store
     sampler: ScriptedSampler
     renderer: Renderer
-    deps: GatewayDeps
+    deps: GatewayDependencies
     app: Any
     run_id: str
     claims: list[Claim]

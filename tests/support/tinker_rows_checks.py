@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
-from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
 TOKENS = [5, 9, 300, 41, 77, 12]
 ADAM = AdamParams(learning_rate=1e-2)
 
 
-def row(sampled: float = -6.0) -> Row:
+def row(sampled: float = -6.0) -> TrainingRow:
     mask = [False, False, True, True, True, True]
-    return Row(TOKENS, mask, [sampled] * 6, [-1.0] * 6, adapter="policy")
+    return TrainingRow(TOKENS, mask, [sampled] * 6, [-1.0] * 6, adapter="policy")
 
 
 def logprobs(client: TrainingClient) -> list[float]:
@@ -45,7 +45,7 @@ def non_finite(client: TrainingClient) -> None:
 
 def forward(client: TrainingClient) -> None:
     """Loss, metrics and log-probs are the local client's, of each kind of loss."""
-    nothing = Row(TOKENS, [False] * 6, [0.0] * 6, [0.0] * 6, adapter="policy")
+    nothing = TrainingRow(TOKENS, [False] * 6, [0.0] * 6, [0.0] * 6, adapter="policy")
     data = [row(), nothing, row(-5.0)]
     with ServiceClient() as service:
         here = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1)

@@ -14,11 +14,11 @@ from agentrl import SamplingParams as ClientParams
 from agentrl.samplers.tinker import TinkerSampler
 from agentrl_proxy.sampler import (
     ContextLengthError,
+    DecodingParams,
     FinishEvent,
     GrammarError,
     RefusedError,
     SampleEvent,
-    SamplingParams,
     TokenEvent,
 )
 from agentrl_trainer.client import SampledSequence, ServiceClient
@@ -105,7 +105,7 @@ async def events_of(
     adapter: str | None = "policy",
     **params: Any,
 ) -> list[SampleEvent]:
-    asked = SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | params))
+    asked = DecodingParams(**({"max_tokens": 8, "temperature": 0.0} | params))
     return [event async for event in sampler.sample(prompt, asked, adapter)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from agentrl_tracer.store import Store
-from agentrl_tracer.store.database import normalise_url
+from agentrl_tracer.store.database import normalize_url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -18,7 +18,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         url = str(tmp_path / "store.db")
     else:
         admin = sa.create_engine(
-            normalise_url(request.getfixturevalue("postgres")), isolation_level="AUTOCOMMIT"
+            normalize_url(request.getfixturevalue("postgres")), isolation_level="AUTOCOMMIT"
         )
         name = f"t{abs(hash(request.node.nodeid))}"
         with admin.connect() as c:

@@ -20,7 +20,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agentrl_tracer.provider import finish, rollout_tracing, tracing
+from agentrl_tracer.tracing import finish, rollout_tracing, tracing
 from agentrl_tracer.context import current_rollout
 from agentrl import emit, emit_reward
 
@@ -31,7 +31,7 @@ provider.add_span_processor(SimpleSpanProcessor(theirs))
 
 def ours():
     active = rollout_tracing()
-    active.attend(current_rollout())
+    active.expect_finish(current_rollout())
     active.install_globally()
 
 def done():

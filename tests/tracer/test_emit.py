@@ -12,8 +12,8 @@ import pytest
 from opentelemetry import trace
 
 from agentrl import emit_reward
-from agentrl_tracer import otlp
-from agentrl_tracer import provider as agent
+from agentrl_tracer import otlp_codec as otlp
+from agentrl_tracer import tracing as agent
 from agentrl_tracer.schemas import Span
 
 

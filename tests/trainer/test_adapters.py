@@ -234,7 +234,7 @@ def test_each_adapter_has_a_step_of_its_own() -> None:
         for i, a in enumerate(BOTH)
     ]
     batches = assemble_adapters(rollouts, calls, [reward("r1", 1), reward("r2", 0)], SETTINGS, BOTH)
-    adam = AdamParams(lr=1e-3)
+    adam = AdamParams(learning_rate=1e-3)
 
     def weights(trained: list[str]) -> dict[str, torch.Tensor]:
         learner = Learner(load_base("agentrl-tiny"), adapters=tuple(BOTH), rank=4)

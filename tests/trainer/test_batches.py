@@ -6,14 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_trainer.data.packing import Datum, MicroBatch, count_tokens, pack, to_datum
+from agentrl_trainer.data.packing import (
+    MicroBatch,
+    TrainingRow,
+    count_tokens,
+    pack,
+    to_training_row,
+)
 from agentrl_trainer.data.trajectories import Trajectory, Turn
 
 
-def datum(length: int, trained: list[int], adapter: str = "default", base: int = 0) -> Datum:
+def datum(length: int, trained: list[int], adapter: str = "default", base: int = 0) -> TrainingRow:
     """Token, q and advantage at position i are all made from ``base + i``."""
     ids = [base + i for i in range(length)]
-    return Datum(
+    return TrainingRow(
         tokens=ids,
         mask=[i in trained for i in range(length)],
         logprobs=[-float(i) for i in ids],
@@ -87,9 +93,9 @@ def test_groups_go_one_by_one_when_one_is_enough() -> None:
     ]
 
 
-def made(tokens: list[int], trained: list[int]) -> Datum:
+def made(tokens: list[int], trained: list[int]) -> TrainingRow:
     mask = [at in trained for at in range(len(tokens))]
-    return Datum(tokens, mask, [0.0] * len(tokens), [1.0] * len(tokens))
+    return TrainingRow(tokens, mask, [0.0] * len(tokens), [1.0] * len(tokens))
 
 
 def test_rows_that_train_nothing_are_left_out() -> None:
@@ -111,9 +117,9 @@ def test_adapters_are_not_mixed() -> None:
 
 def test_a_datum_is_checked() -> None:
     with pytest.raises(ValueError, match="one length"):
-        Datum([1, 2], [False], [0.0, 0.0], [0.0, 0.0])
+        TrainingRow([1, 2], [False], [0.0, 0.0], [0.0, 0.0])
     with pytest.raises(ValueError, match="first token"):
-        Datum([1, 2], [True, False], [0.0, 0.0], [0.0, 0.0])
+        TrainingRow([1, 2], [True, False], [0.0, 0.0], [0.0, 0.0])
 
 
 def test_to_datum() -> None:
@@ -126,14 +132,14 @@ def test_to_datum() -> None:
         turns=[Turn("a", 1, 2), Turn("b", 3, 4)],
         temperatures=[1.0] * 4,
     )
-    assert to_datum(trajectory, 0.5).advantages == [0, 0.5, 0, 0.5]
-    assert to_datum(trajectory, {"b": 2.0, "elsewhere": 9.0}).advantages == [0, 0, 0, 2.0]
-    assert to_datum(trajectory, 0.5).adapter == "asker"
-    assert to_datum(trajectory, 0.5).trained == 2
+    assert to_training_row(trajectory, 0.5).advantages == [0, 0.5, 0, 0.5]
+    assert to_training_row(trajectory, {"b": 2.0, "elsewhere": 9.0}).advantages == [0, 0, 0, 2.0]
+    assert to_training_row(trajectory, 0.5).adapter == "asker"
+    assert to_training_row(trajectory, 0.5).trained == 2
 
 
 @st.composite
-def data(draw: st.DrawFn) -> list[Datum]:
+def data(draw: st.DrawFn) -> list[TrainingRow]:
     shapes = draw(
         st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2**31), st.sampled_from("ab")))
     )
@@ -149,7 +155,7 @@ def data(draw: st.DrawFn) -> list[Datum]:
 @settings(deadline=None)
 @given(data(), st.integers(1, 80), st.none() | st.integers(1, 80), st.booleans())
 def test_every_trained_token_is_in_one_place(
-    datums: list[Datum], budget: int, enough: int | None, share: bool
+    datums: list[TrainingRow], budget: int, enough: int | None, share: bool
 ) -> None:
     batches = pack(datums, token_budget=budget, enough=enough, share=share)
     found: list[tuple[int, int]] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from test_sampler_models import Asked, as_base, byte_tokenizer, qwen3, worst_difference
+from small_models import Asked, as_base, byte_tokenizer, qwen3, worst_difference
 from torch import Tensor
 from transformers import (
     AfmoeConfig,
@@ -32,9 +32,9 @@ from transformers import (
 )
 
 from agentrl_trainer.client import ServiceClient
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.inference.adapters import read_lora
+from agentrl_trainer.inference.adapter_swap import read_lora
 from agentrl_trainer.learner.learner import AdamParams, Learner
 from agentrl_trainer.models.loading import ModelError, attach_adapter, lora_config, save_adapter
 from agentrl_trainer.models.moe import expert_stacks, grouped, no_false_warnings
@@ -411,18 +411,18 @@ def test_grouped_products_of_any_size() -> None:
 # ---- learning
 
 
-def datums() -> list[Datum]:
+def datums() -> list[TrainingRow]:
     """A group over one prompt, and a conversation's second turn over the first."""
     prompt = tokens(20).tolist()
-    rows: list[Datum] = []
+    rows: list[TrainingRow] = []
     for seed in range(3):
         answer = tokens(6 + seed, seed=seed + 1).tolist()
         mask = [False] * 20 + [True] * len(answer)
         zeros = [0.0] * (20 + len(answer))
-        rows.append(Datum(prompt + answer, mask, zeros, [1.0 - seed] * len(mask)))
+        rows.append(TrainingRow(prompt + answer, mask, zeros, [1.0 - seed] * len(mask)))
     longer = rows[0].tokens + tokens(8, seed=9).tolist()
     mask = [False] * 30 + [True] * (len(longer) - 30)
-    rows.append(Datum(longer, mask, [0.0] * len(longer), [0.5] * len(longer)))
+    rows.append(TrainingRow(longer, mask, [0.0] * len(longer), [0.5] * len(longer)))
     return rows
 
 
@@ -471,7 +471,7 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
 
 
 def learned(model: PreTrainedModel, steps: int) -> Learner:
-    learner = Learner(as_base(model), rank=RANK, alpha=ALPHA, adam=AdamParams(lr=2e-2))
+    learner = Learner(as_base(model), rank=RANK, alpha=ALPHA, adam=AdamParams(learning_rate=2e-2))
     for _ in range(steps):
         assert not learner.step(datums(), "cross_entropy").skipped_non_finite
     return learner
@@ -503,7 +503,9 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
         finally:
             engine.stop()
         zeros = [0.0] * len(ids)
-        (trained,) = learner.forward([Datum(ids, [False, *[True] * (len(ids) - 1)], zeros, zeros)])
+        (trained,) = learner.forward(
+            [TrainingRow(ids, [False, *[True] * (len(ids) - 1)], zeros, zeros)]
+        )
         assert scored[1:] == pytest.approx(trained[1:], abs=1e-5)
     prompt_only = learner.model(torch.tensor([prompt])).logits
     assert worst(prompt_only, model(torch.tensor([prompt])).logits) > 0.1  # it has learnt something

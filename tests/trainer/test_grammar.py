@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import torch
 from llguidance import LLMatcher
-from test_sampler_models import Asked, settle, worst_difference
+from small_models import Asked, settle, worst_difference
 
 from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine
 from agentrl_trainer.models.loading import BaseModel, load_base

@@ -20,21 +20,21 @@ from agentrl_trainer.client.hosted_rows import (
     stats_of,
     trained_logprobs,
 )
-from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.learner import with_extra
 from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
 
 TINY = "agentrl-tiny"
 
 
-def rows(**extra: float) -> list[Row]:
+def rows(**extra: float) -> list[TrainingRow]:
     drawn = random.Random(3)
-    made: list[Row] = []
+    made: list[TrainingRow] = []
     for length in (7, 12, 9):
         tokens = [drawn.randrange(5, 900) for _ in range(length)]
         mask = [False, *(drawn.random() < 0.6 for _ in range(length - 2)), True]
         made.append(
-            Row(
+            TrainingRow(
                 tokens=tokens,
                 mask=mask,
                 # Also where the mask is off: it must have no effect there.
@@ -111,8 +111,8 @@ def test_the_update_is_the_learners(
 
 
 def test_log_probs_come_back_for_each_row_and_only_where_it_trains() -> None:
-    nothing = Row([1, 2, 3], [False] * 3, [0.0] * 3, [0.0] * 3)
-    some = Row([1, 2, 3], [False, True, False], [0.0] * 3, [0.0] * 3)
+    nothing = TrainingRow([1, 2, 3], [False] * 3, [0.0] * 3, [0.0] * 3)
+    some = TrainingRow([1, 2, 3], [False, True, False], [0.0] * 3, [0.0] * 3)
     computed = np.asarray([-1.0, -2.0], dtype=np.float32)
     found = trained_logprobs([some, nothing, some], [computed, computed * 2])
     assert [row["logprobs"].tolist() for row in found] == [[-1, 0], [0, 0], [-2, 0]]
@@ -126,7 +126,7 @@ def test_what_cannot_be_learned_from_names_its_cause() -> None:
         some = rows(**{name: -1.0})
         with pytest.raises(ValueError, match=f"some rows have '{name}' and some have not"):
             check_rows([*some, *rows()])
-        check_rows([*some, Row([1, 2], [False] * 2, [0.0] * 2, [0.0] * 2)])
+        check_rows([*some, TrainingRow([1, 2], [False] * 2, [0.0] * 2, [0.0] * 2)])
 
 
 def test_how_large_a_model_is_that_is_not_here(tmp_path: Path) -> None:

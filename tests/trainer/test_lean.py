@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
+from small_models import Asked, as_base, llama, make_adapter, qwen3, worst_difference
 from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.inference import forward as forward_module
+from agentrl_trainer.inference import SampleParams, SamplerEngine, batched_forward
 from agentrl_trainer.inference import llama_cpu as lean_module
-from agentrl_trainer.inference.forward import BLOCK, _blocks
-from agentrl_trainer.inference.llama_cpu import Norm, Product, _packs
+from agentrl_trainer.inference.batched_forward import BLOCK, split_blocks
+from agentrl_trainer.inference.llama_cpu import FusedLinear, RmsNorm, can_pack
 from agentrl_trainer.models.loading import attach_adapter, lora_config, save_adapter
 
 
@@ -50,7 +49,7 @@ def gemma() -> PreTrainedModel:
 )
 def test_models_of_the_llama_family_are_decoded_lean(make, why_not: str | None) -> None:
     engine = SamplerEngine(as_base(make()))
-    assert (engine._forward.lean is None) == (why_not is not None)
+    assert (engine.strategy != "llama cpu") == (why_not is not None)
     assert (engine.why_not_lean or "").startswith(why_not or "")
     assert bool(engine.why_not_lean) == bool(why_not)
 
@@ -58,14 +57,14 @@ def test_models_of_the_llama_family_are_decoded_lean(make, why_not: str | None) 
 def test_a_torch_without_its_private_operations_decodes_lean_all_the_same(monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert _packs(qwen3())
+    assert can_pack(qwen3())
     monkeypatch.setattr(lean_module, "_onednn", SimpleNamespace())
     base = as_base(qwen3())
     plain = copy.deepcopy(base.model)
     engine = SamplerEngine(base)
-    lean = engine._forward.lean
+    lean = engine._forward.decoder
     assert lean is not None
-    assert all(product._packed is None for product in lean.own)
+    assert all(product._packed is None for product in lean.base_products)
     engine.start()
     try:
         (answer,) = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).wait()
@@ -76,10 +75,10 @@ def test_a_torch_without_its_private_operations_decodes_lean_all_the_same(monkey
 
 def test_adapters_that_are_not_merged_need_the_models_own_modules() -> None:
     large = SamplerEngine(as_base(qwen3()), merge_below=0)
-    assert large._forward.lean is None
+    assert large.strategy == "batched"
     assert "million parameters" in (large.why_not_lean or "")
     half = SamplerEngine(as_base(qwen3().to(torch.bfloat16)))
-    assert half._forward.lean is None
+    assert half.strategy == "batched"
     assert half.why_not_lean == "its weights are bfloat16"
 
 
@@ -115,18 +114,18 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
     disordered: list[str] = []
 
     def blocks(lengths, view):
-        found = _blocks(lengths, view)
+        found = split_blocks(lengths, view)
         split.append(len(found))
         return found
 
     def look() -> None:
-        for lane in engine._scheduler.lanes:
+        for lane in engine._scheduler.adapters.lanes:
             lengths = [len(s.tokens) for s in lane.decoding]
             chunks = [lengths[i : i + BLOCK] for i in range(0, len(lengths), BLOCK)]
             if any(max(a) > min(b) for a, b in itertools.pairwise(chunks)):
                 disordered.append(f"{lane.version}: {chunks}")
 
-    monkeypatch.setattr(forward_module, "_blocks", blocks)
+    monkeypatch.setattr(batched_forward, "split_blocks", blocks)
     base = as_base(qwen3())
     references = {v: make_adapter(base, tmp_path / f"v{v}", seed=v) for v in (1, 2)}
     engine = SamplerEngine(base, after_round=look, prefill_chunk=1024)
@@ -156,7 +155,7 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=70))
 def test_blocks_reach_every_token_of_their_rows(lengths: list[int]) -> None:
     view = max(lengths) + 9
-    blocks = _blocks(lengths, view)
+    blocks = split_blocks(lengths, view)
     assert blocks[0][0] == 0
     ends = [first for first, _ in blocks[1:]] + [len(lengths)]
     for (first, reach), end in zip(blocks, ends, strict=True):
@@ -169,7 +168,7 @@ def test_norm_is_rms_norm(scale: float) -> None:
     x = torch.randn(5, 3, 16) * scale
     weight = torch.randn(3, 16)
     expected = F.rms_norm(x, (16,), None, 1e-6) * weight
-    torch.testing.assert_close(Norm(weight, 1e-6)(x), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(RmsNorm(weight, 1e-6)(x), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 70])
@@ -180,7 +179,7 @@ def test_products_are_linear_layers(rows: int, bias: bool) -> None:
     x, more = torch.randn(rows, 24), torch.randn(rows, 24)
     expected = F.linear(x, torch.cat(weights), shift)
     for packed in {False, torch.backends.cpu.get_cpu_capability().startswith("AVX")}:
-        product = Product(weights, shift, packed=packed)
+        product = FusedLinear(weights, shift, packed=packed)
         torch.testing.assert_close(product(x), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(product.plus(x, more), expected + more, rtol=1e-5, atol=1e-5)
         assert all(map(torch.equal, product.parts, weights))

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl_trainer.data.packing import Datum, pack
+from agentrl_trainer.data.packing import TrainingRow, pack
 from agentrl_trainer.learner.learner import AdamParams, Learner
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.losses import LOSSES
@@ -115,12 +115,14 @@ def base_model(build: Any = qwen3, seed: int = 0) -> BaseModel:
 
 
 def learner(**options: Any) -> Learner:
-    options = {"rank": 4, "alpha": 8, "adam": AdamParams(lr=1e-2), **options}
+    options = {"rank": 4, "alpha": 8, "adam": AdamParams(learning_rate=1e-2), **options}
     build = options.pop("build", qwen3)
     return Learner(base_model(build), **options)
 
 
-def data(seed: int = 0, rows: int = 7, adapters: tuple[str, ...] = ("default",)) -> list[Datum]:
+def data(
+    seed: int = 0, rows: int = 7, adapters: tuple[str, ...] = ("default",)
+) -> list[TrainingRow]:
     rng = random.Random(seed)
     datums = []
     for row in range(rows):
@@ -128,7 +130,7 @@ def data(seed: int = 0, rows: int = 7, adapters: tuple[str, ...] = ("default",))
         mask = [at > 0 and rng.random() < 0.5 for at in range(length)]
         mask[-1] = True
         datums.append(
-            Datum(
+            TrainingRow(
                 tokens=[rng.randrange(3, VOCAB) for _ in range(length)],
                 mask=mask,
                 logprobs=[-rng.expovariate(0.3) if on else 0.0 for on in mask],
@@ -139,12 +141,12 @@ def data(seed: int = 0, rows: int = 7, adapters: tuple[str, ...] = ("default",))
     return datums
 
 
-def on_policy(trainer: Learner, datums: list[Datum]) -> list[Datum]:
+def on_policy(trainer: Learner, datums: list[TrainingRow]) -> list[TrainingRow]:
     pairs = zip(datums, trainer.forward(datums), strict=True)
     return [replace(datum, logprobs=logprobs) for datum, logprobs in pairs]
 
 
-def nearly_on_policy(trainer: Learner, datums: list[Datum]) -> list[Datum]:
+def nearly_on_policy(trainer: Learner, datums: list[TrainingRow]) -> list[TrainingRow]:
     """Sampled by something close: ratios inside and outside of the clip range."""
     rng = random.Random(1)
     return [
@@ -170,7 +172,7 @@ def gradients(trainer: Learner) -> dict[str, Tensor]:
     }
 
 
-def plain_logprobs(trainer: Learner, datum: Datum) -> Tensor:
+def plain_logprobs(trainer: Learner, datum: TrainingRow) -> Tensor:
     """One row, the whole model, all logits, float64 softmax."""
     trainer.model.set_adapter(datum.adapter)
     logits = trainer.model(input_ids=torch.tensor([datum.tokens])).logits[0, :-1].double()
@@ -322,10 +324,10 @@ def test_gradient_checkpointing_changes_nothing(build: Any) -> None:
 
 
 def test_good_tokens_become_likelier_and_the_base_stays() -> None:
-    trainer = learner(adam=AdamParams(lr=2e-2))
+    trainer = learner(adam=AdamParams(learning_rate=2e-2))
     frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
-    good = Datum([5, 6, 7], [False, False, True], [0.0] * 3, [0.0, 0.0, 1.0])
-    bad = Datum([5, 6, 8], [False, False, True], [0.0] * 3, [0.0, 0.0, -1.0])
+    good = TrainingRow([5, 6, 7], [False, False, True], [0.0] * 3, [0.0, 0.0, 1.0])
+    bad = TrainingRow([5, 6, 8], [False, False, True], [0.0] * 3, [0.0, 0.0, -1.0])
     before = trainer.forward([good, bad])
     for _ in range(5):
         trainer.step(on_policy(trainer, [good, bad]))
@@ -355,7 +357,7 @@ def test_on_policy_stats() -> None:
 
 def test_adam_is_adam() -> None:
     """Three steps, with its formulas by hand; clipping and decay on."""
-    adam = AdamParams(lr=3e-3, weight_decay=0.1, grad_clip_norm=0.01)
+    adam = AdamParams(learning_rate=3e-3, weight_decay=0.1, grad_clip_norm=0.01)
     trainer = learner(adam=adam)
     key = next(k for k in trainer._parameters["default"] if "lora_B" in k)
     weight = trainer._parameters["default"][key]
@@ -379,9 +381,9 @@ def test_adam_is_adam() -> None:
 
 
 def test_adam_params_of_the_call_count() -> None:
-    trainer = learner(adam=AdamParams(lr=1.0))
+    trainer = learner(adam=AdamParams(learning_rate=1.0))
     before = trainer.state_dict()
-    trainer.step(data(), adam=AdamParams(lr=0.0))
+    trainer.step(data(), adam=AdamParams(learning_rate=0.0))
     weights = {k: v for k, v in trainer.state_dict().items() if k.startswith("weights/")}
     assert_same(weights, before)
 
@@ -484,7 +486,8 @@ class Largest(TorchDispatchMode):
 def test_tokens_are_counted() -> None:
     prompt = [3, 4, 5, 6, 7]
     group = [
-        Datum([*prompt, 8 + i, 9], [False] * 5 + [True] * 2, [0.0] * 7, [1.0] * 7) for i in range(4)
+        TrainingRow([*prompt, 8 + i, 9], [False] * 5 + [True] * 2, [0.0] * 7, [1.0] * 7)
+        for i in range(4)
     ]
     stats = learner().forward_backward(group)
     assert (stats.tokens_total, stats.tokens_unique, stats.tokens_saved) == (24, 9, 15)
@@ -516,7 +519,7 @@ def test_an_adapter_without_data_stays_as_it_is() -> None:
     before = both.state_dict()
     stats = both.forward_backward(data(seed=1, adapters=("guesser",)))
     assert stats.tokens
-    optim = both.optim_step(AdamParams(lr=1e-2, weight_decay=0.5))
+    optim = both.optim_step(AdamParams(learning_rate=1e-2, weight_decay=0.5))
     assert list(optim.grad_norms) == ["guesser"]
     after = both.state_dict()
     changed = {key.split("/")[1] for key in after if not torch.equal(after[key], before[key])}

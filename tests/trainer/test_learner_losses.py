@@ -18,7 +18,7 @@ from test_learner import (
     plain_logprobs,
 )
 
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.learner import Learner, with_extra
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 from agentrl_trainer.learner.value_head import ValueHead, ValueParams, value_loss, with_gae
@@ -123,7 +123,9 @@ def test_a_custom_loss_has_the_gradient_of_the_built_in_one(moved: Learner) -> N
     built_in = gradients(moved)
     moved.discard_gradients()
 
-    def function(given: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    def function(
+        given: list[TrainingRow], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict]:
         total = torch.zeros(())
         for datum, lp in zip(given, logprobs, strict=True):
             on = torch.tensor(datum.mask)
@@ -142,7 +144,9 @@ def test_a_custom_loss_over_several_datums(moved: Learner) -> None:
     """DPO-like: a function of pairs, which no sum over tokens is."""
     datums = data(rows=4)
 
-    def function(given: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    def function(
+        given: list[TrainingRow], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict]:
         sums = torch.stack([lp.sum() for lp in logprobs])
         return -torch.nn.functional.logsigmoid(sums[0::2] - sums[1::2]).sum(), {}
 
@@ -177,7 +181,9 @@ def test_a_custom_loss_goes_through_one_micro_batch_once(
     trainer.forward(datums)
     micro_batches, passes[:] = len(passes), []
 
-    def function(given: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    def function(
+        given: list[TrainingRow], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict]:
         credit = [torch.tensor(datum.advantages) for datum in given]
         return -sum((a * lp).sum() for a, lp in zip(credit, logprobs, strict=True)), {}
 
@@ -295,12 +301,12 @@ def test_ppo_with_a_value_function_end_to_end() -> None:
     trainer = learner(value=ValueParams(lr=1e-2), token_budget=400)
     prompt = [7, 8]
 
-    def rows() -> list[Datum]:
+    def rows() -> list[TrainingRow]:
         made = []
         for i in range(16):
             token = 5 if i % 2 else 9
             made.append(
-                Datum(
+                TrainingRow(
                     tokens=[*prompt, token],
                     mask=[False, False, True],
                     logprobs=[0.0] * 3,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
-from test_sampler_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
+from small_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
 from transformers import (
     BloomConfig,
     GenerationConfig,
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from agentrl.export.adapter import export
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models import loading as model_module
@@ -224,13 +224,13 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
 
     learner = Learner(load_base(own, device="cpu", trust_remote_code=True), rank=4)
     assert set(learner.model.peft_config["default"].target_modules) == {"mix"}
-    datum = Datum([5, 6, 7, 8], [False, False, True, True], [0.0] * 4, [1.0] * 4)
+    datum = TrainingRow([5, 6, 7, 8], [False, False, True, True], [0.0] * 4, [1.0] * 4)
     losses = [learner.step([datum, datum], "cross_entropy").loss for _ in range(5)]
     assert losses[-1] < losses[0]
     learner.save_adapter("default", tmp_path / "v1")
 
     engine = SamplerEngine(load_base(own, device="cpu", trust_remote_code=True))
-    assert engine.how == "one by one, anew"
+    assert engine.strategy == "row by row, recomputed"
     engine.start()
     try:
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
@@ -374,14 +374,14 @@ def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_base_in_four_bits_learns() -> None:
     pytest.importorskip("bitsandbytes")
-    from agentrl_trainer.data.packing import Datum
+    from agentrl_trainer.data.packing import TrainingRow
     from agentrl_trainer.learner.learner import AdamParams, Learner
 
     base = load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
     kinds = {type(m).__name__ for m in base.model.modules()}
     assert "Linear4bit" in kinds
-    learner = Learner(base, rank=4, adam=AdamParams(lr=1e-2))
+    learner = Learner(base, rank=4, adam=AdamParams(learning_rate=1e-2))
     assert learner.why_not_shared is None
-    datum = Datum([5, 6, 7, 8], [False, False, True, True], [0.0] * 4, [1.0] * 4)
+    datum = TrainingRow([5, 6, 7, 8], [False, False, True, True], [0.0] * 4, [1.0] * 4)
     losses = [learner.step([datum, datum], "cross_entropy").loss for _ in range(5)]
     assert losses[-1] < losses[0] - 0.1

@@ -11,7 +11,7 @@ import torch
 from model_zoo import PAGE, examined, group, plain, tiny_model
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from test_sampler_models import Asked, as_base, byte_tokenizer, make_adapter, worst_difference
+from small_models import Asked, as_base, byte_tokenizer, make_adapter, worst_difference
 from transformers import PreTrainedModel
 
 from agentrl.export.adapter import export
@@ -60,7 +60,7 @@ def test_of_a_multimodal_model_the_language_model_learns(targets: Any, tmp_path:
     byte_tokenizer().save_pretrained(tmp_path / "base")
     learner = Learner(load_base(str(tmp_path / "base"), device="cpu"), rank=4, targets=targets)
     towers = {n: p.clone() for n, p in learner.base.model.named_parameters() if "vision" in n}
-    learner.step(group(), "cross_entropy", adam=AdamParams(lr=1e-2))
+    learner.step(group(), "cross_entropy", adam=AdamParams(learning_rate=1e-2))
     assert towers
     after = dict(learner.base.model.named_parameters())
     assert all(torch.equal(after[name], before) for name, before in towers.items())

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sampler_models import Answer, Asked
+from small_models import Answer, Asked
 
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.learner.learner import AdamParams, Learner
 from agentrl_trainer.models.loading import ModelError, load_base
@@ -23,10 +23,12 @@ PROMPT = [5, 60, 700, 41, 1200, 9, 33, 87]
 
 def trained(tmp_path: Path, **how: object) -> Learner:
     """A learner three steps away from the base model; its adapter is in ``tmp_path / "v1"``."""
-    learner = Learner(load_base(MODEL, device="cpu", **how), rank=4, adam=AdamParams(lr=5e-3))
+    learner = Learner(
+        load_base(MODEL, device="cpu", **how), rank=4, adam=AdamParams(learning_rate=5e-3)
+    )
     tokens = [*PROMPT, 50, 51, 52, 53]
     mask = [False] * len(PROMPT) + [True] * 4
-    datum = Datum(tokens, mask, [0.0] * len(tokens), [1.0] * len(tokens))
+    datum = TrainingRow(tokens, mask, [0.0] * len(tokens), [1.0] * len(tokens))
     for _ in range(3):
         stats = learner.step([datum], "cross_entropy")
         assert not stats.skipped_non_finite
@@ -51,7 +53,7 @@ def differences(learner: Learner, answer: Answer) -> torch.Tensor:
     tokens = PROMPT + answer.ids
     mask = [False] * len(PROMPT) + [True] * len(answer.ids)
     zeros = [0.0] * len(tokens)
-    (found,) = learner.forward([Datum(tokens, mask, zeros, zeros)])
+    (found,) = learner.forward([TrainingRow(tokens, mask, zeros, zeros)])
     reported = torch.tensor([token.logprob for token in answer.tokens])
     return torch.tensor(found[len(PROMPT) :]) - reported
 

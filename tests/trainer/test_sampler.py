@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_sampler_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
+from small_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
 
 from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine, SampleRequest
 from agentrl_trainer.inference import llama_cpu as lean_decoder
-from agentrl_trainer.inference.adapters import MergedWeights, PeftWeights
+from agentrl_trainer.inference.adapter_swap import MergedWeights, PeftWeights
 from agentrl_trainer.inference.sequences import Lane, Sequence
 from agentrl_trainer.models.loading import ModelError
 
@@ -107,9 +107,9 @@ def test_an_adapter_of_a_tied_head_is_none_of_the_embeddings(
     assert plain.lm_head.weight is plain.get_input_embeddings().weight
     reference = make_adapter(base, tmp_path / "head", 1, ["lm_head", "q_proj"])
     if not lean:
-        monkeypatch.setattr(lean_decoder, "_why_not", lambda *_: "not in this test")
+        monkeypatch.setattr(lean_decoder, "unknown_part", lambda *_: "not in this test")
     engine = engine_of(base, merge_below=merge_below)
-    assert (engine._forward.lean is not None) == (lean and merge_below > 0)
+    assert (engine.strategy == "llama cpu") == (lean and merge_below > 0)
     engine.load_adapter("head", 1, tmp_path / "head").result(30)
     ids = prompt(9, 30)
     for name, model in (("head", reference), (None, plain)):
@@ -237,7 +237,7 @@ def test_swap_while_sampling(engine_of, base, tmp_path) -> None:
     settle(engine)
     assert engine.adapters == {"policy": 3}
     assert engine.stats().swaps == 3
-    assert [lane.version for lane in engine._scheduler.lanes] == [None, 3]
+    assert [lane.version for lane in engine._scheduler.adapters.lanes] == [None, 3]
 
 
 @pytest.mark.parametrize("how", ["swap", "unload"])
@@ -404,7 +404,7 @@ def test_a_failed_forward_fails_its_requests_only(engine_of, base, monkeypatch) 
     engine = engine_of(base)
     first = Asked(engine, prompt(1, 9), SampleParams(max_tokens=400))
     first.first.wait(30)
-    monkeypatch.setattr(engine._forward, "lean", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._forward, "decoder", lambda *_: 1 / 0)
     (answer,) = first.wait()
     monkeypatch.undo()
     assert answer.end is not None
@@ -419,7 +419,7 @@ def test_running_out_of_memory_fails_the_request_only(engine_of, base, monkeypat
     def full(*_args: object, **_kwargs: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._scheduler.current[None].filling, "reserve", full)
+    monkeypatch.setattr(engine._scheduler.adapters.current[None].filling, "reserve", full)
     (answer,) = Asked(engine, prompt(1, 9), SampleParams(max_tokens=4)).wait()
     assert answer.end is not None
     assert (answer.end.reason, answer.end.error) == ("error", "MemoryError: no room")
@@ -533,9 +533,9 @@ def test_anything_at_any_time(engine_of, base, tmp_path, seed) -> None:
                 reference = references[versions.pop()]
                 assert worst_difference(reference, a.prompt, answer) < 2 * CLOSE
     settle(engine)
-    scheduler = engine._scheduler
-    assert sorted(lane.adapter or "" for lane in scheduler.lanes) == ["", "a", "b"]
-    assert all(lane.users == 0 for lane in scheduler.lanes)
-    held = sum(r.rows * r.time for x in scheduler.lanes for r in (x.rows, x.filling))
-    held += sum(len(e.kv) for x in scheduler.lanes for e in scheduler.prefixes.of(x))
+    adapters = engine._scheduler.adapters
+    assert sorted(lane.adapter or "" for lane in adapters.lanes) == ["", "a", "b"]
+    assert all(lane.users == 0 for lane in adapters.lanes)
+    held = sum(r.rows * r.time for x in adapters.lanes for r in (x.rows, x.filling))
+    held += sum(len(e.kv) for x in adapters.lanes for e in x.prefixes.of(x))
     assert engine.stats().kv_tokens == held <= engine.stats().kv_budget

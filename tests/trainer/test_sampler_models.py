@@ -1,17 +1,13 @@
-"""Small random models for the sampler's tests, and which models the sampler refuses."""
+"""Which models the sampler serves, and that each is served exactly."""
 
 from __future__ import annotations
 
 import copy
-import threading
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from small_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
 from transformers import (
     BertGenerationConfig,
     BertGenerationDecoder,
@@ -21,161 +17,17 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from agentrl_trainer.inference import (
-    Event,
-    Finished,
-    Handle,
-    SampleParams,
-    SamplerEngine,
-    SampleRequest,
-    Token,
-)
-from agentrl_trainer.inference.forward import _bytes
-from agentrl_trainer.inference.recurrent_cache import Past
-from agentrl_trainer.models.loading import (
-    BaseModel,
-    ModelError,
-    attach_adapter,
-    lora_config,
-    save_adapter,
-)
-
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, then <|end|>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
-    )
-
-
-def qwen3(layers: int = 2) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=257, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, intermediate_size=96, max_position_embeddings=512,
-            tie_word_embeddings=True, initializer_range=0.15,
-        )
-    ).eval()  # fmt: skip
-
-
-def llama() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=257, hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
-            num_key_value_heads=1, intermediate_size=96, max_position_embeddings=256,
-            attention_bias=True, initializer_range=0.15,
-        )
-    ).eval()  # fmt: skip
-
-
-def as_base(model: PreTrainedModel) -> BaseModel:
-    tokenizer = byte_tokenizer()
-    return BaseModel(
-        model=model,
-        tokenizer=tokenizer,
-        name="test-model",
-        device=torch.device("cpu"),
-        dtype=model.dtype,
-        context_length=model.config.max_position_embeddings,
-        eos_ids=frozenset({256}),
-    )
-
-
-def make_adapter(
-    base: BaseModel, folder: Path, seed: int, targets: str | list[str] = "all-linear"
-) -> PreTrainedModel:
-    """Save a random adapter to ``folder``; returns a model of its own with it, for reference."""
-    own = as_base(copy.deepcopy(base.model))
-    own.model.set_attn_implementation("sdpa" if own.model._supports_sdpa else "eager")
-    peft_model = attach_adapter(own, "policy", lora_config(4, 8, targets), seed)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
-    save_adapter(peft_model, "policy", folder)
-    return peft_model
-
-
-@dataclass
-class Answer:
-    tokens: list[Token] = field(default_factory=list)
-    end: Finished | None = None
-
-    @property
-    def ids(self) -> list[int]:
-        return [t.token_id for t in self.tokens]
-
-
-class Asked:
-    """Collects the events of one request."""
-
-    def __init__(
-        self,
-        engine: SamplerEngine,
-        prompt: list[int],
-        params: SampleParams,
-        adapter: str | None = None,
-    ) -> None:
-        self.prompt = prompt
-        self.params = params
-        self.answers = [Answer() for _ in range(params.n)]
-        self.first = threading.Event()
-        self._left = params.n
-        self._done = threading.Event()
-        self.handle: Handle = engine.submit(
-            SampleRequest(prompt, params, adapter, self._event, "test")
-        )
-
-    def _event(self, event: Event) -> None:
-        answer = self.answers[event.index]
-        assert answer.end is None, "an event after Finished"
-        if isinstance(event, Token):
-            answer.tokens.append(event)
-            self.first.set()
-            return
-        answer.end = event
-        self._left -= 1
-        if not self._left:
-            self._done.set()
-
-    def wait(self) -> list[Answer]:
-        assert self._done.wait(60), "no answer in 60 s"
-        return self.answers
-
-
-def worst_difference(model: PreTrainedModel, prompt: list[int], answer: Answer) -> float:
-    """Largest difference between reported log-probs and those of a plain full forward."""
-    ids = torch.tensor([prompt + answer.ids])
-    with torch.no_grad():
-        logprobs = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
-    at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-    expected = logprobs[at, ids[0, len(prompt) :]]
-    found = torch.tensor([t.logprob for t in answer.tokens])
-    return float((expected - found).abs().max())
+from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference.recurrent_cache import Past, tensor_bytes
+from agentrl_trainer.models.loading import BaseModel, ModelError
 
 
 @pytest.mark.parametrize("make", [qwen3, llama], ids=["qwen3", "llama"])
@@ -234,7 +86,7 @@ def test_windows_are_exact_far_beyond_their_size(family, merge_below: int, tmp_p
     base = as_base(WINDOWS[family]().eval())
     reference = make_adapter(base, tmp_path / "v1", seed=1)
     engine = SamplerEngine(base, merge_below=merge_below, prefill_chunk=64)
-    assert engine.how == "together"
+    assert engine.strategy == "batched"
     engine.start()
     try:
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
@@ -273,7 +125,7 @@ def test_rows_one_by_one_are_exact(make, past: Past, tmp_path, caplog) -> None:
     base = make()
     reference = copy.deepcopy(base.model)
     engine = SamplerEngine(base, prefill_chunk=32)
-    assert "one by one, which is slow" in caplog.text
+    assert "row by row, which is slow" in caplog.text
     assert engine._forward.past is past
     engine.start()
     try:
@@ -307,7 +159,7 @@ def test_short_prefixes_of_a_recurrent_model_are_charged_their_whole_state() -> 
         settle(engine)
         kept = engine._scheduler.prefixes
         assert len(kept) == 12
-        held = sum(_bytes(entry.kv.cache) for entry in kept._entries)
+        held = sum(tensor_bytes(entry.kv.cache) for entry in kept._entries)
         shape = engine._forward.shape
         assert held <= engine.stats().kv_tokens * shape.bytes_per_token <= 2 * held
     finally:
@@ -325,14 +177,7 @@ def test_refuses_a_model_that_looks_ahead() -> None:
         vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=128,
     )  # fmt: skip
-    with pytest.raises(ModelError, match=r"cannot serve.*vLLM.*one by one, anew: logits differ"):
+    with pytest.raises(
+        ModelError, match=r"cannot serve.*vLLM.*row by row, recomputed: logits differ"
+    ):
         SamplerEngine(as_base(BertGenerationDecoder(config).eval()))
-
-
-def settle(engine: SamplerEngine) -> None:
-    """Wait for the end of the round: the last event comes before its sequence leaves."""
-    deadline = time.monotonic() + 30
-    while engine._scheduler.busy or any(not x.current for x in engine._scheduler.lanes):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    time.sleep(0.02)

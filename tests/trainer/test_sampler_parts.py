@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_sampler_models import byte_tokenizer
+from small_models import byte_tokenizer
 
 from agentrl_trainer.inference import SampleParams
-from agentrl_trainer.inference.kv_cache import Budget, KVShape, PrefixStore, RowCache
+from agentrl_trainer.inference.kv_cache import KVBudget, KVRows, KVShape, PrefixStore
 from agentrl_trainer.inference.sampling import Uniforms, pick
-from agentrl_trainer.inference.sequences import _chunk_size
-from agentrl_trainer.inference.stops import StopWatch
+from agentrl_trainer.inference.sequences import StopStrings, _chunk_size
 from agentrl_trainer.models.common_prefix import common_prefix
 
 SHAPE = KVShape(2, 1, 2, 3, torch.float32, torch.device("cpu"))
@@ -92,7 +91,7 @@ def test_stop_strings(slow) -> None:
         (("it", ". "), (". ", "aé€b. ")),
         (("STOPS", "x"), None),
     ):
-        watch = StopWatch(tokenizer, stop)
+        watch = StopStrings(tokenizer, stop)
         if slow:
             watch._backend = None
         hit = None
@@ -104,7 +103,7 @@ def test_stop_strings(slow) -> None:
 
 
 def test_a_special_token_can_be_a_stop_string() -> None:
-    watch = StopWatch(byte_tokenizer(), ("<|end|>",))
+    watch = StopStrings(byte_tokenizer(), ("<|end|>",))
     assert watch.push(10) is None
     assert watch.push(256) == "<|end|>"
 
@@ -122,14 +121,14 @@ def test_chunk_size_bounds_the_work(left: list[int], most: int) -> None:
     assert size * len(left) <= max(most, len(left))
 
 
-def fill(rows: RowCache, row: int, length: int, value: float) -> None:
+def fill(rows: KVRows, row: int, length: int, value: float) -> None:
     for layer in range(SHAPE.layers):
         rows._keys[layer, row, :, :length] = value
         rows._values[layer, row, :, :length] = value
 
 
 def test_rows_stay_dense_and_keep_their_content() -> None:
-    rows = RowCache(SHAPE, Budget(100_000))
+    rows = KVRows(SHAPE, KVBudget(100_000))
     for i in range(5):
         assert rows.reserve(i + 1, 10)
         fill(rows, rows.append(), 10, float(i + 1))
@@ -145,8 +144,8 @@ def test_rows_stay_dense_and_keep_their_content() -> None:
 
 
 def test_budget_is_kept_and_shrinks_a_rectangle() -> None:
-    budget = Budget(1000)
-    rows = RowCache(SHAPE, budget)
+    budget = KVBudget(1000)
+    rows = KVRows(SHAPE, budget)
     assert rows.reserve(1, 500)
     assert budget.used == rows.rows * rows.time <= 1000
     rows.append()
@@ -163,9 +162,9 @@ def test_budget_is_kept_and_shrinks_a_rectangle() -> None:
 
 
 def test_prefixes_give_way_least_recently_used_first() -> None:
-    budget = Budget(100)
+    budget = KVBudget(100)
     store = PrefixStore(budget, most=3)
-    rows = RowCache(SHAPE, Budget(10**6))
+    rows = KVRows(SHAPE, KVBudget(10**6))
     rows.reserve(1, 64)
     one, two = object(), object()
     store.add(one, list(range(20)), rows.export(0, 20))

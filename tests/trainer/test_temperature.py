@@ -22,7 +22,7 @@ from test_learner import (
 )
 from torch import Tensor
 
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.learner import Learner, with_extra
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 
@@ -32,14 +32,14 @@ pytestmark = [
 ]
 
 
-def warm(datums: list[Datum]) -> list[Datum]:
+def warm(datums: list[TrainingRow]) -> list[TrainingRow]:
     """Each token at a temperature of its own."""
     return with_extra(
         datums, temperature=[[0.5 + (t % 7) / 4 for t in datum.tokens] for datum in datums]
     )
 
 
-def plain(trainer: Learner, datum: Datum) -> Tensor:
+def plain(trainer: Learner, datum: TrainingRow) -> Tensor:
     """One row, all logits, divided by each token's temperature; float64 softmax."""
     trainer.model.set_adapter(datum.adapter)
     logits = trainer.model(input_ids=torch.tensor([datum.tokens])).logits[0, :-1].double()
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_the_expected_reward_of_what_sampled() -> None:
     chances = chances.detach()
     recorded = logits.detach().log_softmax(-1).tolist()  # at temperature 1, as the gateway records
     datums = [
-        Datum(
+        TrainingRow(
             tokens=[*context, token],
             mask=[False, False, False, True],
             logprobs=[0.0, 0.0, 0.0, recorded[token]],

@@ -195,7 +195,7 @@ def ours(made: list[list[Member]], settings: StepSettings = SETTINGS) -> StepBat
     return assemble(rollouts, calls, rewards, settings)
 
 
-def as_row(theirs: dict[str, Any]) -> batches.Datum:
+def as_row(theirs: dict[str, Any]) -> batches.TrainingRow:
     """Their datum, as our client API understands it."""
     inputs = {name: values for name, values in theirs.items() if name != "model_input"}
     return to_row(
@@ -203,7 +203,7 @@ def as_row(theirs: dict[str, Any]) -> batches.Datum:
     )
 
 
-def same_rows(found: list[batches.Datum], expected: list[batches.Datum]) -> None:
+def same_rows(found: list[batches.TrainingRow], expected: list[batches.TrainingRow]) -> None:
     assert [row.tokens for row in found] == [row.tokens for row in expected]
     assert [row.mask for row in found] == [row.mask for row in expected]
     for mine, theirs in zip(found, expected, strict=True):
@@ -296,7 +296,7 @@ def test_interleaved_agents_are_put_together_by_ours_and_cut_up_by_theirs(ask: A
     mine, theirs = ours(made).datums, [as_row(one) for one in ask("training_data", groups=made)]
     assert (len(mine), len(theirs)) == (2 + 1, 4 + 1)
 
-    def trained(rows: list[batches.Datum]) -> list[tuple[int, float, float]]:
+    def trained(rows: list[batches.TrainingRow]) -> list[tuple[int, float, float]]:
         return sorted(
             (row.tokens[at], round(row.logprobs[at], 6), round(row.advantages[at], 6))
             for row in rows
@@ -515,7 +515,7 @@ def test_a_discounted_penalty_of_theirs_reaches_the_context_and_ours_does_not(as
         mask = [False, *(on > 0 for on in row["mask"])]
         taught = [0.0, *((lp or 0.0) - q for lp, q in zip(found[1:], row["logprobs"], strict=True))]
         zeros = [0.0] * len(mask)
-        plain = batches.Datum(row["tokens"], mask, zeros, zeros, extra={"rewards": taught})
+        plain = batches.TrainingRow(row["tokens"], mask, zeros, zeros, extra={"rewards": taught})
         (mine,) = with_gae([plain], [zeros], discount=0.9, trace=1.0)
         assert not any(a for a, on in zip(mine.advantages, mask, strict=True) if not on)
         sampled = [reward for reward, on in zip(taught, mask, strict=True) if on]
@@ -641,7 +641,7 @@ def test_the_mean_over_sequences_has_the_weights_of_their_mean_reduction(ask: As
     made = [tokens(rng, length) for length in (2, 5, 12)]
     masks = [[0.0] * (len(row) // 2) + [1.0] * (len(row) - len(row) // 2) for row in made]
     datums = [
-        batches.Datum(
+        batches.TrainingRow(
             row,
             [on > 0 for on in mask],
             [0.0] * len(row),

@@ -26,7 +26,7 @@ from agentrl_trainer.data.batch_assembly import (
     assemble,
     normalize_lengths,
 )
-from agentrl_trainer.data.packing import to_datum
+from agentrl_trainer.data.packing import to_training_row
 from agentrl_trainer.data.rewards import rollout_reward, turn_rewards
 from agentrl_trainer.data.trajectories import (
     Rules,
@@ -503,7 +503,7 @@ def test_length_normalisation_is_the_mean_it_says(how: Any) -> None:
     for owner, sizes in lengths.items():
         for size in sizes:
             (built,) = build(make("c", [1], list(range(10, 10 + size)))).trajectories
-            datums.append(to_datum(built, 1.0))
+            datums.append(to_training_row(built, 1.0))
             owners.append(owner)
     terms = [[1.0 + 10 * i + t for t in range(d.trained)] for i, d in enumerate(datums)]
     expected = {

@@ -38,7 +38,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl_trainer.data.packing import Datum, pack
+from agentrl_trainer.data.packing import TrainingRow, pack
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.prefix_attention import Trie, pack_trie
 
@@ -125,7 +125,7 @@ def model_of(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     return model
 
 
-def group(seed: int = 0) -> list[Datum]:
+def group(seed: int = 0) -> list[TrainingRow]:
     """Samples of two prompts; within the first, three rows share a first turn as well."""
     rng = random.Random(seed)
 
@@ -137,7 +137,7 @@ def group(seed: int = 0) -> list[Datum]:
     rows = [*(turn + ids(n) for n in (7, 2, 9)), first + ids(1), *(second + ids(n) for n in (3, 4))]
     rows += [rows[0], ids(2)]  # one sampled twice; one that shares nothing
     return [
-        Datum(
+        TrainingRow(
             tokens=row,
             mask=[at > 0 and (at >= 11 or len(row) < 11) for at in range(len(row))],
             logprobs=[0.0] * len(row),
@@ -147,7 +147,7 @@ def group(seed: int = 0) -> list[Datum]:
     ]
 
 
-def weighted(model: PreTrainedModel, datums: list[Datum]) -> tuple[dict[Any, float], Tensor]:
+def weighted(model: PreTrainedModel, datums: list[TrainingRow]) -> tuple[dict[Any, float], Tensor]:
     """Every trained token's log-prob, and a gradient of all of them."""
     logprobs = TokenLogprobs(model, max_logits=5 * VOCAB)
     assert logprobs.why_padded is None
@@ -163,7 +163,9 @@ def weighted(model: PreTrainedModel, datums: list[Datum]) -> tuple[dict[Any, flo
     return found, gradient.clone()
 
 
-def one_by_one(model: PreTrainedModel, datums: list[Datum]) -> tuple[dict[Any, float], Tensor]:
+def one_by_one(
+    model: PreTrainedModel, datums: list[TrainingRow]
+) -> tuple[dict[Any, float], Tensor]:
     model.zero_grad()
     expected: dict[Any, float] = {}
     for index, datum in enumerate(datums):

@@ -27,7 +27,7 @@ from peer import Ask, peer, python_with
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.data.advantages import Scaling, group_advantages, whiten_groups
 from agentrl_trainer.data.batch_assembly import LengthNormalization, normalize_lengths
-from agentrl_trainer.data.packing import Datum, pack
+from agentrl_trainer.data.packing import TrainingRow, pack
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.losses import LOSSES, token_sums
 from agentrl_trainer.models.loading import load_base
@@ -229,7 +229,8 @@ def value_and_gradient(
     lp = torch.tensor(given["logprobs"], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor(given["advantages"], dtype=torch.float64)[:, None].expand_as(lp)
     datums = [
-        Datum([0] * 10, [False, *row], [0.0] * 10, [0.0] * 10, extra={}) for row in given["mask"]
+        TrainingRow([0] * 10, [False, *row], [0.0] * 10, [0.0] * 10, extra={})
+        for row in given["mask"]
     ]
     weighted = normalize_lengths(datums, list("abcd"), how, CONSTANT)
     weights = torch.tensor(
@@ -332,7 +333,7 @@ def test_logprobs_and_entropy_are_trls(ask: Ask, temperature: float) -> None:
     base = load_base("agentrl-tiny", device="cpu", dtype="float32")
     row = [rng.randrange(300, 2000) for _ in range(12)]
     warm = {"temperature": [temperature] * 12} if temperature != 1 else {}
-    datum = Datum(row, [False] + [True] * 11, [0.0] * 12, [0.0] * 12, extra=warm)
+    datum = TrainingRow(row, [False] + [True] * 11, [0.0] * 12, [0.0] * 12, extra=warm)
     (packed,) = pack([datum], token_budget=64)
     ours = TokenLogprobs(base.model, max_logits=5 * 2048)
     with torch.no_grad():

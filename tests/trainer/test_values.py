@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 from test_learner import data, learner
 
 from agentrl_trainer.data.advantages import Scaling
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.prepare_batch import Gae, UpdateSettings, prepare
 from agentrl_trainer.learner.value_head import ValueParams, with_gae
 
 Column = NDArray[np.float64]
 
 
-def rows(seed: int, lengths: tuple[int, ...]) -> tuple[list[Datum], list[list[float]]]:
+def rows(seed: int, lengths: tuple[int, ...]) -> tuple[list[TrainingRow], list[list[float]]]:
     """Datums with holes in their masks, which earn something at every position, and values."""
     rng = np.random.default_rng(seed)
-    datums: list[Datum] = []
+    datums: list[TrainingRow] = []
     values: list[list[float]] = []
     for length in lengths:
         mask = [False, *(bool(on) for on in rng.random(length - 1) < 0.6)]
         mask[-1] = True
         datums.append(
-            Datum(
+            TrainingRow(
                 tokens=[1] * length,
                 mask=mask,
                 logprobs=[0.0] * length,

@@ -1,1 +1,1 @@
-"""What happened in a run: rollouts, attempts, calls, spans, rewards, and where they are kept."""
+"""Record what happens in a run: rollouts, attempts, calls, spans and rewards, and their store."""

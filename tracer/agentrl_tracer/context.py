@@ -1,7 +1,7 @@
-"""Which rollout the code that is running belongs to.
+"""Tell which rollout the running code belongs to.
 
-Knows a context variable (several rollouts may share a process) and the environment (a process of
-its own). Does not know OpenTelemetry, HTTP or the store; imports the standard library only.
+A context variable says it where several rollouts share a process, the environment where a process
+runs one rollout. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """A rollout's attempt, as its own process knows it."""
+    """One attempt of a rollout, as the agent's process knows it."""
 
     rollout_id: str
     attempt_id: str
-    gateway: str  # its base URL, without /v1
+    gateway: str  # base URL without /v1
     key: str = field(repr=False)
     environment: Mapping[str, str] = field(
         default_factory=dict[str, str], repr=False, compare=False, hash=False
     )
-    """Variables for its subprocesses, where the process's own environment is not its alone."""
+    """Variables for the attempt's subprocesses where rollouts share a process environment."""
 
 
 chosen: ContextVar[RolloutContext | None] = ContextVar("agentrl_rollout", default=None)
-"""Set where several rollouts share the process; else the environment says it."""
+"""The rollout of this task or thread, set where several rollouts share a process."""
 
 
 def current_rollout() -> RolloutContext | None:
-    """The rollout of the code that calls this; None outside training."""
+    """Return the rollout of the calling code; None outside training."""
     rollout = chosen.get()
     return rollout if rollout is not None else _rollout_of_process()
 

@@ -1,4 +1,7 @@
-"""The names on the wire, written out: the semantic-conventions package would pin its users."""
+"""Names of spans, attributes and headers on the wire.
+
+They are written out because the semantic-conventions package pins its users.
+"""
 
 REWARD_SPAN = "agentrl.reward"
 REWARD_NAME = "reward"
@@ -6,18 +9,16 @@ REWARD_NAME = "reward"
 NOTE_SPAN = "agentrl.note"
 NOTE_NAME = "agentrl.note.name"
 NOTE_DATA = "agentrl.note.data"  # JSON
-UNFINISHED = "agentrl.unfinished"  # the rollout ended first
+UNFINISHED = "agentrl.unfinished"  # the rollout ended before the span did
 
 EVALUATION_NAME = "gen_ai.evaluation.name"
 EVALUATION_VALUE = "gen_ai.evaluation.score.value"
 EVALUATION_EXPLANATION = "gen_ai.evaluation.explanation"
 RESPONSE_ID = "gen_ai.response.id"
 AGENT_NAME = "gen_ai.agent.name"
-OUTPUT = "agentrl.output"
-"""What the agent's function returned, on the root span."""
+OUTPUT = "agentrl.output"  # on the root span: what the agent's function returned
 
 ROLLOUT_HEADER = "x-agentrl-rollout"
-"""Carries the attempt's key. In a process that several rollouts share, base URL and API key are
-the process's: only a header, set where the call is made, tells whose it is."""
+"""The attempt's key. It identifies the caller where rollouts share a base URL and an API key."""
 AGENT_HEADER = "x-agentrl-agent"
-"""Which agent (role) makes the call; percent-encoded UTF-8."""
+"""The agent (role) that makes the call, as percent-encoded UTF-8."""

@@ -1,6 +1,6 @@
-"""``emit_reward``: the one call that an agent adds. And ``emit``, for notes.
+"""Emit rewards and notes from the agent: ``emit_reward`` and ``emit``.
 
-On the wire a reward is a zero-length span ``agentrl.reward`` that carries OpenTelemetry's
+On the wire a reward is a zero-length span ``agentrl.reward`` with OpenTelemetry's
 ``gen_ai.evaluation.*`` attributes
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-events/#event-gen_aievaluationresult).
 """
@@ -26,7 +26,7 @@ from agentrl_tracer.conventions import (
     REWARD_NAME,
     REWARD_SPAN,
 )
-from agentrl_tracer.provider import RolloutTracing, logger, rollout_tracing
+from agentrl_tracer.tracing import RolloutTracing, logger, rollout_tracing
 
 
 def emit_reward(
@@ -38,18 +38,18 @@ def emit_reward(
     explanation: str | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Rewards the rollout that is running; outside training this does nothing.
+    """Reward the running rollout. Outside training this does nothing.
 
-    Several rewards of a rollout add up. In the process that a runner started the reward leaves in
-    the background, within half a second, and the rollout does not succeed before it has arrived;
-    in a subprocess of the agent this returns when it has arrived.
+    Rewards of a rollout add up. In the process that a runner started, the reward leaves in the
+    background within half a second, and the rollout does not succeed before it has arrived. In a
+    subprocess of the agent this returns when the reward has arrived.
 
     Args:
-        value: a finite number (a bool counts as 1 or 0), or ``{name: number}`` for several at once.
-        name: what is being rewarded, when it is not the whole; "reward" by default.
+        value: a finite number (a bool counts as 1 or 0), or ``{name: number}`` for several.
+        name: what the number measures; "reward" by default.
         span: the span to reward; the current one by default.
         response_id: the model answer to reward (``response.id`` of the OpenAI client).
-        explanation: why, for whoever reads the trace.
+        explanation: the reason, shown in the trace.
         attributes: more attributes for the span.
 
     Raises:
@@ -60,57 +60,60 @@ def emit_reward(
         return
     named = value if isinstance(value, Mapping) else {name or REWARD_NAME: value}
     numbers = {key: _number(key, item) for key, item in named.items()}
-    context = trace.set_span_in_context(span) if span is not None else active.parent()
+    optional = {RESPONSE_ID: response_id, EVALUATION_EXPLANATION: explanation}
+    common = {**(attributes or {}), **{k: v for k, v in optional.items() if v is not None}}
     for key, number in numbers.items():
-        marks = {**(attributes or {}), EVALUATION_NAME: key, EVALUATION_VALUE: number}
-        if response_id is not None:
-            marks[RESPONSE_ID] = response_id
-        if explanation is not None:
-            marks[EVALUATION_EXPLANATION] = explanation
-        active.tracer.start_span(REWARD_SPAN, context, attributes=marks).end()
+        _emit_span(
+            active, REWARD_SPAN, span, common | {EVALUATION_NAME: key, EVALUATION_VALUE: number}
+        )
     _deliver(active)
 
 
 def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None:
-    """Leaves a note in the rollout's trace; outside training this does nothing.
+    """Leave a note in the rollout's trace. Outside training this does nothing.
 
     Args:
-        name: what it is about.
-        data: anything that JSON can say; what it cannot say is noted as text.
-        span: the span it belongs to; the current one by default.
+        name: the note's name.
+        data: any JSON value; other values are noted as text.
+        span: the span that the note belongs to; the current one by default.
 
     Raises:
-        ValueError: inside a rollout, when the name is no text or empty.
+        ValueError: inside a rollout, when the name is empty or no string.
     """
     active = rollout_tracing()
     if active is None:
         return
     if not isinstance(name, str) or not name:
         raise ValueError(f"emit: the name must be a non-empty string, got {name!r}")
-    context = trace.set_span_in_context(span) if span is not None else active.parent()
-    marks = {NOTE_NAME: name, NOTE_DATA: json.dumps(data, default=str, ensure_ascii=False)}
-    active.tracer.start_span(NOTE_SPAN, context, attributes=marks).end()
+    note = {NOTE_NAME: name, NOTE_DATA: json.dumps(data, default=str, ensure_ascii=False)}
+    _emit_span(active, NOTE_SPAN, span, note)
     _deliver(active)
 
 
+def _emit_span(
+    active: RolloutTracing, name: str, under: trace.Span | None, attributes: dict[str, Any]
+) -> None:
+    context = trace.set_span_in_context(under) if under is not None else active.parent()
+    active.tracer.start_span(name, context, attributes=attributes).end()
+
+
 def _deliver(active: RolloutTracing) -> None:
-    """In a subprocess nobody flushes at the end: what was emitted leaves at once."""
+    """Flush at once in a subprocess, where ``finish`` is not called."""
     rollout = current_rollout()
     assert rollout is not None
-    if not active.attended(rollout) and not active.flush(rollout):
+    if not active.finish_expected(rollout) and not active.flush(rollout):
         logger.warning(
             "agentrl: a reward, note or span did not reach the gateway; the rollout is retried"
         )
 
 
 def _number(name: str, value: Any) -> float:
-    problem = f"emit_reward: {name!r} got {value!r} ({type(value).__name__}); give a finite number"
-    if isinstance(value, str | bytes):
-        raise ValueError(problem)
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
-        raise ValueError(problem) from None
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError(problem)
+        raise ValueError(
+            f"emit_reward: {name!r} got {value!r} ({type(value).__name__}); give a finite number"
+        )
     return number

@@ -25,7 +25,7 @@ from agentrl.cli.help import command_help
 from agentrl.config.commands import COMMANDS
 from agentrl.config.errors import ConfigError
 from agentrl.config.recorded import recorded
-from agentrl.import_lock import heavy_imports
+from agentrl.timing import heavy_imports
 
 console = Console()
 stderr = Console(stderr=True)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import httpx
 
 from agentrl.config.secrets import filled, variables_in
-from agentrl.import_lock import heavy_imports
-from agentrl.supervisor import Supervised, end_with_parent, python_module
+from agentrl.supervisor import SupervisedProcess, end_with_parent, python_module
+from agentrl.timing import heavy_imports
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from agentrl.samplers.embedded import EmbeddedSampler
     from agentrl.samplers.tinker import TinkerSampler
     from agentrl.samplers.vllm.sampler import VllmSampler
-    from agentrl_proxy.dependencies import OtherModel
+    from agentrl_proxy.dependencies import ProviderModel
     from agentrl_proxy.sampler import Sampler
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
 log = logging.getLogger("agentrl")
 
@@ -136,9 +136,9 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
     import torch
 
     from agentrl_proxy.app import create_app
-    from agentrl_proxy.dependencies import GatewayDeps
+    from agentrl_proxy.dependencies import GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
-    from agentrl_proxy.server.connection import Limits
+    from agentrl_proxy.server.limits import ConnectionLimits
     from agentrl_tracer.store.writer import TraceWriter
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
@@ -152,7 +152,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
     sampler, tokenizer = _make_sampler(settings)
     writer = TraceWriter(store, boot_id)
     ending.callback(writer.close)
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         sampler=sampler,
         renderer=Renderer(tokenizer),
         store=store,
@@ -161,7 +161,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
         models={settings.model: None} | {name: name for name in settings.adapters},
         agents=settings.agents,
         default_adapter=settings.adapter,
-        other_models={name: other_model(fields) for name, fields in settings.models.items()},
+        provider_models={name: other_model(fields) for name, fields in settings.models.items()},
         operator_key=settings.operator_key,
         run_id=settings.run_id,
         context_length=None,  # known once the sampler runs
@@ -169,7 +169,7 @@ def _ready_app(settings: GatewaySettings, ending: contextlib.ExitStack) -> FastA
         accept_any_model=settings.accept_any_model,
         max_concurrent=settings.max_concurrent,
         max_queued=settings.max_queued,
-        limits=Limits(
+        limits=ConnectionLimits(
             receive_s=settings.receive_timeout,
             receive_bytes=settings.receive_mib * 2**20,
             stall_s=settings.stall_timeout,
@@ -264,15 +264,15 @@ def _make_sampler(
     return EmbeddedSampler(base), base.tokenizer
 
 
-def _forward(settings: GatewaySettings) -> OtlpForward | None:
+def _forward(settings: GatewaySettings) -> OtlpExporter | None:
     if settings.forward_otlp is None:
         return None
     from opentelemetry.util.re import parse_env_headers
 
-    from agentrl_proxy.telemetry.otlp_export import OtlpForward
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
     headers = parse_env_headers(os.environ.get(FORWARD_HEADERS, ""), liberal=True)
-    return OtlpForward(settings.forward_otlp, headers)
+    return OtlpExporter(settings.forward_otlp, headers)
 
 
 def _end_without(sampler: Sampler, stopping: threading.Event) -> None:
@@ -287,8 +287,8 @@ def _end_without(sampler: Sampler, stopping: threading.Event) -> None:
             return
 
 
-def other_model(fields: dict[str, Any]) -> OtherModel:
-    from agentrl_proxy.dependencies import OtherModel
+def other_model(fields: dict[str, Any]) -> ProviderModel:
+    from agentrl_proxy.dependencies import ProviderModel
 
     variable = fields["api_key_env"]
     key = os.environ[variable] if variable else None
@@ -297,7 +297,7 @@ def other_model(fields: dict[str, Any]) -> OtherModel:
         key = "none"
     settings = {name: value for name, value in fields.items() if name != "api_key_env"}
     settings["params"] = filled(fields["params"], os.environ)
-    return OtherModel(**settings, api_key=key)
+    return ProviderModel(**settings, api_key=key)
 
 
 def variables_of(models: Mapping[str, Any]) -> list[str]:
@@ -344,7 +344,7 @@ class Gateway:
         host, port = listening.getsockname()[:2]
         here: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or host
         self.url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
-        self._process: Supervised
+        self._process: SupervisedProcess
         key = settings.operator_key
         self._client = httpx.Client(
             base_url=self.url,
@@ -355,7 +355,7 @@ class Gateway:
 
     def start(self) -> None:
         """Starts the process: as a fork of this one, if that saves the imports and is safe."""
-        self._process = Supervised(
+        self._process = SupervisedProcess(
             "gateway",
             python_module("agentrl.gateway.process", str(self._socket.fileno())),
             self._log,

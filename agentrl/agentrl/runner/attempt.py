@@ -31,8 +31,8 @@ from agentrl.runner.preload import third_party_modules
 from agentrl_tracer.context import current_rollout
 from agentrl_tracer.conventions import OUTPUT, REWARD_SPAN
 from agentrl_tracer.emit import emit_reward
-from agentrl_tracer.provider import finish, rollout_tracing, tracing
 from agentrl_tracer.schemas import Claim, Purpose
+from agentrl_tracer.tracing import finish, rollout_tracing, tracing
 
 _TRACEBACK_LINES = 12
 _LONGEST_ERROR = 4000
@@ -194,7 +194,7 @@ class _Host:
         active, rollout = rollout_tracing(), current_rollout()
         assert active is not None
         assert rollout is not None
-        active.attend(rollout)  # ``finish`` comes before the report
+        active.expect_finish(rollout)  # ``finish`` comes before the report
         error: str | None = None
         try:
             self._execute(claim, self._agent or self._load())

@@ -2,7 +2,7 @@
 
 For async agents only, and only where somebody asked for it (``--concurrency``): the rollouts share
 what the agent keeps at module level, and a task that blocks the loop blocks its neighbours. Calls,
-spans and rewards are told apart by ``agentrl_tracer.concurrent_context``, output by a context
+spans and rewards are told apart by ``agentrl_tracer.tracing``, output by a context
 variable.
 """
 
@@ -37,10 +37,9 @@ from agentrl.runner.attempt import (
 )
 from agentrl.runner.config import RunnerConfig
 from agentrl.runner.environment import attempt_environment, shared_environment
-from agentrl_tracer.concurrent_context import attributed
 from agentrl_tracer.conventions import OUTPUT
 from agentrl_tracer.emit import emit_reward
-from agentrl_tracer.provider import rollout_tracing, tracing
+from agentrl_tracer.tracing import attributed, rollout_tracing, tracing
 
 _log: ContextVar[TextIO | None] = ContextVar("agentrl_log", default=None)
 

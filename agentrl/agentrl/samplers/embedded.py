@@ -13,12 +13,12 @@ from typing import Any
 
 from agentrl_proxy.sampler import (
     ContextLengthError,
+    DecodingParams,
     FinishEvent,
     GrammarError,
     RefusalCode,
     RefusedError,
     SampleEvent,
-    SamplingParams,
     TokenEvent,
 )
 from agentrl_trainer.inference import (
@@ -87,7 +87,7 @@ class EmbeddedSampler:
         await asyncio.wrap_future(prepared)
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
         self._loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()

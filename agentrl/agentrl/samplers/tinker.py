@@ -22,11 +22,11 @@ from typing import Any
 from agentrl_proxy.rendering.detokenizer import Detokenizer
 from agentrl_proxy.sampler import (
     ContextLengthError,
+    DecodingParams,
     FinishEvent,
     GrammarError,
     RefusedError,
     SampleEvent,
-    SamplingParams,
     TokenEvent,
 )
 from agentrl_trainer import client as tinker_api
@@ -166,7 +166,7 @@ class TinkerSampler:
     # ---- sampling
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
         _require_possible(params)
         room = self.context_length - len(prompt_ids)
@@ -205,7 +205,7 @@ class TinkerSampler:
         self,
         choice: int,
         sequence: SampledSequence,
-        params: SamplingParams,
+        params: DecodingParams,
         version: int | None,
     ) -> list[SampleEvent]:
         """A finished answer, up to the token that completed a stop string."""
@@ -226,7 +226,7 @@ class TinkerSampler:
         return [*events, FinishEvent(choice, sequence.stop_reason, stop_string=text.stopped_by)]
 
 
-def _require_possible(params: SamplingParams) -> None:
+def _require_possible(params: DecodingParams) -> None:
     if params.grammar is not None:
         raise GrammarError(_NO_GRAMMARS)
     if params.logit_bias:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from agentrl.config.commands import TrainConfig
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_REWARD
+from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import seconds_row
 from agentrl.training.metrics_log import Journal
 from agentrl.training.session import Session, failures, plan_evaluation
-from agentrl.training.timing import Clock
 from agentrl_tracer.schemas import Rollout, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards
 
@@ -41,7 +41,7 @@ class HeldOut:
         session: Session,
         display: TrainDisplay,
         journal: Journal,
-        clock: Clock,
+        clock: PhaseTimer,
         steps: int,
         swap: Callable[[int], None],
     ) -> None:
@@ -61,7 +61,7 @@ class HeldOut:
         if (known := self._journal.held_out().get(step)) is not None:  # before it was resumed
             self._display.evaluated(step, known)
             return
-        clock = Clock()
+        clock = PhaseTimer()
         with clock("evaluation"):
             rollouts = self._session.execute(
                 plan_evaluation(

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from agentrl.config.algorithm import update_settings
 from agentrl.runs.summary import Summary
+from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import seconds_row
 from agentrl.training.run import TrainingRun
-from agentrl.training.timing import Clock
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.client import AdamParams, RefusedRows
 from agentrl_trainer.data.batch_assembly import StepBatch
@@ -45,7 +45,7 @@ def train(run: TrainingRun) -> Summary:
 
 def train_step(run: TrainingRun, step: int) -> None:
     """Groups of rollouts, their advantages, an update of each adapter, its new version."""
-    clock, parts = Clock(), Clock()
+    clock, parts = PhaseTimer(), PhaseTimer()
     with clock("rollouts"):
         taken = run.sample(step)
     with clock("update"):
@@ -69,7 +69,7 @@ def train_step(run: TrainingRun, step: int) -> None:
 
 
 def update(
-    run: TrainingRun, step: int, name: str, batch: StepBatch, clock: Clock
+    run: TrainingRun, step: int, name: str, batch: StepBatch, clock: PhaseTimer
 ) -> list[StepStats]:
     """Updates one adapter. What each epoch saw, the first before any update; the last one may not
     have been applied (``skipped_non_finite``). Nothing where there is nothing to learn, or where

@@ -17,6 +17,7 @@ from agentrl.console.live import TrainDisplay
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary, summarise
+from agentrl.timing import PhaseTimer
 from agentrl.training.batch import StepRecords, adapter_rules
 from agentrl.training.evaluation import HeldOut, greedy_note
 from agentrl.training.metrics import step_row
@@ -24,7 +25,6 @@ from agentrl.training.metrics_log import Journal
 from agentrl.training.rollout_queue import RolloutStream, StepRollouts
 from agentrl.training.session import RunError, Session
 from agentrl.training.step_notes import note_failures
-from agentrl.training.timing import Clock
 from agentrl.training.trained import load_trained
 from agentrl_tracer.schemas import Call, Json, Purpose
 from agentrl_trainer.client import APIFuture
@@ -52,7 +52,7 @@ class TrainingRun:
     ) -> None:
         self.config, self.session, self.display = config, session, display
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
-        self.clock = Clock()
+        self.clock = PhaseTimer()
         self.steps = steps_of(config, tasks)
         if note := greedy_note(config.evaluation.samples, config.evaluation.temperature):
             display.note(note)

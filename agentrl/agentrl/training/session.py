@@ -22,10 +22,10 @@ from agentrl.gateway.process import (
     import_gateway,
     variables_of,
 )
-from agentrl.progress import Waiting
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import planned_server
+from agentrl.timing import Waiting
 from agentrl.training.upkeep import Upkeep
 from agentrl_tracer.schemas import (
     AttemptState,

@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import answer
 
-from agentrl.import_lock import heavy_imports
-from agentrl_proxy.sampler import FinishEvent, SampleEvent, SamplingParams, TokenEvent
+from agentrl.timing import heavy_imports
+from agentrl_proxy.sampler import DecodingParams, FinishEvent, SampleEvent, TokenEvent
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 from agentrl_tracer.store import Store
 
@@ -40,7 +40,7 @@ class InstantSampler:
         self._events.append(FinishEvent(0, "length"))
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
         for event in self._events:
             yield event
@@ -71,7 +71,7 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         from transformers import AutoTokenizer
 
         from agentrl_proxy.app import create_app
-        from agentrl_proxy.dependencies import GatewayDeps
+        from agentrl_proxy.dependencies import GatewayDependencies
         from agentrl_proxy.rendering.renderer import Renderer
         from agentrl_proxy.server.uvicorn import bind, serve_on
         from agentrl_tracer.store.writer import TraceWriter
@@ -82,7 +82,7 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
     store.register_gateway(boot_id, run_id, os.getpid())
     writer = TraceWriter(store, boot_id)
     operator_key = secrets.token_hex(16)
-    deps = GatewayDeps(
+    deps = GatewayDependencies(
         sampler=InstantSampler(),
         renderer=Renderer(AutoTokenizer.from_pretrained(WEIGHTS)),
         store=store,

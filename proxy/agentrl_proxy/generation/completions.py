@@ -1,20 +1,17 @@
-"""Legacy ``/v1/completions``: bare prompts, straight to the sampler, no chat template.
+"""Answer legacy ``/v1/completions`` requests: one job of ChatService for each prompt.
 
-Knows the protocol's fields and objects. Does not know how a prompt is sampled and recorded: each
-one is a Job of ChatService, with rows and a place in the attempt's order of its own.
+Knows how the prompts' jobs make one answer. The protocol's fields are in protocols/completions.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl_proxy.errors import ApiError, Names, invalid
+from agentrl_proxy.errors import ApiError
 from agentrl_proxy.generation.service import BarePrompt, ChatService, Job
-from agentrl_proxy.protocols import chat_objects as wire
-from agentrl_proxy.protocols.chat import MAX_CHOICES, MAX_TOP_LOGPROBS, ChatRequest, chat_request
-from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.protocols import chat_objects
+from agentrl_proxy.protocols.completions import CompletionDialect, CompletionRequest
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.client_retries import EarlierAnswers
 from agentrl_proxy.requests.idempotency import Asked
@@ -25,126 +22,11 @@ from agentrl_tracer.ids import new_id
 
 JobT = TypeVar("JobT", bound=Accepted)
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
-
-
-@dataclass(slots=True)
-class CompletionRequest:
-    """A checked request: what every prompt is asked with, and the prompts."""
-
-    common: ChatRequest  # without messages
-    prompts: list[list[int]]
-    dialect: Completion
-    scored: bool  # with the log-probs of the prompts' own tokens
-
-    @property
-    def stream(self) -> bool:
-        return self.common.stream
-
-
-def completion_request(raw: dict[str, Any], renderer: Renderer) -> CompletionRequest:
-    """The checked request, or an ApiError that names the field that is wrong."""
-    echo, logprobs = check_legacy(raw)
-    limit = raw.get("max_tokens")
-    only_echo = echo and type(limit) is int and limit == 0  # nothing is sampled
-    scored = echo and logprobs is not None
-    if scored and raw.get("stream"):
-        raise invalid("stream", "echo and logprobs together are not streamed; send stream: false",
-                      code="unsupported_parameter")  # fmt: skip
-    if not echo and type(limit) is int and limit == 0:
-        raise invalid("max_tokens", "max_tokens must be an integer of at least 1, or 0 with echo")
-    common = chat_request(
-        {k: v for k, v in raw.items() if k not in CHAT_ONLY}
-        | {
-            "messages": [{"role": "user", "content": ""}],  # no chat has none
-            "logprobs": logprobs is not None,
-            "top_logprobs": logprobs,
-            "max_tokens": DEFAULT_MAX_TOKENS if limit is None or only_echo else limit,
-        }
-    )
-    if only_echo:
-        common.sampling["max_tokens"] = 0
-    common.messages = []
-    common.raw = raw
-    prompts = _prompts(raw.get("prompt"), renderer)
-    check_choices(len(prompts), common.n)
-    texts = [renderer.decode_raw(ids) for ids in prompts] if echo else []
-    dialect = Completion(include_usage=common.include_usage, n=common.n, echoed=texts)
-    common.dialect = dialect
-    return CompletionRequest(common, prompts, dialect, scored)
-
-
-def check_choices(prompts: int, n: int) -> None:
-    if prompts * n > MAX_CHOICES:
-        raise invalid("prompt", f"{prompts} prompts times n={n} are more than "
-                      f"{MAX_CHOICES} choices")  # fmt: skip
-
-
-def check_legacy(raw: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """``echo`` and ``logprobs`` of a request that has nothing nobody here can do."""
-    for name, instead in (
-        ("suffix", "put everything before the gap into `prompt`"),
-        ("best_of", "ask for `n` choices and choose among them"),
-    ):
-        if raw.get(name) is not None and not (
-            name == "best_of" and raw[name] == (raw.get("n") or 1)
-        ):
-            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
-    echo = raw.get("echo") or False
-    if not isinstance(echo, bool):
-        raise invalid("echo", "echo must be true or false")
-    logprobs = raw.get("logprobs")
-    if logprobs is not None and (
-        isinstance(logprobs, bool)
-        or not isinstance(logprobs, int)
-        or not 0 <= logprobs <= MAX_TOP_LOGPROBS
-    ):
-        raise invalid("logprobs", f"logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}")
-    return echo, logprobs
-
-
-CHAT_ONLY = frozenset(
-    ("messages", "tools", "tool_choice", "response_format", "max_completion_tokens")
-)
-
-
-def _prompts(value: Any, renderer: Renderer) -> list[list[int]]:
-    """Text, texts, token ids or lists of token ids, as lists of token ids."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise invalid("prompt", "prompt must be a text, token ids, or a non-empty list of either")
-    vocabulary = len(renderer.tokenizer)
-    return [_prompt(one, i, renderer, vocabulary) for i, one in enumerate(value)]
-
-
-def _prompt(value: Any, i: int, renderer: Renderer, vocabulary: int) -> list[int]:
-    where = f"prompt[{i}]"
-    if isinstance(value, str):
-        # No template writes the special tokens here, so the tokenizer adds its own.
-        ids = renderer.tokenizer.backend_tokenizer.encode(value, add_special_tokens=True).ids
-    elif isinstance(value, list) and all(_is_id(one) for one in value):
-        ids = value
-        wrong = next((one for one in ids if not 0 <= one < vocabulary), None)
-        if wrong is not None:
-            raise invalid(
-                "prompt", f"{where}: token ids go from 0 to {vocabulary - 1}; got {wrong}"
-            )
-    else:
-        raise invalid("prompt", f"{where} must be a text or a list of token ids")
-    if not ids:
-        raise invalid("prompt", f"{where} has no tokens; at least one is needed to go on from")
-    return ids
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
 
 class PromptsWork(RequestWork[JobT]):
     """Answers one request: a job per prompt, one answer for all."""
 
-    _dialect: Completion
+    _dialect: CompletionDialect
 
     async def _say(self, answer: dict[str, Any], write: Write | None) -> dict[str, Any]:
         if write is not None:
@@ -192,10 +74,10 @@ class CompletionWork(PromptsWork[Job]):
             raise
         finished = [] if asked is None else asked.parts()
         if finished:
-            heading = wire.heading_of(finished[0])
+            heading = chat_objects.heading_of(finished[0])
         else:
-            heading = wire.Heading(new_id(common.dialect.id_prefix), common.model)
-        missing = wire.missing(finished, len(request.prompts), common.n)
+            heading = chat_objects.Heading(new_id(common.dialect.id_prefix), common.model)
+        missing = chat_objects.missing(finished, len(request.prompts), common.n)
         bare = (
             BarePrompt(ids, heading, choices, request.scored)
             for ids, choices in zip(request.prompts, missing, strict=True)
@@ -204,158 +86,3 @@ class CompletionWork(PromptsWork[Job]):
         await self._accept_each(
             self._chat.accept(common, asked, self._caller, self._headers, one) for one in bare
         )
-
-
-@dataclass(slots=True)
-class _Said:
-    """What has been streamed of one choice."""
-
-    begun: bool = False
-    offset: int = 0  # characters in tokens with log-probs
-
-
-class Completion:
-    """OpenAI's text_completion objects.
-
-    Args:
-        n: choices per prompt.
-        echoed: the text of each prompt, to begin its choices with; empty: nothing is echoed.
-    """
-
-    id_prefix = "cmpl-"
-    names: Names = ()
-
-    def __init__(self, *, include_usage: bool, n: int, echoed: list[str]) -> None:
-        self._include_usage = include_usage
-        self._n = n
-        self._echoed = echoed
-        self._said: dict[int, _Said] = {}
-
-    def chunk(
-        self,
-        heading: wire.Heading,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        said = self._said.setdefault(index, _Said())
-        text = delta.get("content") or ""
-        if not said.begun:
-            said.begun = True
-            text = self._echo(index) + text
-        if not text and not logprobs and finish_reason is None:
-            return b""
-        legacy = None
-        if logprobs is not None:
-            legacy, said.offset = _legacy_logprobs(logprobs, said.offset)
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": legacy,
-            "finish_reason": finish_reason,
-        }
-        return wire.sse({**_heading(heading), "choices": [choice]})
-
-    def end(self, response: dict[str, Any]) -> bytes:
-        return b""  # other prompts may still be under way, see ``tail``
-
-    def tail(self, response: dict[str, Any]) -> bytes:
-        """What follows the last chunk of the last prompt."""
-        if not self._include_usage or not response["usage"]:
-            return wire.DONE
-        heading = _heading(wire.heading_of(response))
-        return wire.sse({**heading, "choices": [], "usage": response["usage"]}) + wire.DONE
-
-    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for one in response["choices"]:
-            entries = None if one["logprobs"] is None else one["logprobs"]["content"]
-            if "prompt_logprobs" in one:
-                entries = one["prompt_logprobs"] + (entries or [])
-            choice = {
-                "index": one["index"],
-                "text": self._echo(one["index"]) + (one["message"]["content"] or ""),
-                "logprobs": None if entries is None else _legacy_logprobs(entries, 0)[0],
-                "finish_reason": one["finish_reason"],
-            }
-            if "stop_reason" in one:
-                choice["stop_reason"] = one["stop_reason"]
-            choices.append(choice)
-        heading = _heading(wire.heading_of(response))
-        return {**heading, "choices": choices, "usage": response["usage"] or None}
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for one in said["choices"]:
-            text = one["text"].removeprefix(self._echo(one["index"]))
-            entries = None if one["logprobs"] is None else legacy_entries(one["logprobs"])
-            message = {"role": "assistant", "content": text}
-            choice = wire.choice(one["index"], message, one["finish_reason"], entries)
-            if "stop_reason" in one:
-                choice["stop_reason"] = one["stop_reason"]
-            choices.append(choice)
-        heading = wire.heading_of(said)
-        return wire.completion(heading, choices, said["usage"])
-
-    def failed(self, error: ApiError) -> bytes:
-        return wire.sse(error.body())
-
-    def _echo(self, index: int) -> str:
-        return self._echoed[index // self._n] if self._echoed else ""
-
-
-def _heading(heading: wire.Heading) -> dict[str, Any]:
-    return {
-        "id": heading.id,
-        "object": "text_completion",
-        "created": heading.created,
-        "model": heading.model,
-        "system_fingerprint": heading.fingerprint,
-    }
-
-
-def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[str, Any], int]:
-    """Chat's log-prob entries as the legacy object, and the offset at which the next begin."""
-    offsets: list[int] = []
-    for entry in entries:
-        data = entry["bytes"]
-        inside = bool(data) and _continues(data[0])  # the token goes on with a character begun
-        offsets.append(max(offset - inside, 0))
-        offset += sum(not _continues(byte) for byte in data)
-    legacy = {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [
-            None
-            if entry["logprob"] is None  # a prompt's first token
-            else {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-            for entry in entries
-        ],
-        "text_offset": offsets,
-    }
-    return legacy, offset
-
-
-def legacy_entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
-    """The log-probs of a text completion, as chat's. Of a character split over several tokens it
-    does not say the bytes."""
-    tops = legacy.get("top_logprobs") or []
-    entries: list[dict[str, Any]] = []
-    for i, (token, logprob) in enumerate(
-        zip(legacy["tokens"], legacy["token_logprobs"], strict=True)
-    ):
-        top = tops[i] if i < len(tops) and tops[i] else {}
-        entry = plain_entry(token, logprob)
-        entry["top_logprobs"] = [plain_entry(*pair) for pair in top.items()]
-        entries.append(entry)
-    return entries
-
-
-def plain_entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-
-
-def _continues(byte: int) -> bool:
-    return byte & 0xC0 == 0x80

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import (
     ApiError,
     context_length_exceeded,
@@ -24,13 +24,13 @@ from agentrl_proxy.errors import (
     unavailable,
 )
 from agentrl_proxy.generation.streaming import ChoiceReader, ChoiceStream
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import Key, Prompt, remember_reply, render_prompt
 from agentrl_proxy.rendering.detokenizer import first_stop, whole_text
-from agentrl_proxy.rendering.parser import Parser, PlainText, Reply, ToolCall
 from agentrl_proxy.rendering.structured_output import Constraint, Constraints
-from agentrl_proxy.requests.attempts import Attempt, Attempts
+from agentrl_proxy.rendering.tool_call_parser import ParsedReply, Parser, PlainTextParser, ToolCall
+from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.idempotency import Asked, Part
 from agentrl_proxy.requests.lifecycle import Accepted, CallLife, Recording
@@ -44,14 +44,15 @@ from agentrl_proxy.requests.recording import (
 )
 from agentrl_proxy.sampler import (
     ContextLengthError,
+    DecodingParams,
     FinishEvent,
     GrammarError,
     PromptScorer,
     RefusedError,
     SampleEvent,
-    SamplingParams,
 )
 from agentrl_proxy.server.sse import Write
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import CallState, SkipReason
 
@@ -66,7 +67,7 @@ class BarePrompt:
     """Tokens to go on from, no chat: the answer is plain text and no conversation to remember."""
 
     ids: list[int]
-    heading: wire.Heading  # shared by all prompts of a request
+    heading: chat_objects.Heading  # shared by all prompts of a request
     choices: list[int]  # those of the response that go on from this prompt, and are missing
     scored: bool = False  # the answer tells the log-probs of the prompt's tokens, too
 
@@ -77,7 +78,7 @@ class Job(Accepted):
 
     request: ChatRequest
     prompt: Prompt
-    params: SamplingParams
+    params: DecodingParams
     constraint: Constraint | None
     adapter: str | None
     record: CallRecord
@@ -95,7 +96,11 @@ class ChatService:
     """Answers chat completions."""
 
     def __init__(
-        self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
+        self,
+        deps: GatewayDependencies,
+        attempts: AttemptMemories,
+        stats: GatewayStats,
+        admission: Admission,
     ) -> None:
         self.deps = deps
         self.stats = stats
@@ -131,7 +136,7 @@ class ChatService:
             asked: what is remembered of the request; None: nothing is.
         """
         finished = [] if asked is None else asked.parts()
-        choices = wire.missing(finished, 1, request.n)[0] if bare is None else bare.choices
+        choices = chat_objects.missing(finished, 1, request.n)[0] if bare is None else bare.choices
         slot = self._admission.enter(len(choices))
         try:
             return await self._accept(
@@ -171,9 +176,9 @@ class ChatService:
             prompt = self.render(request, caller, headers)
             constraint = await self._constraints.of(request, opened=prompt.opened)
             if finished:
-                heading = wire.heading_of(finished[0])
+                heading = chat_objects.heading_of(finished[0])
             else:
-                heading = wire.Heading(new_id(request.dialect.id_prefix), request.model)
+                heading = chat_objects.Heading(new_id(request.dialect.id_prefix), request.model)
             heading.prompt_tokens = len(prompt.ids)
         else:
             prompt = Prompt(bare.ids, [], Key(b"", b"", adapter), goes_on=None)
@@ -246,7 +251,7 @@ class ChatService:
 
     def _params(
         self, request: ChatRequest, n: int, caller: Caller, prompt_tokens: int
-    ) -> SamplingParams:
+    ) -> DecodingParams:
         """Forced by the attempt > asked for > the attempt's defaults > the gateway's."""
         deps = self.deps
         sampling = {} if caller.attempt is None else (caller.attempt.sampling or {})
@@ -270,7 +275,7 @@ class ChatService:
         vocab = deps.renderer.vocab_size
         if any(token_id >= vocab for token_id, _ in request.logit_bias):
             raise invalid("logit_bias", f"logit_bias: this model's token ids are 0 to {vocab - 1}")
-        return SamplingParams(
+        return DecodingParams(
             n=n, top_logprobs=request.top_logprobs, logit_bias=request.logit_bias, **values
         )
 
@@ -347,7 +352,7 @@ class ChatService:
     def _begin(self, job: Job, write: Write | None) -> list[_Choice]:
         renderer, choices = self.deps.renderer, list[_Choice]()
         for index in job.choices:
-            parser: Parser = PlainText()
+            parser: Parser = PlainTextParser()
             if job.is_chat:
                 tools = job.request.tools or False
                 parser = renderer.parser(
@@ -377,8 +382,8 @@ class ChatService:
         events = await scorer.score(ids, job.adapter, job.params.top_logprobs)
         logprobs = [event.logprob for event in events]
         tops = [event.top or () for event in events]
-        rest = wire.logprob_entries(renderer, ids[1:], logprobs, tops, hidden=True)
-        [first] = wire.logprob_entries(renderer, ids[:1], [0.0], [()], hidden=True)
+        rest = chat_objects.logprob_entries(renderer, ids[1:], logprobs, tops, hidden=True)
+        [first] = chat_objects.logprob_entries(renderer, ids[:1], [0.0], [()], hidden=True)
         return [{**first, "logprob": None, "top_logprobs": None}, *rest]
 
     async def _sample(self, job: Job, choices: list[_Choice]) -> None:
@@ -451,11 +456,11 @@ class ChatService:
                 reason = "tool_calls"
             logprobs = None
             if job.request.logprobs:
-                logprobs = wire.logprob_entries(
+                logprobs = chat_objects.logprob_entries(
                     self.deps.renderer, one.ids, one.logprobs, one.tops, hidden=scores is not None
                 )
-            message = wire.message(choice.reply, choice.withdrawn)
-            said = wire.choice(choice.index, message, reason, logprobs)
+            message = chat_objects.message(choice.reply, choice.withdrawn)
+            said = chat_objects.choice(choice.index, message, reason, logprobs)
             if one.finish is not None and one.finish.stop_string is not None:
                 said["stop_reason"] = one.finish.stop_string  # as vLLM tells it
             if scores is not None:
@@ -463,8 +468,8 @@ class ChatService:
             if job.request.return_token_ids:
                 said["token_ids"] = one.ids
             choices.append(said)
-        usage = wire.usage(len(job.prompt.ids), sum(len(one.sampled.ids) for one in made))
-        response = wire.completion(heading, choices, usage)
+        usage = chat_objects.usage(len(job.prompt.ids), sum(len(one.sampled.ids) for one in made))
+        response = chat_objects.completion(heading, choices, usage)
         if job.request.return_token_ids:
             response["prompt_token_ids"] = job.prompt.ids
         return response
@@ -477,7 +482,7 @@ class ChatService:
         for one, said in zip(choices, response["choices"], strict=True):
             assert isinstance(one.reader, ChoiceStream)
             chunks += one.reader.last_chunks(one.reply, said)
-        whole = wire.together([*job.finished, response], job.request.n)
+        whole = chat_objects.together([*job.finished, response], job.request.n)
         chunks.append(job.request.dialect.end(whole))
         await write(b"".join(chunks))
 
@@ -493,12 +498,14 @@ class ChatService:
             for one, said in zip(made, response["choices"], strict=True):
                 self._remember(job, memory, said["message"], one.sampled, one.text)
                 if one.withdrawn:  # an agent may drop the calls that never became any
-                    self._remember(job, memory, wire.message(one.reply), one.sampled, one.text)
+                    self._remember(
+                        job, memory, chat_objects.message(one.reply), one.sampled, one.text
+                    )
 
         return remember
 
     def _remember(
-        self, job: Job, memory: Attempt, message: dict[str, Any], one: Sampled, text: str
+        self, job: Job, memory: AttemptMemory, message: dict[str, Any], one: Sampled, text: str
     ) -> None:
         """The answer is durable: nothing may fail it."""
         renderer, stop = self.deps.renderer, job.params.stop
@@ -539,7 +546,7 @@ class _Choice:
     reader: ChoiceStream | ChoiceReader | None
     # When it has been read:
     text: str = ""
-    reply: Reply = field(default_factory=Reply)
+    reply: ParsedReply = field(default_factory=ParsedReply)
     withdrawn: list[ToolCall] = field(default_factory=list[ToolCall])
 
     @property

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.detokenizer import Detokenizer
-from agentrl_proxy.rendering.parser import Parser, Reply, joined
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.tool_call_parser import ParsedReply, Parser, joined
 from agentrl_proxy.requests.recording import Sampled
 from agentrl_proxy.server.sse import Write
 
@@ -42,7 +42,7 @@ class ChoiceStream:
     def __init__(
         self,
         request: ChatRequest,
-        heading: wire.Heading,
+        heading: chat_objects.Heading,
         prompt_ids: list[int],
         stop: tuple[str, ...],
         index: int,
@@ -61,7 +61,7 @@ class ChoiceStream:
         self._tokens = Detokenizer(renderer.decode_raw, stop)
         self._sent = 0  # ids before this have their log-probs on the wire
         self._sent_entries = 0
-        self._held = Reply()
+        self._held = ParsedReply()
         self._begun = False
 
     async def push(self, one: Sampled) -> None:
@@ -70,7 +70,7 @@ class ChoiceStream:
         if self._renderer.is_hidden(token_id):
             return
         piece = self._tokens.push(token_id)
-        delta = wire.reply_delta(self._parser.feed(piece)) if piece else {}
+        delta = chat_objects.reply_delta(self._parser.feed(piece)) if piece else {}
         if not delta:
             return
         if not self._begun:
@@ -82,7 +82,7 @@ class ChoiceStream:
         logprobs = None
         if self._with_logprobs:
             start, self._sent = self._sent, len(one.ids)
-            logprobs = wire.logprob_entries(
+            logprobs = chat_objects.logprob_entries(
                 self._renderer, one.ids[start:], one.logprobs[start:], one.tops[start:]
             )
             self._sent_entries += len(logprobs)
@@ -92,11 +92,11 @@ class ChoiceStream:
         """Gives the parser the text that was held back; what it shows goes with the last chunks."""
         self._held = self._parser.feed(self._tokens.finish())
 
-    def last_chunks(self, whole: Reply, choice: dict[str, Any]) -> list[bytes]:
+    def last_chunks(self, whole: ParsedReply, choice: dict[str, Any]) -> list[bytes]:
         """What was held back, the tool calls, and the finish reason."""
         rest = self._parser.remainder(whole)
-        delta = wire.reply_delta(
-            Reply(
+        delta = chat_objects.reply_delta(
+            ParsedReply(
                 self._held.content + rest.content,
                 self._held.reasoning + rest.reasoning,
                 pieces=joined([*self._held.pieces, *rest.pieces]),
@@ -110,5 +110,7 @@ class ChoiceStream:
         chunks: list[bytes] = []
         if delta or logprobs:
             chunks.append(self._dialect.chunk(self._heading, self._index, delta, logprobs=logprobs))
-        chunks.append(wire.last_chunk(self._dialect, self._heading, choice, self._prompt_ids))
+        chunks.append(
+            chat_objects.last_chunk(self._dialect, self._heading, choice, self._prompt_ids)
+        )
         return chunks

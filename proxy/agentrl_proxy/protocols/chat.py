@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from agentrl_proxy.errors import ApiError, invalid
-from agentrl_proxy.protocols.chat_objects import Chat, Dialect
+from agentrl_proxy.protocols.chat_objects import ChatDialect, Dialect
 
 Schema = dict[str, Any]
 
@@ -260,7 +260,7 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         model=model,
         messages=_messages(raw.get("messages")),
         tools=tools,
-        dialect=Chat(include_usage=include_usage),
+        dialect=ChatDialect(include_usage=include_usage),
         stream=bool(raw.get("stream")),
         logprobs=logprobs,
         top_logprobs=top_logprobs,

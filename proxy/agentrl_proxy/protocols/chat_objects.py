@@ -3,7 +3,7 @@
 Knows their fields. Does not know how tokens are sampled or recorded.
 
 Inside, every answer is a chat completion. A ``Dialect`` says it in the protocol that the client
-speaks: ``Chat`` as it is; completions.py, responses.py and messages.py have the others.
+speaks: ``ChatDialect`` as it is; completions.py, responses.py and messages.py have the others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import orjson
 
 from agentrl_proxy.errors import ApiError, Names
-from agentrl_proxy.rendering.parser import CallPiece, Reply, ToolCall
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.tool_call_parser import CallPiece, ParsedReply, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
@@ -73,7 +73,7 @@ class Dialect(Protocol):
         ...
 
 
-def message(reply: Reply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
+def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
     """The assistant's message.
 
     Args:
@@ -175,7 +175,7 @@ def usage_chunk(heading: Heading, usage: dict[str, int]) -> bytes:
     )
 
 
-def reply_delta(reply: Reply) -> dict[str, Any]:
+def reply_delta(reply: ParsedReply) -> dict[str, Any]:
     delta: dict[str, Any] = {}
     if reply.reasoning:
         delta["reasoning_content"] = reply.reasoning
@@ -198,7 +198,7 @@ def tool_call_delta(message: dict[str, Any]) -> dict[str, Any]:
     return {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
 
 
-class Chat:
+class ChatDialect:
     """Chat completions as they are."""
 
     id_prefix = "chatcmpl-"
@@ -283,7 +283,7 @@ def last_chunk(
 ) -> bytes:
     """How a choice ended, and its token ids where a chat client asked for them."""
     reason = choice["finish_reason"]
-    if "token_ids" not in choice or not isinstance(dialect, Chat):
+    if "token_ids" not in choice or not isinstance(dialect, ChatDialect):
         return dialect.chunk(heading, choice["index"], {}, finish_reason=reason)
     return sse(
         {

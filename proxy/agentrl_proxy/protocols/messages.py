@@ -14,8 +14,7 @@ from typing import Any
 import orjson
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import chat_objects as wire
-from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols import chat_objects, translation
 from agentrl_proxy.protocols.chat import ChatRequest, chat_request
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -77,14 +76,14 @@ def count_request(raw: dict[str, Any]) -> ChatRequest:
     return request
 
 
-def messages_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], Messages]:
+def messages_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], MessagesDialect]:
     """A request to somebody else's model (LiteLLM's name) as a chat request's fields, and how the
     answer is said. What the model can read is its provider's to judge."""
     _has_max_tokens(raw)
     return count_elsewhere(raw, model)
 
 
-def count_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], Messages]:
+def count_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], MessagesDialect]:
     return _chat(raw, model)
 
 
@@ -99,7 +98,7 @@ def _has_max_tokens(raw: dict[str, Any]) -> None:
         raise invalid("max_tokens", "max_tokens is required: an integer of at least 1")
 
 
-def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], Messages]:
+def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], MessagesDialect]:
     _check(raw, ours=elsewhere is None)
     told = {**raw, "messages": [_with_errors_told(message) for message in raw["messages"]]}
     if elsewhere is None:
@@ -124,7 +123,7 @@ def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], M
     if elsewhere is not None and effort is not None:
         _put_effort(chat, effort, elsewhere)
     chat["stream"] = raw.get("stream")
-    return chat, Messages(names)
+    return chat, MessagesDialect(names)
 
 
 def _with_errors_told(message: dict[str, Any]) -> dict[str, Any]:
@@ -251,7 +250,7 @@ def _check_content(content: Any, where: str, ours: bool) -> None:
             _check_content(block["content"], f"{where}[{i}].content", ours)
 
 
-class Messages:
+class MessagesDialect:
     """A message whole, or as message_start, content blocks, message_delta and message_stop.
 
     Args:
@@ -269,7 +268,7 @@ class Messages:
 
     def chunk(
         self,
-        heading: wire.Heading,
+        heading: chat_objects.Heading,
         index: int,
         delta: dict[str, Any],
         *,
@@ -350,16 +349,18 @@ class Messages:
                 calls.append({"id": block["id"], "type": "function", "function": function})
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        choice = wire.choice(0, message, _FINISH_REASONS[said["stop_reason"]], None)
+        choice = chat_objects.choice(0, message, _FINISH_REASONS[said["stop_reason"]], None)
         if said["stop_sequence"] is not None:
             choice["stop_reason"] = said["stop_sequence"]
-        usage = wire.usage(said["usage"]["input_tokens"], said["usage"]["output_tokens"])
-        return wire.completion(wire.Heading(said["id"], said["model"]), [choice], usage)
+        usage = chat_objects.usage(said["usage"]["input_tokens"], said["usage"]["output_tokens"])
+        return chat_objects.completion(
+            chat_objects.Heading(said["id"], said["model"]), [choice], usage
+        )
 
     def failed(self, error: ApiError) -> bytes:
         return _event("error", error=anthropic_error(error)["error"])
 
-    def _start(self, heading: wire.Heading) -> bytes:
+    def _start(self, heading: chat_objects.Heading) -> bytes:
         usage = _usage({"prompt_tokens": heading.prompt_tokens, "completion_tokens": 0})
         message = {
             "id": heading.id,

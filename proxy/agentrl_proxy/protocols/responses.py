@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 
 from agentrl_proxy.errors import ApiError, Names, invalid
-from agentrl_proxy.protocols import chat_objects as wire
-from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols import chat_objects, translation
 from agentrl_proxy.protocols.chat import ChatRequest, chat_request
 
 # Refused unless null or false: the answer would be another one without them.
@@ -75,13 +74,13 @@ def responses_request(raw: dict[str, Any]) -> ChatRequest:
     return request
 
 
-def response_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], Responses]:
+def response_elsewhere(raw: dict[str, Any], model: str) -> tuple[dict[str, Any], ResponsesDialect]:
     """A request to somebody else's model (LiteLLM's name) as a chat request's fields, and how the
     answer is said. What the model can read is its provider's to judge."""
     return _chat(raw, model)
 
 
-def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], Responses]:
+def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], ResponsesDialect]:
     _check(raw, ours=elsewhere is None)
     chat = translation.chat_of_response(raw, elsewhere)
     wanted = _WITH_LOGPROBS in (raw.get("include") or ())
@@ -96,7 +95,7 @@ def _chat(raw: dict[str, Any], elsewhere: str | None) -> tuple[dict[str, Any], R
     for name in ("stop", "seed", "top_k"):  # not of this API, but of use
         if raw.get(name) is not None:
             chat[name] = raw[name]
-    return chat, Responses(raw)
+    return chat, ResponsesDialect(raw)
 
 
 def _check(raw: dict[str, Any], *, ours: bool) -> None:
@@ -194,7 +193,7 @@ def _check_parts(content: Any, where: str, ours: bool) -> None:
                           '{"type": "input_text", "text": "..."}')  # fmt: skip
 
 
-class Responses:
+class ResponsesDialect:
     """A response whole, or as its events. Item ids derive from the response's own."""
 
     id_prefix = "resp_"
@@ -206,7 +205,7 @@ class Responses:
             for name, default in _REPEATED.items()
         } | _ALWAYS
         self._sequence = 0
-        self._heading: wire.Heading | None = None  # once the stream has begun
+        self._heading: chat_objects.Heading | None = None  # once the stream has begun
         self._id = ""  # the response's, less its prefix
         self._items = 0  # closed ones, so the open one's index
         self._open: str | None = None  # reasoning, message or function_call
@@ -216,7 +215,7 @@ class Responses:
 
     def chunk(
         self,
-        heading: wire.Heading,
+        heading: chat_objects.Heading,
         index: int,
         delta: dict[str, Any],
         *,
@@ -273,7 +272,7 @@ class Responses:
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         [choice] = response["choices"]
         message = choice["message"]
-        heading = wire.heading_of(response)
+        heading = chat_objects.heading_of(response)
         self._id = heading.id.removeprefix(self.id_prefix)
         items: list[dict[str, Any]] = []
         if message.get("reasoning_content"):
@@ -306,10 +305,10 @@ class Responses:
             message |= {"content": message["content"] or None, "tool_calls": calls}
         if said["incomplete_details"] is not None:
             reason = _CUT[said["incomplete_details"]["reason"]]
-        heading = wire.Heading(said["id"], said["model"], created=said["created_at"])
-        usage = wire.usage(said["usage"]["input_tokens"], said["usage"]["output_tokens"])
-        choice = wire.choice(0, message, reason, entries or None)
-        return wire.completion(heading, [choice], usage)
+        heading = chat_objects.Heading(said["id"], said["model"], created=said["created_at"])
+        usage = chat_objects.usage(said["usage"]["input_tokens"], said["usage"]["output_tokens"])
+        choice = chat_objects.choice(0, message, reason, entries or None)
+        return chat_objects.completion(heading, [choice], usage)
 
     def failed(self, error: ApiError) -> bytes:
         assert self._heading is not None  # a stream that has not begun is refused, not failed
@@ -384,7 +383,7 @@ class Responses:
 
     def _response(
         self,
-        heading: wire.Heading,
+        heading: chat_objects.Heading,
         status: str,
         output: list[dict[str, Any]],
         usage: dict[str, Any] | None,

@@ -14,17 +14,17 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.translation import IMPORTING
 
 
-def make_router(models: Mapping[str, OtherModel]) -> Any:
+def make_router(models: Mapping[str, ProviderModel]) -> Any:
     """A Router that has been imported, and warmed up. Takes seconds: call it in a thread."""
     with IMPORTING:
         return _router(models)
 
 
-def _router(models: Mapping[str, OtherModel]) -> Any:
+def _router(models: Mapping[str, ProviderModel]) -> Any:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
     import litellm
     from litellm.router import Router

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 
 _SHORTEST = 8
 _ENVIRONMENT = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[a-z]+([-_ ./:][a-z0-9]+)*|[0-9.-]+")
 class Redaction:
     """Takes secrets out of texts."""
 
-    def __init__(self, models: Iterable[OtherModel]) -> None:
+    def __init__(self, models: Iterable[ProviderModel]) -> None:
         models = list(models)
         found = {text for one in models for text in _of(one)}
         if models:  # also where none has a key of its own: LiteLLM finds one there
@@ -39,7 +39,7 @@ class Redaction:
         return text
 
 
-def _of(model: OtherModel) -> Iterator[str]:
+def _of(model: ProviderModel) -> Iterator[str]:
     if model.api_key:
         yield model.api_key
     if model.api_base:

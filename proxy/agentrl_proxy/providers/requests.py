@@ -20,20 +20,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from agentrl_proxy.dependencies import OtherModel
+from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.errors import ApiError, invalid
-from agentrl_proxy.generation.completions import (
+from agentrl_proxy.generation.completions import PromptsWork
+from agentrl_proxy.protocols import chat_objects
+from agentrl_proxy.protocols.chat import MAX_CHOICES, check_chat, check_values
+from agentrl_proxy.protocols.completions import (
     CHAT_ONLY,
-    Completion,
-    PromptsWork,
+    CompletionDialect,
     check_choices,
     check_legacy,
 )
-from agentrl_proxy.protocols import chat_objects as wire
-from agentrl_proxy.protocols.chat import MAX_CHOICES, check_chat, check_values
 from agentrl_proxy.protocols.messages import count_elsewhere, messages_elsewhere
 from agentrl_proxy.protocols.responses import response_elsewhere
-from agentrl_proxy.providers.service import OtherJob, OtherModels, OtherRequest
+from agentrl_proxy.providers.service import ProviderJob, ProviderRequest, ProviderService
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.client_retries import EarlierAnswers
 from agentrl_proxy.requests.idempotency import Asked
@@ -41,39 +41,43 @@ from agentrl_proxy.server.sse import Write
 from agentrl_tracer.ids import new_id
 
 
-def chat_elsewhere(raw: dict[str, Any]) -> OtherRequest:
+def chat_elsewhere(raw: dict[str, Any]) -> ProviderRequest:
     """``/v1/chat/completions``: everything is the provider's to judge but what we need to know, and
     what LiteLLM would fall over."""
     stream, include_usage, n = _checked(raw)
     check_chat(raw)
-    return OtherRequest(raw["model"], raw, raw, wire.Chat(include_usage=include_usage), stream, n)
+    return ProviderRequest(
+        raw["model"], raw, raw, chat_objects.ChatDialect(include_usage=include_usage), stream, n
+    )
 
 
-def of_response(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+def of_response(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
     """``/v1/responses``."""
     stream, _, _ = _checked(raw)
     check_values(raw)
     chat, dialect = response_elsewhere(raw, model.model)
     chat.pop("n", None)  # not of this protocol
-    return OtherRequest(raw["model"], chat, raw, dialect, stream)
+    return ProviderRequest(raw["model"], chat, raw, dialect, stream)
 
 
-def of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+def of_message(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
     """``/v1/messages``."""
     stream, _, _ = _checked(raw)
     check_values(raw)
     chat, dialect = messages_elsewhere(raw, model.model)
     chat.pop("n", None)  # not of this protocol
-    return OtherRequest(raw["model"], chat, raw, dialect, stream)
+    return ProviderRequest(raw["model"], chat, raw, dialect, stream)
 
 
-def count_of_message(raw: dict[str, Any], model: OtherModel) -> OtherRequest:
+def count_of_message(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
     """``/v1/messages/count_tokens``."""
     chat, dialect = count_elsewhere(raw, model.model)
-    return OtherRequest(raw["model"], chat, raw, dialect, stream=False)
+    return ProviderRequest(raw["model"], chat, raw, dialect, stream=False)
 
 
-def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherRequest], Completion]:
+def of_completion(
+    raw: dict[str, Any], model: ProviderModel
+) -> tuple[list[ProviderRequest], CompletionDialect]:
     """``/v1/completions``: a request per prompt, of one heading, and how their answer is said."""
     stream, include_usage, n = _checked(raw)
     echo, logprobs = check_legacy(raw)
@@ -89,14 +93,14 @@ def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherReq
         raise invalid("prompt", "prompt must be a text or a non-empty list of texts: this is "
                       "somebody else's model, which knows none of our token ids")  # fmt: skip
     check_choices(len(prompts), n)
-    dialect = Completion(include_usage=include_usage, n=n, echoed=prompts if echo else [])
-    heading = wire.Heading(new_id(dialect.id_prefix), raw["model"])
+    dialect = CompletionDialect(include_usage=include_usage, n=n, echoed=prompts if echo else [])
+    heading = chat_objects.Heading(new_id(dialect.id_prefix), raw["model"])
     chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
     if logprobs is not None:
         in_text = model.model.startswith("text-completion-")  # such a provider's are a number
         chat |= {"logprobs": logprobs} if in_text else {"logprobs": True, "top_logprobs": logprobs}
     requests = [
-        OtherRequest(
+        ProviderRequest(
             raw["model"],
             {**chat, "messages": [{"role": "user", "content": prompt}]},
             raw,
@@ -111,13 +115,15 @@ def of_completion(raw: dict[str, Any], model: OtherModel) -> tuple[list[OtherReq
     return requests, dialect
 
 
-class OtherCountWork:
+class ProviderCountWork:
     """A request to ``/v1/messages/count_tokens``: nothing is recorded, so nobody needs its answer
     once its client has left."""
 
     keep_alone = False
 
-    def __init__(self, service: OtherModels, request: OtherRequest, model: OtherModel) -> None:
+    def __init__(
+        self, service: ProviderService, request: ProviderRequest, model: ProviderModel
+    ) -> None:
         self._service = service
         self._request = request
         self._model = model
@@ -129,15 +135,15 @@ class OtherCountWork:
         return self._request.dialect.failed(error)
 
 
-class OtherCompletionWork(PromptsWork[OtherJob]):
+class ProviderCompletionWork(PromptsWork[ProviderJob]):
     """A request to ``/v1/completions``; one job per prompt."""
 
     def __init__(
         self,
-        service: OtherModels,
+        service: ProviderService,
         answers: EarlierAnswers,
-        requests: list[OtherRequest],
-        dialect: Completion,
+        requests: list[ProviderRequest],
+        dialect: CompletionDialect,
         body: bytes,
         caller: Caller,
         headers: Mapping[str, str],
@@ -152,8 +158,8 @@ class OtherCompletionWork(PromptsWork[OtherJob]):
     async def _accept(self, asked: Asked | None) -> None:
         requests = self._requests
         if asked is not None and (finished := asked.parts()):
-            heading, n = wire.heading_of(finished[0]), self._same.n
-            missing = wire.missing(finished, len(requests), n)
+            heading, n = chat_objects.heading_of(finished[0]), self._same.n
+            missing = chat_objects.missing(finished, len(requests), n)
             # A provider is asked for all choices of a prompt; it may have given fewer.
             requests = [
                 replace(request, heading=heading, again=True)

@@ -28,21 +28,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats, OtherModel
+from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
 from agentrl_proxy.errors import ApiError, invalid, unavailable
-from agentrl_proxy.generation.completions import legacy_entries, plain_entry
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
+from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
 from agentrl_proxy.providers.deltas import Deltas
 from agentrl_proxy.providers.litellm import make_router
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import Gathered, complete
-from agentrl_proxy.requests.attempts import Attempts
+from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.idempotency import Asked
 from agentrl_proxy.requests.lifecycle import Accepted, CallLife
 from agentrl_proxy.requests.rate_limits import Admission, Slot
 from agentrl_proxy.requests.recording import agent_name, client_marks, row_id, trace_context
 from agentrl_proxy.server.sse import Write
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
@@ -68,27 +69,27 @@ _LONGEST_ERROR = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class OtherRequest:
+class ProviderRequest:
     """A checked request to another model, or one of its bare prompts."""
 
     name: str
     chat: Mapping[str, Any]  # what it asks, in the fields of chat completions
     raw: dict[str, Any]  # the wire request
-    dialect: wire.Dialect
+    dialect: chat_objects.Dialect
     stream: bool
     n: int = 1
-    heading: wire.Heading | None = None  # shared by all prompts of a request
+    heading: chat_objects.Heading | None = None  # shared by all prompts of a request
     first_choice: int = 0  # index in the response of this prompt's first choice
     again: bool = False  # it failed before, and has rows of that
 
 
 @dataclass(slots=True)
-class OtherJob(Accepted):
+class ProviderJob(Accepted):
     """An accepted request to another model."""
 
     name: str
     fields: dict[str, Any]  # the arguments of LiteLLM
-    dialect: wire.Dialect
+    dialect: chat_objects.Dialect
     first_choice: int
     calls: list[Call]  # one per choice
     noted: dict[str, Any] = field(default_factory=dict[str, Any])  # goes into the rows' params
@@ -96,23 +97,27 @@ class OtherJob(Accepted):
     sent: bool = False  # whether LiteLLM has got as far as asking the provider
 
 
-class OtherModels:
+class ProviderService:
     """Answers for the models of the configuration's ``models`` table."""
 
     def __init__(
-        self, deps: GatewayDeps, attempts: Attempts, stats: GatewayStats, admission: Admission
+        self,
+        deps: GatewayDependencies,
+        attempts: AttemptMemories,
+        stats: GatewayStats,
+        admission: Admission,
     ) -> None:
         self._deps = deps
         self._attempts = attempts
         self._stats = stats
         self._admission = admission
         self._life = CallLife(attempts, stats)
-        self._models = deps.other_models
+        self._models = deps.provider_models
         self._redaction = Redaction(self._models.values())
         self._router: asyncio.Task[Any] | None = None
         self._unforceable: dict[str, set[str]] = {}  # by model: settings that it refuses
 
-    def named(self, raw: Mapping[str, Any]) -> OtherModel | None:
+    def named(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """The model that a request asks for, if it is one of these."""
         name = raw.get("model")
         return self._models.get(name) if isinstance(name, str) else None
@@ -143,11 +148,11 @@ class OtherModels:
 
     async def accept(
         self,
-        request: OtherRequest,
+        request: ProviderRequest,
         asked: Asked | None,
         caller: Caller,
         headers: Mapping[str, str],
-    ) -> OtherJob:
+    ) -> ProviderJob:
         """What the gateway itself refuses is refused here, before a row exists."""
         slot = self._admission.enter(0)
         try:
@@ -158,12 +163,12 @@ class OtherModels:
 
     async def _accept(
         self,
-        request: OtherRequest,
+        request: ProviderRequest,
         asked: Asked | None,
         caller: Caller,
         headers: Mapping[str, str],
         slot: Slot,
-    ) -> OtherJob:
+    ) -> ProviderJob:
         attempt = caller.attempt
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         seq = 0
@@ -180,27 +185,27 @@ class OtherModels:
             # usage is recorded whether or not the client asked for it
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         name, dialect = request.name, request.dialect
-        heading = request.heading or wire.Heading(new_id(dialect.id_prefix), name)
+        heading = request.heading or chat_objects.Heading(new_id(dialect.id_prefix), name)
         calls = self._open(heading.id, request, caller, seq, headers)
-        return OtherJob(
+        return ProviderJob(
             caller, memory, asked, heading, slot, name, fields, dialect,
             request.first_choice, calls, forced=tuple(forced),
         )  # fmt: skip
 
-    def _forced(self, request: OtherRequest, caller: Caller) -> dict[str, Any]:
+    def _forced(self, request: ProviderRequest, caller: Caller) -> dict[str, Any]:
         """What the rollout forces on the policy's sampling, where this model stands in for it."""
         if caller.attempt is None or not self._models[request.name].is_policy:
             return {}
         forced: Mapping[str, Any] = (caller.attempt.sampling or {}).get("force") or {}
         return {name: value for name, value in forced.items() if name in _PASSED_ON}
 
-    async def give_up(self, job: OtherJob) -> None:
+    async def give_up(self, job: ProviderJob) -> None:
         """Ends an accepted job that will not be run: another part of its request was refused."""
         why = "another prompt of the request was refused"
         nothing = Gathered(job.heading).response()
         await self._life.give_up(job, self._finish(job, CallState.ERROR, nothing, why))
 
-    async def count(self, request: OtherRequest, model: OtherModel) -> int:
+    async def count(self, request: ProviderRequest, model: ProviderModel) -> int:
         """How long the prompt of a Messages request is: by the provider's own count where it has
         one, else LiteLLM's estimate. (Anthropic calls its own an estimate, too.)
 
@@ -218,7 +223,7 @@ class OtherModels:
         finally:
             slot.leave()
 
-    async def _counted(self, request: OtherRequest, model: OtherModel) -> int:
+    async def _counted(self, request: ProviderRequest, model: ProviderModel) -> int:
         import litellm
 
         in_time = asyncio.timeout(model.timeout)
@@ -259,7 +264,7 @@ class OtherModels:
     def _open(
         self,
         response_id: str,
-        request: OtherRequest,
+        request: ProviderRequest,
         caller: Caller,
         seq: int,
         headers: Mapping[str, str],
@@ -314,7 +319,7 @@ class OtherModels:
 
     # --- answering
 
-    async def run(self, job: OtherJob, write: Write | None) -> dict[str, Any]:
+    async def run(self, job: ProviderJob, write: Write | None) -> dict[str, Any]:
         """Asks the provider, records, answers. With ``write`` chunks leave as they come in.
 
         Raises:
@@ -323,7 +328,7 @@ class OtherModels:
         """
         return await self._life.run(job, self._run(job, write))
 
-    async def _run(self, job: OtherJob, write: Write | None) -> dict[str, Any]:
+    async def _run(self, job: ProviderJob, write: Write | None) -> dict[str, Any]:
         gathered = Gathered(job.heading)
         held: list[bytes] = []
         job.noted["usage_unknown"] = "the answer did not come to its end"
@@ -337,7 +342,10 @@ class OtherModels:
             else:
                 response = _whole(answer, job)
                 if write is not None:
-                    held = [*wire.replayed(job.dialect, response), job.dialect.end(response)]
+                    held = [
+                        *chat_objects.replayed(job.dialect, response),
+                        job.dialect.end(response),
+                    ]
             self._spend(job, response["usage"])
         except asyncio.CancelledError:
             state = CallState.CANCELLED
@@ -356,7 +364,7 @@ class OtherModels:
             await write(b"".join(held))
         return response
 
-    async def _ask(self, router: Any, job: OtherJob) -> Any:
+    async def _ask(self, router: Any, job: ProviderJob) -> Any:
         """Without what is forced on the model, where it refuses that."""
         refused = self._unforceable.setdefault(job.name, set())
         _leave_out(job, refused & {*job.forced})
@@ -378,7 +386,7 @@ class OtherModels:
                 _leave_out(job, found)
 
     async def _relay(
-        self, chunks: Any, job: OtherJob, gathered: Gathered, write: Write
+        self, chunks: Any, job: ProviderJob, gathered: Gathered, write: Write
     ) -> list[bytes]:
         """Passes chunks on as they come; returns those that say how a choice ended."""
         held: list[bytes] = []
@@ -421,12 +429,12 @@ class OtherModels:
         return held
 
     @staticmethod
-    def _spend(job: OtherJob, usage: Mapping[str, Any]) -> None:
+    def _spend(job: ProviderJob, usage: Mapping[str, Any]) -> None:
         """What the provider counted is spent, whatever becomes of its answer."""
         if job.memory is not None and job.memory.spent is not None:
             job.memory.spent.tokens += usage.get("total_tokens", 0)
 
-    def _refusal(self, job: OtherJob, error: Exception) -> ApiError:
+    def _refusal(self, job: ProviderJob, error: Exception) -> ApiError:
         """A provider's failure in OpenAI's shape."""
         if isinstance(error, ApiError):
             return error
@@ -476,7 +484,7 @@ class OtherModels:
     # --- recording
 
     async def _finish(
-        self, job: OtherJob, state: CallState, response: dict[str, Any], error: str | None = None
+        self, job: ProviderJob, state: CallState, response: dict[str, Any], error: str | None = None
     ) -> AttemptState | None:
         """Makes the rows durable; returns the attempt's state as of that commit."""
         ended_at = time.time()
@@ -501,7 +509,7 @@ class OtherModels:
         return next((s for s in states if s is not AttemptState.RUNNING), states[0])
 
 
-def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
+def _whole(answer: Any, job: ProviderJob) -> dict[str, Any]:
     said = answer.model_dump(exclude_none=True)
     job.heading.fingerprint = said.get("system_fingerprint")
     usage = said.get("usage") or {}
@@ -512,16 +520,16 @@ def _whole(answer: Any, job: OtherJob) -> dict[str, Any]:
     for choice in said["choices"]:
         choice["message"] = {"content": None, **choice["message"]}
         choices.append(complete(_placed(choice, job)))
-    return wire.completion(job.heading, choices, usage)
+    return chat_objects.completion(job.heading, choices, usage)
 
 
-def _streams_badly(model: OtherModel, n: int) -> bool:
+def _streams_badly(model: ProviderModel, n: int) -> bool:
     """What is asked whole, and told as a stream: of several choices LiteLLM streams one finish
     reason only, and whether a text completion's streamed usage is an estimate it does not say."""
     return n > 1 or model.model.startswith("text-completion-")
 
 
-def _placed(choice: dict[str, Any], job: OtherJob) -> dict[str, Any]:
+def _placed(choice: dict[str, Any], job: ProviderJob) -> dict[str, Any]:
     """A provider's choice as ours: its place in the whole response, log-probs in chat's form."""
     choice["index"] = choice.get("index", 0) + job.first_choice
     logprobs = choice.pop("logprobs", None)
@@ -544,7 +552,7 @@ def _filled_token(one: dict[str, Any]) -> dict[str, Any]:
     return {**plain_entry(one["token"], one["logprob"]), **one}
 
 
-def _note(job: OtherJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
+def _note(job: ProviderJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
     """What the Router and the provider say of an answer: which model, at what price."""
     hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
     extra = hidden.get("additional_headers") or {}
@@ -567,7 +575,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _refused_settings(error: Exception, job: OtherJob) -> set[str]:
+def _refused_settings(error: Exception, job: ProviderJob) -> set[str]:
     """Forced settings that the model cannot take: LiteLLM knows so, or the provider says so."""
     if getattr(error, "status_code", None) != 400:
         return set()
@@ -575,7 +583,7 @@ def _refused_settings(error: Exception, job: OtherJob) -> set[str]:
     return {name for name in job.forced if name in job.fields and name in said}
 
 
-def _leave_out(job: OtherJob, settings: Collection[str]) -> None:
+def _leave_out(job: ProviderJob, settings: Collection[str]) -> None:
     if not settings:
         return
     for name in settings:
@@ -587,7 +595,7 @@ def _leave_out(job: OtherJob, settings: Collection[str]) -> None:
     ]
 
 
-def _sets_sent(job: OtherJob) -> Callable[[dict[str, Any]], None]:
+def _sets_sent(job: ProviderJob) -> Callable[[dict[str, Any]], None]:
     """LiteLLM calls it with what it is about to do, and has done."""
 
     def note(details: dict[str, Any]) -> None:

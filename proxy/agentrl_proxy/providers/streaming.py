@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
 
 
 class Gathered:
     """The answer that a stream's chunks add up to."""
 
-    def __init__(self, heading: wire.Heading) -> None:
+    def __init__(self, heading: chat_objects.Heading) -> None:
         self._heading = heading
         self._choices: dict[int, dict[str, Any]] = {}
         self.usage: dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class Gathered:
 
     def response(self) -> dict[str, Any]:
         choices = [complete(self._choices[i]) for i in sorted(self._choices)]
-        return wire.completion(self._heading, choices, self.usage or {})
+        return chat_objects.completion(self._heading, choices, self.usage or {})
 
 
 def _merge(whole: dict[str, Any], delta: dict[str, Any]) -> None:

@@ -153,7 +153,7 @@ def render_prompt(
     adapter: str | None,
 ) -> Prompt:
     """Prompt ids of wire messages, continuing a remembered conversation where possible."""
-    normal = renderer.normalise(messages)
+    normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
     opened = text.endswith(renderer.generation_prompt)
     keys = _keys(normal, tools, adapter)
@@ -204,7 +204,7 @@ def remember_reply(
         kept = _ids_of(renderer, kept, text)
     elif kept and renderer.is_stop(kept[-1]):
         kept.pop()  # the turn's end is written by the template, see _continue
-    normal = renderer.normalise([reply])[0]
+    normal = renderer.normalize([reply])[0]
     conversations.asked(prompt.key)
     conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.goes_on))
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentrl_proxy.errors import invalid
-from agentrl_proxy.rendering.parser import Reply, ReplyFormat, ReplyParser, Tools
 from agentrl_proxy.rendering.templates import response_template as family_template
+from agentrl_proxy.rendering.tool_call_parser import ParsedReply, ReplyParser, ReplyTemplate, Tools
 
 Message = dict[str, Any]
 
@@ -53,17 +53,17 @@ class Renderer:
             self._stop_ids |= {end_ids[0]}
         self._texts: dict[int, str] = {}  # of single tokens
         self._hidden = self._hidden_ids(special, template)
-        self._format = ReplyFormat(template, self.generation_prompt)
+        self._format = ReplyTemplate(template, self.generation_prompt)
         self.vocab_size = len(tokenizer)
-        self._unopened = ReplyFormat(template, "")
+        self._unopened = ReplyTemplate(template, "")
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         self._token_bytes: dict[int, bytes] = {}
 
     # --- messages to ids
 
-    def normalise(self, messages: Sequence[Message]) -> list[Message]:
+    def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Messages as templates want them: text contents, tool arguments as values."""
-        return [self._normalise_one(message, i) for i, message in enumerate(messages)]
+        return [self._normalize_one(message, i) for i, message in enumerate(messages)]
 
     def text(
         self,
@@ -101,7 +101,7 @@ class Renderer:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         """Prompt ids of raw (wire) messages."""
-        return self.encode(self.text(self.normalise(messages), tools))
+        return self.encode(self.text(self.normalize(messages), tools))
 
     # --- ids to text and replies
 
@@ -148,7 +148,7 @@ class Renderer:
         """What opens and closes the reasoning of a reply; None if replies have none."""
         return self._format.reasoning_marks
 
-    def parse(self, ids: Sequence[int], *, tools: bool = True) -> Reply:
+    def parse(self, ids: Sequence[int], *, tools: bool = True) -> ParsedReply:
         """What response ids say: content, tool calls, reasoning."""
         parser = self.parser(tools=tools)
         parser.feed(self.decode(ids))
@@ -163,7 +163,7 @@ class Renderer:
 
     # --- inside
 
-    def _normalise_one(self, message: Message, index: int) -> Message:
+    def _normalize_one(self, message: Message, index: int) -> Message:
         role = message["role"]
         if role == "developer" and not self._knows_developer:
             role = "system"

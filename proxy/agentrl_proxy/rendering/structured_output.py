@@ -243,8 +243,8 @@ def _written(renderer: Renderer, names: list[str]) -> str | None:
     user: Message = {"role": "user", "content": "x"}
     reply: Message = {"role": "assistant", "content": None, "tool_calls": calls}
     try:
-        asked = renderer.text(renderer.normalise([user]), tools, generate=False)
-        replied = renderer.text(renderer.normalise([user, reply]), tools, generate=False)
+        asked = renderer.text(renderer.normalize([user]), tools, generate=False)
+        replied = renderer.text(renderer.normalize([user, reply]), tools, generate=False)
     except Exception:  # a template may raise anything; then its form is not known
         return None
     if not replied.startswith(asked):

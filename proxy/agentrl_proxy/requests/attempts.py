@@ -29,7 +29,7 @@ class Spent:
 
 
 @dataclass(slots=True)
-class Attempt:
+class AttemptMemory:
     """The memory of one attempt."""
 
     next_seq: int | None = None
@@ -52,20 +52,20 @@ class Attempt:
         return seq
 
 
-class Attempts:
+class AttemptMemories:
     """Attempts seen lately, least recently used first. Bounded, and idle ones are dropped."""
 
     def __init__(self) -> None:
-        self._by_id: OrderedDict[str, Attempt] = OrderedDict()
+        self._by_id: OrderedDict[str, AttemptMemory] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def get(self, attempt_id: str) -> Attempt:
+    def get(self, attempt_id: str) -> AttemptMemory:
         attempt = self._by_id.get(attempt_id)
         now = time.monotonic()
         if attempt is None:
-            attempt = self._by_id[attempt_id] = Attempt()
+            attempt = self._by_id[attempt_id] = AttemptMemory()
             self._sweep(now)
         attempt.used_at = now
         attempt.patience = QUIET_S

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeVar
 
-from agentrl_proxy.dependencies import GatewayStats, GatewayStore
+from agentrl_proxy.dependencies import GatewayStore
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.conventions import ROLLOUT_HEADER as CONTEXT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState
 

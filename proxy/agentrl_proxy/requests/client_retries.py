@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayStats, GatewayStore
-from agentrl_proxy.protocols import chat_objects as wire
-from agentrl_proxy.requests.attempts import Attempt, Attempts
+from agentrl_proxy.dependencies import GatewayStore
+from agentrl_proxy.protocols import chat_objects
+from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.idempotency import RETRY_WITHIN_S, Asked, Part
 from agentrl_proxy.requests.recording import agent_name
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.schemas import Call, CallState, PastCall
 
 _LOOKING_AT_ONCE = 4  # after a restart many clients retry; the store has others to serve
@@ -38,7 +39,7 @@ class Identity:
 
     key: bytes
     raw: dict[str, Any]
-    dialect: wire.Dialect
+    dialect: chat_objects.Dialect
     agent: str | None
     name: str | None  # its idempotency key
     prompts: int
@@ -48,7 +49,7 @@ class Identity:
 def identity(
     raw: dict[str, Any],
     body: bytes,
-    dialect: wire.Dialect,
+    dialect: chat_objects.Dialect,
     headers: Mapping[str, str],
     prompts: int,
     n: int,
@@ -63,7 +64,7 @@ def identity(
 class EarlierAnswers:
     """The answers that have been given, whichever service gave them."""
 
-    def __init__(self, store: GatewayStore, attempts: Attempts, stats: GatewayStats) -> None:
+    def __init__(self, store: GatewayStore, attempts: AttemptMemories, stats: GatewayStats) -> None:
         self._store = store
         self._attempts = attempts
         self._stats = stats
@@ -98,13 +99,13 @@ class EarlierAnswers:
             requests.refused(asked, comes_back=comes_back)
 
 
-def _knows_all(memory: Attempt, key: bytes) -> bool:
+def _knows_all(memory: AttemptMemory, key: bytes) -> bool:
     """Whether there is nothing to be recalled of such requests."""
     requests = memory.requests
     return (memory.first_seq == 0 or requests.was_recalled(key)) and requests.knows(key)
 
 
-def _recall(memory: Attempt, past: Iterable[PastCall], same: Identity) -> None:
+def _recall(memory: AttemptMemory, past: Iterable[PastCall], same: Identity) -> None:
     """Gives memory back what the store has of such requests."""
     known = memory.requests.knows(same.key)
     requests: dict[str, list[PastCall]] = {}
@@ -163,13 +164,13 @@ def _parts(calls: Sequence[Call], same: Identity) -> tuple[list[Part], bool]:
         said = [_said(row.response or {}, same.dialect) for row in done]
         choices = [choice for one in said for choice in one["choices"]]
         parts.append({**said[0], "choices": choices, "usage": said[0]["usage"] or {}})
-    missing = wire.missing(parts, same.prompts, same.n)
+    missing = chat_objects.missing(parts, same.prompts, same.n)
     if _is_theirs(calls[0]):
         return parts, all(len(choices) < same.n for choices in missing)
     return parts, not any(missing)
 
 
-def _said(recorded: dict[str, Any], dialect: wire.Dialect) -> Part:
+def _said(recorded: dict[str, Any], dialect: chat_objects.Dialect) -> Part:
     # Of other models the chat completion is recorded, whatever the protocol.
     return recorded if recorded.get("object") == "chat.completion" else dialect.read(recorded)
 

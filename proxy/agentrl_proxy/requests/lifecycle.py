@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.errors import attempt_sealed, unavailable
-from agentrl_proxy.protocols import chat_objects as wire
-from agentrl_proxy.requests.attempts import Attempt, Attempts
+from agentrl_proxy.protocols import chat_objects
+from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.idempotency import Asked
 from agentrl_proxy.requests.rate_limits import Slot
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.schemas import AttemptState, CallState
 
 log = logging.getLogger("agentrl.proxy")
@@ -33,9 +33,9 @@ class Accepted:
     """An accepted request: its rows are open."""
 
     caller: Caller
-    memory: Attempt | None
+    memory: AttemptMemory | None
     asked: Asked | None  # the request of which this is a job; with a memory always
-    heading: wire.Heading
+    heading: chat_objects.Heading
     slot: Slot  # its place among those being answered
     committing: bool = field(default=False, init=False)
     """Its client left, and its rows are on their way to the store."""
@@ -50,7 +50,7 @@ class Accepted:
 class CallLife:
     """Counts, records and ends accepted requests."""
 
-    def __init__(self, attempts: Attempts, stats: GatewayStats) -> None:
+    def __init__(self, attempts: AttemptMemories, stats: GatewayStats) -> None:
         self._attempts = attempts
         self._stats = stats
         self._alone = set[asyncio.Task[AttemptState | None]]()  # commits whose clients left

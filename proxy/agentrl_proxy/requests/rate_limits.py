@@ -11,10 +11,11 @@ import random
 import time
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDeps, GatewayStats
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import budget_exceeded, overloaded
-from agentrl_proxy.requests.attempts import Attempt, Spent
+from agentrl_proxy.requests.attempts import AttemptMemory, Spent
 from agentrl_proxy.requests.auth import ask
+from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.schemas import AttemptRef
 
 _LONGEST_RETRY_S = 30
@@ -40,7 +41,7 @@ class Slot:
 class Admission:
     """Counts what is being answered, and refuses what would be too much."""
 
-    def __init__(self, deps: GatewayDeps, stats: GatewayStats) -> None:
+    def __init__(self, deps: GatewayDependencies, stats: GatewayStats) -> None:
         self._deps = deps
         self._stats = stats
         self._requests = 0
@@ -76,7 +77,7 @@ class Admission:
             self._usual_s += 0.1 * (seconds - self._usual_s)
 
     async def within_budget(
-        self, attempt: AttemptRef, memory: Attempt, choices: int, prompt_tokens: int
+        self, attempt: AttemptRef, memory: AttemptMemory, choices: int, prompt_tokens: int
     ) -> int | None:
         """How many tokens each choice may still sample; None: no limit.
 

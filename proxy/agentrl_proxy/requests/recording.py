@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from agentrl_proxy.dependencies import TraceSink
-from agentrl_proxy.sampler import FinishEvent, SamplingParams, TokenEvent
+from agentrl_proxy.sampler import DecodingParams, FinishEvent, TokenEvent
 from agentrl_tracer.conventions import AGENT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
 
@@ -137,7 +137,7 @@ def open_calls(
     constrained: str | None = None,
     branched: str | None = None,
     not_enforced: Sequence[str] = (),
-    params: SamplingParams,
+    params: DecodingParams,
     request: dict[str, Any],
     headers: Mapping[str, str],
     choices: Sequence[int],

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from agentrl_proxy.errors import ApiError
-from agentrl_proxy.protocols import chat_objects as wire
+from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.client_retries import EarlierAnswers, identity
 from agentrl_proxy.requests.idempotency import Asked, Part, State
@@ -51,7 +51,7 @@ class RequestWork(ABC, Generic[JobT]):
         self,
         service: Service,
         answers: EarlierAnswers,
-        dialect: wire.Dialect,
+        dialect: chat_objects.Dialect,
         raw: dict[str, Any],
         body: bytes,
         caller: Caller,
@@ -105,14 +105,14 @@ class RequestWork(ABC, Generic[JobT]):
                 await self.accept(asked)
         if write is not None:
             for part in parts:
-                for chunk in wire.replayed(self._dialect, part):
+                for chunk in chat_objects.replayed(self._dialect, part):
                     await write(chunk)
         try:
             parts = [*parts, *await self._run(write)]
         except ApiError as error:
             error.rename(self._dialect.names)
             raise
-        together = wire.together(parts, self._same.n)
+        together = chat_objects.together(parts, self._same.n)
         if write is not None and not self._jobs:
             await write(self._dialect.end(together))
         return await self._say(together, write)
@@ -155,7 +155,7 @@ class OneJob(RequestWork[Accepted]):
         self,
         service: Service,
         answers: EarlierAnswers,
-        dialect: wire.Dialect,
+        dialect: chat_objects.Dialect,
         request: Any,
         body: bytes,
         caller: Caller,

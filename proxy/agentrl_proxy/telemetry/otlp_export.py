@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from agentrl_proxy.dependencies import TraceSink
+from agentrl_proxy.dependencies import SpanExporter, TraceSink
 from agentrl_tracer.conventions import (
     AGENT_NAME,
     EVALUATION_EXPLANATION,
@@ -40,7 +40,7 @@ _PASSING = frozenset(
 _RESOURCE = {"service.name": "agentrl-gateway"}
 
 
-class OtlpForward:
+class OtlpExporter:
     """Sends spans on from a thread of its own.
 
     Args:
@@ -106,7 +106,7 @@ class OtlpForward:
     def _send(self, session: Any, spans: list[Span]) -> None:
         import requests
 
-        from agentrl_tracer.otlp import export_request
+        from agentrl_tracer.otlp_codec import export_request
 
         body = export_request(spans)
         problem = ""
@@ -134,10 +134,10 @@ class OtlpForward:
             log.warning("the OTLP backend %s does not get everything: %s", self.url, why)
 
 
-class ForwardingSink:
+class ExportingSink:
     """A sink that lets another one record, and then tells the backend."""
 
-    def __init__(self, writer: TraceSink, forward: OtlpForward) -> None:
+    def __init__(self, writer: TraceSink, forward: SpanExporter) -> None:
         self._writer = writer
         self._forward = forward
 

@@ -25,7 +25,7 @@ log = logging.getLogger("agentrl.proxy")
 
 async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: str) -> Response:
     """An OTLP/HTTP export. Spans that carry rewards become rewards of their attempt."""
-    from agentrl_tracer.otlp import parse_traces, rewards_in
+    from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in ("application/x-protobuf", "application/json"):

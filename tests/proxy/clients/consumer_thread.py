@@ -13,8 +13,7 @@ import threading
 
 import openai
 
-from agentrl_tracer.concurrent_context import attributed
-from agentrl_tracer.provider import tracing
+from agentrl_tracer.tracing import attributed, tracing
 
 CLIENT = openai.OpenAI(max_retries=0)
 JOBS: queue.Queue = queue.Queue()

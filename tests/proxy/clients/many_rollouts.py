@@ -23,8 +23,7 @@ import requests
 from opentelemetry import trace
 
 from agentrl import emit, emit_reward
-from agentrl_tracer.concurrent_context import attributed
-from agentrl_tracer.provider import rollout_tracing, tracing
+from agentrl_tracer.tracing import attributed, rollout_tracing, tracing
 
 SYNC = openai.OpenAI(max_retries=0)
 ASYNC = openai.AsyncOpenAI(max_retries=0)

@@ -1,19 +1,19 @@
-"""Spans from CrewAI's events, by the gen_ai.* conventions.
+"""Turn CrewAI's events into spans that follow the gen_ai.* conventions.
 
-Knows the types of CrewAI's public events and the bus they pass through. Handlers of the bus run in
-other threads, too late to be anybody's parent; so the bus's ``emit`` itself is followed, in the
-context of whoever emits: an event that begins something makes its span current there, the one that
-ends it restores what was current before.
+CrewAI's event handlers run in other threads, too late to set a current span. So the event bus's
+public ``emit`` is wrapped, in the context of its caller: an event that begins an operation makes
+its span current, and the event that ends the operation restores the span before it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import wrapt
 from opentelemetry import context as otel
 from opentelemetry import trace
 
@@ -21,208 +21,194 @@ from agentrl_tracer.conventions import AGENT_NAME, RESPONSE_ID
 
 logger = logging.getLogger("agentrl")
 
-_WITHIN = otel.create_key("agentrl-crewai")
+_OPERATION = otel.create_key("agentrl-crewai")
 
-_BEGINS = {
-    "flow_started": "flow",
-    "method_execution_started": "method",
-    "crew_kickoff_started": "crew",
-    "task_started": "task",
-    "agent_execution_started": "agent",
-    "lite_agent_execution_started": "agent",
-    "llm_call_started": "llm",
-    "tool_usage_started": "tool",
+# Operation kind → the beginnings of its event names, and how those names end when it ends.
+_EVENTS = {
+    "flow": ("flow", ("finished", "failed", "paused")),
+    "method": ("method_execution", ("finished", "failed", "paused")),
+    "crew": ("crew_kickoff", ("completed", "failed")),
+    "task": ("task", ("completed", "failed")),
+    "agent": ("agent_execution", ("completed", "error")),
+    "lite_agent": ("lite_agent_execution", ("completed", "error")),
+    "llm": ("llm_call", ("completed", "failed")),
+    "tool": ("tool_usage", ("finished", "error")),
 }
+_KINDS = {kind: kind.removeprefix("lite_") for kind in _EVENTS}
+_BEGINS = {f"{event}_started": _KINDS[kind] for kind, (event, _) in _EVENTS.items()}
 _ENDS = {
-    "flow_finished": "flow",
-    "flow_failed": "flow",
-    "flow_paused": "flow",
-    "method_execution_finished": "method",
-    "method_execution_failed": "method",
-    "method_execution_paused": "method",
-    "crew_kickoff_completed": "crew",
-    "crew_kickoff_failed": "crew",
-    "task_completed": "task",
-    "task_failed": "task",
-    "agent_execution_completed": "agent",
-    "agent_execution_error": "agent",
-    "lite_agent_execution_completed": "agent",
-    "lite_agent_execution_error": "agent",
-    "llm_call_completed": "llm",
-    "llm_call_failed": "llm",
-    "tool_usage_finished": "tool",
-    "tool_usage_error": "tool",
+    f"{event}_{ending}": _KINDS[kind]
+    for kind, (event, endings) in _EVENTS.items()
+    for ending in endings
 }
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
-    """Something that has begun, and what was current before it."""
+class _Operation:
+    """A running operation and what was current before it."""
 
     kind: str
     span: trace.Span
     before: otel.Context
-    outer: _Running | None
+    outer: _Operation | None
 
 
-def watch_crewai() -> None:
-    """Follows the event bus from now on. Once per process."""
+def trace_crewai(
+    parent: Callable[[], otel.Context | None], openai_is_instrumented: Callable[[], bool]
+) -> None:
+    """Trace CrewAI's event bus from now on. Call once per process.
+
+    Args:
+        parent: returns the context in which new spans start.
+        openai_is_instrumented: whether calls through the openai SDK already have spans.
+    """
     from crewai.events.event_bus import CrewAIEventsBus
 
-    emit = CrewAIEventsBus.emit
-    if getattr(emit, "_agentrl", False):
-        return
+    begin = functools.partial(_begin, parent)
 
-    @functools.wraps(emit)
-    def followed(self: Any, source: Any, event: Any) -> Any:
-        # Handlers run in copies of this context: they see a span that began, or one still open.
-        _follow(_BEGINS, _begin, source, event)
+    def follow(kinds: Mapping[str, str], handle: Any, source: Any, event: Any) -> None:
+        kind = kinds.get(getattr(event, "type", ""))
+        if kind is None:
+            return
+        module = type(source).__module__
+        if kind in ("flow", "method") and module.startswith("crewai."):
+            return  # agents are flows internally
+        by_openai = kind == "llm" and module.startswith("crewai.llms.providers.openai")
+        if by_openai and openai_is_instrumented():
+            return
         try:
-            return emit(self, source, event)
-        finally:
-            _follow(_ENDS, _end, source, event)
+            handle(kind, source, event)
+        except Exception:  # a newer CrewAI may change its events; the agent must go on
+            logger.debug("could not trace CrewAI's %s", event.type, exc_info=True)
 
-    followed._agentrl = True  # pyright: ignore[reportAttributeAccessIssue]
-    CrewAIEventsBus.emit = followed
+    def emit(wrapped: Any, _bus: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source, event = (*args, *(kwargs[name] for name in ("source", "event") if name in kwargs))
+        # Handlers run in copies of this context: they see the span that begins or is still open.
+        follow(_BEGINS, begin, source, event)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            follow(_ENDS, _end, source, event)
+
+    wrapt.wrap_function_wrapper(CrewAIEventsBus, "emit", emit)
 
 
 def flush_events() -> None:
-    """Waits for the bus's own handlers: they may emit rewards."""
+    """Wait for the event bus's handlers, which may emit rewards."""
     from crewai.events import crewai_event_bus
 
     crewai_event_bus.flush(5.0)
 
 
-def _follow(kinds: Mapping[str, str], follow: Any, source: Any, event: Any) -> None:
-    kind = kinds.get(getattr(event, "type", ""))
-    if kind is None or _seen_otherwise(kind, source):
-        return
-    try:
-        follow(kind, source, event)
-    except Exception:  # a newer CrewAI's events; the agent must not suffer
-        logger.debug("could not follow CrewAI's %s", event.type, exc_info=True)
-
-
-def _seen_otherwise(kind: str, source: Any) -> bool:
-    module = type(source).__module__
-    if kind in ("flow", "method"):
-        return module.startswith("crewai.")  # its agents are flows inside: of no use to a reader
-    if kind == "llm" and module.startswith("crewai.llms.providers.openai"):
-        from agentrl_tracer.instrumentation.registry import openai_is_watched
-
-        return openai_is_watched()
-    return False
-
-
-def _begin(kind: str, source: Any, event: Any) -> None:
-    from agentrl_tracer.provider import rollout_tracing
-
-    active = rollout_tracing()
-    if active is None:
-        return
+def _begin(parent: Callable[[], otel.Context | None], kind: str, source: Any, event: Any) -> None:
     name, attributes = _describe(kind, source, event)
-    known = {key: value for key, value in attributes.items() if value is not None}
-    before = otel.get_current()
     span = trace.get_tracer("agentrl.crewai").start_span(
         name,
-        active.parent(),
+        parent(),
         kind=trace.SpanKind.CLIENT if kind == "llm" else trace.SpanKind.INTERNAL,
-        attributes=known,
+        attributes=_known(attributes),
     )
-    running = _Running(kind, span, before, _running())
-    otel.attach(otel.set_value(_WITHIN, running, trace.set_span_in_context(span)))
+    operation = _Operation(kind, span, otel.get_current(), _current())
+    otel.attach(otel.set_value(_OPERATION, operation, trace.set_span_in_context(span)))
 
 
 def _end(kind: str, _source: Any, event: Any) -> None:
-    """Ends the innermost of its kind, and what was left open inside it."""
-    found = _running()
-    while found is not None and found.kind != kind:
+    """End the innermost operation of a kind, and the operations left open inside it."""
+    ended: list[_Operation] = []
+    found = _current()
+    while found is not None:
+        ended.append(found)
+        if found.kind == kind:
+            break
         found = found.outer
     if found is None:
         return
     if kind == "llm":
-        _describe_answer(found.span, event)
+        found.span.set_attributes(_describe_answer(event))
     error = getattr(event, "error", None)
     if error is not None:
         found.span.set_status(trace.StatusCode.ERROR, str(error)[:500])
         found.span.set_attribute("error.type", type(error).__name__)
-    inner = _running()
-    while inner is not None:
-        if inner.span.is_recording():
-            inner.span.end()
-        if inner is found:
-            break
-        inner = inner.outer
-    # Not by token: it may have begun in another context, of which this one is a copy.
+    for operation in ended:
+        if operation.span.is_recording():
+            operation.span.end()
+    # Not detached by token: the operation may have begun in a context that this one copies.
     otel.attach(found.before)
 
 
-def _running() -> _Running | None:
-    found = otel.get_value(_WITHIN)
-    return found if isinstance(found, _Running) else None
+def _current() -> _Operation | None:
+    found = otel.get_value(_OPERATION)
+    return found if isinstance(found, _Operation) else None
 
 
 def _describe(kind: str, source: Any, event: Any) -> tuple[str, dict[str, Any]]:
-    """A span's name and attributes.
+    """Return a span's name and attributes.
 
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-agent-spans/
     """
     role = _role(source, event)
-    if kind in ("flow", "crew"):
-        name = getattr(event, "flow_name", None) or getattr(event, "crew_name", None) or kind
-        return f"invoke_workflow {name}", {
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": name,
+    match kind:
+        case "flow" | "crew":
+            name = getattr(event, "flow_name", None) or getattr(event, "crew_name", None) or kind
+            return f"invoke_workflow {name}", {
+                "gen_ai.operation.name": "invoke_workflow",
+                "gen_ai.workflow.name": name,
+            }
+        case "method":
+            name = event.method_name
+            return f"{event.flow_name}.{name}", {"code.function.name": name}
+        case "task":
+            task = getattr(event, "task_name", None) or getattr(source, "description", "")
+            return "task", {"agentrl.crewai.task": str(task)[:500]}
+        case "agent":
+            agent = getattr(event, "agent", None)
+            identity = getattr(agent, "id", None) or getattr(source, "id", None)
+            return f"invoke_agent {role}" if role else "invoke_agent", {
+                "gen_ai.operation.name": "invoke_agent",
+                AGENT_NAME: role,
+                "gen_ai.agent.id": None if identity is None else str(identity),
+            }
+        case "tool":
+            return f"execute_tool {event.tool_name}", {
+                "gen_ai.operation.name": "execute_tool",
+                "gen_ai.tool.name": event.tool_name,
+                "gen_ai.tool.type": "function",
+                AGENT_NAME: role,
+            }
+        case _:
+            return f"chat {event.model}", {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.request.model": event.model,
+                "gen_ai.request.temperature": event.temperature,
+                "gen_ai.request.top_p": event.top_p,
+                "gen_ai.request.max_tokens": event.max_tokens,
+                AGENT_NAME: role,
+            }
+
+
+def _describe_answer(event: Any) -> dict[str, Any]:
+    usage: Mapping[str, Any] = getattr(event, "usage", None) or {}
+    finish = getattr(event, "finish_reason", None)
+    return _known(
+        {
+            RESPONSE_ID: getattr(event, "response_id", None),
+            "gen_ai.response.finish_reasons": None if finish is None else (finish,),
+            "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
         }
-    if kind == "method":
-        return f"{event.flow_name}.{event.method_name}", {"code.function.name": event.method_name}
-    if kind == "task":
-        task = getattr(event, "task_name", None) or getattr(source, "description", "")
-        return "task", {"agentrl.crewai.task": str(task)[:500]}
-    if kind == "agent":
-        agent = getattr(event, "agent", None)
-        identity = getattr(agent, "id", None) or getattr(source, "id", None)
-        return f"invoke_agent {role}" if role else "invoke_agent", {
-            "gen_ai.operation.name": "invoke_agent",
-            AGENT_NAME: role,
-            "gen_ai.agent.id": None if identity is None else str(identity),
-        }
-    if kind == "tool":
-        return f"execute_tool {event.tool_name}", {
-            "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": event.tool_name,
-            "gen_ai.tool.type": "function",
-            AGENT_NAME: role,
-        }
-    return f"chat {event.model}", {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.request.model": event.model,
-        "gen_ai.request.temperature": event.temperature,
-        "gen_ai.request.top_p": event.top_p,
-        "gen_ai.request.max_tokens": event.max_tokens,
-        AGENT_NAME: role,
-    }
+    )
+
+
+def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _role(source: Any, event: Any) -> str | None:
-    agent = getattr(event, "agent", None)
     info = getattr(event, "agent_info", None)
     candidates = (
-        getattr(agent, "role", None),
+        getattr(getattr(event, "agent", None), "role", None),
         getattr(event, "agent_role", None),
         info.get("role") if isinstance(info, dict) else None,
         getattr(source, "role", None),
     )
     return next((" ".join(c.split()) for c in candidates if isinstance(c, str) and c.strip()), None)
-
-
-def _describe_answer(span: trace.Span, event: Any) -> None:
-    usage: Mapping[str, Any] = getattr(event, "usage", None) or {}
-    finish = getattr(event, "finish_reason", None)
-    attributes = {
-        RESPONSE_ID: getattr(event, "response_id", None),
-        "gen_ai.response.finish_reasons": None if finish is None else (finish,),
-        "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
-        "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
-    }
-    span.set_attributes({key: value for key, value in attributes.items() if value is not None})

@@ -32,7 +32,7 @@ _ONE_READ = "agentrl_one_read"  # execution option: a single statement, without 
 _BUSY_MS = 30_000  # writers queue for the one write lock this long before giving up
 
 
-def normalise_url(url: str) -> str:
+def normalize_url(url: str) -> str:
     """A path means SQLite; ``postgres://`` means the psycopg 3 driver."""
     if "://" not in url:
         return f"sqlite:///{Path(url).absolute()}"
@@ -133,7 +133,7 @@ class Database:
     """An engine and the ways to use it."""
 
     def __init__(self, url: str, *, pooled: bool = True) -> None:
-        self.url = normalise_url(url)
+        self.url = normalize_url(url)
         self.engine = open_engine(self.url, pooled=pooled)
         self.is_remote = not self.url.startswith("sqlite")
         self._turnstile = _turnstile(self.url)

@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from torch import Tensor
-
 from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.types import (
     AdamParams,
@@ -29,8 +27,8 @@ from agentrl_trainer.client.types import (
     SaveOptions,
     StateOptions,
 )
-from agentrl_trainer.data.packing import Datum as Row
-from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.learner.learner import CustomLoss, Learner
 from agentrl_trainer.learner.losses import LossConfig
 from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
@@ -38,12 +36,8 @@ T = TypeVar("T")
 
 EndStatus = Literal["success", "errored", "interrupted"]
 
-Data = Sequence[Datum] | Sequence[Row]
-"""Tinker's datums, or the trainer's own rows (``batches.Datum``)."""
-
-CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
-"""``(data, logprobs) -> (loss, metrics)``: log-probs [T] of each datum's targets. The loss may be
-any differentiable function of all of them; it counts as it is, so divide it yourself."""
+Data = Sequence[Datum] | Sequence[TrainingRow]
+"""Tinker's datums, or the trainer's own rows (``batches.TrainingRow``)."""
 
 
 class RefusedRows(ValueError):
@@ -86,10 +80,12 @@ class TrainingBackend(Protocol):
     ) -> Future[ForwardBackwardOutput]: ...
 
     def forward_backward_custom(
-        self, data: Data, function: CustomLoss
+        self, data: Data, function: CustomLoss[Datum]
     ) -> Future[ForwardBackwardOutput]: ...
 
-    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> Future[list[Row]]: ...
+    def prepare(
+        self, rows: Sequence[TrainingRow], settings: UpdateSettings
+    ) -> Future[list[TrainingRow]]: ...
 
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]: ...
 

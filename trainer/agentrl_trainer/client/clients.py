@@ -25,7 +25,6 @@ from typing import Any, Literal, Self, TypeVar
 from agentrl_trainer.checkpoint import Restored
 from agentrl_trainer.client.async_api import awaited, made, submitted
 from agentrl_trainer.client.backend import (
-    CustomLoss,
     Data,
     EndStatus,
     SamplingBackend,
@@ -52,8 +51,8 @@ from agentrl_trainer.client.types import (
     SaveOptions,
     StateOptions,
 )
-from agentrl_trainer.data.packing import Datum as Row
-from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.learner.learner import CustomLoss, Learner
 from agentrl_trainer.learner.losses import LossConfig
 from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
@@ -213,7 +212,7 @@ class TrainingClient(_Made):
         of ``cross_entropy`` all of them.
 
         ``data`` may, here and in ``forward_backward``, be the trainer's own rows
-        (``agentrl_trainer.data.packing.Datum``).
+        (``agentrl_trainer.data.packing.TrainingRow``).
         """
         return APIFuture(self._backend.forward(data, loss_fn, loss_fn_config))
 
@@ -246,7 +245,7 @@ class TrainingClient(_Made):
     def forward_backward_custom(
         self,
         data: Sequence[Datum],
-        loss_fn: CustomLoss,
+        loss_fn: CustomLoss[Datum],
         *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
@@ -264,7 +263,9 @@ class TrainingClient(_Made):
 
     forward_backward_custom_async = submitted(forward_backward_custom)
 
-    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> APIFuture[list[Row]]:
+    def prepare(
+        self, rows: Sequence[TrainingRow], settings: UpdateSettings
+    ) -> APIFuture[list[TrainingRow]]:
         """The rows with all that depends on the policy as it is now, before an update by them:
         log-probs of references, values, GAE's advantages."""
         return APIFuture(self._backend.prepare(rows, settings))

@@ -28,7 +28,7 @@ from agentrl_trainer.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from agentrl_trainer.client.backend import CustomLoss, Data, EndStatus
+from agentrl_trainer.client.backend import Data, EndStatus
 from agentrl_trainer.client.futures import Worker, finished, flattened, gather, map_future
 from agentrl_trainer.client.hosted_rows import (
     HostedPolicy,
@@ -63,7 +63,8 @@ from agentrl_trainer.client.types import (
     numbers,
     whole_numbers,
 )
-from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.learner.learner import CustomLoss
 from agentrl_trainer.learner.losses import LossConfig, Sums
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 
@@ -237,13 +238,13 @@ class HostedTraining:
     def forward(
         self, data: Data, loss_fn: str, config: LossConfig | None
     ) -> Future[ForwardBackwardOutput]:
-        if isinstance(data[0] if data else None, Row):
-            return self._forward_of_rows(cast(Sequence[Row], data), loss_fn, config or {})
+        if isinstance(data[0] if data else None, TrainingRow):
+            return self._forward_of_rows(cast(Sequence[TrainingRow], data), loss_fn, config or {})
         sent = _datums(self._sdk, data)
         return self._worker.in_turn(lambda: self._forward(sent, loss_fn, config))
 
     def _forward_of_rows(
-        self, given: Sequence[Row], loss_fn: str, config: LossConfig
+        self, given: Sequence[TrainingRow], loss_fn: str, config: LossConfig
     ) -> Future[ForwardBackwardOutput]:
         """The service is asked for log-probs; the loss is computed of them here."""
         started = time.perf_counter()
@@ -276,8 +277,8 @@ class HostedTraining:
         normalize_by: float | None,
         logprobs: bool,
     ) -> Future[ForwardBackwardOutput]:
-        if isinstance(data[0] if data else None, Row):
-            rows = cast(Sequence[Row], data)
+        if isinstance(data[0] if data else None, TrainingRow):
+            rows = cast(Sequence[TrainingRow], data)
             return self._of_rows(rows, loss_fn, config or {}, normalize_by, logprobs)
         if normalize_by != 1.0:
             raise ValueError(
@@ -292,7 +293,7 @@ class HostedTraining:
 
     def _of_rows(
         self,
-        given: Sequence[Row],
+        given: Sequence[TrainingRow],
         loss_fn: str,
         config: LossConfig,
         normalize_by: float | None,
@@ -331,7 +332,7 @@ class HostedTraining:
         return done
 
     def forward_backward_custom(
-        self, data: Data, function: CustomLoss
+        self, data: Data, function: CustomLoss[Datum]
     ) -> Future[ForwardBackwardOutput]:
         ours: Any = data
         sent = _datums(self._sdk, data)
@@ -344,17 +345,19 @@ class HostedTraining:
 
         return self._worker.in_turn(ask)
 
-    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> Future[list[Row]]:
+    def prepare(
+        self, rows: Sequence[TrainingRow], settings: UpdateSettings
+    ) -> Future[list[TrainingRow]]:
         policy = HostedPolicy(self._row_logprobs, self._reference_logprobs)
         return self._worker.submit(lambda: prepare(policy, rows, settings))
 
-    def _row_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def _row_logprobs(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         # On the worker, where its turn has come.
         sent = _datums(self._sdk, [bare(row) for row in rows])
         done = self._forward(sent, "cross_entropy", None).result()
         return [row["logprobs"].tolist() for row in done.loss_fn_outputs]
 
-    def _reference_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         if self._reference is None:
             self._reference = self._base(self.info.model_name)
         found = self._reference.logprobs([row.tokens for row in rows]).result()
@@ -477,7 +480,7 @@ class HostedSampling:
         return self._client.get_tokenizer()
 
 
-def _trained(given: Sequence[Row], loss_fn: str, config: LossConfig) -> list[Row]:
+def _trained(given: Sequence[TrainingRow], loss_fn: str, config: LossConfig) -> list[TrainingRow]:
     """Those that train something. Raises ValueError for what cannot be learned from, or by."""
     check_loss(loss_fn, config)
     check_rows(given)

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from agentrl_trainer.client.backend import RefusedRows
 from agentrl_trainer.client.types import Array, Datum, ModelInput
-from agentrl_trainer.data.packing import LOSS_EXTRA, count_rows
-from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.data.packing import LOSS_EXTRA, TrainingRow, count_rows
 from agentrl_trainer.learner.learner import StepStats, step_stats, with_extra
 from agentrl_trainer.learner.losses import LOSSES, LossConfig, Sums
 
-_Logprobs = Callable[[Sequence[Row]], Sequence[Sequence[float]]]
+_Logprobs = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 
 NATIVE: dict[str, tuple[str, ...]] = {
     "importance_sampling": (),
@@ -37,7 +36,7 @@ its square would hold even those tokens that nobody sampled near probability one
 
 
 def native_config(
-    loss: str, config: LossConfig, rows: Sequence[Row] = ()
+    loss: str, config: LossConfig, rows: Sequence[TrainingRow] = ()
 ) -> dict[str, float] | None:
     """What to call Tinker's own loss with; None: it has no such loss, or not all of it. Its ratios
     are against the sampler, so not of ``rows`` with the log-probs of a proximal policy."""
@@ -51,7 +50,7 @@ def native_config(
     return {name: float(value) for name, value in own.items()}
 
 
-def folded(row: Row, divisor: float) -> Datum:
+def folded(row: TrainingRow, divisor: float) -> Datum:
     """A row for a native loss: its weights, and one over ``divisor``, are in the advantages."""
     weights = row.extra.get("weights", [1.0] * len(row.tokens))
     columns: dict[str, Array] = {
@@ -64,19 +63,19 @@ def folded(row: Row, divisor: float) -> Datum:
     return _datum(row, columns)
 
 
-def bare(row: Row) -> Datum:
+def bare(row: TrainingRow) -> Datum:
     """Only its tokens: for log-probs, and for a loss of ours. Tinker's cross_entropy wants weights,
     even where only its log-probs are."""
     return _datum(row, {"weights": [0.0] * (len(row.tokens) - 1)})
 
 
-def _datum(row: Row, columns: dict[str, Array]) -> Datum:
+def _datum(row: TrainingRow, columns: dict[str, Array]) -> Datum:
     inputs = {"target_tokens": row.tokens[1:], **columns}
     return Datum(ModelInput.from_ints(row.tokens[:-1]), inputs)
 
 
 def loss_of(
-    rows: Sequence[Row], logprobs: Sequence[Tensor], loss: str, config: LossConfig
+    rows: Sequence[TrainingRow], logprobs: Sequence[Tensor], loss: str, config: LossConfig
 ) -> tuple[Tensor, Sums]:
     """The loss's sum over the rows' tokens, and what is reported of them.
 
@@ -110,7 +109,7 @@ def loss_of(
 
 
 def stats_of(
-    rows: Sequence[Row], loss: Tensor, sums: Sums, divisor: float, started: float
+    rows: Sequence[TrainingRow], loss: Tensor, sums: Sums, divisor: float, started: float
 ) -> StepStats:
     """What ``Learner.forward_backward`` would say of the same rows. What the service shares among
     them is not known: every row counts by itself."""
@@ -120,7 +119,7 @@ def stats_of(
 
 
 def trained_logprobs(
-    rows: Sequence[Row], computed: Iterable[NDArray[np.float32]]
+    rows: Sequence[TrainingRow], computed: Iterable[NDArray[np.float32]]
 ) -> list[dict[str, NDArray[np.float32]]]:
     """``loss_fn_outputs`` as the local backend has them: 0 where nothing trains.
 
@@ -136,7 +135,7 @@ def trained_logprobs(
     return outputs
 
 
-def check_rows(rows: Sequence[Row]) -> None:
+def check_rows(rows: Sequence[TrainingRow]) -> None:
     """Raises RefusedRows for what Tinker has no way to learn from; ValueError for a column that
     some rows have and some have not."""
     for name, why in _IMPOSSIBLE.items():
@@ -164,23 +163,25 @@ class HostedPolicy:
         self._forward = forward
         self._reference = reference
 
-    def with_temperature(self, datums: Sequence[Row]) -> list[Row]:
+    def with_temperature(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
         check_rows(datums)
         return list(datums)
 
-    def values(self, datums: Sequence[Row]) -> list[list[float]]:
+    def values(self, datums: Sequence[TrainingRow]) -> list[list[float]]:
         raise ValueError(_IMPOSSIBLE["returns"])
 
-    def with_reference(self, datums: Sequence[Row], adapter: str | None = None) -> list[Row]:
+    def with_reference(
+        self, datums: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[TrainingRow]:
         if adapter is not None:
             raise ValueError("kl_reference: over Tinker the reference is the base model")
         return with_extra(datums, reference=_aligned(datums, self._reference(datums)))
 
-    def with_proximal(self, datums: Sequence[Row]) -> list[Row]:
+    def with_proximal(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
         return with_extra(datums, proximal=_aligned(datums, self._forward(datums)))
 
 
-def _aligned(rows: Sequence[Row], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
+def _aligned(rows: Sequence[TrainingRow], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
     """As the learner has them: one for each token of a row, 0 where nothing trains."""
     return [
         [0.0, *(lp if on else 0.0 for lp, on in zip(found, row.mask[1:], strict=True))]

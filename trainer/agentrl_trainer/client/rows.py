@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from agentrl_trainer.client.backend import Data
 from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
 from agentrl_trainer.data import packing as batches
-from agentrl_trainer.data.packing import Datum as Row
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.learner import StepStats
 from agentrl_trainer.learner.losses import LOSSES, LossConfig
 
@@ -33,16 +33,16 @@ def check_loss(loss_fn: str, config: LossConfig | None) -> None:
 
 def to_rows(
     data: Data, adapter: str, loss_fn: str | None, vocabulary: int, context: int
-) -> list[Row]:
+) -> list[TrainingRow]:
     """The learner's rows; they pass as they are. ``loss_fn`` None: only log-probs are wanted.
 
     Raises ValueError, naming the datum, the field and the fix.
     """
     if not data:
         raise ValueError("data is empty: give at least one Datum")
-    rows: list[Row] = []
+    rows: list[TrainingRow] = []
     for index, datum in enumerate(data):
-        if isinstance(datum, Row):
+        if isinstance(datum, TrainingRow):
             rows.append(datum if datum.adapter == adapter else replace(datum, adapter=adapter))
             continue
         try:
@@ -53,7 +53,7 @@ def to_rows(
     return rows
 
 
-def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> Row:
+def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> TrainingRow:
     inputs = datum.loss_fn_inputs
     if unknown := set(inputs) - _INPUTS:
         raise ValueError(f"loss_fn_inputs has {sorted(unknown)}, but known are {sorted(_INPUTS)}")
@@ -101,7 +101,7 @@ def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> Row:
                 "targets are the inputs moved by one"
             )
         counts[at] = False
-    return Row(
+    return TrainingRow(
         tokens=[*read, targets[-1]],
         mask=[False, *counts],
         logprobs=[0.0, *sampled],
@@ -115,15 +115,15 @@ def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> Row:
     )
 
 
-def length_weighted(row: Row, datum: Datum | Row) -> Row:
+def length_weighted(row: TrainingRow, datum: Datum | TrainingRow) -> TrainingRow:
     """A row that was read for its log-probs alone, with the weights of its terms, if it has any."""
-    if isinstance(datum, Row) or "length_weights" not in datum.loss_fn_inputs:
+    if isinstance(datum, TrainingRow) or "length_weights" not in datum.loss_fn_inputs:
         return row
     weights = _column(datum.loss_fn_inputs, "length_weights", len(row.tokens) - 1)
     return replace(row, extra={**row.extra, _EXTRA["length_weights"]: [0.0, *weights]})
 
 
-def from_row(row: batches.Datum) -> Datum:
+def from_row(row: batches.TrainingRow) -> Datum:
     """The inverse: what the learner would train on, as the client's datum."""
     if row.extra.keys() - set(_EXTRA.values()):
         raise ValueError(f"a client's datum has no place for {sorted(row.extra)}")

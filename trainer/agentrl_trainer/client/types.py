@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl_trainer.learner.learner import AdamParams as AdamParams
+
 Array: TypeAlias = Any
 """A list of numbers, a numpy array or a torch tensor."""
 
@@ -79,18 +81,6 @@ class Datum:
 
     model_input: ModelInput
     loss_fn_inputs: Mapping[str, Array] = field(default_factory=dict[str, Array])
-
-
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    """AdamW's; ``grad_clip_norm`` 0 is off."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

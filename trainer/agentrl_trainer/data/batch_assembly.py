@@ -22,7 +22,7 @@ from agentrl_trainer.data.advantages import (
     turn_advantages,
     whiten_groups,
 )
-from agentrl_trainer.data.packing import Datum, to_datum
+from agentrl_trainer.data.packing import TrainingRow, to_training_row
 from agentrl_trainer.data.rewards import rollout_rewards, turn_rewards, winning_rewards
 from agentrl_trainer.data.state_grouping import anchor_states
 from agentrl_trainer.data.trajectories import (
@@ -63,7 +63,7 @@ class StepSettings:
 class StepBatch:
     """Invariant: each call of the step is in ``trained`` or in ``skipped``, never in both."""
 
-    datums: list[Datum] = field(default_factory=list[Datum])
+    datums: list[TrainingRow] = field(default_factory=list[TrainingRow])
     trained: set[str] = field(default_factory=set[str])
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -122,7 +122,7 @@ class StepBatch:
         }
 
 
-def trained_advantages(datums: Sequence[Datum]) -> list[float]:
+def trained_advantages(datums: Sequence[TrainingRow]) -> list[float]:
     """Of every trained token."""
     return [
         advantage
@@ -196,7 +196,7 @@ def assemble(
             batch.off_policy.update(
                 how for call in trajectory.call_ids for how in _oddities(by_id[call])
             )
-            datum = to_datum(trajectory, advantage)
+            datum = to_training_row(trajectory, advantage)
             extra: dict[str, list[float]] = {}
             if settings.estimator in BY_TOKEN:
                 extra["rewards"] = _token_rewards(trajectory, member)
@@ -204,7 +204,7 @@ def assemble(
                 extra["temperature"] = trajectory.temperatures
             if settings.rules.off_policy == "weight":
                 weights = {call: importance(by_id[call]) or 0.0 for call in trajectory.call_ids}
-                extra["weights"] = to_datum(trajectory, weights).advantages
+                extra["weights"] = to_training_row(trajectory, weights).advantages
             batch.datums.append(replace(datum, extra=extra))
             owners.append(member.rollout.id)
     batch.datums = normalize_lengths(
@@ -214,11 +214,11 @@ def assemble(
 
 
 def normalize_lengths(
-    datums: Sequence[Datum],
+    datums: Sequence[TrainingRow],
     owners: Sequence[str],
     how: LengthNormalization,
     constant: int = 1024,
-) -> list[Datum]:
+) -> list[TrainingRow]:
     """Give each token its ``weights``, such that the sum over tokens divided by their number (which
     is what the learner does) is the mean that ``how`` says.
 
@@ -235,7 +235,7 @@ def normalize_lengths(
     of_owner: Counter[str] = Counter()
     for owner, length in zip(owners, lengths, strict=True):
         of_owner[owner] += length
-    result: list[Datum] = []
+    result: list[TrainingRow] = []
     for datum, owner, length in zip(datums, owners, lengths, strict=True):
         share = {
             "sequence": len(datums) * length,

@@ -35,7 +35,7 @@ the one that the token was sampled at: its log-probs are of the policy at it; wi
 
 
 @dataclass(frozen=True, slots=True)
-class Datum:
+class TrainingRow:
     """One row to learn from. The four lists run parallel; ``mask[0]`` is false, for the first token
     has no log-probability.
 
@@ -66,7 +66,7 @@ class Datum:
         return sum(self.mask)
 
 
-def to_datum(trajectory: Trajectory, advantage: float | Mapping[str, float]) -> Datum:
+def to_training_row(trajectory: Trajectory, advantage: float | Mapping[str, float]) -> TrainingRow:
     """A trajectory with its credit: one advantage for all its tokens, or one per call id.
 
     Calls without an entry get 0 but stay in the mask, so they count in the normalisation.
@@ -75,7 +75,7 @@ def to_datum(trajectory: Trajectory, advantage: float | Mapping[str, float]) -> 
     for turn in trajectory.turns:
         value = advantage.get(turn.call_id, 0.0) if isinstance(advantage, Mapping) else advantage
         advantages[turn.start : turn.end] = [value] * (turn.end - turn.start)
-    return Datum(
+    return TrainingRow(
         tokens=trajectory.tokens,
         mask=trajectory.mask,
         logprobs=trajectory.logprobs,
@@ -128,7 +128,7 @@ class TokenCounts:
         return self.total - self.fed
 
 
-def count_tokens(datums: Sequence[Datum], batches: Sequence[MicroBatch]) -> TokenCounts:
+def count_tokens(datums: Sequence[TrainingRow], batches: Sequence[MicroBatch]) -> TokenCounts:
     """``batches`` are what ``pack`` made of ``datums``."""
     rows = _rows(datums)
     return TokenCounts(
@@ -138,7 +138,7 @@ def count_tokens(datums: Sequence[Datum], batches: Sequence[MicroBatch]) -> Toke
     )
 
 
-def count_rows(datums: Sequence[Datum]) -> TokenCounts:
+def count_rows(datums: Sequence[TrainingRow]) -> TokenCounts:
     """Where nothing is known of how they are computed: each row by itself."""
     rows = _rows(datums)
     total = sum(len(row.tokens) for row in rows)
@@ -146,7 +146,7 @@ def count_rows(datums: Sequence[Datum]) -> TokenCounts:
 
 
 def pack(
-    datums: Sequence[Datum],
+    datums: Sequence[TrainingRow],
     *,
     token_budget: int,
     enough: int | None = None,
@@ -178,7 +178,7 @@ class _Row:
     index: int  # of the datum
 
 
-def _rows(datums: Sequence[Datum]) -> list[_Row]:
+def _rows(datums: Sequence[TrainingRow]) -> list[_Row]:
     """Those that train something, sorted such that neighbours share the longest prefixes."""
     rows = [
         _Row(datum.adapter, datum.tokens[:length], index)
@@ -188,7 +188,7 @@ def _rows(datums: Sequence[Datum]) -> list[_Row]:
     return sorted(rows, key=lambda row: (row.adapter, row.tokens, row.index))
 
 
-def _input_length(datum: Datum) -> int:
+def _input_length(datum: TrainingRow) -> int:
     """How many tokens must be fed to predict the last trained one; 0 if none is trained."""
     return next((at for at in range(len(datum.mask) - 1, 0, -1) if datum.mask[at]), 0)
 
@@ -255,12 +255,12 @@ def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
     return chunks
 
 
-def _share(datums: Sequence[Datum], chunk: Sequence[_Row]) -> MicroBatch:
+def _share(datums: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
     packed = pack_trie([row.tokens for row in chunk])
     return _micro_batch(datums, chunk, [packed.tokens], [packed.depths], packed.paths, packed.trie)
 
 
-def _pad(datums: Sequence[Datum], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
+def _pad(datums: Sequence[TrainingRow], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
     width = max(len(row.tokens) for row in chunk)
     padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in chunk]
     places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
@@ -268,7 +268,7 @@ def _pad(datums: Sequence[Datum], chunk: Sequence[_Row], pad_id: int) -> MicroBa
 
 
 def _micro_batch(
-    datums: Sequence[Datum],
+    datums: Sequence[TrainingRow],
     chunk: Sequence[_Row],
     input_ids: list[list[int]],
     position_ids: list[list[int]],
@@ -306,7 +306,7 @@ def _micro_batch(
     )
 
 
-def _temperatures(own: Sequence[Datum], trained: Sequence[tuple[int, int]]) -> Tensor | None:
+def _temperatures(own: Sequence[TrainingRow], trained: Sequence[tuple[int, int]]) -> Tensor | None:
     if not any("temperature" in datum.extra for datum in own):
         return None
     rows = [datum.extra.get("temperature") for datum in own]

@@ -1,7 +1,7 @@
-"""The embedded sampler: continuous batching over any causal language model with full attention."""
+"""The embedded sampler: continuous batching over any causal language model."""
 
-from agentrl_trainer.inference.engine import Handle, SamplerEngine, check_params
-from agentrl_trainer.inference.types import (
+from agentrl_trainer.inference.engine import Handle, SamplerEngine
+from agentrl_trainer.inference.requests import (
     Event,
     Finished,
     FinishReason,
@@ -11,6 +11,7 @@ from agentrl_trainer.inference.types import (
     SampleRequest,
     SamplerStats,
     Token,
+    check_params,
 )
 
 __all__ = [

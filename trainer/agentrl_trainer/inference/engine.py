@@ -1,9 +1,6 @@
-"""The sampler: one thread that batches whatever requests are there, step by step.
+"""The sampler: one thread that batches the requests there are, step by step.
 
-Knows: threads, the scheduler. Does not know: HTTP, training, text (but for stop strings).
-
-Log-probabilities are of the raw logits at temperature 1 in float32, before logit bias, grammar,
-top-k and top-p.
+Knows threads and the scheduler, not HTTP, training or text (but for stop strings).
 """
 
 from __future__ import annotations
@@ -12,38 +9,37 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from agentrl_trainer.inference.adapters import (
+from agentrl_trainer.inference.adapter_swap import (
     MERGE_BELOW,
-    AdapterWeights,
     MergedWeights,
     PeftWeights,
     why_not_merged,
 )
-from agentrl_trainer.inference.forward import Forward
+from agentrl_trainer.inference.batched_forward import LlamaCpuForward
+from agentrl_trainer.inference.forward import choose_forward, vocabulary
 from agentrl_trainer.inference.grammar import Grammars
-from agentrl_trainer.inference.kv_budget import default_budget
-from agentrl_trainer.inference.kv_cache import Budget, PrefixStore
-from agentrl_trainer.inference.sampling import Uniforms
-from agentrl_trainer.inference.scheduler import Scheduler
-from agentrl_trainer.inference.scorer import Scorer
-from agentrl_trainer.inference.sequences import Sequence
-from agentrl_trainer.inference.stops import StopWatch
-from agentrl_trainer.inference.types import (
+from agentrl_trainer.inference.kv_cache import KVBudget, PrefixStore, default_budget
+from agentrl_trainer.inference.requests import (
     RequestError,
-    SampleParams,
+    RequestErrorCode,
     SampleRequest,
     SamplerStats,
     Scored,
+    check_params,
 )
+from agentrl_trainer.inference.sampling import Uniforms
+from agentrl_trainer.inference.scheduler import Scheduler
+from agentrl_trainer.inference.scorer import Scorer
+from agentrl_trainer.inference.sequences import Sequence, StopStrings
 from agentrl_trainer.models.loading import BaseModel
 
 log = logging.getLogger(__name__)
@@ -66,15 +62,13 @@ class Handle:
         self._engine._wake()
 
 
-@dataclass(slots=True)
-class _Command:
-    """Something for the engine's thread to do between two steps."""
-
-    run: Callable[[], Any]
-    done: Future[Any] = field(default_factory=Future)
-
-
 class SamplerEngine:
+    """Continuous batching over one model, on a thread of its own.
+
+    Log-probabilities are of the raw logits at temperature 1 in float32, before logit bias, grammar,
+    top-k and top-p.
+    """
+
     def __init__(
         self,
         base: BaseModel,
@@ -87,23 +81,27 @@ class SamplerEngine:
         merge_below: int = MERGE_BELOW,
         after_round: Callable[[], None] | None = None,
     ) -> None:
-        """The engine owns ``base.model`` from here on: nobody else may run or change it.
+        """The engine owns ``base.model`` from here on: no other code may run or change it.
 
         ``kv_tokens``: budget of key/value storage in tokens; default a share of free memory.
         ``prefill_chunk``: most prompt tokens between two decode steps, padding included.
-        ``after_round`` is called on the engine's thread when the events of a round are delivered:
-        a bridge to another loop can buffer events and hand them over once a round.
+        ``after_round`` is called on the engine's thread when the events of a round are delivered,
+        so that a bridge to another loop can hand them over once a round.
+
+        Raises:
+            ModelError: no strategy samples from this model exactly.
         """
         self.base = base
-        beside = why_not_merged(base, merge_below)
-        merge = beside is None
-        self._forward = Forward(base, lean=merge)
-        self.why_not_lean = beside or self._forward.why_not_lean
-        """Why the model's own modules decode, and not the few operations that know its family."""
-        self._weights: AdapterWeights = (
-            MergedWeights(base, self._forward.lean) if merge else PeftWeights(base)
+        unmerged = why_not_merged(base, merge_below)
+        self._forward, refused = choose_forward(base, llama_cpu=unmerged is None)
+        self.why_not_lean = unmerged or refused
+        """Why the model's own modules decode instead of the ``LlamaCpuDecoder``; None: it does."""
+        decoder = self._forward.decoder if isinstance(self._forward, LlamaCpuForward) else None
+        self._weights = PeftWeights(base) if unmerged else MergedWeights(base, decoder)
+        self._budget = KVBudget(
+            kv_tokens or default_budget(self._forward.shape, base.context_length)
         )
-        self._budget = Budget(kv_tokens or default_budget(self._forward.shape, base.context_length))
+        self._vocab = vocabulary(base)
         self._scheduler = Scheduler(
             forward=self._forward,
             weights=self._weights,
@@ -112,8 +110,9 @@ class SamplerEngine:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
             scorer=Scorer(base),
+            vocab=self._vocab,
         )
-        self._grammars = Grammars(base.tokenizer, self._forward.vocab, base.eos_ids)
+        self._grammars = Grammars(base.tokenizer, self._vocab, base.eos_ids)
         self._seed = seed
         self._unseeded = 0
         self._after_round = after_round
@@ -121,10 +120,10 @@ class SamplerEngine:
         self._changed = threading.Condition()
         # Guarded by _changed; everything else belongs to the engine's thread.
         self._inbox: list[Sequence] = []
-        self._commands: deque[_Command] = deque()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._woken = False
         self._stopping = False
-        self._known: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._died: BaseException | None = None
 
@@ -149,60 +148,67 @@ class SamplerEngine:
         return self._thread is not None and self._thread.is_alive() and self._died is None
 
     @property
-    def how(self) -> str:
-        """Which way of computing rows the model allows: see docs/models.md."""
-        return self._forward.how
+    def strategy(self) -> str:
+        """Name of the forward strategy: see docs/models.md."""
+        return self._forward.name
 
     @property
     def adapters(self) -> dict[str, int]:
         """Loaded adapters and their current versions."""
         with self._changed:
-            return dict(self._known)
+            return dict(self._versions)
 
     def knows_grammar(self, grammar: str) -> bool:
-        """Whether a request with it can be submitted without compiling anything."""
+        """Whether a request with this grammar can be submitted without compiling anything."""
         return self._grammars.knows(grammar)
 
     def compile_grammar(self, grammar: str) -> None:
-        """Make ``submit`` quick: it compiles what is not compiled yet. May take a second."""
+        """Compile ahead of ``submit``, which would otherwise do so; this may take a second."""
         self._grammars.start(grammar)
 
     def submit(self, request: SampleRequest) -> Handle:
-        """Queue a request; raises RequestError if it can never be served."""
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served, or the engine has stopped.
+        """
         self._check(request)
-        if request.params.grammar is not None:  # outside the lock, which stops the engine
-            self.compile_grammar(request.params.grammar)
+        params = request.params
+        if params.grammar is not None:  # outside the lock, which stops the engine
+            self.compile_grammar(params.grammar)
         with self._changed:
-            if self._stopping or self._died is not None:
-                raise RequestError("engine_stopped", "the sampler is not running")
-            if request.adapter is not None and request.adapter not in self._known:
-                known = ", ".join(sorted(self._known)) or "none"
+            self._require_running()
+            if request.adapter is not None and request.adapter not in self._versions:
+                known = ", ".join(sorted(self._versions)) or "none"
                 raise RequestError(
                     "unknown_adapter", f"no adapter {request.adapter!r} is loaded (loaded: {known})"
                 )
-            if request.params.seed is None:
+            if params.seed is None:
                 self._unseeded += 1
                 key = (1, self._seed, self._unseeded)
             else:
-                key = (0, request.params.seed)
-            sequences = [self._sequence(request, i, key) for i in range(request.params.n)]
+                key = (0, params.seed)
+            sequences = [self._sequence(request, i, key) for i in range(params.n)]
             self._inbox += sequences
             self._changed.notify()
         return Handle(self, sequences)
 
     def load_adapter(self, name: str, version: int, folder: str | Path) -> Future[None]:
-        """Make ``version`` the one new requests for ``name`` get; done when the future is.
+        """Make ``version`` the one that new requests for ``name`` get, once the future is done.
 
         Sequences already admitted finish on the version they started with, beside the new one;
-        those still queued get the new one. The old version's prefix cache is dropped at once.
-        The folder is read here, on the caller's thread; a bad one raises here.
+        queued ones get the new one. The old version's prefix cache is dropped at once.
+
+        Raises:
+            ModelError: the folder, which is read on the caller's thread, does not fit this model.
         """
         prepared = self._weights.prepare(folder)
 
         def swap() -> None:
-            self._scheduler.swap(name, version, prepared)
+            self._scheduler.adapters.swap(name, version, prepared)
+            self._scheduler.count.swaps += 1
             with self._changed:
-                self._known[name] = version
+                self._versions[name] = version
 
         return self._command(swap)
 
@@ -211,56 +217,37 @@ class SamplerEngine:
 
         def unload() -> None:
             with self._changed:
-                self._known.pop(name, None)
-            self._scheduler.unload(name)
+                self._versions.pop(name, None)
+            self._scheduler.adapters.unload(name)
 
         return self._command(unload)
 
     def logprobs(
         self, rows: Sequences[list[int]], adapter: str | None
     ) -> Future[list[list[float]]]:
-        """The log-prob of each token of each row but its first, which is 0, given those before it.
+        """Return each token's log-prob given the tokens before it; 0 for the first of a row.
 
-        Between two steps of sampling; prefixes that the rows share are computed once. Raises
-        RequestError, or the future does, for an adapter that is not loaded and for rows that are
-        empty or longer than the context.
+        Runs between two steps of sampling; prefixes that the rows share are computed once.
+
+        Raises:
+            RequestError: (here or in the future) the adapter is not loaded, or a row is empty or
+                longer than the context.
         """
         self._check_rows(rows)
         return self._command(lambda: self._scheduler.logprobs(rows, adapter))
 
     def score(self, row: list[int], adapter: str | None, top: int = 0) -> Future[Scored]:
-        """``logprobs`` of one row, with ``top`` alternatives to each of its tokens."""
+        """Like ``logprobs`` of one row, with ``top`` alternatives to each of its tokens."""
         self._check_rows([row])
         return self._command(lambda: self._scheduler.score(row, adapter, top))
-
-    def _check_rows(self, rows: Sequences[list[int]]) -> None:
-        for row in rows:
-            if not row or min(row) < 0 or max(row) >= self._forward.vocab:
-                raise RequestError(
-                    "invalid_parameter",
-                    f"a row needs tokens, with ids in 0..{self._forward.vocab - 1}",
-                )
-            if len(row) > self.base.context_length:
-                raise RequestError(
-                    "context_length_exceeded",
-                    f"a row has {len(row)} tokens and the model's context is "
-                    f"{self.base.context_length}",
-                )
 
     def stats(self) -> SamplerStats:
         with self._changed:
             queued = len(self._inbox)
-        c = self._scheduler.count
         return SamplerStats(
+            **asdict(self._scheduler.count),
             running=self._scheduler.running,
             waiting=queued + len(self._scheduler.waiting),
-            prefill_tokens=c.prefill_tokens,
-            reused_tokens=c.reused_tokens,
-            generated_tokens=c.generated_tokens,
-            decode_steps=c.decode_steps,
-            prefill_steps=c.prefill_steps,
-            swaps=c.swaps,
-            preemptions=c.preemptions,
             kv_tokens=self._budget.used,
             kv_budget=self._budget.limit,
         )
@@ -271,61 +258,71 @@ class SamplerEngine:
             self._changed.notify()
 
     def _command(self, run: Callable[[], T]) -> Future[T]:
-        command = _Command(run)
+        """Have the engine's thread call ``run`` between two steps."""
+        done: Future[T] = Future()
         with self._changed:
-            if self._stopping or self._died is not None:
-                raise RequestError("engine_stopped", "the sampler is not running")
-            self._commands.append(command)
+            self._require_running()
+            self._commands.append((run, done))
             self._changed.notify()
-        return command.done
+        return done
+
+    def _require_running(self) -> None:
+        if self._stopping or self._died is not None:
+            raise RequestError("engine_stopped", "the sampler is not running")
 
     def _check(self, request: SampleRequest) -> None:
         check_params(request.params)
         prompt = request.prompt_ids
-        if not prompt:
-            raise RequestError("invalid_parameter", "the prompt has no tokens")
-        if min(prompt) < 0 or max(prompt) >= self._forward.vocab:
-            raise RequestError(
-                "invalid_parameter", f"prompt token ids must be in 0..{self._forward.vocab - 1}"
-            )
-        biased = [i for i, _ in request.params.logit_bias]
-        if biased and (min(biased) < 0 or max(biased) >= self._forward.vocab):
-            raise RequestError(
-                "invalid_parameter", f"logit_bias token ids must be in 0..{self._forward.vocab - 1}"
-            )
-        if len(prompt) >= self.base.context_length:
-            raise RequestError(
+        _require(bool(prompt), "invalid_parameter", "the prompt has no tokens")
+        self._check_ids(prompt, "prompt token")
+        self._check_ids((i for i, _ in request.params.logit_bias), "logit_bias token")
+        _require(
+            len(prompt) < self.base.context_length,
+            "context_length_exceeded",
+            f"the prompt has {len(prompt)} tokens and the model's context is "
+            f"{self.base.context_length}, answer included",
+        )
+        need = self._limit(request)
+        _require(
+            need <= self._budget.limit,
+            "kv_budget_exceeded",
+            f"prompt and answer may take {need} tokens of key/value storage, more than the "
+            f"sampler's budget of {self._budget.limit}: lower max_tokens, or raise kv_tokens",
+        )
+
+    def _check_rows(self, rows: Sequences[list[int]]) -> None:
+        for row in rows:
+            _require(bool(row), "invalid_parameter", "a row to score has no tokens")
+            self._check_ids(row, "row token")
+            _require(
+                len(row) <= self.base.context_length,
                 "context_length_exceeded",
-                f"the prompt has {len(prompt)} tokens and the model's context is "
-                f"{self.base.context_length}, answer included",
+                f"a row has {len(row)} tokens and the model's context is "
+                f"{self.base.context_length}",
             )
-        if (need := self._limit(request)) > self._budget.limit:
-            raise RequestError(
-                "kv_budget_exceeded",
-                f"prompt and answer may take {need} tokens of key/value storage, more than the "
-                f"sampler's budget of {self._budget.limit}: lower max_tokens, or raise kv_tokens",
-            )
+
+    def _check_ids(self, ids: Iterable[int], what: str) -> None:
+        known = list(ids)
+        inside = not known or (min(known) >= 0 and max(known) < self._vocab)
+        _require(inside, "invalid_parameter", f"{what} ids must be in 0..{self._vocab - 1}")
 
     def _limit(self, request: SampleRequest) -> int:
         return min(len(request.prompt_ids) + request.params.max_tokens, self.base.context_length)
 
     def _sequence(self, request: SampleRequest, index: int, key: tuple[int, ...]) -> Sequence:
-        params = request.params
-        stop = params.stop
+        params, device = request.params, self.base.device
         bias = None
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
-            bias = (
-                torch.tensor(ids, device=self.base.device),
-                torch.tensor(values, dtype=torch.float32, device=self.base.device),
-            )
+            numbers = torch.tensor(values, dtype=torch.float32, device=device)
+            bias = (torch.tensor(ids, device=device), numbers)
         return Sequence(
             request=request,
             index=index,
             tokens=list(request.prompt_ids),
             limit=self._limit(request),
             uniforms=Uniforms(*key, index),
-            stops=StopWatch(self.base.tokenizer, stop) if stop else None,
+            stops=StopStrings(self.base.tokenizer, params.stop) if params.stop else None,
             grammar=self._grammars.start(params.grammar) if params.grammar is not None else None,
             bias=bias,
         )
@@ -357,21 +354,21 @@ class SamplerEngine:
             self._woken = False
             self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
-            commands = self._taken()
-        for command in commands:
-            if not command.done.set_running_or_notify_cancel():
+            commands = self._take_commands()
+        for run, done in commands:
+            if not done.set_running_or_notify_cancel():
                 continue
             try:
-                result = command.run()
+                result = run()
             except Exception as error:
-                command.done.set_exception(error)
+                done.set_exception(error)
             else:
-                command.done.set_result(result)
+                done.set_result(result)
         return True
 
-    def _taken(self) -> list[_Command]:
-        """The commands so far. One by one: a finalizer on this very thread may add to them."""
-        taken: list[_Command] = []
+    def _take_commands(self) -> list[tuple[Callable[[], Any], Future[Any]]]:
+        """Empty the queue one by one: a finalizer on this very thread may append to it."""
+        taken: list[tuple[Callable[[], Any], Future[Any]]] = []
         while self._commands:
             taken.append(self._commands.popleft())
         return taken
@@ -381,27 +378,17 @@ class SamplerEngine:
             self._stopping = True
             left = [*self._scheduler.unfinished(), *self._inbox]
             self._inbox.clear()
-            commands = self._taken()
+            commands = self._take_commands()
         why = None if self._died is None else f"the sampler died: {self._died!r}"
         for seq in left:
             self._scheduler.finish(seq, "error" if why else "cancelled", why)
-        for command in commands:
-            command.done.set_exception(RequestError("engine_stopped", why or "the sampler stopped"))
+        for _, done in commands:
+            done.set_exception(RequestError("engine_stopped", why or "the sampler stopped"))
         if self._after_round is not None:
-            with contextlib.suppress(Exception):  # it may be what killed the thread
+            with contextlib.suppress(Exception):  # it may be what ended the thread
                 self._after_round()
 
 
-def check_params(p: SampleParams) -> None:
-    """Raise RequestError naming the parameter that is out of range."""
-    for wrong, message in (
-        (p.max_tokens < 1, f"max_tokens must be at least 1, not {p.max_tokens}"),
-        (not 0 <= p.temperature <= 100, f"temperature must be in 0..100, not {p.temperature}"),
-        (not 0 < p.top_p <= 1, f"top_p must be above 0 and at most 1, not {p.top_p}"),
-        (p.top_k < 0, f"top_k must be at least 0, not {p.top_k}"),
-        (p.n < 1, f"n must be at least 1, not {p.n}"),
-        (p.top_logprobs < 0, f"top_logprobs must be at least 0, not {p.top_logprobs}"),
-        ("" in p.stop, "stop strings must not be empty"),
-    ):
-        if wrong:
-            raise RequestError("invalid_parameter", message)
+def _require(met: bool, code: RequestErrorCode, message: str) -> None:
+    if not met:
+        raise RequestError(code, message)

@@ -1,12 +1,12 @@
-"""Grammars: which tokens may come next, so that an answer conforms to a schema.
+"""Enforce grammars: which tokens may come next, so that an answer conforms to a schema.
 
-Knows: llguidance, a tokenizer. Does not know: what a grammar is for, logits, requests.
+Knows llguidance and a tokenizer, not logits or requests.
 
 A grammar is a text in llguidance's form (Lark, with ``%json {schema}`` for JSON). Compiling one
-takes milliseconds (seconds for a first one: the tokenizer is read), so that happens on the thread
-which submits a request, once per distinct text. Each sequence walks a copy of its own: whatever
-becomes of its keys and values (preemption, recomputation), its tokens stay, and so does its place
-in the grammar. The end-of-answer tokens are allowed only where the grammar is complete.
+takes milliseconds (seconds for the first: the tokenizer is read), so that happens on the thread
+that submits a request, once per distinct text. Each sequence walks a copy of its own, which
+survives preemption as its tokens do. End-of-answer tokens are allowed only where the grammar is
+complete.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from agentrl_trainer.inference.types import RequestError
+from agentrl_trainer.inference.requests import RequestError
 
 _MOST_COMPILED = 128
 
 
 class Grammars:
-    """Compiled grammars of one tokenizer. Any thread may ask."""
+    """Compiled grammars of one tokenizer, for any thread."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab: int, eos_ids: frozenset[int]
     ) -> None:
-        """``vocab``: how many logits there are, which may be more than the tokenizer's tokens."""
+        """``vocab``: number of logits, which may be more than the tokenizer has tokens."""
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._eos_ids = eos_ids
@@ -45,12 +45,15 @@ class Grammars:
         return grammar in self._compiled
 
     def start(self, grammar: str) -> GrammarState:
-        """The beginning of an answer; RequestError if the grammar cannot be used."""
+        """Return the state before an answer's first token.
+
+        Raises:
+            RequestError: the grammar is invalid, or the tokenizer is not a fast one.
+        """
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
-                compiled = self._compile(grammar)
-                self._compiled[grammar] = compiled
+                compiled = self._compiled[grammar] = self._compile(grammar)
                 if len(self._compiled) > _MOST_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
@@ -93,7 +96,7 @@ class GrammarState:
     def push(self, token: int) -> bool:
         """Add a sampled token; False if the grammar does not allow it."""
         ends = token in self._eos_ids
-        # A grammar that nothing matches offers the end as the only way on.
+        # A grammar that matches no text offers the end as the only way on.
         if ends and not self.matcher.is_accepting():
             return False
         if not self.matcher.consume_token(token):
@@ -106,8 +109,8 @@ class GrammarState:
         return self.matcher.get_error() or "no text completes it"
 
 
-class Masks:
-    """Fills masks, for several answers at once."""
+class GrammarMasks:
+    """Fills the masks of several answers at once."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab

@@ -1,15 +1,16 @@
-"""Key/value storage: rows for the sequences being computed, and a prefix cache beside them.
+"""Key/value storage: rows of running sequences, a prefix cache beside them, and their budget.
 
-Knows: tensors and the transformers ``Cache`` interface. Does not know: requests, sampling, LoRA.
+Knows tensors and transformers' ``Cache`` interface, not requests, sampling or LoRA.
 
-A ``RowCache`` is one rectangle ``[layers, rows, kv_heads, time, head_dim]``. Rows in use are always
-the first ones (removing a row moves the last one into the hole), so a decode step attends over a
-*view* and copies nothing: on a CPU, gathering scattered rows costs as much as the attention itself.
+A ``KVRows`` is one rectangle ``[layers, rows, kv_heads, time, head_dim]``. Rows in use always come
+first (removing a row moves the last one into the hole), so a decode step attends over a *view* and
+copies nothing: on a CPU, gathering scattered rows costs as much as the attention itself.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 MIN_ROWS = 4
 MIN_TIME = 64
-# Storage is kept finite and the view's length rounded to this: GPU attention kernels want it.
 TIME_STEP = 16
-# An empty rectangle of up to so many tokens is kept for the next sequence.
+"""GPU attention kernels want the view's length rounded to this."""
 KEEP_EMPTY = 4096
-# Sharing fewer tokens than this is not worth a copy, let alone a wait.
+"""An empty rectangle of up to this many tokens is kept for the next sequence."""
 MIN_PREFIX = 8
+"""Sharing fewer tokens than this is not worth a copy."""
+_CPU_SHARE = 0.25
+_CPU_MOST_BYTES = 4 * 2**30
+_GPU_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +49,51 @@ class KVShape:
         return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
+def default_budget(shape: KVShape, context_length: int) -> int:
+    """Return a share of the free memory in tokens, at least one full context."""
+    if shape.device.type == "cuda":
+        free = torch.cuda.mem_get_info(shape.device)[0] * _GPU_SHARE
+    else:
+        free = min(_free_cpu_bytes() * _CPU_SHARE, _CPU_MOST_BYTES)
+    return max(int(free // shape.bytes_per_token), context_length)
+
+
+def _free_cpu_bytes() -> float:
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):  # macOS, Windows
+        return float(4 * _CPU_MOST_BYTES)
+
+
+class KVBudget:
+    """Counts allocated key/value tokens, and evicts cached prefixes when they run out."""
+
+    def __init__(self, tokens: int) -> None:
+        self.limit = tokens
+        self.used = 0
+        self.evict: Callable[[], bool] = lambda: False
+        """Drops the least recently used prefix; False when there is none."""
+
+    def fits(self, tokens: int) -> bool:
+        """Whether ``tokens`` more fit, after evicting as many prefixes as necessary."""
+        while self.used + tokens > self.limit:
+            if not self.evict():
+                return False
+        return True
+
+
 class Stored(Protocol):
-    """What was computed of a run of tokens."""
+    """What the model computed for a run of tokens."""
 
     def __len__(self) -> int: ...
 
     @property
     def cost(self) -> int:
-        """What it is reckoned at in the budget, in tokens."""
+        """Tokens that it is charged in the budget."""
         return len(self)
 
     def usable(self, length: int) -> int:
-        """How many of the first ``length`` tokens another row may take over."""
+        """Return how many of the first ``length`` tokens another row may copy."""
         ...
 
 
@@ -74,27 +111,95 @@ class KV(Stored):
         return length
 
 
-class Budget:
-    """Counts allocated key/value tokens, and frees the prefix cache when they run out."""
+class Rows(ABC):
+    """A rectangle of ``rows`` by ``time`` tokens, charged to the budget."""
 
-    def __init__(self, tokens: int) -> None:
-        self.limit = tokens
-        self.used = 0
-        self.evict: Callable[[], bool] = lambda: False
-        """Drops the least recently used prefix; False when there is none."""
+    parts = True
+    """Whether another row may copy a prefix of what a row holds, rather than all of it."""
 
-    def fits(self, tokens: int) -> bool:
-        """Whether ``tokens`` more can be had, evicting prefixes if that is what it takes."""
-        while self.used + tokens > self.limit:
-            if not self.evict():
+    def __init__(self, budget: KVBudget) -> None:
+        self.count = 0
+        """Rows in use: 0 to count - 1."""
+        self._budget = budget
+
+    @property
+    @abstractmethod
+    def rows(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def time(self) -> int: ...
+
+    @abstractmethod
+    def _resize(self, rows: int, time: int) -> None: ...
+
+    @abstractmethod
+    def peek(self, row: int, length: int) -> Stored:
+        """Return a view of a row's first ``length`` tokens, valid until the next change."""
+
+    @abstractmethod
+    def export(self, row: int, length: int) -> Stored:
+        """Copy a row's first ``length`` tokens."""
+
+    @abstractmethod
+    def load(self, row: int, source: Stored, length: int) -> None:
+        """Copy the first ``length`` tokens of ``source`` into a row."""
+
+    @abstractmethod
+    def scrub(self, row: int) -> None:
+        """Overwrite a row that may hold NaN."""
+
+    def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:
+        """Make room for ``rows`` rows of ``time`` tokens; False if the budget forbids it.
+
+        Grows by doubling while the budget allows it, else to exactly what is needed. ``force``
+        exceeds the budget, so that a lone sequence can go on.
+        """
+        if rows <= self.rows and time <= self.time:
+            return True
+        time = -(-time // TIME_STEP) * TIME_STEP
+        held = self.rows * self.time
+        for want_rows, want_time in (
+            (_grown(rows, self.rows, MIN_ROWS), _grown(time, self.time, MIN_TIME)),
+            # Callers say what *all* rows need, so this may shrink a rectangle that was longer.
+            (max(rows, self.count), time),
+        ):
+            extra = want_rows * want_time - held
+            if self._budget.used + extra <= self._budget.limit:
+                break
+        else:
+            if not self._budget.fits(extra) and not force:
                 return False
+        self._resize(want_rows, want_time)
         return True
+
+    def append(self) -> int:
+        """Take the next free row; ``reserve`` it first."""
+        assert self.count < self.rows
+        self.count += 1
+        return self.count - 1
+
+    def remove(self, row: int, last_length: int) -> None:
+        """Free a row; the last row, of ``last_length`` tokens, moves into its place."""
+        if row != self.count - 1:
+            self.move(self.count - 1, row, last_length)
+        self.count -= 1
+        if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._budget.limit // 16):
+            self._resize(0, 0)
+
+    def move(self, row: int, to: int, length: int) -> None:
+        """Copy the ``length`` tokens of a row over another one."""
+        self.load(to, self.peek(row, length), length)
+
+    def free(self) -> None:
+        self.count = 0
+        self._resize(0, 0)
 
 
 class _RowLayer(CacheLayerMixin):
-    """One layer of a RowCache: writes the new tokens where the current step says."""
+    """One layer of a KVRows: writes new tokens where the current step says."""
 
-    def __init__(self, rows: RowCache, index: int) -> None:
+    def __init__(self, rows: KVRows, index: int) -> None:
         super().__init__()
         self._rows = rows
         self._index = index
@@ -111,8 +216,7 @@ class _RowLayer(CacheLayerMixin):
             self._index, key_states.transpose(1, 2), value_states.transpose(1, 2)
         )
 
-    # The engine passes a ready 4D mask and positions, so the model never needs these; they say the
-    # truth for a model that asks anyway.
+    # The forward passes a 4D mask and positions, so most models never call these.
     def get_seq_length(self) -> int:
         return self._rows.view
 
@@ -123,95 +227,10 @@ class _RowLayer(CacheLayerMixin):
         return -1
 
 
-class Rows(ABC):
-    """A rectangle of ``rows`` by ``time`` tokens, counted against the budget."""
-
-    parts = True
-    """Whether a part of what a row holds, from its first token on, is of use to another one."""
-
-    def __init__(self, budget: Budget) -> None:
-        self.count = 0
-        """Rows in use: 0 to count - 1."""
-        self._budget = budget
-
-    @property
-    @abstractmethod
-    def rows(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def time(self) -> int: ...
-
-    def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:
-        """Make room for ``rows`` rows of ``time`` tokens; False if the budget forbids it.
-
-        Grows by doubling while the budget allows, else to just what is asked for.
-        ``force`` allocates beyond the budget: a lone sequence must be able to go on.
-        """
-        if rows <= self.rows and time <= self.time:
-            return True
-        time = -(-time // TIME_STEP) * TIME_STEP
-        held = self.rows * self.time
-        for want_rows, want_time in (
-            (_grown(rows, self.rows, MIN_ROWS), _grown(time, self.time, MIN_TIME)),
-            # Callers say what *all* rows need, so this may shrink a rectangle that was once longer.
-            (max(rows, self.count), time),
-        ):
-            extra = want_rows * want_time - held
-            if self._budget.used + extra <= self._budget.limit:
-                break
-        else:
-            if not self._budget.fits(extra) and not force:
-                return False
-        self._resize(want_rows, want_time)
-        return True
-
-    def append(self) -> int:
-        """Take the next free row (reserve() it first)."""
-        assert self.count < self.rows
-        self.count += 1
-        return self.count - 1
-
-    def remove(self, row: int, last_length: int) -> None:
-        """Give back a row; the last row, holding ``last_length`` tokens, moves into its place."""
-        if row != self.count - 1:
-            self.move(self.count - 1, row, last_length)
-        self.count -= 1
-        if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._budget.limit // 16):
-            self._resize(0, 0)
-
-    def move(self, row: int, to: int, length: int) -> None:
-        """Copy the ``length`` tokens of a row over another one."""
-        self.load(to, self.peek(row, length), length)
-
-    @abstractmethod
-    def export(self, row: int, length: int) -> Stored:
-        """A copy of the first ``length`` tokens of a row."""
-
-    def free(self) -> None:
-        self.count = 0
-        self._resize(0, 0)
-
-    @abstractmethod
-    def load(self, row: int, source: Stored, length: int) -> None:
-        """Copy the first ``length`` tokens of ``source`` into a row."""
-
-    @abstractmethod
-    def peek(self, row: int, length: int) -> Stored:
-        """A view of the first ``length`` tokens of a row: valid until the next change."""
-
-    @abstractmethod
-    def scrub(self, row: int) -> None:
-        """Forget a row that may hold NaN."""
-
-    @abstractmethod
-    def _resize(self, rows: int, time: int) -> None: ...
-
-
-class RowCache(Rows, Cache):
+class KVRows(Rows, Cache):
     """Keys and values as transformers' ``Cache``: the model writes into the rows and reads them."""
 
-    def __init__(self, shape: KVShape, budget: Budget) -> None:
+    def __init__(self, shape: KVShape, budget: KVBudget) -> None:
         Rows.__init__(self, budget)
         Cache.__init__(self, layers=[_RowLayer(self, i) for i in range(shape.layers)])
         self.shape = shape
@@ -256,7 +275,7 @@ class RowCache(Rows, Cache):
         return KV(view.keys.clone(), view.values.clone())
 
     def scrub(self, row: int) -> None:
-        # Masked slots are multiplied by 0, and 0 * NaN is NaN.
+        # Attention multiplies masked slots by 0, and 0 * NaN is NaN.
         self._keys[:, row].zero_()
         self._values[:, row].zero_()
 
@@ -275,10 +294,10 @@ class RowCache(Rows, Cache):
 
 
 def _zeros(size: tuple[int, ...], shape: KVShape) -> torch.Tensor:
-    """Not empty: masked slots take part in the product with weight 0 and must be finite."""
+    """Allocate zeros: masked slots enter the attention with weight 0 and must be finite."""
     if shape.device.type != "cpu" or not math.prod(size):
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    # numpy asks the system for zeros: pages that are never written to take neither time nor memory.
+    # numpy's zeros are lazy: pages never written to take neither time nor memory.
     data = np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(data).view(shape.dtype).view(size)
 
@@ -289,18 +308,18 @@ def _grown(want: int, have: int, least: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Keys and values of the tokens of a finished sequence."""
+    """What was computed for the tokens of a finished sequence."""
 
     owner: object
-    """The adapter version which computed them: no other may use them."""
+    """The adapter version that computed it; no other version may use it."""
     tokens: list[int]
     kv: Stored
 
 
 class PrefixStore:
-    """Keys and values of finished sequences, least recently used first."""
+    """Prefixes of finished sequences, least recently used first."""
 
-    def __init__(self, budget: Budget, most: int) -> None:
+    def __init__(self, budget: KVBudget, most: int) -> None:
         self._budget = budget
         self._most = most
         self._entries: dict[Prefix, None] = {}
@@ -321,7 +340,7 @@ class PrefixStore:
         )
 
     def add(self, owner: object, tokens: list[int], kv: Stored) -> None:
-        # A conversation's next turn contains the one before: keep only the longer.
+        # A conversation's next turn contains the previous one: keep only the longer.
         for entry in self.of(owner):
             size = len(entry.tokens)
             if size <= len(tokens) and tokens[:size] == entry.tokens:
@@ -333,15 +352,15 @@ class PrefixStore:
             self._budget.used += kv.cost
 
     def touch(self, entry: Prefix) -> None:
+        """Mark an entry as the most recently used one."""
         if entry in self._entries:
             self._entries[entry] = self._entries.pop(entry)
 
     def evict_oldest(self) -> bool:
         entry = next(iter(self._entries), None)
-        if entry is None:
-            return False
-        self._drop(entry)
-        return True
+        if entry is not None:
+            self._drop(entry)
+        return entry is not None
 
     def drop_owner(self, owner: object) -> None:
         for entry in self.of(owner):

@@ -1,14 +1,12 @@
-"""The decoder of the Llama family (Llama, Qwen2, Qwen3, ...) in few operations, for one forward.
+"""Decoder of the Llama family (Llama, Qwen2, Qwen3, ...) in few operations, for one forward.
 
-Knows: the modules such a model has, and a RowCache. Does not know: requests, adapters, families.
+Knows the modules that such a model has, and a KVRows; not requests, adapters or other families.
 
 A step of a small model costs what its operations cost to *start*, and transformers needs about 60
-for a layer. Here it is 20: projections that read the same input are one product, queries and keys
-are normalised and rotated together, masks and angles are made once for all layers, and additions
-ride on products. The numbers are the same but for the order of floating-point sums; ``Forward``
-compares them with the model's own before it uses this.
-
-With many rows a step costs what its products cost, and those are oneDNN's where that is quicker.
+a layer. Here it is 20: projections of the same input are one product, queries and keys are
+normalized and rotated together, masks and angles are made once for all layers, and additions ride
+on products. The numbers are the same but for the order of floating-point sums; ``choose_forward``
+compares them with the model's own. With many rows, products go through oneDNN where it is faster.
 
 Shapes: B rows, T new tokens, H query and G key heads, D head size.
 """
@@ -25,35 +23,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentrl_trainer.inference.kv_cache import RowCache
+from agentrl_trainer.inference.kv_cache import KVRows
 
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
                 "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _STEP = 256
-"""Angles are made for so many more positions whenever they do not suffice."""
+"""Rotary angles are computed for this many more positions at a time."""
 _PACK_FROM_ROWS = 16
-"""Of fewer rows the plain product is quicker: oneDNN takes 10 µs to start, MKL 2."""
+"""With fewer rows the plain product is quicker: oneDNN takes 10 µs to start, MKL 2."""
 _PACK_BELOW = 50_000_000
-"""Parameters up to which weights are held a second time, in oneDNN's order."""
+"""Models of fewer parameters hold their weights a second time, in oneDNN's order."""
 _onednn = torch.ops.mkldnn
 _PRIVATE = ("_reorder_linear_weight", "_linear_pointwise")
 
 
-class Product:
-    """``x [rows, in] -> x Wᵀ + bias``, of one or more linear layers which read the same ``x``.
+class FusedLinear:
+    """``x [rows, in] -> x Wᵀ + bias`` of one or more linear layers that read the same ``x``.
 
-    MKL uses no AVX-512 on processors that are not Intel's, oneDNN does and takes half the time. It
-    wants the weights in an order of its own, so they are held twice (``packed``).
+    oneDNN uses AVX-512 on processors that are not Intel's, where MKL does not, and takes half the
+    time. It wants the weights in an order of its own (``packed``), so they are held twice.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, packed: bool) -> None:
         joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         self.parts = joined.split([w.shape[0] for w in weights])
-        """The same weights, each layer's a part of the one tensor that is used here."""
+        """The layers' weights, as views of the one tensor that is used here."""
         self._weight = joined
-        self._turned = joined.t()
+        self._transposed = joined.t()
         self.bias = bias
         self._packed = _onednn._reorder_linear_weight(joined) if packed else None
 
@@ -63,18 +61,18 @@ class Product:
         return _onednn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def plus(self, x: Tensor, more: Tensor) -> Tensor:
-        """``self(x) + more``; that is added first or last, as it comes cheapest."""
+        """Return ``self(x) + more`` by the cheaper of two orders of summation."""
         if self._packed is not None and len(x) >= _PACK_FROM_ROWS:
             return _onednn._linear_pointwise.binary(x, more, self._packed, self.bias, "add")
         if self.bias is not None:
             more = more + self.bias
-        return torch.addmm(more, x, self._turned)
+        return torch.addmm(more, x, self._transposed)
 
 
-def _packs(model: PreTrainedModel) -> bool:
-    """Whether products go by oneDNN too; it is no quicker without AVX-512.
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether oneDNN's products are used too; without AVX-512 they are no faster.
 
-    The operations are torch's own and may go: this decoder works, and is quicker, without them.
+    Its operations are private to torch and may disappear; the decoder works without them.
     """
     return (
         model.device.type == "cpu"
@@ -85,8 +83,9 @@ def _packs(model: PreTrainedModel) -> bool:
     )
 
 
-class Norm:
-    """RMSNorm over the last dimension, in four operations; torch's takes seven on a CPU."""
+class RmsNorm:
+    """RMSNorm (arXiv:1910.07467) over the last dimension, in four operations; torch's takes seven
+    on a CPU."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[-1]
@@ -100,69 +99,69 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    before_attention: Norm
-    before_mlp: Norm
-    heads: Norm | None
+class _LayerNorms:
+    before_attention: RmsNorm
+    before_mlp: RmsNorm
+    heads: RmsNorm | None
     """Of queries and keys together, weights ``[H + G, D]``."""
 
 
-class LeanDecoder:
+class LlamaCpuDecoder:
     """``(rows, ids, positions, mask) -> logits [B, vocabulary]`` after each row's last column.
 
-    Raises ValueError if the model has anything which this does not know.
+    Raises:
+        ValueError: the model has a part that this decoder does not know.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = cast(Any, model.get_decoder())
         head = cast(Any, model.get_output_embeddings())
-        if why := _why_not(model, decoder, head):
+        if why := unknown_part(model, decoder, head):
             raise ValueError(why)
-        config = model.config.get_text_config()
         first = decoder.layers[0].self_attn
         self.dim: int = first.head_dim
         self.queries = first.q_proj.out_features // self.dim
         self.keys = first.k_proj.out_features // self.dim
-        self._eps: float = config.rms_norm_eps
+        self._eps: float = model.config.get_text_config().rms_norm_eps
         self._scaling: float = first.scaling
         self._embedding: Tensor = decoder.embed_tokens.weight.data
         self._rotary = decoder.rotary_emb
         self._angles = (torch.empty(0), torch.empty(0))
-        self._layers = [self._layer(layer) for layer in decoder.layers]
-        self._last_norm = Norm(decoder.norm.weight.data, self._eps)
-        self._packed = _packs(model)
+        self._norms = [self._layer_norms(layer) for layer in decoder.layers]
+        self._last_norm = RmsNorm(decoder.norm.weight.data, self._eps)
+        self._packed = can_pack(model)
         names = {module: name for name, module in model.named_modules()}
-        groups = [*(g for layer in decoder.layers for g in _linears(layer)), [head]]
+        groups = [*(g for layer in decoder.layers for g in _fused_groups(layer)), [head]]
         self._groups = [[names[linear] for linear in group] for group in groups]
-        self.own = [self._product(group) for group in groups]
-        """The base model's products: four a layer, in the order of ``_linears``, and the head."""
-        self.products = self.own
+        self.base_products = [self._fuse(group) for group in groups]
+        """The base model's: four a layer in the order of ``_fused_groups``, and the head."""
+        self.products = self.base_products
         """Those in use."""
 
-    def adapted(self, weights: dict[str, Tensor]) -> list[Product]:
-        """Products with these weights, by module name, instead of the base model's own.
+    def adapted(self, weights: dict[str, Tensor]) -> list[FusedLinear]:
+        """Return products with these weights, by module name, in place of the base model's.
 
-        The tensors in ``weights`` become parts of the products', so that nothing is held twice.
+        The tensors in ``weights`` are replaced by views of the products', so nothing is held twice.
         """
-        products: list[Product] = []
-        for names, own in zip(self._groups, self.own, strict=True):
+        products: list[FusedLinear] = []
+        for names, own in zip(self._groups, self.base_products, strict=True):
             if weights.keys().isdisjoint(names):
                 products.append(own)
                 continue
             parts = [weights.get(n, part) for n, part in zip(names, own.parts, strict=True)]
-            products.append(Product(parts, own.bias, packed=self._packed))
+            products.append(FusedLinear(parts, own.bias, packed=self._packed))
             weights.update(zip(names, products[-1].parts, strict=True))
         return products
 
-    def _product(self, linears: list[nn.Linear]) -> Product:
+    def _fuse(self, linears: list[nn.Linear]) -> FusedLinear:
         biases = [cast(Tensor, x.bias.data) for x in linears if x.bias is not None]
         bias = torch.cat(biases) if biases else None
-        product = Product([x.weight.data for x in linears], bias, packed=self._packed)
+        product = FusedLinear([x.weight.data for x in linears], bias, packed=self._packed)
         for linear, part in zip(linears, product.parts, strict=True):
             linear.weight.data = part
         return product
 
-    def _layer(self, layer: Any) -> _Layer:
+    def _layer_norms(self, layer: Any) -> _LayerNorms:
         attention = layer.self_attn
         heads = None
         if hasattr(attention, "q_norm"):
@@ -170,53 +169,53 @@ class LeanDecoder:
                 attention.q_norm.weight.data.expand(self.queries, self.dim),
                 attention.k_norm.weight.data.expand(self.keys, self.dim),
             ]
-            heads = Norm(torch.cat(weights), self._eps)
-        return _Layer(
-            before_attention=Norm(layer.input_layernorm.weight.data, self._eps),
-            before_mlp=Norm(layer.post_attention_layernorm.weight.data, self._eps),
+            heads = RmsNorm(torch.cat(weights), self._eps)
+        return _LayerNorms(
+            before_attention=RmsNorm(layer.input_layernorm.weight.data, self._eps),
+            before_mlp=RmsNorm(layer.post_attention_layernorm.weight.data, self._eps),
             heads=heads,
         )
 
     def __call__(
         self,
-        rows: RowCache,
+        rows: KVRows,
         ids: Tensor,
         positions: Tensor,
         mask: Tensor,
         end: int,
         blocks: list[tuple[int, int]],
     ) -> Tensor:
-        """``ids`` and ``positions`` [B, T], these less than ``end``; ``mask`` [B, 1, T, view] is
-        added to the scores. ``blocks``, if T is 1: the first row of each, and how many keys the
-        rows of this block see at most."""
+        """Run ``ids`` and ``positions`` [B, T], positions below ``end``, with an additive ``mask``
+        [B, 1, T, view]. ``blocks``, if T is 1: each block's first row, and how many keys its rows
+        see at most."""
         batch, new = ids.shape
         cos, sin = self._rotation(positions, end)
         hidden = F.embedding(ids.flatten(), self._embedding)
-        for index, layer in enumerate(self._layers):
+        for index, norms in enumerate(self._norms):
             qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
-            x = qkv(layer.before_attention(hidden)).view(batch * new, -1, self.dim)
-            q, k, v = self._turned(x, layer.heads, cos, sin)
+            x = qkv(norms.before_attention(hidden)).view(batch * new, -1, self.dim)
+            q, k, v = self._rotated(x, norms.heads, cos, sin)
             keys, values = rows.write(
                 index, k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
             )
-            hidden = out.plus(self._attended(q, keys, values, mask, blocks), hidden)
-            gate, up = gate_up(layer.before_mlp(hidden)).chunk(2, -1)
+            hidden = out.plus(self._attend(q, keys, values, mask, blocks), hidden)
+            gate, up = gate_up(norms.before_mlp(hidden)).chunk(2, -1)
             hidden = down.plus(F.silu(gate).mul_(up), hidden)
         last = hidden.view(batch, new, -1)[:, -1]
         return self.products[-1](self._last_norm(last))
 
-    def _turned(
-        self, x: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor
+    def _rotated(
+        self, x: Tensor, norm: RmsNorm | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B * T, heads, D] of ``x`` [B * T, H + 2 G, D]."""
         qk = x[:, : self.queries + self.keys]
         if norm is not None:
             qk = norm(qk)
-        # Rolling by half is what rotate_half does, but for the sign, which is in ``sin``.
+        # Rolling by half is rotate_half but for the sign, which is in ``sin``.
         qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
         return qk[:, : self.queries], qk[:, self.queries :], x[:, self.queries + self.keys :]
 
-    def _attended(
+    def _attend(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, blocks: list[tuple[int, int]]
     ) -> Tensor:
         """[B * T, H * D], of queries [B * T, H, D], keys and values [B, G, view, D]."""
@@ -224,7 +223,7 @@ class LeanDecoder:
         if new == 1:
             ends = [first for first, _ in blocks[1:]] + [batch]
             parts = [
-                self._attended_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
+                self._attend_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
                 for (a, view), b in zip(blocks, ends, strict=True)
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -234,11 +233,11 @@ class LeanDecoder:
         )
         return out.transpose(1, 2).reshape(batch * new, -1)
 
-    def _attended_one(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """The same for one new token per row.
 
-        The heads of a group stand in for query positions, so nothing is repeated. SDPA's kernel on
-        CPUs is made for many of these: for a few it takes a third longer.
+        The heads of a group stand in for query positions, so nothing is repeated. SDPA's CPU kernel
+        takes a third longer for so few of them.
         """
         batch, groups, view, _ = keys.shape
         q = q.reshape(batch * groups, -1, self.dim)
@@ -247,7 +246,7 @@ class LeanDecoder:
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, -1)
 
     def _rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Two times [B * T, 1, D]"""
+        """Cosines and signed sines, each [B * T, 1, D]."""
         flat = positions.flatten()
         if end > len(self._angles[0]):
             at = torch.arange(-(-end // _STEP) * _STEP, device=positions.device)
@@ -259,8 +258,8 @@ class LeanDecoder:
         return cos.index_select(0, flat), sin.index_select(0, flat)
 
 
-def _linears(layer: Any) -> list[list[nn.Linear]]:
-    """Those of one product together."""
+def _fused_groups(layer: Any) -> list[list[nn.Linear]]:
+    """A layer's linear modules, grouped by common input."""
     attention, mlp = layer.self_attn, layer.mlp
     return [
         [attention.q_proj, attention.k_proj, attention.v_proj],
@@ -270,8 +269,8 @@ def _linears(layer: Any) -> list[list[nn.Linear]]:
     ]
 
 
-def _why_not(model: PreTrainedModel, decoder: Any, head: Any) -> str | None:
-    """What the model has or lacks, that this decoder does not know; None: nothing."""
+def unknown_part(model: PreTrainedModel, decoder: Any, head: Any) -> str | None:
+    """Name what the model has or lacks that the decoder does not know; None if nothing."""
     config = model.config.get_text_config()
     if model.dtype != torch.float32:
         return "norms in half precision are computed in float32 by the model"
@@ -281,7 +280,7 @@ def _why_not(model: PreTrainedModel, decoder: Any, head: Any) -> str | None:
     if type(head) is not nn.Linear or head.bias is not None:
         return "its output embedding is not a plain linear layer"
     if getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
-        return "it has another activation or normalisation"
+        return "it has another activation or normalization"
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return "its rotary embedding depends on the length"

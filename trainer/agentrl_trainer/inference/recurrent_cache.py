@@ -1,42 +1,44 @@
 """Rows of models whose past is no rectangle of keys: each row with a cache of the model's own.
 
-Knows: the caches that transformers' models make for themselves. Does not know: requests, sampling.
-
-State spaces, linear attention, convolutions, keys of several shapes, position biases: what such a
-model remembers of a row cannot be cut at some token, and a batch of rows of unlike lengths cannot
-be masked. So rows are computed one by one, as ``generate`` would, and a row takes over another's
-past whole or not at all: for siblings of one prompt, and for a conversation's next turn.
+State spaces, linear attention, convolutions, keys of several shapes and position biases cannot be
+cut at some token, and rows of unlike lengths cannot be masked in one batch. So rows are computed
+one by one, as ``generate`` would, and a row copies another's past whole or not at all: for
+siblings of one prompt, and for a conversation's next turn.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
-from agentrl_trainer.inference.kv_cache import Budget, Rows, Stored
+from agentrl_trainer.inference.kv_cache import KVBudget, KVShape, Rows, Stored
+from agentrl_trainer.models.loading import BaseModel
 
-_PAST = ("past_key_values", "cache_params", "state", "mems")
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
 """What models call their caches, in their outputs and among their arguments."""
-FIXED = 256
-"""Tokens which what does not grow with the row is reckoned at, in the budget."""
+_FIXED_COST = 256
+"""Tokens that the part of a state which does not grow with the row is charged in the budget."""
 _FEW = 8
-"""Tokens up to which steps are quicker than the whole row anew."""
+"""Up to this many tokens, single steps are quicker than recomputing the row."""
 
 
 class Past(Enum):
-    """What a model's own cache is good for."""
+    """What a model's own cache can take."""
 
     CHUNKS = "any number of tokens at once"
     STEPS = "one token at once"
-    NONE = "nothing: the whole row is computed for each token"
+    NONE = "nothing: the whole row is recomputed for each token"
 
 
 @dataclass(slots=True)
-class State(Stored):
+class RowState(Stored):
     """What a model remembers of ``tokens``."""
 
     tokens: list[int] = field(default_factory=list[int])
@@ -48,24 +50,24 @@ class State(Stored):
 
     @property
     def cost(self) -> int:
-        return len(self) + FIXED
+        return len(self) + _FIXED_COST
 
     def usable(self, length: int) -> int:
         return len(self) if len(self) <= length else 0
 
-    def copied(self) -> State:
-        return State(list(self.tokens), self.name, copy.deepcopy(self.cache))
+    def copied(self) -> RowState:
+        return RowState(list(self.tokens), self.name, copy.deepcopy(self.cache))
 
 
 class StateRows(Rows):
-    """``count`` states; ``rows`` and ``time`` are what they are reckoned at in the budget."""
+    """``count`` states; ``rows`` and ``time`` are what the budget is charged."""
 
     parts = False
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: KVBudget) -> None:
         super().__init__(budget)
         self._size = (0, 0)
-        self.states: list[State] = []
+        self.states: list[RowState] = []
 
     @property
     def rows(self) -> int:
@@ -77,49 +79,117 @@ class StateRows(Rows):
 
     def append(self) -> int:
         row = super().append()
-        self.states[row] = State()
+        self.states[row] = RowState()
         return row
 
     def move(self, row: int, to: int, length: int) -> None:
-        self.states[to], self.states[row] = self.states[row], State()
+        self.states[to], self.states[row] = self.states[row], RowState()
 
     def load(self, row: int, source: Stored, length: int) -> None:
-        assert isinstance(source, State)
+        assert isinstance(source, RowState)
         assert len(source) == length
         self.states[row] = source.copied()
 
-    def peek(self, row: int, length: int) -> State:
+    def peek(self, row: int, length: int) -> RowState:
         return self.states[row]
 
-    def export(self, row: int, length: int) -> State:
+    def export(self, row: int, length: int) -> RowState:
         return self.states[row].copied()
 
     def scrub(self, row: int) -> None:
-        self.states[row] = State()
+        self.states[row] = RowState()
 
     def _resize(self, rows: int, time: int) -> None:
         self._budget.used += rows * time - self.rows * self.time
         self._size = (rows, time)
-        self.states = [*self.states[: self.count], *(State() for _ in range(rows - self.count))]
+        self.states = [*self.states[: self.count], *(RowState() for _ in range(rows - self.count))]
 
 
-def advance(model: Any, state: State, chunk: list[int], past: Past, options: dict[str, Any]) -> Any:
-    """Logits ``[vocab]`` after ``chunk``, which comes behind the state's tokens."""
-    whole = [*state.tokens, *chunk]
-    parts = [chunk]
-    if past is Past.NONE or (past is Past.STEPS and len(state) and len(chunk) > _FEW):
-        state.cache, parts = None, [whole]
-    elif past is Past.STEPS and len(state):
-        parts = [[token] for token in chunk]
-    output: Any = None
-    for part in parts:
-        ids = torch.tensor([part], device=model.device)
-        known = {state.name: state.cache} if state.cache is not None else {}
-        output = model(input_ids=ids, use_cache=past is not Past.NONE, **known, **options)
-        if past is not Past.NONE:
-            state.name = next((n for n in _PAST if getattr(output, n, None) is not None), "")
-            if not state.name:
-                raise ValueError("it gives no cache that it could go on from")
-            state.cache = getattr(output, state.name)
-    state.tokens = whole
-    return output.logits[0, -1]
+class RowByRowForward:
+    """The model on its own cache, one row at a time, as far as ``past`` says it can be used.
+
+    Applies to every causal model, with one of the three values of ``past``.
+
+    Raises:
+        ValueError: rounding in half precision would hide that a recurrent model loses its state.
+    """
+
+    tolerance = 2e-4
+
+    def __init__(self, base: BaseModel, options: dict[str, Any], past: Past) -> None:
+        layers = DynamicCache(config=base.model.config).layers
+        recurs = any(not isinstance(layer, DynamicLayer) for layer in layers)
+        if past is Past.CHUNKS and recurs and base.dtype != torch.float32:
+            raise ValueError("rounding could hide that it forgets its state")
+        self._base = base
+        self._options = options
+        self._shape: KVShape | None = None
+        self.past = past
+        self.name = "row by row, recomputed" if past is Past.NONE else "row by row"
+
+    def new_rows(self, budget: KVBudget) -> Rows:
+        return StateRows(budget)
+
+    def __call__(
+        self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        states = cast(StateRows, rows).states
+        assert [len(state) for state in states[: len(chunks)]] == [*starts]
+        return torch.stack(
+            [self._advance(state, [*chunk]) for state, chunk in zip(states, chunks, strict=False)]
+        )
+
+    def _advance(self, state: RowState, chunk: list[int]) -> torch.Tensor:
+        """Append ``chunk`` to the state's tokens; returns logits ``[vocab]`` after it."""
+        caches = self.past is not Past.NONE
+        whole = [*state.tokens, *chunk]
+        parts = [chunk]
+        if not caches or (self.past is Past.STEPS and len(state) and len(chunk) > _FEW):
+            state.cache, parts = None, [whole]
+        elif self.past is Past.STEPS and len(state):
+            parts = [[token] for token in chunk]
+        output: Any = None
+        for part in parts:
+            ids = torch.tensor([part], device=self._base.device)
+            known = {state.name: state.cache} if state.cache is not None else {}
+            output = self._base.model(input_ids=ids, use_cache=caches, **known, **self._options)
+            if caches:
+                state.name = next((n for n in _CACHES if getattr(output, n, None) is not None), "")
+                if not state.name:
+                    raise ValueError("it returns no cache to continue from")
+                state.cache = getattr(output, state.name)
+        state.tokens = whole
+        return output.logits[0, -1]
+
+    @property
+    def shape(self) -> KVShape:
+        """Memory that a token of a row costs, as if it were keys: the fixed part of a state is
+        spread over ``_FIXED_COST`` tokens."""
+        if self._shape is None:
+            self._shape = self._measured_shape()
+        return self._shape
+
+    def _measured_shape(self) -> KVShape:
+        state = RowState()
+        sizes: list[int] = []
+        with torch.inference_mode():
+            for _ in range(2):
+                self._advance(state, [0] * 16)
+                sizes.append(tensor_bytes(state.cache))
+        each = max(0, sizes[1] - sizes[0]) // 16
+        fixed = max(0, sizes[1] - 32 * each)
+        base = self._base
+        elements = max(1, (each + -(-fixed // _FIXED_COST)) // base.dtype.itemsize)
+        return KVShape(1, 1, elements, 0, base.dtype, base.device)
+
+
+def tensor_bytes(held: Any) -> int:
+    """Return the bytes of all tensors in a cache, whatever its class."""
+    if isinstance(held, torch.Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        return sum(map(tensor_bytes, cast(dict[Any, Any], held).values()))
+    if isinstance(held, (list, tuple)):
+        return sum(map(tensor_bytes, cast(Sequence[Any], held)))
+    ours = type(held).__module__.startswith("transformers.") and hasattr(held, "__dict__")
+    return tensor_bytes(vars(held)) if ours and not isinstance(held, PreTrainedConfig) else 0

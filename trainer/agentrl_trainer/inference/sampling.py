@@ -1,11 +1,11 @@
 """From logits to tokens: one uniform number per token, inverted through the filtered distribution.
 
-Knows: logits and sampling parameters. Does not know: requests, caches, models, grammars.
+Knows logits and sampling parameters, not requests, caches, models or grammars.
 
-One uniform per token makes a seeded sequence independent of its neighbours (each sequence owns its
-generator, and consumes exactly one number a step), and costs O(vocab) vector work only.
-Grammar masks and logit biases steer single rows before the pick, and cost the other rows nothing;
-the log-probabilities stay those of the raw logits, so a forced token's may be very low.
+One uniform per token makes a seeded sequence independent of its neighbors (each sequence owns its
+generator and consumes exactly one number a step), and costs O(vocab) vector work only. Grammar
+masks and logit biases steer single rows and cost the other rows nothing; log-probabilities stay
+those of the raw logits, so a forced token's may be very low.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from agentrl_trainer.inference.types import SampleParams
+from agentrl_trainer.inference.requests import SampleParams
 
 _BLOCK = 64
 
@@ -31,7 +31,7 @@ class Uniforms:
         self._next = 0
 
     def next(self) -> float:
-        """In [0, 1). Drawn in blocks: one call of numpy costs as much as a whole block."""
+        """Return a number in [0, 1). A call of numpy costs as much as a whole block of them."""
         if self._next == len(self._block):
             self._block = self._generator.random(_BLOCK).tolist()
             self._next = 0
@@ -44,10 +44,11 @@ class Steering:
     """What moves some rows away from their raw logits."""
 
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """Row → token ids, and what is added to their logits."""
+    """Row to token ids and the numbers added to their logits."""
     masked: list[int]
-    """Rows with a mask, ascending. Row i of ``allowed`` is for ``masked[i]``; it leaves a token."""
+    """Rows with a mask, ascending."""
     allowed: torch.Tensor | None
+    """``[masked, vocab]``: row i is the mask of ``masked[i]``, with at least one token."""
     rows: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class Picked:
     logprobs: list[float]
     tops: list[list[tuple[int, float]]]
     log_masses: dict[int, float]
-    """Masked row → log of the raw probability that its mask left."""
+    """Masked row to the log of the raw probability that its mask left."""
 
 
 def pick(
@@ -73,12 +74,10 @@ def pick(
 ) -> Picked:
     """Sample one token per row of ``logits`` ``[rows, vocab]``.
 
-    Log-probabilities are of the raw logits in float32, whatever steering, temperature and filters
-    are.
+    Log-probabilities are of the raw logits in float32, before steering, temperature and filters.
     """
     logits = logits.float()
-    # A greedy row consumes no number: nothing it does depends on one.
-    u = torch.tensor(
+    u = torch.tensor(  # a greedy row consumes no number
         [0.0 if p.temperature == 0 else s.next() for p, s in zip(params, uniforms, strict=True)],
         dtype=torch.float64,
         device=logits.device,
@@ -89,35 +88,35 @@ def pick(
         ids = _sampled(logits, probs, params, u)
     else:
         ids = torch.empty(len(params), dtype=torch.long, device=logits.device)
-    raw = _Raw(logits, probs)
+    raw = _RawLogprobs(logits, probs)
     log_masses: dict[int, float] = {}
-    if steering is not None:  # these rows once more: the others are not even copied
+    if steering is not None:  # sample these rows again; the others are not even copied
         rows = torch.tensor(steered, device=logits.device)
         towards = _steered(logits, steering)
         weights = torch.softmax(towards, dim=-1)
         ids[rows] = _sampled(towards, weights, [params[i] for i in steered], u[rows])
         log_masses = _log_masses(raw, steering)
-    chosen = raw.logprobs(logits.gather(1, ids[:, None]))[:, 0]
+    chosen = raw(logits.gather(1, ids[:, None]))[:, 0]
     most = max(p.top_logprobs for p in params)
     tops: list[list[tuple[int, float]]] = [[] for _ in params]
     if most:
         top_logits, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
-        values, indices = raw.logprobs(top_logits).tolist(), top_ids.tolist()
+        values, indices = raw(top_logits).tolist(), top_ids.tolist()
         for row, p in enumerate(params):
             k = p.top_logprobs
             tops[row] = list(zip(indices[row][:k], values[row][:k], strict=True))
     return Picked(ids.tolist(), chosen.tolist(), tops, log_masses)
 
 
-class _Raw:
-    """Log-probabilities of what few logits are asked for: as log_softmax, without its pass."""
+class _RawLogprobs:
+    """Log-probabilities of a few logits, as log_softmax gives them but without its pass."""
 
     def __init__(self, logits: torch.Tensor, probs: torch.Tensor) -> None:
         self.logits = logits
         self._most = logits.amax(dim=-1, keepdim=True)
         self._log_of_most = probs.amax(dim=-1, keepdim=True).log_()
 
-    def logprobs(
+    def __call__(
         self, some: torch.Tensor, rows: slice | torch.Tensor = slice(None)
     ) -> torch.Tensor:
         """Of ``some`` logits ``[rows, any]`` of these rows."""
@@ -137,13 +136,13 @@ def _steered(logits: torch.Tensor, steering: Steering) -> torch.Tensor:
     return out
 
 
-def _log_masses(raw: _Raw, steering: Steering) -> dict[int, float]:
+def _log_masses(raw: _RawLogprobs, steering: Steering) -> dict[int, float]:
     if steering.allowed is None:
         return {}
     rows = torch.tensor(steering.masked, device=raw.logits.device)
-    logprobs = raw.logprobs(raw.logits[rows], rows)
+    logprobs = raw(raw.logits[rows], rows)
     left = logprobs.masked_fill(~steering.allowed, float("-inf")).logsumexp(dim=-1)
-    # Rounding may leave a hair more than everything.
+    # Rounding may leave slightly more than everything.
     return dict(zip(steering.masked, left.clamp_(max=0.0).tolist(), strict=True))
 
 
@@ -159,8 +158,7 @@ def _sampled(
     greedy = [i for i, p in enumerate(params) if p.temperature == 0]
     if any(p.temperature != 1 for p in params):
         temperature = logits.new_tensor([p.temperature or 1.0 for p in params])
-        scaled = logits / temperature[:, None]
-        probs = torch.softmax(scaled, dim=-1)
+        probs = torch.softmax(logits / temperature[:, None], dim=-1)
     filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
     if len(filtered) < len(params):
         ids = _invert(probs, u)
@@ -180,8 +178,8 @@ def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
     Inversion: Devroye 1986, "Non-Uniform Random Variate Generation", section III.2.
 
-    float64: with 150,000 tokens a float32 running sum would lose the tail. A token of probability 0
-    never moves the sum, so it is never the first to exceed anything.
+    In float64, because with 150,000 tokens a float32 running sum would lose the tail. A token of
+    probability 0 never moves the sum, so it is never the first to exceed anything.
     """
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     found = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
@@ -191,8 +189,8 @@ def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def _filtered_pick(
     probs: torch.Tensor, u: torch.Tensor, params: Sequence[SampleParams]
 ) -> torch.Tensor:
-    """Top-k (arXiv:1805.04833), then top-p (arXiv:1904.09751, section 3.1) of what is left
-    (renormalised), as everybody else does."""
+    """Top-k (arXiv:1805.04833), then top-p (arXiv:1904.09751, section 3.1) of the renormalized
+    rest."""
     vocab = probs.shape[1]
     # Stable, so that equally likely tokens are kept in the same order on every machine.
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
@@ -201,7 +199,7 @@ def _filtered_pick(
     ordered = ordered.masked_fill(rank >= top_k[:, None], 0.0)
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=probs.device)
     cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
-    # Keep a token if those before it do not yet reach top_p: the first is always kept.
+    # Keep a token if the tokens before it do not reach top_p yet: the first is always kept.
     before = cumulative - ordered
     cut = (before >= top_p[:, None] * cumulative[:, -1:]) & (top_p < 1)[:, None]
     cut[:, 0] = False

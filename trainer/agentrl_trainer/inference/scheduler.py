@@ -1,9 +1,9 @@
-"""What to compute next: admission, prefill, decode, preemption, adapter versions.
+"""What to compute next: admission, prefill, decode, preemption.
 
-Knows: lanes and sequences. Does not know: threads, HTTP. Everything here runs on one thread.
+Knows lanes and sequences, not threads or HTTP. Everything here runs on one thread.
 
-Every round: admit what fits, then one chunk of prefill and one decode step per lane (one lane per
-adapter version). Sequences join and leave between steps.
+Every round: admit what fits, then run one chunk of prefill and one decode step per lane (one lane
+per adapter version). Sequences join and leave between steps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentrl_trainer.inference.adapters import AdapterWeights, Prepared
+from agentrl_trainer.inference.adapter_swap import AdapterVersions, AdapterWeights, PreparedAdapter
 from agentrl_trainer.inference.forward import Forward
-from agentrl_trainer.inference.grammar import Masks
-from agentrl_trainer.inference.kv_cache import Budget, PrefixStore
-from agentrl_trainer.inference.sampling import Steering, pick
-from agentrl_trainer.inference.scorer import Scorer
-from agentrl_trainer.inference.sequences import Lane, Sequence
-from agentrl_trainer.inference.types import (
+from agentrl_trainer.inference.grammar import GrammarMasks
+from agentrl_trainer.inference.kv_cache import KVBudget, PrefixStore
+from agentrl_trainer.inference.requests import (
+    Counters,
     Event,
     Finished,
     FinishReason,
@@ -33,70 +31,57 @@ from agentrl_trainer.inference.types import (
     Scored,
     Token,
 )
+from agentrl_trainer.inference.sampling import Steering, pick
+from agentrl_trainer.inference.scorer import Scorer
+from agentrl_trainer.inference.sequences import Lane, Sequence
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Counters:
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    prefill_steps: int = 0
-    swaps: int = 0
-    preemptions: int = 0
 
 
 @dataclass(eq=False)
 class Scheduler:
     forward: Forward
     weights: AdapterWeights
-    budget: Budget
+    budget: KVBudget
     prefixes: PrefixStore
     max_batch: int
     prefill_chunk: int
     scorer: Scorer
-    """Log-probs of rows under the weights that are active."""
+    vocab: int
     waiting: deque[Sequence] = field(default_factory=deque)
     count: Counters = field(default_factory=Counters)
-    current: dict[str | None, Lane] = field(init=False)
-    """Adapter name to the lane new sequences join; None is the base model."""
-    lanes: list[Lane] = field(init=False)
-    """Those, and superseded versions which still have sequences."""
-    masks: Masks = field(init=False)
+    adapters: AdapterVersions = field(init=False)
     _admissions: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def __post_init__(self) -> None:
-        self.masks = Masks(self.forward.vocab)
-        self.current = {None: self._lane(None, None, None)}
-        self.lanes = [self.current[None]]
+        self._masks = GrammarMasks(self.vocab)
+
+        def new_lane(name: str | None, version: int | None, own: PreparedAdapter | None) -> Lane:
+            return Lane(name, version, own, self.forward, self.budget, self.prefixes)
+
+        self.adapters = AdapterVersions(self.weights, self.prefixes, new_lane)
 
     @property
     def running(self) -> int:
-        return sum(lane.resident for lane in self.lanes)
+        return sum(lane.resident for lane in self.adapters.lanes)
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting) or self.running > 0
 
     def unfinished(self) -> list[Sequence]:
-        computing = [
-            s
-            for lane in self.lanes
-            for s in (*lane.decoding, *(s for j in lane.jobs for s in j.sequences))
-        ]
+        computing = (s for lane in self.adapters.lanes for s in lane.sequences)
         return [s for s in (*self.waiting, *computing) if not s.done]
 
     def round(self) -> None:
         self._drop_cancelled()
         self._admit()
-        for lane in self.lanes:
+        for lane in self.adapters.lanes:
             if lane.jobs:
                 self._guard(lane, self._prefill)
             if lane.decoding:
                 self._guard(lane, self._decode)
-        self._retire()
+        self.adapters.retire()
 
     def _guard(self, lane: Lane, step: Callable[[Lane], None]) -> None:
         try:
@@ -109,7 +94,7 @@ class Scheduler:
         log.error(
             "adapter %s version %s: a forward failed", lane.adapter, lane.version, exc_info=error
         )
-        hit = [*lane.decoding, *(s for j in lane.jobs for s in j.sequences)]
+        hit = lane.sequences
         lane.clear()
         for seq in hit:
             self.finish(seq, "error", f"{type(error).__name__}: {error}")
@@ -119,7 +104,7 @@ class Scheduler:
             for seq in [s for s in self.waiting if s.cancelled]:
                 self.waiting.remove(seq)
                 self.finish(seq, "cancelled")
-        for lane in self.lanes:
+        for lane in self.adapters.lanes:
             for seq in [s for s in lane.decoding if s.cancelled]:
                 lane.leave(seq)
                 self.finish(seq, "cancelled")
@@ -131,12 +116,12 @@ class Scheduler:
                     lane.drop_job(job)
 
     def _admit(self) -> None:
-        """First come, first served; one that waits for a sibling's prefill lets others pass."""
+        """Admit in order of arrival; a sequence that waits for a sibling's prefill is passed."""
         running = self.running
         passed: list[Sequence] = []
         while self.waiting and running < self.max_batch:
             seq = self.waiting.popleft()
-            lane = seq.lane or self.current.get(seq.request.adapter)
+            lane = seq.lane or self.adapters.current.get(seq.request.adapter)
             if lane is None:
                 self.finish(seq, "error", f"adapter {seq.request.adapter!r} was unloaded")
                 continue
@@ -187,7 +172,7 @@ class Scheduler:
 
     def _decode(self, lane: Lane) -> None:
         while lane.decoding and not lane.make_room(force=not self._others(lane.decoding[:1])):
-            # The youngest goes back to the queue; its tokens stay, its keys are computed again.
+            # The youngest returns to the queue; its tokens stay, its keys are computed again.
             seq = max(lane.decoding, key=lambda s: s.admitted)
             lane.leave(seq, keep=False)
             self._requeue([seq])
@@ -203,7 +188,7 @@ class Scheduler:
                 lane.leave(seq)
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Give each sequence its next token; those it ends are ``done`` afterwards."""
+        """Append the next token to each sequence; sequences that end are ``done`` afterwards."""
         params = [s.request.params for s in sequences]
         steering, stuck = self._steering(sequences, logits.device)
         picked = pick(logits, params, [s.uniforms for s in sequences], steering)
@@ -235,22 +220,21 @@ class Scheduler:
     def _steering(
         self, sequences: list[Sequence], device: torch.device
     ) -> tuple[Steering | None, set[int]]:
-        """Biases and masks, None if there are none; and rows whose grammar allows no token."""
+        """Return biases and masks, if any, and the rows whose grammar allows no token."""
         biases = {i: s.bias for i, s in enumerate(sequences) if s.bias is not None}
         walked = [(i, s.grammar) for i, s in enumerate(sequences) if s.grammar is not None]
         if not walked:
             return (Steering(biases, [], None) if biases else None), set()
-        allowed = self.masks.allowed([state for _, state in walked])
+        allowed = self._masks.allowed([state for _, state in walked])
         rows = [i for i, _ in walked]
         stuck = {rows[i] for i in (~allowed.any(dim=1)).nonzero()[:, 0].tolist()}
-        for row in stuck:  # it fails below; until then its row must be one that can be sampled
+        for row in stuck:  # _sample fails it; until then its row must be one that can be sampled
             allowed[rows.index(row)] = True
         return Steering(biases, rows, allowed.to(device)), stuck
 
     def _others(self, besides: Iterable[Sequence]) -> bool:
         """Whether any other sequence holds keys and values that could be given up."""
-        mine = len(list(besides))
-        return self.running > mine
+        return self.running > len(list(besides))
 
     def _requeue(self, sequences: list[Sequence]) -> None:
         self.count.preemptions += len(sequences)
@@ -271,50 +255,20 @@ class Scheduler:
     def _deliver(self, seq: Sequence, event: Event) -> None:
         try:
             seq.request.on_event(event)
-        except Exception:
-            # Whoever asked is gone: their failure must not hurt their neighbours.
+        except Exception:  # one caller's failure must not fail the others' sequences
             log.exception("the callback of request %s failed", seq.request.request_id)
             seq.cancelled = True
 
     def logprobs(self, rows: Sequences[list[int]], adapter: str | None) -> list[list[float]]:
-        """Each token's log-prob given those before it; 0 for the first of a row."""
-        lane = self.current.get(adapter)
+        """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
+        lane = self.adapters.current.get(adapter)
         if lane is None:
             raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
         self.weights.activate(lane.weights)
         return self.scorer(rows)
 
     def score(self, row: list[int], adapter: str | None, top: int) -> Scored:
-        """One row's log-probs, and ``top`` alternatives to each token, by one adapter version."""
+        """Score one row, with ``top`` alternatives to each token, by one adapter version."""
         [logprobs] = self.logprobs([row], adapter)
         likeliest = self.scorer.likeliest(row, top) if top else [[] for _ in row]
-        return Scored(logprobs, likeliest, self.current[adapter].version)
-
-    def swap(self, name: str, version: int, prepared: Prepared) -> None:
-        self.weights.install(prepared)
-        self._supersede(name)
-        self.current[name] = self._lane(name, version, prepared)
-        self.lanes.append(self.current[name])
-        self.count.swaps += 1
-        self._retire()
-
-    def unload(self, name: str) -> None:
-        self._supersede(name)
-        self._retire()
-
-    def _supersede(self, name: str) -> None:
-        old = self.current.pop(name, None)
-        if old is not None:
-            old.current = False
-            self.prefixes.drop_owner(old)
-
-    def _retire(self) -> None:
-        """Forget superseded versions nobody uses any more."""
-        for lane in [x for x in self.lanes if not x.current and not x.users]:
-            lane.clear()
-            self.lanes.remove(lane)
-            if lane.weights is not None:
-                self.weights.drop(lane.weights)
-
-    def _lane(self, name: str | None, version: int | None, weights: Prepared | None) -> Lane:
-        return Lane(name, version, weights, self.forward, self.budget, self.prefixes)
+        return Scored(logprobs, likeliest, self.adapters.current[adapter].version)

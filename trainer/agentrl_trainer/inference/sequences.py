@@ -1,40 +1,46 @@
-"""The sequences of one adapter version: prefilling ones, decoding ones, and their keys and values.
+"""The sequences of one adapter version: prefilling, decoding, their keys and values, stop strings.
 
-Knows: tokens, rows, forwards. Does not know: threads, queues, callbacks.
+Knows tokens, rows and forwards, not threads, queues or callbacks.
 
 Each adapter version has a lane of its own, so a step is one forward per lane, no sequence ever
-changes version, and a swapped-out version disappears with its lane.
+changes version, and a superseded version disappears with its lane.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
 
-from agentrl_trainer.inference.adapters import Prepared
-from agentrl_trainer.inference.forward import BLOCK, Forward
+from agentrl_trainer.inference.batched_forward import BLOCK
+from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
 from agentrl_trainer.inference.kv_cache import (
     MIN_PREFIX,
-    Budget,
+    KVBudget,
     Prefix,
     PrefixStore,
     Rows,
     Stored,
 )
+from agentrl_trainer.inference.requests import SampleRequest
 from agentrl_trainer.inference.sampling import Uniforms
-from agentrl_trainer.inference.stops import StopWatch
-from agentrl_trainer.inference.types import SampleRequest
 from agentrl_trainer.models.common_prefix import common_prefix
+
+if TYPE_CHECKING:
+    from agentrl_trainer.inference.adapter_swap import PreparedAdapter
 
 log = logging.getLogger(__name__)
 
-# What a forward costs before its first token, in tokens: weighs padding against more forwards.
 _OVERHEAD_TOKENS = 256
-# Tokens every sequence is expected to grow by: admitting to the brim means preempting at once.
+"""Cost of a forward before its first token, in tokens: weighs padding against more forwards."""
 _HEADROOM = 64
+"""Tokens that every sequence is expected to grow by: a full budget would preempt at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,24 +54,59 @@ class Sequence:
     limit: int
     """Length at which it ends, prompt included."""
     uniforms: Uniforms
-    stops: StopWatch | None
+    stops: StopStrings | None
     grammar: GrammarState | None = None
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Token ids and what is added to their logits, on the model's device."""
+    """Token ids and the numbers added to their logits, on the model's device."""
     lane: Lane | None = None
-    """Set when first admitted, and for good: a sequence has one adapter version."""
+    """Set when first admitted, and kept: a sequence has one adapter version."""
     admitted: int = 0
-    """Grows with the time when it was *first* admitted: one sent back is no younger for it."""
+    """Serial number of its *first* admission; preemption does not make it younger."""
     reused: int = 0
     cancelled: bool = False
     done: bool = False
     failed: bool = False
-    """Its keys and values may be wrong: never to be reused."""
+    """Its keys and values may be wrong and must not be reused."""
+
+
+class StopStrings:
+    """Decodes one answer token by token and looks for stop strings, special tokens included."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._keep = max(len(s) for s in stop) - 1
+        self._tail = ""
+        """The last characters, too few to hold a stop string by themselves."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        backend = getattr(tokenizer, "_tokenizer", None)
+        self._backend = backend if isinstance(backend, Tokenizer) else None
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._seen = 0
+
+    def push(self, token_id: int) -> str | None:
+        """Add a token; returns the earliest stop string that the text now contains."""
+        text = self._tail + self._decode(token_id)
+        hits = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        self._tail = text[-self._keep :] if self._keep else ""
+        return min(hits)[1] if hits else None
+
+    def _decode(self, token_id: int) -> str:
+        """The text that this token adds; empty while a character is incomplete."""
+        if self._backend is not None:
+            return self._stream.step(self._backend, token_id) or ""
+        # Tokenizers written in Python cannot stream: decode everything again, O(n) a token.
+        self._ids.append(token_id)
+        text = str(self._tokenizer.decode(self._ids))
+        if text.endswith("�"):
+            return ""
+        new, self._seen = text[self._seen :], len(text)
+        return new
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Tokens being computed once for all ``sequences`` which have exactly these."""
+    """Tokens being computed once for all ``sequences`` that have exactly these."""
 
     tokens: list[int]
     sequences: list[Sequence]
@@ -75,7 +116,7 @@ class Prefill:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """Where a prefix of a prompt already is."""
+    """Where a prefix of a prompt is computed already."""
 
     length: int
     kv: Stored | None = None
@@ -84,23 +125,25 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class Lane:
+    """The batch of one adapter version."""
+
     adapter: str | None
     version: int | None
-    weights: Prepared | None
+    weights: PreparedAdapter | None
     forward: Forward
-    budget: Budget
+    budget: KVBudget
     prefixes: PrefixStore
     current: bool = True
     """False once a newer version took its place: it only finishes what it has."""
     users: int = 0
-    """Sequences bound to this lane, those sent back to the queue included."""
+    """Sequences bound to this lane, preempted ones included."""
     jobs: list[Prefill] = field(default_factory=list)
-    """Row i of ``filling`` is of job i."""
+    """Row i of ``filling`` belongs to job i."""
     decoding: list[Sequence] = field(default_factory=list)
-    """Row i of ``rows`` is of sequence i, and holds all its tokens but the last.
+    """Row i of ``rows`` belongs to sequence i, and holds all its tokens but the last.
 
-    Every ``BLOCK`` rows are at most as long as the next ones: rows grow together, so that order
-    keeps, and attention over a block of short rows need not look as far as the longest.
+    Every ``BLOCK`` rows are at most as long as the next ones. Rows grow together, which keeps that
+    order, and attention over a block of short rows need not look as far as the longest row.
     """
     filling: Rows = field(init=False)
     rows: Rows = field(init=False)
@@ -109,6 +152,10 @@ class Lane:
         self.filling = self.forward.new_rows(self.budget)
         self.rows = self.forward.new_rows(self.budget)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.decoding, *(s for job in self.jobs for s in job.sequences)]
+
     # -- admission ------------------------------------------------------------------------------
 
     @property
@@ -116,7 +163,7 @@ class Lane:
         return len(self.decoding) + sum(len(j.sequences) for j in self.jobs)
 
     def find_source(self, tokens: list[int]) -> Source:
-        """The longest stored prefix of ``tokens``, short of its last (whose logits are needed)."""
+        """Find the longest stored prefix of ``tokens``, short of its last (which needs logits)."""
         best = Source(0)
         most = len(tokens) - 1
 
@@ -133,27 +180,25 @@ class Lane:
                 size = min(size, len(seq.tokens) - 1)
                 better(self.rows.peek(row, size), size)
         for row, job in enumerate(self.jobs):
-            if (size := _beats(job.tokens, tokens, best.length)) > best.length:
-                size = min(size, job.computed)
-                if size > best.length:
-                    better(self.filling.peek(row, size), size)
+            size = min(_beats(job.tokens, tokens, best.length), job.computed)
+            if size > best.length:
+                better(self.filling.peek(row, size), size)
         return best if best.length >= MIN_PREFIX else Source(0)
 
     def same_prompt(self, tokens: list[int]) -> Prefill | None:
         return next((j for j in self.jobs if j.tokens == tokens), None)
 
     def worth_waiting(self, tokens: list[int], have: int) -> bool:
-        """Whether a prefill under way will soon offer a much longer prefix than ``have``."""
+        """Whether a running prefill will soon offer a much longer prefix than ``have``."""
         want = have + 4 * MIN_PREFIX
         return self.filling.parts and any(_beats(j.tokens, tokens, want) > want for j in self.jobs)
 
     def room_for(self, tokens: list[int], *, joins: bool) -> bool:
         """Whether the budget allows one more sequence (its answer may still outgrow it)."""
-        lengths = [len(tokens), *(len(s.tokens) for s in self.decoding)]
-        time = max([*lengths, *(len(j.tokens) for j in self.jobs)]) + _HEADROOM
+        widest = max([len(tokens), *(len(j.tokens) for j in self.jobs)])
+        time = max([widest, *(len(s.tokens) for s in self.decoding)]) + _HEADROOM
         extra = (self.resident + 1) * time - self.rows.rows * self.rows.time
         if not joins:
-            widest = max([len(tokens), *(len(j.tokens) for j in self.jobs)])
             extra += max(0, (len(self.jobs) + 1) * widest - self.filling.rows * self.filling.time)
         return extra <= 0 or self.budget.fits(extra)
 
@@ -174,12 +219,11 @@ class Lane:
     def prefill(self, most_tokens: int) -> tuple[int, list[tuple[Prefill, torch.Tensor]]]:
         """Compute up to ``most_tokens`` (padding included) of the jobs.
 
-        Returns the tokens computed, and the jobs now complete with their logits ``[vocab]``; they
-        still hold their rows: call ``finish_prefill``.
+        Returns the number of tokens computed, and the complete jobs with their logits ``[vocab]``;
+        they keep their rows until ``finish_prefill``.
         """
         jobs = self.jobs[:most_tokens]
-        left = [len(j.tokens) - j.computed for j in jobs]
-        size = _chunk_size(left, most_tokens)
+        size = _chunk_size([len(j.tokens) - j.computed for j in jobs], most_tokens)
         chunks = [j.tokens[j.computed : j.computed + size] for j in jobs]
         logits = self.forward(self.filling, chunks, [j.computed for j in jobs])
         for job, chunk in zip(jobs, chunks, strict=True):
@@ -188,26 +232,26 @@ class Lane:
         return sum(map(len, chunks)), complete
 
     def finish_prefill(self, job: Prefill, *, force: bool) -> list[Sequence]:
-        """Move the living sequences of a complete job among the decoding ones.
+        """Move the living sequences of a complete job to the decoding ones.
 
-        They have their next token already. Returns those the budget has no room for.
+        They have their next token already. Returns those that the budget has no room for.
         """
         living = [s for s in job.sequences if not s.done]
         row, length = self.jobs.index(job), len(job.tokens)
         refused: list[Sequence] = []
         for seq in living:
             time = max([length + 1, *(len(s.tokens) for s in self.decoding)])
-            if not self.rows.reserve(len(self.decoding) + 1, time, force=force):
+            if self.rows.reserve(len(self.decoding) + 1, time, force=force):
+                self._join(seq, self.filling.peek(row, length))
+            else:
                 refused.append(seq)
-                continue
-            self._join(seq, self.filling.peek(row, length))
         if (refused or not living) and self.current and not any(s.failed for s in job.sequences):
             self._park(job.tokens, self.filling, row, length)
         self.drop_job(job)
         return refused
 
     def make_room(self, *, force: bool) -> bool:
-        """Room for one more token in every decoding row."""
+        """Reserve room for one more token in every decoding row."""
         return self.rows.reserve(
             len(self.decoding), max(len(s.tokens) for s in self.decoding), force=force
         )
@@ -223,12 +267,12 @@ class Lane:
     # -- leaving --------------------------------------------------------------------------------
 
     def leave(self, seq: Sequence, *, keep: bool = True) -> None:
-        """Take a sequence out of the decoding ones; ``keep`` its prefix for later prompts."""
+        """Remove a decoding sequence; ``keep`` its prefix for later prompts."""
         row = self.decoding.index(seq)
         length = len(seq.tokens) - 1
         if keep and self.current and not seq.failed:
             self._park(seq.tokens[:length], self.rows, row, length)
-        # The shortest of each later block moves one block down, the last row to the end's hole.
+        # The shortest row of each later block moves one block down, the last row into the hole.
         for start in range(row - row % BLOCK + BLOCK, len(self.decoding), BLOCK):
             row = self._move(min(self._block(start), key=self._length), row)
         last = self.decoding.pop()
@@ -237,10 +281,10 @@ class Lane:
             self.decoding[row] = last
 
     def _join(self, seq: Sequence, kv: Stored) -> None:
-        """Give ``seq``, whose keys and values but for its last token are ``kv``, a row."""
+        """Give ``seq`` a row; ``kv`` holds all its tokens but the last."""
         row = self.rows.append()
         self.decoding.append(seq)
-        # The longest of each earlier block that is longer moves one block up.
+        # The longest row of each earlier block that is longer moves one block up.
         for start in range(row - row % BLOCK - BLOCK, -1, -BLOCK):
             longest = max(self._block(start), key=self._length)
             if self._length(longest) <= len(kv):
@@ -256,7 +300,7 @@ class Lane:
         return len(self.decoding[row].tokens) - 1
 
     def _move(self, row: int, to: int) -> int:
-        """Returns ``row``, which is free then."""
+        """Move a row; returns ``row``, which is free then."""
         self.rows.move(row, to, self._length(row))
         self.decoding[to] = self.decoding[row]
         return row
@@ -269,7 +313,7 @@ class Lane:
             self.jobs[row] = last
 
     def scrub(self, seq: Sequence) -> None:
-        """Zero the row of a sequence whose keys hold NaN, for the sake of the row's next user."""
+        """Zero the row of a sequence whose keys hold NaN, before the row is reused."""
         if seq in self.decoding:
             self.rows.scrub(self.decoding.index(seq))
         for row, job in enumerate(self.jobs):
@@ -283,14 +327,11 @@ class Lane:
         self.rows.free()
 
     def _park(self, tokens: list[int], rows: Rows, row: int, length: int) -> None:
-        if not self.prefixes.wants(self, tokens):
-            return
-        try:
-            copied = rows.export(row, length)
-        except RuntimeError:  # out of memory: a prefix is only a convenience
-            log.warning("no memory to keep a prefix of %d tokens", length)
-            return
-        self.prefixes.add(self, tokens, copied)
+        if self.prefixes.wants(self, tokens):
+            try:
+                self.prefixes.add(self, tokens, rows.export(row, length))
+            except RuntimeError:  # out of memory; a prefix is optional
+                log.warning("no memory to keep a prefix of %d tokens", length)
 
 
 def _beats(have: list[int], want: list[int], best: int) -> int:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -22,9 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl_trainer.data.packing import (
     LOSS_EXTRA,
-    Datum,
     MicroBatch,
     TokenCounts,
+    TrainingRow,
     count_tokens,
     pack,
 )
@@ -41,18 +41,23 @@ from agentrl_trainer.models.loading import (
 )
 from agentrl_trainer.models.moe import what_is_trained
 
-CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
-"""``(datums, logprobs) -> (loss, metrics)``: log-probs [tokens of the datum] of each datum, 0 where
-nothing trains. The loss may be any differentiable function of all of them."""
+D = TypeVar("D")
+
+CustomLoss: TypeAlias = Callable[[Sequence[D], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
+"""``(data, logprobs) -> (loss, metrics)``, a differentiable function of the log-probs.
+
+``logprobs`` holds one tensor for each datum or row of ``data``. Of a ``TrainingRow`` it has the
+shape [tokens of the row] and is 0 where nothing trains; of a client's ``Datum`` it is aligned with
+the targets, [T]. The loss counts as it is: divide it yourself."""
 
 _Forward = Callable[[MicroBatch], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """Tinker's, and its defaults."""
+    """AdamW's parameters, with Tinker's names and defaults."""
 
-    lr: float = 1e-4
+    learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-12
@@ -214,7 +219,7 @@ class Learner:
 
     def forward_backward(
         self,
-        datums: Sequence[Datum],
+        datums: Sequence[TrainingRow],
         loss: str = "importance_sampling",
         loss_config: LossConfig | None = None,
         normalize_by: float | None = None,
@@ -246,7 +251,7 @@ class Learner:
 
     def _accumulate(
         self,
-        datums: Sequence[Datum],
+        datums: Sequence[TrainingRow],
         function: Loss,
         options: LossConfig,
         scale: float,
@@ -328,11 +333,13 @@ class Learner:
 
     def _adam_of(self, name: str, adam: AdamParams) -> AdamParams:
         own = self.value is not None and name.startswith(_VALUE)
-        return replace(adam, lr=self.value.lr) if own and self.value is not None else adam
+        return (
+            replace(adam, learning_rate=self.value.lr) if own and self.value is not None else adam
+        )
 
     def step(
         self,
-        datums: Sequence[Datum],
+        datums: Sequence[TrainingRow],
         loss: str = "importance_sampling",
         loss_config: LossConfig | None = None,
         adam: AdamParams | None = None,
@@ -366,7 +373,7 @@ class Learner:
         }
 
     @torch.no_grad()
-    def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
+    def forward(self, datums: Sequence[TrainingRow]) -> list[list[float]]:
         """The policy's log-prob of each trained token, aligned with ``tokens``; 0 elsewhere."""
         result = [[0.0] * len(datum.tokens) for datum in datums]
         for batch in self._pack(datums):
@@ -374,7 +381,7 @@ class Learner:
             _scatter(batch, logprobs, result)
         return result
 
-    def with_temperature(self, datums: Sequence[Datum]) -> list[Datum]:
+    def with_temperature(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
         """The datums with the sampler's log-probs at the temperature that each token was sampled
         at, where they say one; without, as they are.
 
@@ -390,7 +397,7 @@ class Learner:
             replace(d, extra={k: v for k, v in d.extra.items() if k != "temperature"})
             for d in datums
         ]
-        done: list[Datum] = []
+        done: list[TrainingRow] = []
         for datum, warm, cold in zip(
             datums, self.forward(datums), self.forward(plain), strict=True
         ):
@@ -401,7 +408,9 @@ class Learner:
             done.append(replace(datum, logprobs=moved))
         return done
 
-    def reference(self, datums: Sequence[Datum], adapter: str | None = None) -> list[list[float]]:
+    def reference(
+        self, datums: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[list[float]]:
         """``forward`` of another policy: the base model, or an adapter (``add_reference``)."""
         if adapter is None:
             with self.model.disable_adapter():
@@ -412,11 +421,13 @@ class Learner:
             )
         return self.forward([replace(datum, adapter=adapter) for datum in datums])
 
-    def with_reference(self, datums: Sequence[Datum], adapter: str | None = None) -> list[Datum]:
+    def with_reference(
+        self, datums: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[TrainingRow]:
         """The datums with the reference policy's log-probs, which ``kl_coef`` needs."""
         return with_extra(datums, reference=self.reference(datums, adapter))
 
-    def with_proximal(self, datums: Sequence[Datum]) -> list[Datum]:
+    def with_proximal(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
         """The datums with the log-probs of the policy as it is now; ratios are against it then."""
         return with_extra(datums, proximal=self.forward(datums))
 
@@ -432,7 +443,7 @@ class Learner:
         self.model.set_adapter(active if isinstance(active, str) else self.adapters[0])
 
     @torch.no_grad()
-    def values(self, datums: Sequence[Datum]) -> list[list[float]]:
+    def values(self, datums: Sequence[TrainingRow]) -> list[list[float]]:
         """The value function's prediction before each trained token, aligned as in ``forward``."""
         if self.value is None:
             raise ValueError("this learner has no value function: give it ValueParams")
@@ -445,7 +456,7 @@ class Learner:
         return result
 
     def forward_backward_custom(
-        self, datums: Sequence[Datum], function: CustomLoss
+        self, datums: Sequence[TrainingRow], function: CustomLoss[TrainingRow]
     ) -> tuple[StepStats, dict[str, float]]:
         """Add the gradient of any function of the log-probs; returns its own metrics too.
 
@@ -484,7 +495,7 @@ class Learner:
         seconds = time.perf_counter() - started
         return replace(stats, loss=loss.item(), seconds=seconds), dict(metrics)
 
-    def _pack(self, datums: Sequence[Datum]) -> list[MicroBatch]:
+    def _pack(self, datums: Sequence[TrainingRow]) -> list[MicroBatch]:
         share = self.why_not_shared is None
         enough = None
         if self.base.device.type == "cpu":  # a GPU wants to be filled
@@ -601,7 +612,7 @@ def _adamw(parameters: list[nn.Parameter], adam: AdamParams) -> torch.optim.Adam
 
 def _configure(optimizer: torch.optim.AdamW, adam: AdamParams) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = adam.lr
+        group["lr"] = adam.learning_rate
         group["betas"] = (adam.beta1, adam.beta2)
         group["eps"] = adam.eps
         group["weight_decay"] = adam.weight_decay
@@ -613,7 +624,9 @@ _TOKENS_PER_THREAD = 512
 _VALUE = "value."  # no adapter's name has a dot
 
 
-def with_extra(datums: Sequence[Datum], **columns: Sequence[list[float]]) -> list[Datum]:
+def with_extra(
+    datums: Sequence[TrainingRow], **columns: Sequence[list[float]]
+) -> list[TrainingRow]:
     """The datums with more about each token: for each name, a list parallel to ``datums``."""
     return [
         replace(datum, extra={**datum.extra, **{name: rows[i] for name, rows in columns.items()}})
@@ -621,7 +634,9 @@ def with_extra(datums: Sequence[Datum], **columns: Sequence[list[float]]) -> lis
     ]
 
 
-def _extra(datums: Sequence[Datum], batch: MicroBatch, names: Iterable[str]) -> dict[str, Tensor]:
+def _extra(
+    datums: Sequence[TrainingRow], batch: MicroBatch, names: Iterable[str]
+) -> dict[str, Tensor]:
     """{name: [N]}, of those names that the batch's datums have."""
     own = [datums[index] for index in batch.indices]
     if not any(datum.extra for datum in own):

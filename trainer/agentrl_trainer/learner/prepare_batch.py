@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agentrl_trainer.data.advantages import Scaling
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 from agentrl_trainer.learner.losses import LOSSES
 from agentrl_trainer.learner.value_head import with_gae
 
@@ -39,15 +39,17 @@ class UpdateSettings:
 class Policy(Protocol):
     """What can be asked of a policy in training: a ``Learner``, or one on another machine."""
 
-    def with_temperature(self, datums: Sequence[Datum]) -> list[Datum]: ...
+    def with_temperature(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]: ...
     def with_reference(
-        self, datums: Sequence[Datum], adapter: str | None = None
-    ) -> list[Datum]: ...
-    def with_proximal(self, datums: Sequence[Datum]) -> list[Datum]: ...
-    def values(self, datums: Sequence[Datum]) -> list[list[float]]: ...
+        self, datums: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[TrainingRow]: ...
+    def with_proximal(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]: ...
+    def values(self, datums: Sequence[TrainingRow]) -> list[list[float]]: ...
 
 
-def prepare(policy: Policy, datums: Sequence[Datum], settings: UpdateSettings) -> list[Datum]:
+def prepare(
+    policy: Policy, datums: Sequence[TrainingRow], settings: UpdateSettings
+) -> list[TrainingRow]:
     """The datums with all that depends on the policy before the update."""
     options = LOSSES[settings.loss].options(settings.loss_config)
     done = policy.with_temperature(datums)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl_trainer.data.advantages import Scaling, token_advantages
-from agentrl_trainer.data.packing import Datum
+from agentrl_trainer.data.packing import TrainingRow
 
 _WIDTH = 256
 
@@ -75,14 +75,14 @@ def value_loss(
 
 
 def with_gae(
-    datums: Sequence[Datum],
+    datums: Sequence[TrainingRow],
     values: Sequence[list[float]],
     *,
     discount: float = 1.0,
     trace: float = 0.95,
     whiten: bool = False,
     scaling: Scaling | None = None,
-) -> list[Datum]:
+) -> list[TrainingRow]:
     """The datums with advantages, ``values`` and ``returns``, from their ``rewards``.
 
     One step in time is one trained token: what an environment or another agent wrote in between
@@ -114,7 +114,7 @@ def with_gae(
         everything = [value for _, advantages, _ in results for value in advantages]
         mean = math.fsum(everything) / max(len(everything), 1)
         divisor = (scaling or Scaling()).divisor(everything)
-    done: list[Datum] = []
+    done: list[TrainingRow] = []
     for datum, row, (at, advantages, returns) in zip(datums, values, results, strict=True):
         credit, targets = [0.0] * len(datum.tokens), [0.0] * len(datum.tokens)
         for i, advantage, target in zip(at, advantages, returns, strict=True):

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 
 from agentrl_proxy.sampler import (
+    DecodingParams,
     FinishEvent,
     FinishReason,
     GrammarError,
     RefusedError,
-    SamplingParams,
     TokenEvent,
 )
 
@@ -151,7 +151,7 @@ def _check(server: httpx.Client, eos_id: int) -> Fitness:
 def completion(
     model: str,
     prompt_ids: Sequence[int],
-    params: SamplingParams,
+    params: DecodingParams,
     max_tokens: int,
     eos_ids: Sequence[int],
 ) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _seed(seed: int) -> int:
 
 
 def tokens(
-    choice: dict[str, Any], params: SamplingParams, version: int | None
+    choice: dict[str, Any], params: DecodingParams, version: int | None
 ) -> Iterator[TokenEvent]:
     ids: list[int] = choice["token_ids"]
     if not ids:

@@ -36,16 +36,16 @@ from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
-from agentrl.progress import Waiting
 from agentrl.samplers.vllm import api as vllm_api
 from agentrl.samplers.vllm.api import VllmError
 from agentrl.samplers.vllm.server import adapts_experts
+from agentrl.timing import Waiting
 from agentrl_proxy.sampler import (
     ContextLengthError,
+    DecodingParams,
     GrammarError,
     RefusedError,
     SampleEvent,
-    SamplingParams,
     TokenEvent,
 )
 
@@ -255,7 +255,7 @@ class VllmSampler:
     # ---- sampling
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncGenerator[SampleEvent]:
         room = self.context_length - len(prompt_ids)
         if params.grammar is not None:
@@ -287,7 +287,7 @@ class VllmSampler:
             self._used(load)
 
     async def _streamed(
-        self, body: dict[str, Any], params: SamplingParams, version: int | None
+        self, body: dict[str, Any], params: DecodingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
         body |= {"stream": True, "stream_interval": _TOKENS_PER_CHUNK}
         client = await self._async()
@@ -314,7 +314,7 @@ class VllmSampler:
                         yield vllm_api.finish(choice)
 
     async def _constrained(
-        self, body: dict[str, Any], params: SamplingParams, version: int | None
+        self, body: dict[str, Any], params: DecodingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
         body["structured_outputs"] = vllm_api.structured(params.grammar or "")
         for choice in await self._complete(body, constrained=True):
@@ -365,7 +365,7 @@ class VllmSampler:
             self._drop_if_unused(load)
 
     async def _score(
-        self, body: dict[str, Any], answer: list[int], params: SamplingParams
+        self, body: dict[str, Any], answer: list[int], params: DecodingParams
     ) -> list[_Score]:
         """(log-prob, alternatives) of each of an answer's tokens, by the policy alone."""
         if not answer:

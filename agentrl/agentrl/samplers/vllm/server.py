@@ -29,8 +29,8 @@ from pathlib import Path
 
 from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
-from agentrl.progress import Waiting
-from agentrl.supervisor import Supervised, python_module
+from agentrl.supervisor import SupervisedProcess, python_module
+from agentrl.timing import Waiting
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has room for
 _ENVIRONMENT = {
@@ -71,11 +71,11 @@ class VllmServer:
         self._socket = self._folder / "socket"
         self.url = f"unix:{self._socket}"
         self._settings = settings
-        self._process: Supervised | None = None
+        self._process: SupervisedProcess | None = None
 
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
-        self._process = Supervised(
+        self._process = SupervisedProcess(
             "vLLM",
             python_module(
                 "agentrl.samplers.vllm.server", *server_command(self._settings, str(self._socket))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import save_checkpoint
-from agentrl_trainer.client.backend import CustomLoss, Data
+from agentrl_trainer.client.backend import Data
 from agentrl_trainer.client.futures import wait
 from agentrl_trainer.client.local.base import LocalBase
 from agentrl_trainer.client.local.sampling import LocalSampling
@@ -31,6 +31,7 @@ from agentrl_trainer.client.rows import (
 )
 from agentrl_trainer.client.types import (
     AdamParams,
+    Datum,
     ForwardBackwardOutput,
     LoraOptions,
     ModelData,
@@ -40,9 +41,8 @@ from agentrl_trainer.client.types import (
     SavedPath,
     SaveOptions,
 )
-from agentrl_trainer.data.packing import Datum as Row
-from agentrl_trainer.learner import learner as engine
-from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.learner.learner import CustomLoss, Learner
 from agentrl_trainer.learner.losses import LossConfig
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 from agentrl_trainer.models.loading import save_adapter
@@ -137,7 +137,7 @@ class LocalTraining:
         return self.base.run(self._accumulates(work))
 
     def forward_backward_custom(
-        self, data: Data, function: CustomLoss
+        self, data: Data, function: CustomLoss[Datum]
     ) -> Future[ForwardBackwardOutput]:
         ours: Any = data
         rows = self._rows(data, None)
@@ -154,11 +154,13 @@ class LocalTraining:
 
         return self.base.run(self._accumulates(work))
 
-    def prepare(self, rows: Sequence[Row], settings: UpdateSettings) -> Future[list[Row]]:
+    def prepare(
+        self, rows: Sequence[TrainingRow], settings: UpdateSettings
+    ) -> Future[list[TrainingRow]]:
         return self.base.run(lambda: prepare(self.learner, rows, settings))
 
     def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]:
-        ours = adam_of(adam)
+        ours = check_adam(adam)
 
         def work() -> OptimStepResponse:
             failed, self._failed = self._failed, None
@@ -188,7 +190,7 @@ class LocalTraining:
     def local(self, work: Callable[[Learner], T]) -> Future[T]:
         return self.base.run(lambda: work(self.learner))
 
-    def _rows(self, data: Data, loss_fn: str | None) -> list[Row]:
+    def _rows(self, data: Data, loss_fn: str | None) -> list[TrainingRow]:
         return to_rows(data, self.name, loss_fn, self._vocabulary, self._context)
 
     # ---- weights
@@ -264,24 +266,22 @@ class LocalTraining:
         return target
 
 
-def adam_of(adam: AdamParams) -> engine.AdamParams:
-    """The learner's; ValueError for what AdamW cannot take, or is none of AdamW's."""
+def check_adam(adam: AdamParams) -> AdamParams:
+    """Return AdamW's parameters; ValueError for a value that AdamW cannot take.
+
+    Accepts any object with the fields of ``AdamParams``, for example the SDK's.
+    """
+    values: dict[str, float] = {}
     for name in (field.name for field in fields(AdamParams)):
         value = getattr(adam, name, None)
         if value is None:
             raise ValueError(f"optim_params: AdamW wants a {name}, which {adam!r} lacks")
         if not 0 <= value < float("inf"):
             raise ValueError(f"optim_params: {name} must be finite and not negative, not {value}")
+        values[name] = value
     if adam.beta1 >= 1 or adam.beta2 >= 1:
         raise ValueError(f"optim_params: betas must be below 1, not {adam.beta1}, {adam.beta2}")
-    return engine.AdamParams(
-        lr=adam.learning_rate,
-        beta1=adam.beta1,
-        beta2=adam.beta2,
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
-        grad_clip_norm=adam.grad_clip_norm,
-    )
+    return AdamParams(**values)
 
 
 def _targets(paths: Sequence[str], options: LoraOptions) -> str | list[str]:

@@ -60,7 +60,7 @@ def joined(pieces: list[CallPiece]) -> list[CallPiece]:
 
 
 @dataclass(slots=True)
-class Reply:
+class ParsedReply:
     """A whole reply, or a piece of one: then ``pieces`` are of its calls."""
 
     content: str = ""
@@ -72,7 +72,7 @@ class Reply:
         return bool(self.content or self.reasoning or self.tool_calls or self.pieces)
 
 
-class ReplyFormat:
+class ReplyTemplate:
     """A response template made ready: with tool calls, and without for requests that offer none.
 
     Args:
@@ -143,10 +143,10 @@ class ReplyParser:
 
     Args:
         one_call: the reply ends where a second call begins, see ``ended_at``. For notations that
-            tell calls apart while they are written (``ReplyFormat.streams_calls``).
+            tell calls apart while they are written (``ReplyTemplate.streams_calls``).
     """
 
-    def __init__(self, format: ReplyFormat, *, tools: Tools, one_call: bool = False) -> None:
+    def __init__(self, format: ReplyTemplate, *, tools: Tools, one_call: bool = False) -> None:
         self._one_call = one_call
         self.ended_at = -1  # where in the text the second call began that was one too many
         self._format = format
@@ -161,7 +161,7 @@ class ReplyParser:
         self._calls: list[ToolCall] = []
         self._values: list[Any] = []  # calls of notations that do not stream
         self._open: _OpenCall | None = None
-        self._shown = Reply()
+        self._shown = ParsedReply()
         self._shown_calls: list[ToolCall] = []
         self._holding = False
         self._malformed = False
@@ -172,16 +172,18 @@ class ReplyParser:
         """Calls that ``feed`` has begun to show and that ``finish`` found to be none."""
         return self._shown_calls[len(self._calls) :]
 
-    def feed(self, text: str) -> Reply:
+    def feed(self, text: str) -> ParsedReply:
         """Takes the next piece; returns what has become certain."""
         if self.ended_at >= 0:
-            return Reply()
+            return ParsedReply()
         self._raw += text
         if self._in_plain and not any(char in text for char in self._format.plain_without):
             # Whitespace at the end could belong to a tool call that follows.
             content, shown = self._raw.rstrip(), len(self._shown.content)
             self._content = self._shown.content = content
-            return Reply(content[shown:], "", [], [])  # as ``_show`` does, for most pieces of all
+            return ParsedReply(
+                content[shown:], "", [], []
+            )  # as ``_show`` does, for most pieces of all
         if self._in_plain:
             self._in_plain = False
             self._content, text = "", self._raw
@@ -192,10 +194,10 @@ class ReplyParser:
                 self._malformed = True
         return self._show()
 
-    def finish(self) -> Reply:
+    def finish(self) -> ParsedReply:
         """The whole reply. What ``feed`` did not show yet is in ``remainder``."""
         if self._in_plain:
-            return Reply(content=self._raw)
+            return ParsedReply(content=self._raw)
         if not self._malformed and self.ended_at < 0:
             try:
                 self._take(self._started().finalize()[1])
@@ -211,21 +213,21 @@ class ReplyParser:
             # The line end after the last call is no content.
             kept = self._before_calls
             self._content = self._content[:kept] + self._content[kept:].rstrip()
-        return Reply(self._content, self._reasoning.rstrip(), self._calls)
+        return ParsedReply(self._content, self._reasoning.rstrip(), self._calls)
 
     @property
     def text(self) -> str:
         """What was read, up to where the reply ended."""
         return self._raw if self.ended_at < 0 else self._raw[: self.ended_at].rstrip()
 
-    def remainder(self, whole: Reply) -> Reply:
+    def remainder(self, whole: ParsedReply) -> ParsedReply:
         """What of the whole reply has not been shown."""
         pieces = [
             piece
             for index, call in enumerate(whole.tool_calls)
             if (piece := self._piece(index, call)) is not None
         ]
-        return Reply(
+        return ParsedReply(
             whole.content[len(self._shown.content) :],
             whole.reasoning[len(self._shown.reasoning) :],
             pieces=pieces,
@@ -236,7 +238,7 @@ class ReplyParser:
             self._stream = self._format.stream(self._tools)
         return self._stream
 
-    def _as_text(self) -> Reply:
+    def _as_text(self) -> ParsedReply:
         """A malformed call: read again as if there were no tools, so the raw text is content."""
         self._calls = []
         plain = ReplyParser(self._format, tools=False)
@@ -304,9 +306,9 @@ class ReplyParser:
         """No call begins before the end of this text, which has been read."""
         self._read_to = max(self._raw.find(text, self._read_to), self._read_to) + len(text)
 
-    def _show(self) -> Reply:
+    def _show(self) -> ParsedReply:
         if self._holding or self._malformed:
-            return Reply()
+            return ParsedReply()
         # Whitespace at its end is no part of the reasoning, unless more follows; nor of the
         # content after a call.
         reasoning, content = self._reasoning.rstrip(), self._content
@@ -314,7 +316,7 @@ class ReplyParser:
         if kept >= 0:
             content = content[:kept] + content[kept:].rstrip()
         shown = self._shown
-        piece = Reply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
+        piece = ParsedReply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
         shown.content, shown.reasoning = content, reasoning
         calls = self._calls
         if self._open is not None:
@@ -354,7 +356,7 @@ def _as_written(spec: dict[str, Any]) -> dict[str, Any]:
     return {**calls, "content": "text", "transform": transform}
 
 
-class PlainText:
+class PlainTextParser:
     """A ReplyParser for text that is no message."""
 
     def __init__(self) -> None:
@@ -362,18 +364,18 @@ class PlainText:
         self.ended_at = -1
         self.withdrawn: list[ToolCall] = []
 
-    def feed(self, text: str) -> Reply:
+    def feed(self, text: str) -> ParsedReply:
         self.text += text
-        return Reply(content=text)
+        return ParsedReply(content=text)
 
-    def finish(self) -> Reply:
-        return Reply(content=self.text)
+    def finish(self) -> ParsedReply:
+        return ParsedReply(content=self.text)
 
-    def remainder(self, whole: Reply) -> Reply:
-        return Reply()
+    def remainder(self, whole: ParsedReply) -> ParsedReply:
+        return ParsedReply()
 
 
-Parser: TypeAlias = ReplyParser | PlainText
+Parser: TypeAlias = ReplyParser | PlainTextParser
 
 
 def _tool_call(value: Any) -> ToolCall:

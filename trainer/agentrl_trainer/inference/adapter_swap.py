@@ -1,35 +1,31 @@
-"""LoRA weights for sampling: several adapters, several versions, one base model.
+"""LoRA adapters for sampling: read versions from disk, swap them in, retire the old ones.
 
-Knows: PEFT folders and the model's parameters. Does not know: requests, caches.
+Knows PEFT folders and the model's parameters, not requests or caches.
 
-Two ways to compute the same thing. *Merged*: for each adapter version a copy of the adapted weight
-matrices with the update added in, put in place by swapping ``Parameter.data`` (and a second copy of
-those, as ``lean.Product`` wants them, of up to 50 million parameters). It halves the time
-of a step of a small model, where LoRA's extra little products are mostly Python. *Unmerged*: PEFT's
-own layers, for models too large to copy, or in half precision, where a merge rounds the update
-away and sampling would no longer be the policy the trainer computes.
+``AdapterVersions`` says which version new sequences get and when an old one goes. Its weights are
+computed with in one of two ways. *Merged*: each version has a copy of the adapted weight matrices
+with the update added, put in place by swapping ``Parameter.data`` (and for models of up to 50
+million parameters a second copy in ``llama_cpu.FusedLinear``). It halves the time of a step of a
+small model, where LoRA's extra products are mostly Python. *Unmerged*: PEFT's own layers, for
+models too large to copy, or in half precision, where a merge rounds the update away and sampling
+would no longer be the policy that the trainer computes.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from peft import (
-    LoraModel,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-)
+from peft import LoraModel, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
-from agentrl_trainer.inference.llama_cpu import LeanDecoder, Product
+from agentrl_trainer.inference.llama_cpu import FusedLinear, LlamaCpuDecoder
 from agentrl_trainer.models.loading import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -48,42 +44,100 @@ from agentrl_trainer.models.moe import (
     scaling,
 )
 
+if TYPE_CHECKING:
+    from agentrl_trainer.inference.kv_cache import PrefixStore
+    from agentrl_trainer.inference.sequences import Lane
+
 MERGE_BELOW = 200_000_000
-"""Parameters of the base model up to which adapters are merged (float32 only)."""
+"""Adapters are merged for base models of fewer parameters (float32 only)."""
 
 _serial = itertools.count()
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedAdapter:
     """An adapter version read from disk, ready to be used on the engine's thread."""
 
     folder: Path
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Merged: module name to adapted weight. Unmerged: empty."""
-    products: list[Product] | None = None
-    """The same weights as the lean decoder uses them, if there is one."""
+    """Merged: adapted weight by module name. Unmerged: empty."""
+    products: list[FusedLinear] | None = None
+    """The same weights for the ``LlamaCpuDecoder``, if there is one."""
     key: str = field(default_factory=lambda: f"v{next(_serial)}")
-    """What PEFT knows it by: unique, since two versions of an adapter live side by side."""
+    """PEFT's name for it: unique, since two versions of an adapter live side by side."""
+
+
+class AdapterVersions:
+    """The lane of each adapter's current version, and of older versions still in use.
+
+    A running sequence keeps the version that it started with; a sequence admitted later gets the
+    current one. All methods run on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        weights: AdapterWeights,
+        prefixes: PrefixStore,
+        new_lane: Callable[[str | None, int | None, PreparedAdapter | None], Lane],
+    ) -> None:
+        self.weights = weights
+        self._prefixes = prefixes
+        self._new_lane = new_lane
+        self.current: dict[str | None, Lane] = {None: new_lane(None, None, None)}
+        """Adapter name to the lane that new sequences join; None is the base model."""
+        self.lanes: list[Lane] = [self.current[None]]
+        """The current lanes, and superseded ones that still have sequences."""
+
+    def swap(self, name: str, version: int, prepared: PreparedAdapter) -> None:
+        """Make a version the current one; the old one finishes what it has."""
+        self.weights.install(prepared)
+        self._supersede(name)
+        self.current[name] = self._new_lane(name, version, prepared)
+        self.lanes.append(self.current[name])
+        self.retire()
+
+    def unload(self, name: str) -> None:
+        self._supersede(name)
+        self.retire()
+
+    def _supersede(self, name: str) -> None:
+        old = self.current.pop(name, None)
+        if old is not None:
+            old.current = False
+            self._prefixes.drop_owner(old)
+
+    def retire(self) -> None:
+        """Free superseded versions without sequences."""
+        for lane in [x for x in self.lanes if not x.current and not x.users]:
+            lane.clear()
+            self.lanes.remove(lane)
+            if lane.weights is not None:
+                self.weights.drop(lane.weights)
 
 
 class AdapterWeights(Protocol):
-    def prepare(self, folder: str | Path) -> Prepared:
-        """Read and check an adapter folder. Any thread; does not touch the model."""
+    """How the model computes with adapters."""
+
+    def prepare(self, folder: str | Path) -> PreparedAdapter:
+        """Read and check an adapter folder, on any thread, without touching the model.
+
+        Raises:
+            ModelError: the folder holds no plain LoRA of this model.
+        """
         ...
 
-    def install(self, prepared: Prepared) -> None: ...
+    def install(self, prepared: PreparedAdapter) -> None: ...
 
-    def activate(self, prepared: Prepared | None) -> None:
+    def activate(self, prepared: PreparedAdapter | None) -> None:
         """Make the next forwards use this adapter; None is the base model."""
         ...
 
-    def drop(self, prepared: Prepared) -> None: ...
+    def drop(self, prepared: PreparedAdapter) -> None: ...
 
 
 def why_not_merged(base: BaseModel, merge_below: int = MERGE_BELOW) -> str | None:
-    """Why adapters stay beside the weights; None: they are to be merged into copies of them."""
+    """Say why adapters are not merged into copies of the weights; None if they are."""
     if getattr(base.model, "is_quantized", False):
         return "its weights are quantized"
     if base.dtype != torch.float32:
@@ -94,10 +148,10 @@ def why_not_merged(base: BaseModel, merge_below: int = MERGE_BELOW) -> str | Non
 
 
 class MergedWeights:
-    """``lean``: the decoder that computes with them, if the model's own modules do not."""
+    """Swaps ``Parameter.data``, and the products of ``decoder`` if that runs the model."""
 
-    def __init__(self, base: BaseModel, lean: LeanDecoder | None = None) -> None:
-        self._lean = lean
+    def __init__(self, base: BaseModel, decoder: LlamaCpuDecoder | None = None) -> None:
+        self._decoder = decoder
         linears = {
             name: module
             for name, module in base.model.named_modules()
@@ -106,8 +160,8 @@ class MergedWeights:
         known = {id(cast(torch.nn.Module, base.model.get_input_embeddings()).weight)}
         for linear in linears.values():
             if id(linear.weight) in known:
-                # A Parameter of its own, to the same storage: an adapter of a tied head is none of
-                # the embeddings, and layers with a weight in common (Zamba's) have each their own.
+                # Untie: a Parameter of its own over the same storage, because an adapter of a tied
+                # head must not change the embeddings, nor other layers with this weight (Zamba's).
                 linear.weight = torch.nn.Parameter(linear.weight.data, linear.weight.requires_grad)
             known.add(id(linear.weight))
         self._stacks = expert_stacks(base.model)
@@ -118,10 +172,10 @@ class MergedWeights:
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._adapted.items()}
         self._changed: set[str] = set()
-        self._active: Prepared | None = None
+        self._active: PreparedAdapter | None = None
 
     @torch.no_grad()
-    def prepare(self, folder: str | Path) -> Prepared:
+    def prepare(self, folder: str | Path) -> PreparedAdapter:
         folder = Path(folder)
         merged: dict[str, torch.Tensor] = {}
         for name, (a, b, scale) in read_lora(folder, self._stacks).items():
@@ -137,13 +191,13 @@ class MergedWeights:
                 )
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
-        products = self._lean.adapted(merged) if self._lean is not None else None
-        return Prepared(folder, merged, products)
+        products = self._decoder.adapted(merged) if self._decoder is not None else None
+        return PreparedAdapter(folder, merged, products)
 
-    def install(self, prepared: Prepared) -> None:
+    def install(self, prepared: PreparedAdapter) -> None:
         pass
 
-    def activate(self, prepared: Prepared | None) -> None:
+    def activate(self, prepared: PreparedAdapter | None) -> None:
         if prepared is self._active:
             return
         weights = prepared.weights if prepared else {}
@@ -151,31 +205,32 @@ class MergedWeights:
             self._adapted[name].weight.data = self._original[name]
         for name, weight in weights.items():
             self._adapted[name].weight.data = weight
-        if self._lean is not None:
-            self._lean.products = (prepared and prepared.products) or self._lean.own
+        if self._decoder is not None:
+            products = prepared and prepared.products
+            self._decoder.products = products or self._decoder.base_products
         self._changed = set(weights)
         self._active = prepared
 
-    def drop(self, prepared: Prepared) -> None:
+    def drop(self, prepared: PreparedAdapter) -> None:
         if prepared is self._active:
             self.activate(None)
 
 
 class PeftWeights:
-    """PEFT injects its layers into the base model's own modules, which the engine goes on using."""
+    """PEFT injects its layers into the base model's modules, which the engine goes on using."""
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
         self._stacks = expert_stacks(base.model)
         self._peft: PeftModel | None = None
-        self._active: Prepared | None = None
+        self._active: PreparedAdapter | None = None
 
-    def prepare(self, folder: str | Path) -> Prepared:
+    def prepare(self, folder: str | Path) -> PreparedAdapter:
         read_lora(Path(folder), self._stacks)
-        return Prepared(Path(folder))
+        return PreparedAdapter(Path(folder))
 
-    def install(self, prepared: Prepared) -> None:
-        # Inference tensors made here could not be told from parameters later: leave the mode.
+    def install(self, prepared: PreparedAdapter) -> None:
+        # Leave inference mode: inference tensors created here could never become parameters.
         with torch.inference_mode(False), torch.no_grad(), no_false_warnings():
             try:
                 self._add(prepared)
@@ -183,9 +238,9 @@ class PeftWeights:
                 self._remove(prepared)
                 raise
 
-    def _add(self, prepared: Prepared) -> None:
+    def _add(self, prepared: PreparedAdapter) -> None:
         if self._peft is None:
-            # Layers first and weights afterwards: if those are refused, the layers are still known.
+            # Inject layers before reading weights: if those are refused, the layers are known.
             config = PeftConfig.from_pretrained(str(prepared.folder))
             config.inference_mode, config.base_model_name_or_path = True, None
             self._peft = cast(
@@ -196,8 +251,8 @@ class PeftWeights:
         evaluation_mode(self._peft)
         self._use(prepared)
 
-    def _remove(self, prepared: Prepared) -> None:
-        """PEFT turns on what it adds, and what is left when an adapter is deleted."""
+    def _remove(self, prepared: PreparedAdapter) -> None:
+        """Delete an adapter; PEFT turns on what it adds, and what is left after a deletion."""
         if self._peft is None:
             return
         if prepared.key in self._peft.peft_config:
@@ -207,7 +262,7 @@ class PeftWeights:
         else:
             self._peft.set_adapter(self._active.key)
 
-    def activate(self, prepared: Prepared | None) -> None:
+    def activate(self, prepared: PreparedAdapter | None) -> None:
         if prepared is self._active or self._peft is None:
             return
         if prepared is None:
@@ -216,29 +271,31 @@ class PeftWeights:
         else:
             self._use(prepared)
 
-    def _use(self, prepared: Prepared) -> None:
+    def _use(self, prepared: PreparedAdapter) -> None:
         assert self._peft is not None
         if self._active is None:  # set_adapter() would not turn them on
             cast(LoraModel, self._peft.base_model).enable_adapter_layers()
         self._peft.set_adapter(prepared.key)
         self._active = prepared
 
-    def drop(self, prepared: Prepared) -> None:
-        if self._peft is None:
-            return
+    def drop(self, prepared: PreparedAdapter) -> None:
         if prepared is self._active:
             self.activate(None)
-        if prepared.key in self._peft.peft_config:
+        if self._peft is not None and prepared.key in self._peft.peft_config:
             self._peft.delete_adapter(prepared.key)
 
 
 def read_lora(
     folder: Path, stacks: Mapping[str, ExpertStack]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Weight to (A ``[rank, in]``, B ``[out, rank]``, scale) of a plain LoRA.
+    """Read a plain LoRA: weight name to (A ``[rank, in]``, B ``[out, rank]``, scale).
 
-    A linear layer's weight goes by the layer's name. Those of experts, by their own: they are the
-    model's ``stacks``, and have A and B for each expert, such that B A has the weight's shape.
+    A linear layer's weight goes by the layer's name. Weights of experts are the model's ``stacks``
+    and go by their own names; A and B have a leading expert dimension, such that B A has the
+    weight's shape.
+
+    Raises:
+        ModelError: a file is missing, or the folder holds anything but a plain LoRA.
     """
     for part in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / part).is_file():
@@ -261,13 +318,11 @@ def read_lora(
         b = tensors.get(f"{stem}.lora_B.weight")
         if b is None:
             raise ModelError(f"adapter: {folder} has {key} but no {stem}.lora_B.weight.")
-        name = stem.removeprefix(_PREFIX)
+        name, rank = stem.removeprefix(_PREFIX), a.shape[0]
         if name in of_experts:
             name, stack = of_experts[name]
-            rank = a.shape[0] // stack.weight.shape[0]
+            rank //= stack.weight.shape[0]
             a, b = factors(a, b, stack)
-        else:
-            rank = a.shape[0]
         found[name] = (a, b, scaling(config, name, rank))
     if 2 * len(found) != len(tensors):
         odd = sorted(k for k in tensors if ".lora_A." not in k and ".lora_B." not in k)[:3]

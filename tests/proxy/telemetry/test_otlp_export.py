@@ -11,13 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from gateway_client import post, reward_export
 from scripted_sampler import OPERATOR_KEY, Running
-from test_access import post
-from test_ingest import otlp
 
 from agentrl_proxy.telemetry import otlp_export as forward
-from agentrl_proxy.telemetry.otlp_export import OtlpForward
-from agentrl_tracer.otlp import export_request, parse_traces
+from agentrl_proxy.telemetry.otlp_export import OtlpExporter
+from agentrl_tracer.otlp_codec import export_request, parse_traces
 from agentrl_tracer.schemas import Span
 
 
@@ -87,12 +86,12 @@ def ask(gateway: Running) -> None:
 def test_spans_calls_and_rewards_are_forwarded(
     start: Callable[..., Running], backend: Backend
 ) -> None:
-    gateway = start(forward=OtlpForward(backend.url, {"x-project": "agentrl"}))
+    gateway = start(forward=OtlpExporter(backend.url, {"x-project": "agentrl"}))
     claim = gateway.claims[0]
     backend.statuses = [503]  # passing: tried again
     ask(gateway)
     base = gateway.base_url(claim)
-    assert post(f"{base}/traces", claim.key, otlp({"doubleValue": 0.5})).status_code == 200
+    assert post(f"{base}/traces", claim.key, reward_export({"doubleValue": 0.5})).status_code == 200
     assert post(f"{base}/rewards", claim.key, {"value": 1}).status_code == 200
     wait_for(lambda: len(backend.spans) == 3)
     assert set(backend.seen) == {("/v1/traces", "agentrl")}
@@ -112,7 +111,7 @@ def test_spans_calls_and_rewards_are_forwarded(
 
 
 def test_a_dead_backend_costs_nothing_but_a_count(start: Callable[..., Running]) -> None:
-    forwarding = OtlpForward("http://127.0.0.1:9")
+    forwarding = OtlpExporter("http://127.0.0.1:9")
     gateway = start(forward=forwarding)
     began = time.monotonic()
     ask(gateway)
@@ -123,8 +122,8 @@ def test_a_dead_backend_costs_nothing_but_a_count(start: Callable[..., Running])
 def test_what_does_not_fit_is_counted(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "_MAX_QUEUED", 10)
     backend.statuses = [400] * 100  # not passing: not tried again
-    forwarding = OtlpForward(backend.url)
-    body = json.dumps(otlp({"doubleValue": 1.0})).encode()
+    forwarding = OtlpExporter(backend.url)
+    body = json.dumps(reward_export({"doubleValue": 1.0})).encode()
     spans = parse_traces(body, "application/json", "r", "a")
     for _ in range(50):
         forwarding.put(spans)

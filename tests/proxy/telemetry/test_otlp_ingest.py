@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from gateway_client import error_of, post, reward_export
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from scripted_sampler import OPERATOR_KEY, Running
-from test_access import error_of, post
 
 
 @pytest.mark.parametrize("compression", [Compression.NoCompression, Compression.Gzip])
@@ -38,23 +38,11 @@ def test_spans_of_the_real_exporter(gateway: Running, compression: Compression) 
     assert kept.trace_id == f"{span.get_span_context().trace_id:032x}"
 
 
-def otlp(value: Any) -> dict[str, Any]:
-    span = {
-        "traceId": "0af7651916cd43dd8448eb211c80319c",
-        "spanId": "b7ad6b7169203331",
-        "name": "agentrl.reward",
-        "startTimeUnixNano": "1",
-        "endTimeUnixNano": "1",
-        "attributes": [{"key": "gen_ai.evaluation.score.value", "value": value}],
-    }
-    return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
-
-
 def test_a_reward_span_is_a_reward_once(gateway: Running) -> None:
     claim = gateway.claims[0]
     url = f"{gateway.base_url(claim)}/traces"
     headers = {"authorization": f"Bearer {claim.key}", "content-type": "application/json"}
-    body = json.dumps(otlp({"doubleValue": 0.5})).encode()
+    body = json.dumps(reward_export({"doubleValue": 0.5})).encode()
     for content, more in ((body, {}), (gzip.compress(body), {"content-encoding": "gzip"})):
         response = httpx.post(url, content=content, headers=headers | more)
         assert response.status_code == 200
@@ -66,7 +54,7 @@ def test_a_reward_span_is_a_reward_once(gateway: Running) -> None:
 @pytest.mark.parametrize("value", [{"boolValue": True}, {"stringValue": "1"}, {}])
 def test_a_bad_reward_span_is_refused(gateway: Running, value: Any) -> None:
     claim = gateway.claims[0]
-    response = post(f"{gateway.base_url(claim)}/traces", claim.key, otlp(value))
+    response = post(f"{gateway.base_url(claim)}/traces", claim.key, reward_export(value))
     assert response.status_code == 400
     assert error_of(response)["code"] == "invalid_otlp"
     assert gateway.store.rewards([claim.rollout_id]) == []

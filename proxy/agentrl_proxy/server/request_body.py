@@ -1,0 +1,98 @@
+"""Read request bodies within limits of size, time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Callable
+
+from starlette.requests import ClientDisconnect, Request
+
+from agentrl_proxy.errors import ApiError, body_too_large, invalid, overloaded
+from agentrl_proxy.server.limits import ConnectionLimits
+
+_UNCOUNTED_BYTES = 64 * 1024  # of each body, so that small requests pass while large ones are stuck
+
+
+class BodyReader:
+    """Reads the bodies of one server.
+
+    Args:
+        max_bytes: of one body, before and after decompression.
+        on_overload: called for each body that is refused for lack of memory.
+    """
+
+    def __init__(
+        self, max_bytes: int, limits: ConnectionLimits, on_overload: Callable[[], None]
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._limits = limits
+        self._on_overload = on_overload
+        self._arriving = 0  # counted bytes of bodies that have not arrived entirely
+
+    async def read(self, request: Request) -> bytes:
+        """Return the decompressed body.
+
+        Raises:
+            ApiError: 413 too large, 408 too slow, 429 too many large bodies at once, 415 unknown
+                encoding, 400 broken or incomplete.
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            raise body_too_large(self._max_bytes)
+        body = await self._receive(request)
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding in ("", "identity"):
+            return body
+        if encoding not in ("gzip", "deflate"):
+            raise ApiError(
+                415,
+                f"content-encoding must be gzip or deflate; got {encoding[:40]!r}",
+                code="unsupported_encoding",
+            )
+        return _decompress(body, self._max_bytes)
+
+    async def _receive(self, request: Request) -> bytes:
+        parts: list[bytes] = []
+        size = counted = 0
+        try:
+            async with asyncio.timeout(self._limits.receive_s):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self._max_bytes:
+                        raise body_too_large(self._max_bytes)
+                    more = size - _UNCOUNTED_BYTES - counted
+                    if more > 0:
+                        self._count(more)
+                        counted += more
+                    parts.append(part)
+        except ClientDisconnect:
+            raise invalid(None, "the client left before sending the whole body") from None
+        except TimeoutError:
+            message = f"the request body did not arrive within {self._limits.receive_s:g} s"
+            close = {"connection": "close"}
+            raise ApiError(408, message, code="request_timeout", headers=close) from None
+        finally:
+            self._arriving -= counted
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _count(self, more: int) -> None:
+        if self._arriving + more > self._limits.receive_bytes:
+            self._on_overload()
+            seconds = random.randint(1, 4)  # spread out, so that clients do not return together
+            raise overloaded(f"too many large requests are arriving; retry in {seconds} s", seconds)
+        self._arriving += more
+
+
+def _decompress(body: bytes, max_bytes: int) -> bytes:
+    decompressor = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by the header
+    try:
+        out = decompressor.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise invalid(None, f"the compressed body is broken: {error}") from None
+    if len(out) > max_bytes:
+        raise body_too_large(max_bytes)
+    if not decompressor.eof:
+        raise invalid(None, "the compressed body is broken: it ends too early")
+    return out

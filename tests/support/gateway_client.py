@@ -1,0 +1,60 @@
+"""HTTP requests and sockets to a gateway, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+from scripted_sampler import OPERATOR_KEY, Running
+
+
+def post(url: str, key: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"} | (headers or {}))
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def reward_export(value: Any) -> dict[str, Any]:
+    """An OTLP/JSON export of one reward span."""
+    span = {
+        "traceId": "0af7651916cd43dd8448eb211c80319c",
+        "spanId": "b7ad6b7169203331",
+        "name": "agentrl.reward",
+        "startTimeUnixNano": "1",
+        "endTimeUnixNano": "1",
+        "attributes": [{"key": "gen_ai.evaluation.score.value", "value": value}],
+    }
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+
+
+def head(path: str = "/v1/chat/completions", key: str = OPERATOR_KEY, **headers: Any) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def wait_until(true: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def connected(gateway: Running, *, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.socket() as sock:
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.settimeout(20)
+        sock.connect((host, int(port)))
+        yield sock

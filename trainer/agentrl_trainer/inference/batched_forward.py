@@ -1,0 +1,295 @@
+"""Forward strategies that compute all rows together, on one rectangle of keys and values.
+
+Knows transformers' attention and masks, not requests, sampling or adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from agentrl_trainer.inference.kv_cache import TIME_STEP, KVBudget, KVRows, KVShape, Rows
+from agentrl_trainer.inference.llama_cpu import LlamaCpuDecoder
+from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.prefix_attention import additive, explicit
+
+ATTENTION = "agentrl_rows"
+BLOCK = 16
+"""Rows that a decode step attends over together, as far as the longest of them."""
+_WORTH = 1024
+"""Padding tokens that must be saved for a block to be computed by itself."""
+
+
+class BatchedForward:
+    """The model's own modules over all rows at once.
+
+    Applies if every layer has full attention and a causal mask says all that its attention needs.
+
+    Raises:
+        ValueError: some layers cache something else, or keys of several shapes.
+    """
+
+    name = "batched"
+    tolerance = 2e-4
+    _layers: tuple[type, ...] = (DynamicLayer,)
+
+    def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
+        self.model = base.model
+        self.device = base.device
+        self.shape = _kv_shape(base, self._layers)
+        self._options = options
+        self._causal = torch.empty(0)
+        attention = self._choose_attention()
+        self._adds_mask = attention == "eager"
+        base.model.set_attn_implementation(attention)
+
+    def _choose_attention(self) -> str:
+        return ATTENTION if getattr(self.model, "_supports_sdpa", False) else "eager"
+
+    def new_rows(self, budget: KVBudget) -> Rows:
+        return KVRows(self.shape, budget)
+
+    def __call__(
+        self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits ``[batch, vocab]`` after the last token of each chunk.
+
+        Shorter chunks are padded by *repeating their last token at its own position*: it
+        overwrites itself with the same keys, and the last column holds every row's last token.
+        """
+        if all(len(chunk) == 1 for chunk in chunks):
+            ids: list[list[int]] = [list(chunk) for chunk in chunks]
+            places: list[list[int]] = [[start] for start in starts]
+            end = max(starts) + 1
+        else:
+            ids, places = _padded(chunks, starts)
+            end = max(at[-1] for at in places) + 1
+        token_ids, positions = torch.tensor([ids, places], device=self.device)
+        rows = cast(KVRows, rows)
+        view = min(-(-end // TIME_STEP) * TIME_STEP, rows.time)
+        rows.begin(positions, view)
+        return self._logits(rows, token_ids, positions, starts, end)
+
+    def _logits(
+        self,
+        rows: KVRows,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        starts: Sequence[int],
+        end: int,
+    ) -> torch.Tensor:
+        return self._run_model(rows, ids, positions, self._mask(positions, rows.view))
+
+    def _run_model(
+        self,
+        rows: KVRows,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        token = _positions.set(positions)
+        try:
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=rows,
+                use_cache=True,
+                **self._options,
+            )
+        finally:
+            _positions.reset(token)
+        return out.logits[:, -1]
+
+    def _mask(self, positions: torch.Tensor, view: int) -> torch.Tensor:
+        """Causal mask ``[batch, 1, new, view]``, cut out of one run of *seen*, then *unseen*."""
+        if (reach := len(self._causal) // 2) < view:
+            reach = 2 * view
+            lowest = torch.finfo(self.model.dtype).min
+            seen, unseen, dtype = (
+                (0.0, lowest, self.model.dtype) if self._adds_mask else (1, 0, torch.bool)
+            )
+            self._causal = torch.full((2 * reach,), unseen, dtype=dtype, device=self.device)
+            self._causal[:reach] = seen
+        windows = self._causal.unfold(0, view, 1).index_select(0, reach - 1 - positions.flatten())
+        return windows.view(len(positions), 1, -1, view)
+
+
+class WindowedForward(BatchedForward):
+    """The same, masked by the model's own rule at each row's positions.
+
+    Applies if its layers have full attention or sliding windows.
+    """
+
+    _layers = (DynamicLayer, DynamicSlidingWindowLayer)
+
+    def _choose_attention(self) -> str:
+        return ATTENTION
+
+    def _logits(
+        self,
+        rows: KVRows,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        starts: Sequence[int],
+        end: int,
+    ) -> torch.Tensor:
+        return self._run_model(rows, ids, positions, None)
+
+
+class LlamaCpuForward(BatchedForward):
+    """``LlamaCpuDecoder`` over all rows at once.
+
+    Applies to float32 models made of the Llama family's parts, as long as nothing but the weights
+    of their linear layers changes.
+    """
+
+    name = "llama cpu"
+    tolerance = 1e-4
+
+    def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
+        super().__init__(base, options)
+        self.decoder = LlamaCpuDecoder(base.model)
+        self._adds_mask = True
+
+    def _choose_attention(self) -> str:
+        return ATTENTION
+
+    def _logits(
+        self,
+        rows: KVRows,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        starts: Sequence[int],
+        end: int,
+    ) -> torch.Tensor:
+        blocks = split_blocks(starts, rows.view) if ids.shape[1] == 1 else []
+        return self.decoder(rows, ids, positions, self._mask(positions, rows.view), end, blocks)
+
+
+def split_blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int]]:
+    """Return (first row, tokens to attend to) of blocks of rows, of which later ones are longer."""
+    found: list[tuple[int, int]] = []
+    reach = view
+    for start in range((len(lengths) - 1) // BLOCK * BLOCK, 0, -BLOCK):
+        before = max(lengths[:start]) + 1
+        if (reach - before) * start >= _WORTH:
+            found.append((start, reach))
+            reach = before
+    return [(0, reach), *reversed(found)]
+
+
+def _padded(
+    chunks: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids and positions, each ``[batch][longest chunk]``."""
+    longest = max(map(len, chunks))
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
+    for chunk, start in zip(chunks, starts, strict=True):
+        pad = longest - len(chunk)
+        end = start + len(chunk)
+        ids.append([*chunk, *[chunk[-1]] * pad])
+        positions.append([*range(start, end), *[end - 1] * pad])
+    return ids, positions
+
+
+def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
+    """Learn what the model caches by running one token."""
+    cache = DynamicCache(config=base.model.config)
+    odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in allowed})
+    if odd:
+        raise ValueError(f"it has layers of {', '.join(odd)}")
+    base.model(
+        torch.zeros(1, 1, dtype=torch.long, device=base.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    found = {
+        (tuple(keys.shape), tuple(values.shape), keys.dtype)
+        for keys, values, *_ in cache
+        if keys is not None and values is not None
+    }
+    if len(found) != 1:
+        shapes = ", ".join(sorted(map(str, found))) or "nothing"
+        raise ValueError(f"its layers do not all cache the same shape: {shapes}")
+    ((_, heads, _, key_dim), (_, _, _, value_dim), dtype) = found.pop()
+    return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, base.device)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """SDPA that never copies the cache for one new token per row.
+
+    transformers repeats keys and values for grouped-query attention whenever there is a mask: at a
+    batch of 64 and 1,000 tokens that copy costs nine times the attention. With a single query the
+    heads of a group can stand in for query positions instead. Query ``[batch, heads, new, dim]``.
+    """
+    batch, heads, new, dim = query.shape
+    groups = key.shape[1]
+    cap, sinks = cast(Any, kwargs.get("softcap")), cast(Any, kwargs.get("s_aux"))
+    if cap is not None or sinks is not None:
+        adds = additive(attention_mask, query)
+        out = explicit(query, key, value, adds, scaling, cap, sinks)
+        return out.transpose(1, 2), None
+    if new != 1 or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,  # type: ignore[arg-type]
+        )  # fmt: skip
+    out = F.scaled_dot_product_attention(
+        query.reshape(batch, groups, heads // groups, dim),
+        key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling,
+    )  # fmt: skip
+    return out.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+_positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+"""``[batch, new]`` of the tokens that the model computes now."""
+
+
+def _mask_by_rule(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """``[batch, 1, new, view]``: the layer's own rule (a window, say) at each row's positions.
+
+    transformers passes the rule of each kind of layer, but one position for all rows.
+    """
+    positions = _positions.get()
+    if positions is None:
+        return sdpa_mask(
+            batch_size, q_length, kv_length, *args,
+            mask_function=mask_function, device=device, **kwargs,
+        )  # fmt: skip
+    rows = torch.arange(batch_size, device=device)[:, None, None, None]
+    heads = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    keys = torch.arange(kv_length, device=device)[None, None, None]
+    seen = mask_function(rows, heads, positions[:, None, :, None], keys)
+    return seen.expand(batch_size, 1, q_length, kv_length)
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask_by_rule)
