@@ -33,16 +33,17 @@ from agentrl_proxy.errors import (
 from agentrl_proxy.generation.completions import CompletionWork
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
-from agentrl_proxy.protocols.chat import ChatRequest, chat_request, read_object
+from agentrl_proxy.protocols.chat import ChatRequest, chat_request
 from agentrl_proxy.protocols.completions import completion_request
-from agentrl_proxy.protocols.messages import anthropic_error, count_request, messages_request
+from agentrl_proxy.protocols.fields import read_object
+from agentrl_proxy.protocols.messages import count_request, messages_request
+from agentrl_proxy.protocols.messages_events import anthropic_error
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
     ProviderCompletionWork,
     ProviderCountWork,
     chat_elsewhere,
-    count_of_message,
     of_completion,
     of_message,
     of_response,
@@ -154,7 +155,7 @@ class Gateway:
         await translation.load()
         elsewhere = self.others.named(raw)
         if elsewhere is not None:
-            asked = count_of_message(raw, elsewhere)
+            asked = of_message(raw, elsewhere, counted=True)
             return WorkResponse(ProviderCountWork(self.others, asked, elsewhere), stream=False)
         prompt = self.chat.render(count_request(raw), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})

@@ -24,7 +24,7 @@ from scripted_sampler import Running
 from test_fuzz import GARBAGE, broken
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.protocols.chat import FIELDS
+from agentrl_proxy.protocols.chat import CHAT
 from agentrl_proxy.rendering.renderer import Renderer
 
 pytestmark = [  # LiteLLM's connections, which it closes too late
@@ -182,7 +182,7 @@ def test_what_the_document_forbids(gateway: Running, http: httpx.Client, path: s
         answer = post(http, path, body)
         # Within messages, tools and their like the parsers take more than they promise.
         wrong = {e.path[0]: e.message for e in validator.iter_errors(body) if len(e.path) == 1}
-        if wrong.keys() & FIELDS.keys() - {"tools", "tool_choice", "response_format"}:
+        if wrong.keys() & CHAT.properties.keys() - {"tools", "tool_choice", "response_format"}:
             assert answer.status_code == 400, (wrong, answer.text)
         refused[0] += answer.status_code == 400
 

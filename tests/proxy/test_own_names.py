@@ -50,8 +50,8 @@ def refused(gateway: Running, path: str, body: dict[str, Any], retry: bool) -> d
         ({"input": LONG}, "input", "the prompt is 6"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}, {}]}]},
-            "input[0].content[1]",
-            "input[0].content[1] must be an object",
+            "input[0].content[1].text",
+            "input[0].content[1].text must be a string",
         ),
         (schema(schema={"type": 5}), "text.format", "text.format.schema: type must"),
         (schema(strict="x"), "text.format.strict", "text.format.strict must be true or false"),
@@ -80,7 +80,7 @@ def test_responses(
     ("more", "said"),
     [
         ({"max_tokens": 0}, "max_tokens must be an integer"),
-        ({"stop_sequences": [5]}, "stop_sequences must be a non-empty string"),
+        ({"stop_sequences": [5]}, "stop_sequences[0] must be a non-empty string"),
         ({"tool_choice": {"type": "any"}}, "tool_choice 'any' needs tools"),
         (their_forced(name="a b"), "tools[0].name must be of the letters"),
         (their_forced(input_schema=WRONG), "tools[0].input_schema: type must be"),

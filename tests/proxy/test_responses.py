@@ -308,7 +308,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": "x"}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"instructions": 3}, "instructions"),

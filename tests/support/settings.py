@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.config.commands import COMMANDS
+from agentrl.config.recorded import flattened
 from agentrl.config.renamed_settings import RENAMED
 
 
@@ -23,6 +24,12 @@ def nested(**settings: Any) -> dict[str, Any]:
             table = table.setdefault(part, {})
         table[key] = value
     return tables
+
+
+def changed(recorded: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A run's recorded settings with others in place of some."""
+    kept = {name: value for name, value in flattened(recorded).items() if value is not None}
+    return nested(**kept | {dotted(name): value for name, value in settings.items()})
 
 
 def flags(_command: str = "train", **settings: Any) -> list[str]:

@@ -13,9 +13,10 @@ from agentrl.config.commands import EvalConfig
 from agentrl.config.tasks import load_tasks
 from agentrl.console.report import evaluation_report
 from agentrl.runs.folder import RunFolder, adapters_to_serve
-from agentrl.training.evaluation import greedy_note
+from agentrl.training.evaluation import greedy_note, plan_evaluation
+from agentrl.training.failures import count_failures
 from agentrl.training.intervals import pass_at_k, task_interval
-from agentrl.training.session import Session, failures, plan_evaluation
+from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards
 
@@ -66,13 +67,7 @@ def evaluate(config: EvalConfig, console: Console) -> None:
         bar = progress.add_task("starting", total=len(tasks) * how.samples)
         session.wait_ready(progress.console.print)
         rollouts = session.execute(
-            plan_evaluation(
-                task_ids,
-                0,
-                how.samples,
-                config.run.seed,
-                how.temperature,
-            ),
+            plan_evaluation(task_ids, 0, how.samples, config.run.seed, how.temperature),
             lambda done, total: progress.update(bar, completed=done, description="rollouts"),
         )
     ids = [rollout.id for rollout in rollouts]
@@ -81,7 +76,7 @@ def evaluate(config: EvalConfig, console: Console) -> None:
     scores = score(rollouts, store.rewards(ids), how.success_reward)
     store.end_run(run_id, "finished")
     store.close()
-    problems = failures(rollouts)
+    problems = count_failures(rollouts)
     refused = not_enforced(calls, config.model.adapter) if config.model.answered_by else {}
     summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
     folder.write_json(folder.summary, summary)

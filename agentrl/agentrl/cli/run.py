@@ -11,7 +11,8 @@ from agentrl.config.commands import RunConfig
 from agentrl.config.settings import OtherModelSettings
 from agentrl.console.trace_tree import rollout_tree
 from agentrl.runs.folder import RunFolder, adapters_to_serve
-from agentrl.training.session import Session, rollout_seed
+from agentrl.training.rollout_queue import rollout_seed
+from agentrl.training.session import Session
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState, SkipReason
 from agentrl_trainer.tiny import MODEL_DIR
 

@@ -199,7 +199,7 @@ class ChatService:
                 params = replace(params, seed=derived_seed(params.seed, choices[0]))
         one_call = bool(constraint is None and request.tools and not request.parallel_tool_calls)
         one_call = one_call and deps.renderer.tells_calls_apart
-        not_enforced = request.wants_of_calls
+        not_enforced = request.grammar_fields
         if constraint is not None:
             not_enforced = list(constraint.not_enforced)
         if one_call:

@@ -6,20 +6,94 @@ Knows the protocol's fields and objects. Does not know how a prompt is sampled o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.protocols.chat import MAX_CHOICES, MAX_TOP_LOGPROBS, ChatRequest, chat_request
+from agentrl_proxy.protocols.chat import (
+    CHOICES,
+    LOGIT_BIAS,
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    PROVIDER_CHAT,
+    SAMPLING,
+    STREAM_OPTIONS,
+    ChatRequest,
+    chat_request,
+)
+from agentrl_proxy.protocols.fields import (
+    ANYTHING,
+    BOOLEAN,
+    NAME,
+    NONEMPTY,
+    Array,
+    Object,
+    Value,
+    check_body,
+    integer,
+    is_integer,
+)
 from agentrl_proxy.rendering.renderer import Renderer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+CHAT_ONLY = frozenset(
+    ("messages", "tools", "tool_choice", "response_format", "max_completion_tokens")
+)
+_TOKEN_IDS = Array(integer(0, 2**31 - 1), minimum=1).schema
+_TEXTS = Array(NONEMPTY, minimum=1).schema
+
+COMPLETION = Object(
+    ["model", "prompt"],
+    model=NAME,
+    prompt=Value(  # checked with the tokenizer
+        lambda v: isinstance(v, str | list),
+        "a text, token ids, or a non-empty list of either",
+        {
+            "anyOf": [
+                NONEMPTY.schema,
+                _TEXTS,
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+            ],
+        },
+    ),
+    max_tokens=integer(0),
+    echo=BOOLEAN,
+    logprobs=replace(integer(0, MAX_TOP_LOGPROBS), for_provider=None),
+    n=CHOICES,
+    best_of=replace(  # checked against n
+        ANYTHING,
+        schema=CHOICES.schema | {"description": "no other number than n"},
+    ),
+    suffix=replace(ANYTHING, schema={"type": "null"}),
+    **SAMPLING,
+    stream=BOOLEAN,
+    stream_options=STREAM_OPTIONS,
+    logit_bias=LOGIT_BIAS,
+    return_token_ids=BOOLEAN,
+)
+PROVIDER_COMPLETION = Object(
+    COMPLETION.required,
+    **{name: one for name, one in PROVIDER_CHAT.properties.items() if name not in CHAT_ONLY}
+    | COMPLETION.properties
+    | {
+        "prompt": Value(
+            lambda v: (
+                isinstance(v, str)
+                or (isinstance(v, list) and v != [] and all(isinstance(one, str) for one in v))
+            ),
+            "a text or a non-empty list of texts: a provider's model does not know our token ids",
+            _TEXTS,
+        )
+    },
+)
+"""What a request to a provider's model may hold."""
 
 
 @dataclass(slots=True)
 class CompletionRequest:
-    """A checked request: what every prompt is asked with, and the prompts."""
+    """A checked request: its prompts, and the fields that they share."""
 
     common: ChatRequest  # without messages
     prompts: list[list[int]]
@@ -32,30 +106,33 @@ class CompletionRequest:
 
 
 def completion_request(raw: dict[str, Any], renderer: Renderer) -> CompletionRequest:
-    """The checked request, or an ApiError that names the field that is wrong."""
-    echo, logprobs = check_legacy(raw)
-    limit = raw.get("max_tokens")
-    only_echo = echo and type(limit) is int and limit == 0  # nothing is sampled
+    """Check a request of ``/v1/completions`` to our own model.
+
+    Raises:
+        ApiError: a field is wrong (400); it names the field.
+    """
+    check_completion(raw)
+    echo, logprobs, limit = bool(raw.get("echo")), raw.get("logprobs"), raw.get("max_tokens")
     scored = echo and logprobs is not None
     if scored and raw.get("stream"):
         raise invalid("stream", "echo and logprobs together are not streamed; send stream: false",
                       code="unsupported_parameter")  # fmt: skip
-    if not echo and type(limit) is int and limit == 0:
+    if limit == 0 and not echo:
         raise invalid("max_tokens", "max_tokens must be an integer of at least 1, or 0 with echo")
     common = chat_request(
         {k: v for k, v in raw.items() if k not in CHAT_ONLY}
         | {
-            "messages": [{"role": "user", "content": ""}],  # no chat has none
+            "messages": [{"role": "user", "content": ""}],  # a chat needs one
             "logprobs": logprobs is not None,
             "top_logprobs": logprobs,
-            "max_tokens": DEFAULT_MAX_TOKENS if limit is None or only_echo else limit,
+            "max_tokens": limit or DEFAULT_MAX_TOKENS,
         }
     )
-    if only_echo:
+    if limit == 0:  # nothing is sampled
         common.sampling["max_tokens"] = 0
     common.messages = []
     common.raw = raw
-    prompts = _prompts(raw.get("prompt"), renderer)
+    prompts = _prompts(raw["prompt"], renderer)
     check_choices(len(prompts), common.n)
     texts = [renderer.decode_raw(ids) for ids in prompts] if echo else []
     dialect = CompletionDialect(include_usage=common.include_usage, n=common.n, echoed=texts)
@@ -69,39 +146,27 @@ def check_choices(prompts: int, n: int) -> None:
                       f"{MAX_CHOICES} choices")  # fmt: skip
 
 
-def check_legacy(raw: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """``echo`` and ``logprobs`` of a request that has nothing nobody here can do."""
+def check_completion(raw: Mapping[str, Any], *, ours: bool = True) -> None:
+    """Check the fields of a request to our own model or a provider's.
+
+    Raises:
+        ApiError: a field is wrong or unsupported (400).
+    """
+    check_body(COMPLETION if ours else PROVIDER_COMPLETION, raw, ours=ours)
     for name, instead in (
         ("suffix", "put everything before the gap into `prompt`"),
         ("best_of", "ask for `n` choices and choose among them"),
     ):
-        if raw.get(name) is not None and not (
-            name == "best_of" and raw[name] == (raw.get("n") or 1)
-        ):
+        same = name == "best_of" and raw.get(name) == (raw.get("n") or 1)
+        if raw.get(name) is not None and not same:
             raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
-    echo = raw.get("echo") or False
-    if not isinstance(echo, bool):
-        raise invalid("echo", "echo must be true or false")
-    logprobs = raw.get("logprobs")
-    if logprobs is not None and (
-        isinstance(logprobs, bool)
-        or not isinstance(logprobs, int)
-        or not 0 <= logprobs <= MAX_TOP_LOGPROBS
-    ):
-        raise invalid("logprobs", f"logprobs must be an integer from 0 to {MAX_TOP_LOGPROBS}")
-    return echo, logprobs
 
 
-CHAT_ONLY = frozenset(
-    ("messages", "tools", "tool_choice", "response_format", "max_completion_tokens")
-)
-
-
-def _prompts(value: Any, renderer: Renderer) -> list[list[int]]:
-    """Text, texts, token ids or lists of token ids, as lists of token ids."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+def _prompts(value: str | list[Any], renderer: Renderer) -> list[list[int]]:
+    """Tokenize a text, texts, token ids or lists of token ids."""
+    if isinstance(value, str) or (value and is_integer(value[0])):
         value = [value]
-    if not isinstance(value, list) or not value:
+    if not value:
         raise invalid("prompt", "prompt must be a text, token ids, or a non-empty list of either")
     vocabulary = len(renderer.tokenizer)
     return [_prompt(one, i, renderer, vocabulary) for i, one in enumerate(value)]
@@ -112,7 +177,7 @@ def _prompt(value: Any, i: int, renderer: Renderer, vocabulary: int) -> list[int
     if isinstance(value, str):
         # No template writes the special tokens here, so the tokenizer adds its own.
         ids = renderer.tokenizer.backend_tokenizer.encode(value, add_special_tokens=True).ids
-    elif isinstance(value, list) and all(_is_id(one) for one in value):
+    elif isinstance(value, list) and all(map(is_integer, value)):
         ids = value
         wrong = next((one for one in ids if not 0 <= one < vocabulary), None)
         if wrong is not None:
@@ -122,12 +187,8 @@ def _prompt(value: Any, i: int, renderer: Renderer, vocabulary: int) -> list[int
     else:
         raise invalid("prompt", f"{where} must be a text or a list of token ids")
     if not ids:
-        raise invalid("prompt", f"{where} has no tokens; at least one is needed to go on from")
+        raise invalid("prompt", f"{where} has no tokens; at least one is needed to continue")
     return ids
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(slots=True)

@@ -1,15 +1,23 @@
-"""The gateway's own description of its JSON surface, served at /openapi.json.
+"""Describe the gateway's JSON API as an OpenAPI document, served at /openapi.json.
 
-Knows paths, answers and statuses; what the protocols' requests hold is in request_schemas.py. Does
-not check anything: the handlers read raw bodies, and tests hold the two together. Fields nobody
-here knows are ignored, so no schema forbids any.
+Knows paths, answers and statuses. The requests' schemas come from each protocol's field types.
 """
 
 from __future__ import annotations
 
-from agentrl_proxy.protocols import schemas as request_schemas
-from agentrl_proxy.protocols.chat import Schema
-from agentrl_proxy.protocols.schemas import MESSAGE, NAME, TEXT, an_object, or_null
+from agentrl_proxy.protocols.chat import CHAT, MESSAGE
+from agentrl_proxy.protocols.completions import COMPLETION
+from agentrl_proxy.protocols.fields import NAME, TEXT, Schema, integer, or_null
+from agentrl_proxy.protocols.messages import COUNT, MESSAGES
+from agentrl_proxy.protocols.responses import RESPONSES
+
+_OPENAI = "https://platform.openai.com/docs/api-reference"
+_ANTHROPIC = "https://docs.anthropic.com/en/api"
+_TEXT = TEXT.schema
+
+
+def _object(required: list[str], /, **properties: Schema) -> Schema:
+    return {"type": "object", "required": required, "properties": properties}
 
 
 def _ref(name: str) -> Schema:
@@ -23,77 +31,77 @@ _REWARDS: Schema = {
     ]
 }
 SCHEMAS: dict[str, Schema] = {
-    "ChatCompletionRequest": request_schemas.CHAT,
-    "ChatCompletion": an_object(
+    "ChatCompletionRequest": CHAT.schema,
+    "ChatCompletion": _object(
         ["id", "object", "created", "model", "choices", "usage"],
-        id=TEXT,
+        id=_TEXT,
         object={"const": "chat.completion"},
         created={"type": "integer"},
-        model=TEXT,
+        model=_TEXT,
         choices={
             "type": "array",
-            "items": an_object(
+            "items": _object(
                 ["index", "message", "finish_reason"],
                 index={"type": "integer"},
-                message=MESSAGE,
+                message=MESSAGE.schema,
                 finish_reason={"enum": ["stop", "length", "tool_calls"]},
             ),
         },
-        usage=an_object(["prompt_tokens", "completion_tokens", "total_tokens"]),
+        usage=_object(["prompt_tokens", "completion_tokens", "total_tokens"]),
     ),
-    "CompletionRequest": request_schemas.COMPLETION,
-    "Completion": an_object(["id", "object", "choices"], object={"const": "text_completion"}),
-    "ResponsesRequest": request_schemas.RESPONSES,
-    "Response": an_object(["id", "object", "output"], object={"const": "response"}),
-    "MessagesRequest": request_schemas.MESSAGES,
-    "CountTokensRequest": request_schemas.COUNT,
-    "Message": an_object(["id", "type", "content"], type={"const": "message"}),
-    "TokenCount": an_object(["input_tokens"], input_tokens={"type": "integer"}),
-    "AnthropicError": an_object(
+    "CompletionRequest": COMPLETION.schema,
+    "Completion": _object(["id", "object", "choices"], object={"const": "text_completion"}),
+    "ResponsesRequest": {**RESPONSES.schema, "description": f"{_OPENAI}/responses"},
+    "Response": _object(["id", "object", "output"], object={"const": "response"}),
+    "MessagesRequest": {**MESSAGES.schema, "description": f"{_ANTHROPIC}/messages"},
+    "CountTokensRequest": {**COUNT.schema, "description": f"{_ANTHROPIC}/messages-count-tokens"},
+    "Message": _object(["id", "type", "content"], type={"const": "message"}),
+    "TokenCount": _object(["input_tokens"], input_tokens={"type": "integer"}),
+    "AnthropicError": _object(
         ["type", "error"],
         type={"const": "error"},
-        error=an_object(["type", "message"], type=TEXT, message=TEXT),
+        error=_object(["type", "message"], type=_TEXT, message=_TEXT),
     ),
-    "RewardRequest": an_object(
+    "RewardRequest": _object(
         ["value"],
         value=_REWARDS,
-        name=or_null(TEXT),
-        response_id=or_null(TEXT),
-        explanation=or_null(TEXT),
+        name=or_null(_TEXT),
+        response_id=or_null(_TEXT),
+        explanation=or_null(_TEXT),
     ),
-    "Reward": an_object(["name", "value", "key"], name=TEXT, value=_REWARDS, key=TEXT),
-    "AdapterRequest": an_object(
+    "Reward": _object(["name", "value", "key"], name=_TEXT, value=_REWARDS, key=_TEXT),
+    "AdapterRequest": _object(
         ["name", "version", "path"],
-        name=NAME,
-        version={"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-        path=NAME,
+        name=NAME.schema,
+        version=integer(0, 2**31 - 1).schema,
+        path=NAME.schema,
     ),
-    "Adapter": an_object(["name", "version"], name=TEXT, version={"type": "integer"}),
+    "Adapter": _object(["name", "version"], name=_TEXT, version={"type": "integer"}),
     "ExportTraceServiceRequest": {
         "type": "object",
         "description": "OTLP/HTTP, https://opentelemetry.io/docs/specs/otlp/",
     },
     "ExportTraceServiceResponse": {"type": "object"},
     "Models": {
-        **an_object(["data"], data={"type": "array", "items": _ref("Model")}),
+        **_object(["data"], data={"type": "array", "items": _ref("Model")}),
         "description": "Anthropic's object where the request has an anthropic-version",
     },
-    "Model": an_object(["id"], id=TEXT),
-    "Health": an_object(
+    "Model": _object(["id"], id=_TEXT),
+    "Health": _object(
         ["status", "version", "boot_id", "recoveries"],
         status={"enum": ["ok", "unhealthy"]},
-        version=TEXT,
-        boot_id=TEXT,
+        version=_TEXT,
+        boot_id=_TEXT,
         recoveries={"type": "integer"},
     ),
-    "Error": an_object(
+    "Error": _object(
         ["error"],
-        error=an_object(
+        error=_object(
             ["message", "type", "param", "code"],
-            message=TEXT,
-            type=TEXT,
-            param=or_null(TEXT),
-            code=or_null(TEXT),
+            message=_TEXT,
+            type=_TEXT,
+            param=or_null(_TEXT),
+            code=or_null(_TEXT),
         ),
     ),
 }
@@ -123,8 +131,8 @@ def _paths() -> dict[str, Schema]:
             "post": _operation("Answer with this adapter version", "Adapter", "AdapterRequest")
         },
     }
-    rollout: Schema = {"name": "rollout_id", "in": "path", "required": True, "schema": TEXT}
-    model: Schema = {"name": "model", "in": "path", "required": True, "schema": TEXT}
+    rollout: Schema = {"name": "rollout_id", "in": "path", "required": True, "schema": _TEXT}
+    model: Schema = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
     chat = _operation("Complete a chat", "ChatCompletion", "ChatCompletionRequest")
     others = {
         "completions": _operation("Complete a text", "Completion", "CompletionRequest"),

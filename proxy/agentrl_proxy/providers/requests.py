@@ -24,15 +24,16 @@ from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.errors import ApiError, invalid
 from agentrl_proxy.generation.completions import PromptsWork
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.protocols.chat import MAX_CHOICES, check_chat, check_values
+from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.protocols.completions import (
     CHAT_ONLY,
     CompletionDialect,
     check_choices,
-    check_legacy,
+    check_completion,
 )
-from agentrl_proxy.protocols.messages import count_elsewhere, messages_elsewhere
-from agentrl_proxy.protocols.responses import response_elsewhere
+from agentrl_proxy.protocols.fields import check_body
+from agentrl_proxy.protocols.messages import messages_as_chat
+from agentrl_proxy.protocols.responses import responses_as_chat
 from agentrl_proxy.providers.service import ProviderJob, ProviderRequest, ProviderService
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.client_retries import EarlierAnswers
@@ -44,75 +45,65 @@ from agentrl_tracer.ids import new_id
 def chat_elsewhere(raw: dict[str, Any]) -> ProviderRequest:
     """``/v1/chat/completions``: everything is the provider's to judge but what we need to know, and
     what LiteLLM would fall over."""
-    stream, include_usage, n = _checked(raw)
-    check_chat(raw)
-    return ProviderRequest(
-        raw["model"], raw, raw, chat_objects.ChatDialect(include_usage=include_usage), stream, n
-    )
+    check_body(PROVIDER_CHAT, raw, ours=False)
+    dialect = chat_objects.ChatDialect(include_usage=_include_usage(raw))
+    return _request(raw, raw, dialect, n=raw.get("n") or 1)
 
 
 def of_response(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
     """``/v1/responses``."""
-    stream, _, _ = _checked(raw)
-    check_values(raw)
-    chat, dialect = response_elsewhere(raw, model.model)
-    chat.pop("n", None)  # not of this protocol
-    return ProviderRequest(raw["model"], chat, raw, dialect, stream)
+    return _request(raw, *responses_as_chat(raw, model.model))
 
 
-def of_message(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
-    """``/v1/messages``."""
-    stream, _, _ = _checked(raw)
-    check_values(raw)
-    chat, dialect = messages_elsewhere(raw, model.model)
-    chat.pop("n", None)  # not of this protocol
-    return ProviderRequest(raw["model"], chat, raw, dialect, stream)
-
-
-def count_of_message(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
-    """``/v1/messages/count_tokens``."""
-    chat, dialect = count_elsewhere(raw, model.model)
-    return ProviderRequest(raw["model"], chat, raw, dialect, stream=False)
+def of_message(
+    raw: dict[str, Any], model: ProviderModel, *, counted: bool = False
+) -> ProviderRequest:
+    """``/v1/messages`` and ``/v1/messages/count_tokens``."""
+    return _request(raw, *messages_as_chat(raw, model.model, counted=counted))
 
 
 def of_completion(
     raw: dict[str, Any], model: ProviderModel
 ) -> tuple[list[ProviderRequest], CompletionDialect]:
     """``/v1/completions``: a request per prompt, of one heading, and how their answer is said."""
-    stream, include_usage, n = _checked(raw)
-    echo, logprobs = check_legacy(raw)
+    check_completion(raw, ours=False)
+    echo, logprobs, n = bool(raw.get("echo")), raw.get("logprobs"), raw.get("n") or 1
     if echo and logprobs is not None:
         raise invalid("echo", "echo and logprobs together ask for the log-probs of the prompt, "
-                      "which somebody else's model does not tell; send one of them",
+                      "which a provider's model does not tell; send one of them",
                       code="unsupported_parameter")  # fmt: skip
-    check_values({k: v for k, v in raw.items() if k not in CHAT_ONLY and k != "logprobs"})
-    prompts = raw.get("prompt")
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
-        raise invalid("prompt", "prompt must be a text or a non-empty list of texts: this is "
-                      "somebody else's model, which knows none of our token ids")  # fmt: skip
+    prompts = [raw["prompt"]] if isinstance(raw["prompt"], str) else raw["prompt"]
     check_choices(len(prompts), n)
-    dialect = CompletionDialect(include_usage=include_usage, n=n, echoed=prompts if echo else [])
+    dialect = CompletionDialect(
+        include_usage=_include_usage(raw), n=n, echoed=prompts if echo else []
+    )
     heading = chat_objects.Heading(new_id(dialect.id_prefix), raw["model"])
     chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
     if logprobs is not None:
         in_text = model.model.startswith("text-completion-")  # such a provider's are a number
         chat |= {"logprobs": logprobs} if in_text else {"logprobs": True, "top_logprobs": logprobs}
-    requests = [
-        ProviderRequest(
-            raw["model"],
-            {**chat, "messages": [{"role": "user", "content": prompt}]},
-            raw,
-            dialect,
-            stream,
-            n,
-            heading,
-            i * n,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+    requests: list[ProviderRequest] = []
+    for i, prompt in enumerate(prompts):
+        one = {**chat, "messages": [{"role": "user", "content": prompt}]}
+        requests.append(_request(raw, one, dialect, n=n, heading=heading, first_choice=i * n))
     return requests, dialect
+
+
+def _request(
+    raw: dict[str, Any],
+    chat: dict[str, Any],
+    dialect: chat_objects.Dialect,
+    *,
+    n: int = 1,
+    **more: Any,
+) -> ProviderRequest:
+    if n == 1:
+        chat = {name: value for name, value in chat.items() if name != "n"}
+    return ProviderRequest(raw["model"], chat, raw, dialect, bool(raw.get("stream")), n, **more)
+
+
+def _include_usage(raw: Mapping[str, Any]) -> bool:
+    return bool((raw.get("stream_options") or {}).get("include_usage"))
 
 
 class ProviderCountWork:
@@ -169,15 +160,3 @@ class ProviderCompletionWork(PromptsWork[ProviderJob]):
         await self._accept_each(
             self._others.accept(one, asked, self._caller, self._headers) for one in requests
         )
-
-
-def _checked(raw: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """stream, include_usage and n."""
-    stream, n, options = raw.get("stream"), raw.get("n"), raw.get("stream_options")
-    if not isinstance(stream, bool | None):
-        raise invalid("stream", "stream must be true or false")
-    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
-        raise invalid("n", f"n must be an integer from 1 to {MAX_CHOICES}")
-    if not isinstance(options, dict | None):
-        raise invalid("stream_options", "stream_options must be an object")
-    return bool(stream), bool((options or {}).get("include_usage")), n or 1

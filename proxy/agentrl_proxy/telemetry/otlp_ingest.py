@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from agentrl_proxy.dependencies import TraceSink
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
-from agentrl_proxy.protocols.chat import read_object
+from agentrl_proxy.protocols.fields import read_object
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.server.sse import json_response
 from agentrl_tracer.conventions import REWARD_NAME

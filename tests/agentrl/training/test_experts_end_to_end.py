@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from settings import nested
-from test_train import Run
+from training_run import Run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.config.commands import ServeConfig

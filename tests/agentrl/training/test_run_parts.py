@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from settings import nested
-from test_step_row import call
+from test_metrics import call
 
 from agentrl.config.commands import TrainConfig
 from agentrl.timing import PhaseTimer
-from agentrl.training.batch import StepRecords, adapter_rules
 from agentrl.training.loop import update
+from agentrl.training.run import StepRecords
+from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
@@ -49,15 +50,9 @@ def test_what_is_older_than_max_staleness_is_dropped(
         store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
         version_of[one.id] = version
     config = TrainConfig(
-        **nested(
-            agent="x:y",
-            tasks=Path("tasks.jsonl"),
-            adapter="policy",
-            max_staleness=max_staleness,
-            stale="drop",
-        )
+        **nested(agent="x:y", tasks="tasks.jsonl", max_staleness=max_staleness, stale="drop")
     )
-    records = StepRecords(config, store, adapter_rules(config), max_length=64)
+    records = StepRecords(config, store, StalenessLimit(max_staleness, "drop"), max_length=64)
     calls, batches = records.assemble(4, store.rollouts(run_id, ids=ids))
     assert len(calls) == 4
     whole = batches.whole()
@@ -70,7 +65,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
 def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> None:
     """AdamW's first momentum is a tenth of the gradient that it was given."""
     row = TrainingRow([5, 6, 7, 8], [False, True, True, True], [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
-    config = TrainConfig(**nested(agent="x:y", tasks=Path("tasks.jsonl"), max_grad_norm=bound))
+    config = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", max_grad_norm=bound))
     with ServiceClient(folder=tmp_path) as service:
         client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1)
         run: Any = SimpleNamespace(
