@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,8 +13,14 @@ from agentrl.config.algorithm import step_settings, update_settings, value_param
 from agentrl.config.checks import LOSS_TABLES, correction_mode
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings import AlgorithmSettings
-from agentrl_trainer.learner.losses import LOSSES
-from agentrl_trainer.learner.value_head import ValueParams
+from agentrl_trainer.learner.loss_options import (
+    OPTIONS_OF,
+    CorrectionOptions,
+    KlOptions,
+    PpoOptions,
+    ValueParams,
+    parse_loss_options,
+)
 
 
 def config(**options: Any) -> TrainConfig:
@@ -31,16 +38,16 @@ def test_a_losss_table_has_its_options_and_their_defaults() -> None:
     for name in LOSS_TABLES:
         table: BaseModel = getattr(AlgorithmSettings(), name)
         defaults = {key: value or 0.0 for key, value in table.model_dump().items()}
-        assert defaults == LOSSES[name].defaults
+        assert defaults == asdict(OPTIONS_OF[name]())
     # All but importance_sampling, which has none, and the one that is not for rewards.
-    assert {*LOSS_TABLES} == LOSSES.keys() - {"importance_sampling", "cross_entropy"}
+    assert {*LOSS_TABLES} == OPTIONS_OF.keys() - {"importance_sampling", "cross_entropy"}
 
 
 def test_the_defaults_change_nothing() -> None:
     done = update_settings(config())
     assert done.loss == "importance_sampling"
     assert done.gae is None
-    assert LOSSES[done.loss].options(done.loss_config) == LOSSES[done.loss].options({})
+    assert parse_loss_options(done.loss, done.loss_config) == parse_loss_options(done.loss, {})
     assert settings().length_normalization == "token"
     assert value_params(config()) is None
 
@@ -102,10 +109,10 @@ def test_settings_reach_the_trainer() -> None:
     }
     done = update_settings(config(**given))
     assert done.epochs == 3
-    options = LOSSES["ppo"].options(done.loss_config)
-    assert (options["clip_low_threshold"], options["clip_high_threshold"]) == (0.8, 1.28)
-    assert (options["kl_coef"], options["kl_estimator"]) == (0.1, "k2")
-    assert (options["correction"], options["correction_level"]) == ("mask", "sequence")
+    options = parse_loss_options("ppo", done.loss_config)
+    assert options.own == PpoOptions(0.8, 1.28)
+    assert options.kl == KlOptions(0.1, "k2")
+    assert options.correction == CorrectionOptions("mask", "sequence")
     assert done.gae is not None
     assert (done.gae.discount, done.gae.trace, done.gae.whiten) == (0.99, 0.9, True)
     assert (done.gae.scaling.ddof, done.gae.scaling.epsilon) == (0, 1e-4)

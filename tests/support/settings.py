@@ -29,6 +29,8 @@ def nested(**settings: Any) -> dict[str, Any]:
 def changed(recorded: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A run's recorded settings with others in place of some."""
     kept = {name: value for name, value in flattened(recorded).items() if value is not None}
+    if "estimator" in settings:  # its options go with it, as when a run is resumed
+        kept = {name: value for name, value in kept.items() if ".grpo." not in name}
     return nested(**kept | {dotted(name): value for name, value in settings.items()})
 
 

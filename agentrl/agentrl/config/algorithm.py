@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from agentrl.config.settings import AlgorithmSettings
     from agentrl_trainer.data.advantages import Scaling
     from agentrl_trainer.data.batch_assembly import StepSettings
+    from agentrl_trainer.learner.loss_options import ValueParams
     from agentrl_trainer.learner.prepare_batch import UpdateSettings
-    from agentrl_trainer.learner.value_head import ValueParams
 
 REFERENCE = "kl-reference"  # the name of the reference adapter inside the learner
 
@@ -34,7 +34,7 @@ def step_settings(
 ) -> StepSettings:
     """How records become datums."""
     from agentrl_trainer.data.batch_assembly import StepSettings
-    from agentrl_trainer.data.trajectories import Rules
+    from agentrl_trainer.data.skip_reasons import SkipRules
 
     algorithm = config.algorithm
     options = _estimator_options(algorithm)
@@ -49,7 +49,7 @@ def step_settings(
         step_weight=algorithm.gigpo.step_weight,
         length_normalization=length_normalization(algorithm),
         length_constant=algorithm.length_constant or config.sampler.max_tokens,
-        rules=Rules(tuple(algorithm.skip_agents), algorithm.truncated, algorithm.off_policy),
+        rules=SkipRules(tuple(algorithm.skip_agents), algorithm.truncated, algorithm.off_policy),
     )
 
 
@@ -75,7 +75,7 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
 
 def value_params(config: TrainConfig) -> ValueParams | None:
     """How a value function learns; None without one."""
-    from agentrl_trainer.learner.value_head import ValueParams
+    from agentrl_trainer.learner.loss_options import ValueParams
 
     if config.algorithm.estimator != "gae":
         return None
@@ -88,8 +88,8 @@ def _estimator_options(algorithm: AlgorithmSettings) -> object:
 
 
 def _scaling(options: object) -> Scaling:
-    from agentrl.config.settings import DeviationOptions
+    from agentrl.config.settings import DeviationSettings
     from agentrl_trainer.data.advantages import Scaling
 
-    given = options if isinstance(options, DeviationOptions) else DeviationOptions()
+    given = options if isinstance(options, DeviationSettings) else DeviationSettings()
     return Scaling(ddof=given.std_ddof, epsilon=given.std_epsilon)

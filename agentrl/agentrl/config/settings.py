@@ -178,31 +178,31 @@ class LearningSettings(Table):
     """Recompute layers in the backward pass to save memory."""
 
 
-class ClipOptions(Table):
+class ClipSettings(Table):
     clip_low_threshold: Share = 0.8
     """Lower bound of the ratio."""
     clip_high_threshold: Annotated[float, Field(ge=1)] = 1.2
     """Upper bound of the ratio."""
 
 
-class PpoOptions(ClipOptions):
+class PpoSettings(ClipSettings):
     dual_clip_threshold: Annotated[float, Field(gt=1)] | None = None
     """Bound of the ratio of tokens with negative advantage; 3 is usual."""
 
 
-class GspoOptions(ClipOptions):
+class GspoSettings(ClipSettings):
     clip_low_threshold: Share = 1 - 0.0003
     """Lower bound of the ratio."""
     clip_high_threshold: Annotated[float, Field(ge=1)] = 1 + 0.0004
     """Upper bound of the ratio."""
 
 
-class DroOptions(Table):
+class DroSettings(Table):
     beta: NonNegative = 0.05
     """Weight of the squared log-ratio."""
 
 
-class DppoOptions(Table):
+class DppoSettings(Table):
     divergence: Literal["tv", "kl"] = "tv"
     """Total variation or KL, of the sampled token against all others."""
     divergence_low: Positive = 0.2
@@ -211,29 +211,29 @@ class DppoOptions(Table):
     """Bound on a rising probability with positive advantage."""
 
 
-class DeviationOptions(Table):
+class DeviationSettings(Table):
     std_ddof: Literal[0, 1] = 1
     """The standard deviation divides by n - ddof."""
     std_epsilon: NonNegative = 1e-06
     """Added to the standard deviation."""
 
 
-class GroupOptions(DeviationOptions):
+class GroupSettings(DeviationSettings):
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation."""
 
 
-class TurnOptions(GroupOptions):
+class TurnSettings(GroupSettings):
     discount: Share = 1.0
     """Discount of later rewards, by turn."""
 
 
-class GigpoOptions(TurnOptions):
+class GigpoSettings(TurnSettings):
     step_weight: NonNegative = 1.0
     """Weight of the comparison of equal states."""
 
 
-class GaeOptions(DeviationOptions):
+class GaeSettings(DeviationSettings):
     normalize_std: bool = False
     """Center and scale advantages over the tokens of the step."""
     discount: Share = 1.0
@@ -246,7 +246,7 @@ class GaeOptions(DeviationOptions):
     """How far a prediction may move in a step; 0 is off."""
 
 
-class KlOptions(Table):
+class KlSettings(Table):
     """The penalty on the KL divergence from a reference policy."""
 
     coef: NonNegative = 0.0
@@ -259,7 +259,7 @@ class KlOptions(Table):
     """PEFT folder of the reference adapter; by default the base model."""
 
 
-class CorrectionOptions(Table):
+class CorrectionSettings(Table):
     """Importance weights for tokens that another policy sampled."""
 
     mode: Literal["none", "truncate", "mask"] | None = None
@@ -295,19 +295,19 @@ class AlgorithmSettings(Table):
     weight those whose weight is known, or skip them."""
     skip_agents: list[str] = Field(default_factory=list[str])
     """Agents whose calls never train, such as title or summar* (patterns)."""
-    ppo: PpoOptions = PpoOptions()
-    cispo: ClipOptions = ClipOptions()
-    dro: DroOptions = DroOptions()
-    gspo: GspoOptions = GspoOptions()
-    dppo: DppoOptions = DppoOptions()
-    grpo: GroupOptions = GroupOptions()
-    rloo: GroupOptions = GroupOptions()
-    reinforce_plus_plus: DeviationOptions = DeviationOptions()
-    turn: TurnOptions = TurnOptions()
-    gigpo: GigpoOptions = GigpoOptions()
-    gae: GaeOptions = GaeOptions()
-    kl: KlOptions = KlOptions()
-    correction: CorrectionOptions = CorrectionOptions()
+    ppo: PpoSettings = PpoSettings()
+    cispo: ClipSettings = ClipSettings()
+    dro: DroSettings = DroSettings()
+    gspo: GspoSettings = GspoSettings()
+    dppo: DppoSettings = DppoSettings()
+    grpo: GroupSettings = GroupSettings()
+    rloo: GroupSettings = GroupSettings()
+    reinforce_plus_plus: DeviationSettings = DeviationSettings()
+    turn: TurnSettings = TurnSettings()
+    gigpo: GigpoSettings = GigpoSettings()
+    gae: GaeSettings = GaeSettings()
+    kl: KlSettings = KlSettings()
+    correction: CorrectionSettings = CorrectionSettings()
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.recorded import recorded
 from agentrl.export import ollama
 from agentrl.runs.folder import find_adapters, run_and_step
-from agentrl.samplers.vllm.server import adapts_experts
+from agentrl.samplers.vllm.adapters import adapts_experts
 
 
 @dataclass(frozen=True, slots=True)
