@@ -220,17 +220,13 @@ def test_a_complete_answer_ends_without_stop_ids(engine, base) -> None:
 
 
 def test_preempted_answers_still_conform(base, reference) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 5, "maxItems": 7}
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 12, "maxItems": 14}
     rules = grammar(schema)
-    with running_engine(copy.copy(base), kv_tokens=400) as engine:
-        asked = [
-            Asked(
-                engine,
-                ids_of(base, f"Count from {i}."),
-                params(base, seed=i, grammar=rules, max_tokens=60),
-            )
-            for i in range(8)
-        ]
+    with running_engine(copy.copy(base), kv_tokens=500) as engine:
+        asked = []
+        for i in range(10):
+            own = params(base, seed=i, grammar=rules, max_tokens=120)
+            asked.append(Asked(engine, ids_of(base, f"Count from {i}."), own))
         for a in asked:
             answer = a.one()
             if answer.end.reason == "stop":
