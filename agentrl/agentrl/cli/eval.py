@@ -17,8 +17,9 @@ from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.failures import count_failures
 from agentrl.training.intervals import pass_at_k, task_interval
 from agentrl.training.session import Session
-from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
+from agentrl_tracer.schemas import Call, Reward, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
+from agentrl_trainer.data.skip_reasons import evaluation_reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def evaluate(config: EvalConfig, console: Console) -> None:
         )
     ids = [rollout.id for rollout in rollouts]
     calls = store.calls(rollout_ids=ids)
-    store.settle(trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION))
+    store.settle(trained={}, skipped=evaluation_reasons(calls))
     scores = score(rollouts, store.rewards(ids), config.success_reward)
     store.end_run(run_id, "finished")
     store.close()

@@ -17,8 +17,9 @@ from agentrl.training.metrics import seconds_row
 from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.rollout_queue import rollout_seed
 from agentrl.training.session import Session
-from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
+from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
+from agentrl_trainer.data.skip_reasons import evaluation_reasons
 
 
 def plan_evaluation(
@@ -106,9 +107,7 @@ class HeldOutEvaluation:
         store = self._session.store
         ids = [rollout.id for rollout in rollouts]
         calls = store.calls(rollout_ids=ids)
-        store.settle(
-            trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION)
-        )
+        store.settle(trained={}, skipped=evaluation_reasons(calls))
         scores = rollout_rewards(rollouts, store.rewards(ids)).values()
         earned = [score for score in scores if score is not None]
         successes = sum(score >= self._config.success_reward for score in earned)

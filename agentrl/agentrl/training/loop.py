@@ -17,10 +17,9 @@ from agentrl.runs.summary import Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import seconds_row
 from agentrl.training.run import TrainingRun
-from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.client import AdamParams, RefusedRows
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.learner.learner import StepStats
+from agentrl_trainer.learner.step_stats import StepStats
 
 
 def train(run: TrainingRun) -> Summary:
@@ -75,7 +74,7 @@ def update(
     refused. The last epoch may not have been applied (``skipped_non_finite``).
     """
     passes: list[StepStats] = []
-    if not batch.datums:
+    if not batch.rows:
         return passes
     client = run.clients[name]
     adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.max_grad_norm)
@@ -83,15 +82,15 @@ def update(
     # What depends on the policy before the update: references, values, advantages of GAE.
     with clock("prepare"):
         try:
-            batch.datums = run.result(client.prepare(batch.datums, how))
+            batch.rows = run.result(client.prepare(batch.rows, how))
         except RefusedRows as why:
             run.display.note(f"{name}: nothing of step {step} was trained on: {why}")
-            batch.refuse(SkipReason.OFF_POLICY)
+            batch.refuse("not_supported")
             return passes
     for epoch in range(how.epochs):
         with clock("forward_backward"):
             added = client.forward_backward(
-                batch.datums,
+                batch.rows,
                 how.loss,
                 how.loss_config,
                 normalize_by=None,  # the tokens of the whole step
@@ -106,7 +105,7 @@ def update(
         if refused:
             run.display.note("the loss or gradient was not finite: the step was not applied")
             if not epoch:
-                batch.refuse(SkipReason.NON_FINITE_STEP)
+                batch.refuse("non_finite")
             break
     return passes
 

@@ -11,9 +11,9 @@ from agentrl.timing import PhaseTimer
 from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, Outcomes
-from agentrl_trainer.data.adapters import AdapterBatches
-from agentrl_trainer.data.trajectories import token_versions
-from agentrl_trainer.learner.learner import StepStats
+from agentrl_trainer.data.adapter_split import AdapterBatches
+from agentrl_trainer.data.off_policy import token_versions
+from agentrl_trainer.learner.step_stats import StepStats
 
 
 def step_row(

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl.training.staleness import StalenessLimit
-from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
+from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout
 from agentrl_tracer.store import Store
+from agentrl_trainer.data.skip_reasons import left_over_reasons
 
 OnProgress = Callable[[int, int], None]
 """Called with the numbers of finished and of all rollouts."""
@@ -187,9 +188,7 @@ class RolloutQueue:
             return
         self._store.cancel(self._executor.run_id, "the run ended before a step took its group")
         calls = self._store.calls(rollout_ids=_ids(self._groups))
-        self._store.settle(
-            trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.LEFT_OVER)
-        )
+        self._store.settle(trained={}, skipped=left_over_reasons(calls))
         self._groups = []
 
     # ---- queueing

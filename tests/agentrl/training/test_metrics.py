@@ -14,10 +14,12 @@ from agentrl.training.rollout_queue import StepRollouts
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, CallState, NewRollout, Outcomes, Purpose
 from agentrl_tracer.store import Store
-from agentrl_trainer.data.adapters import AdapterBatches
+from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import AdamParams, Learner, StepStats
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
+from agentrl_trainer.learner.step_stats import StepStats
 from agentrl_trainer.models.loading import load_base
 
 

@@ -20,7 +20,7 @@ from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, Sk
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(1, {0, 1}), (2, {0})])
@@ -77,7 +77,7 @@ def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> No
             learning_rate=lambda step: 1e-3,
             result=lambda asked: asked.result(),
         )
-        [seen] = update(run, 1, "policy", StepBatch(datums=[row]), PhaseTimer())
+        [seen] = update(run, 1, "policy", StepBatch(rows=[row]), PhaseTimer())
         state = client.local(lambda learner: learner.state_dict()).result()
     momenta = [value for name, value in state.items() if name.startswith("exp_avg/")]
     given = torch.stack([value.norm() for value in momenta]).norm().item() / (1 - 0.9)
