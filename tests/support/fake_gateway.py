@@ -9,8 +9,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from agentrl_tracer.otlp import parse_traces, rewards_in
-
+from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 from agentrl_tracer.store import Store
 
 

@@ -301,7 +301,7 @@ def other_venv(tmp_path_factory: pytest.TempPathFactory) -> str:
     ours = Path(next(iter(opentelemetry.__path__))).parent
     wanted = ("opentelemetry", "requests", "urllib3", "charset_normalizer", "idna", "certifi",
               "google", "googleapis_common_protos", "importlib_metadata", "zipp",
-              "typing_extensions")  # fmt: skip
+              "typing_extensions", "wrapt")  # fmt: skip
     for path in ours.iterdir():
         if path.name.split("-")[0].split(".")[0].startswith(wanted):
             (packages / path.name).symlink_to(path)

@@ -1,7 +1,7 @@
 """Check another virtual environment's interpreter, and become it: ``--python PATH``.
 
 Agent frameworks pin their dependencies hard, and some cannot be installed beside ours. The other
-environment needs OpenTelemetry and requests, as the base install of agentrl does.
+environment needs OpenTelemetry, requests and wrapt, as the base install of agentrl does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import agentrl_tracer
 
 _CHECK = """
 import importlib.util, json, sys
-needed = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http", "requests")
+needed = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http", "requests", "wrapt")
 def there(name):
     try:
         return importlib.util.find_spec(name) is not None
@@ -74,7 +74,7 @@ def check_python(path: str) -> str:
         raise PythonError(
             path,
             f"lacks {', '.join(missing)}, which the agent's side needs: {found} -m pip install "
-            "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http requests",
+            "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http requests wrapt",
         )
     return found
 
