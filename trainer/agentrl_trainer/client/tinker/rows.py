@@ -1,12 +1,13 @@
-"""The trainer's own rows over Tinker's API, which knows no masks, no weights and no means.
+"""The trainer's own rows over Tinker's API, which has no masks, no weights and no means.
 
-Pure: rows, and the log-probs that the service computed of them, in; datums and statistics out.
+Pure functions: rows and the log-probs that the service computed for them in, datums and statistics
+out.
 
-The losses of ``NATIVE`` are linear in the advantages, so whatever multiplies a token's term there,
-its weight and one over the number of the step's tokens, goes into its advantage; and a target
-without an advantage has neither value nor gradient, so no mask is needed. Every other loss, and
-what goes around losses (the KL to a reference, corrections), is our own formula on the service's
-log-probs, by ``forward_backward_custom``: right in the same way, for the price of another forward.
+The losses of ``NATIVE`` are linear in the advantages. So each token's weight, and one over the
+number of the step's tokens, are multiplied into its advantage; and a target without an advantage
+has neither value nor gradient, so no mask is needed. Every other loss, and what surrounds losses
+(the KL to a reference, corrections), is our own formula on the service's log-probs, through
+``forward_backward_custom``: the same gradient, for the price of another forward pass.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl_trainer.client.backend import RefusedRows
-from agentrl_trainer.client.types import Array, Datum, ModelInput
+from agentrl_trainer.client.types import Array, Datum, ModelInput, RefusedRows
 from agentrl_trainer.data.packing import count_rows
 from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
 from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
@@ -33,15 +33,17 @@ NATIVE: dict[str, tuple[str, ...]] = {
     "ppo": ("clip_low_threshold", "clip_high_threshold"),
     "cispo": ("clip_low_threshold", "clip_high_threshold"),
 }
-"""Tinker's losses that are linear in the advantages, and their options there. Its ``dro`` is not:
-its square would hold even those tokens that nobody sampled near probability one."""
+"""Tinker's losses that are linear in the advantages, and the options that they have there. Its
+``dro`` is not linear: its square would keep even prompt tokens near probability one."""
 
 
 def native_config(
     loss: str, config: LossConfig, rows: Sequence[TrainingRow] = ()
 ) -> dict[str, float] | None:
-    """What to call Tinker's own loss with; None: it has no such loss, or not all of it. Its ratios
-    are against the sampler, so not of ``rows`` with the log-probs of a proximal policy."""
+    """Return the options for Tinker's own loss; None if it cannot compute this one.
+
+    Tinker's ratios are against the sampler, so it cannot use ``rows`` with a proximal policy.
+    """
     if loss not in NATIVE or any("proximal" in row.extra for row in rows):
         return None
     options = parse_loss_options(loss, config)
@@ -52,7 +54,7 @@ def native_config(
 
 
 def folded(row: TrainingRow, divisor: float) -> Datum:
-    """A row for a native loss: its weights, and one over ``divisor``, are in the advantages."""
+    """Return a row as a datum for a native loss, with advantages times weights over ``divisor``."""
     weights = row.extra.get("weights", [1.0] * len(row.tokens))
     columns: dict[str, Array] = {
         "logprobs": [q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)][1:],
@@ -64,9 +66,8 @@ def folded(row: TrainingRow, divisor: float) -> Datum:
     return _datum(row, columns)
 
 
-def bare(row: TrainingRow) -> Datum:
-    """Only its tokens: for log-probs, and for a loss of ours. Tinker's cross_entropy wants weights,
-    even where only its log-probs are."""
+def unweighted(row: TrainingRow) -> Datum:
+    """Return a row as a datum for log-probs alone; Tinker's cross_entropy requires weights."""
     return _datum(row, {"weights": [0.0] * (len(row.tokens) - 1)})
 
 
@@ -78,7 +79,7 @@ def _datum(row: TrainingRow, columns: dict[str, Array]) -> Datum:
 def loss_of(
     rows: Sequence[TrainingRow], logprobs: Sequence[Tensor], loss: str, config: LossConfig
 ) -> tuple[Tensor, Sums]:
-    """The loss's sum over the rows' tokens, and what is reported of them.
+    """Compute the loss's sum over the rows' trained tokens, and the sums that it reports.
 
     Args:
         logprobs: of each row's targets, [tokens of the row - 1].
@@ -112,18 +113,18 @@ def loss_of(
 def stats_of(
     rows: Sequence[TrainingRow], loss: Tensor, sums: Sums, divisor: float, started: float
 ) -> StepStats:
-    """What ``Learner.forward_backward`` would say of the same rows. What the service shares among
-    them is not known: every row counts by itself."""
+    """Return the statistics of ``Learner.forward_backward`` for the same rows, except that each row
+    counts by itself: what the service shares among rows is unknown."""
     return step_stats(loss.item() / divisor, sums, count_rows(rows), started)
 
 
 def trained_logprobs(
     rows: Sequence[TrainingRow], computed: Iterable[NDArray[np.float32]]
 ) -> list[dict[str, NDArray[np.float32]]]:
-    """``loss_fn_outputs`` as the local backend has them: 0 where nothing trains.
+    """Return ``loss_fn_outputs`` as the local backend does: 0 where nothing trains.
 
     Args:
-        computed: of those rows that train, each target's log-prob.
+        computed: for each row that trains, its targets' log-probs.
     """
     found = iter(computed)
     outputs: list[dict[str, NDArray[np.float32]]] = []
@@ -135,8 +136,12 @@ def trained_logprobs(
 
 
 def check_rows(rows: Sequence[TrainingRow]) -> None:
-    """Raises RefusedRows for what Tinker has no way to learn from; ValueError for a column that
-    some rows have and some have not."""
+    """Check that Tinker can learn from the rows.
+
+    Raises:
+        RefusedRows: it cannot, for a reason that the message gives.
+        ValueError: a column is missing in some of the rows.
+    """
     for name, why in _IMPOSSIBLE.items():
         if any(name in row.extra for row in rows):
             raise RefusedRows(why)
@@ -152,10 +157,10 @@ _IMPOSSIBLE = {
 }
 
 
-class HostedPolicy:
-    """What ``update.prepare`` asks of a policy, by the service's log-probs.
+class TinkerPolicy:
+    """The ``Policy`` of ``prepare_batch``, by the service's log-probs.
 
-    ``forward`` and ``reference`` give [tokens of the row - 1] log-probs of each row's targets.
+    ``forward`` and ``reference`` return log-probs of each row's targets, [tokens of the row - 1].
     """
 
     def __init__(self, forward: _Logprobs, reference: _Logprobs) -> None:
@@ -181,7 +186,7 @@ class HostedPolicy:
 
 
 def _aligned(rows: Sequence[TrainingRow], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
-    """As the learner has them: one for each token of a row, 0 where nothing trains."""
+    """Return log-probs as the learner does: one for each token of a row, 0 where nothing trains."""
     return [
         [0.0, *(lp if on else 0.0 for lp, on in zip(found, row.mask[1:], strict=True))]
         for row, found in zip(rows, logprobs, strict=True)
