@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runner import FakeGateway, until
+from fake_gateway import FakeGateway, until
 
 from agentrl.config.settings import TrainConfig
 from agentrl.runner import RunnerConfig
