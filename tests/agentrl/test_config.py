@@ -10,6 +10,7 @@ from command_line import agentrl
 from pydantic import ValidationError
 from settings import nested
 
+from agentrl.config.checks import greedy_note
 from agentrl.config.commands import COMMANDS, EvalConfig, TrainConfig
 from agentrl.config.errors import ConfigError, explain
 from agentrl.config.loading import load, parse_flags
@@ -18,11 +19,9 @@ from agentrl.config.setting_names import settings_of
 from agentrl.config.settings import GatewaySettings as GatewayTable
 from agentrl.config.tasks import load_tasks, steps_of
 from agentrl.gateway.process import GATEWAY_LIMITS, GatewaySettings, other_model, variables_of
-from agentrl.runner.config import RunnerConfig
-from agentrl.runner.environment import attempt_environment
-from agentrl.runner.pool_client import runner_environment
+from agentrl.runner import RunnerConfig
+from agentrl.runner.agent_process.environment import attempt_environment, runner_environment
 from agentrl.runs.folder import RunFolder
-from agentrl.training.evaluation import greedy_note
 from agentrl.training.rollout_queue import tasks_in_order
 from agentrl_tracer.schemas import Claim, Purpose
 from agentrl_trainer.learner.schedules import default_learning_rate

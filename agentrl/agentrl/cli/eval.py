@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.progress import Progress
 
+from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
 from agentrl.config.tasks import load_tasks
 from agentrl.console.report import evaluation_report
 from agentrl.runs.folder import RunFolder, adapters_to_serve
-from agentrl.training.evaluation import greedy_note, plan_evaluation
+from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.failures import count_failures
 from agentrl.training.intervals import pass_at_k, task_interval
 from agentrl.training.session import Session

@@ -67,7 +67,7 @@ def train(*tokens: Tokens) -> None:
 
     flags = parse_flags(TrainConfig, tokens)
     config, resume = load(TrainConfig, flags), flags.resume
-    validate_agent(config.agent.entrypoint, elsewhere=config.agent.python is not None)
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     tasks = load_tasks(config.agent.tasks, "tasks")
     eval_tasks = (
         load_tasks(config.evaluation.tasks, "eval_tasks") if config.evaluation.tasks else []
@@ -117,7 +117,7 @@ def evaluate(*tokens: Tokens) -> None:
     from agentrl.runner import validate_agent
 
     config = load(EvalConfig, parse_flags(EvalConfig, tokens))
-    validate_agent(config.agent.entrypoint, elsewhere=config.agent.python is not None)
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     run_evaluation(config, console)
 
 
@@ -130,7 +130,7 @@ def run(*tokens: Tokens) -> None:
     from agentrl.runner import validate_agent
 
     config = load(RunConfig, parse_flags(RunConfig, tokens))
-    validate_agent(config.agent.entrypoint, elsewhere=config.agent.python is not None)
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     if not run_once(config, console):
         sys.exit(1)
 

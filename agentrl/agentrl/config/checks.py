@@ -199,6 +199,16 @@ def _check_staleness(config: TrainConfig) -> None:
         )
 
 
+def greedy_note(samples: int, temperature: float) -> str | None:
+    """Return the warning for several greedy samples of a task; None where they can differ."""
+    if samples == 1 or temperature > 0:
+        return None
+    return (
+        f"at temperature 0 the {samples} samples of a task differ only by what the agent or its "
+        "environment draws; pass@k needs a higher one"
+    )
+
+
 def check_vllm(sampler: SamplerSettings) -> None:
     """Raises ValueError, naming the setting and the fix."""
     vllm, given = sampler.vllm, changed(sampler.vllm)

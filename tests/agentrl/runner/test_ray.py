@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gateway import FakeGateway, until
 from settings import nested
-from test_runner import FakeGateway, until
 
 from agentrl.config.commands import TrainConfig
 from agentrl.runner import RunnerConfig
