@@ -1,0 +1,85 @@
+"""Build upserts, and compile the hot path's statements once for the driver.
+
+Through SQLAlchemy a group commit of one call costs 215 us of CPU; with compiled statements it
+costs 92, most of it SQLite's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, cast
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.sql.compiler import SQLCompiler
+
+
+@cache  # building a statement costs several times as much as executing it
+def upsert(
+    is_postgres: bool, table: sa.Table, update: tuple[str, ...] = (), keep: tuple[str, ...] = ()
+) -> sa.Executable:
+    """Build INSERT … ON CONFLICT on the primary key.
+
+    An existing row gets the new ``update`` columns, and the new ``keep`` columns where it has
+    nulls. With neither, it stays as it is.
+    """
+    insert: Any = postgresql.insert(table) if is_postgres else sqlite.insert(table)
+    key = list(table.primary_key.columns)
+    changes: dict[str, Any] = {name: insert.excluded[name] for name in update}
+    changes |= {name: sa.func.coalesce(table.c[name], insert.excluded[name]) for name in keep}
+    if not changes:
+        return insert.on_conflict_do_nothing(index_elements=key)
+    return insert.on_conflict_do_update(index_elements=key, set_=changes)
+
+
+class CompiledStatement:
+    """One statement, compiled for one database.
+
+    Args:
+        names: the parameters, in the order in which rows give their values.
+    """
+
+    def __init__(self, statement: sa.Executable, names: Sequence[str], dialect: Any) -> None:
+        element = cast(sa.ClauseElement, statement)
+        columns = list(names) if isinstance(statement, sa.Insert) else None
+        compiled = cast(SQLCompiler, element.compile(dialect=dialect, column_keys=columns))
+        assert set(compiled.binds) == set(names), (set(compiled.binds), names)
+        self.sql = compiled.string
+        self._names = tuple(names)
+        # SQLite takes parameters by position, psycopg by name.
+        order = compiled.positiontup
+        self._order = None if order is None else [names.index(name) for name in order]
+        if self._order == list(range(len(names))):
+            self._order = []  # already in order
+        self._processors: list[tuple[int, Callable[[Any], Any]]] = []
+        for i, name in enumerate(names):
+            kind: Any = compiled.binds[name].type.dialect_impl(dialect)
+            process = kind.bind_processor(dialect)
+            if process is not None:
+                self._processors.append((i, process))
+
+    def parameters(self, row: Sequence[Any]) -> Any:
+        """Convert a row to the driver's parameters."""
+        values = list(row)
+        for i, process in self._processors:
+            values[i] = process(values[i])
+        if self._order is None:
+            return dict(zip(self._names, values, strict=True))
+        return [values[i] for i in self._order] if self._order else values
+
+
+@contextmanager
+def transaction(connection: Any, begin: str | None) -> Iterator[Any]:
+    """Yield a cursor of a driver's connection; commit its work, or roll back if it raises."""
+    cursor = connection.cursor()
+    try:
+        if begin is not None:
+            cursor.execute(begin)
+        yield cursor
+        connection.commit()
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to report
+            connection.rollback()
+        raise
