@@ -1,8 +1,8 @@
-"""The first file that another interpreter runs (``--python``): makes our two packages importable.
+"""Make our packages importable in another interpreter (``--python``), and run attempts there.
 
-Executed by path, before anything of ours can be imported, so it imports the standard library only.
-The interpreter's own packages stay its own: of ours it gets ``agentrl`` and ``agentrl_tracer``,
-from where the runner has them, so both sides are of one version; OpenTelemetry it has itself.
+Executed by path, before any package of ours can be imported, so it imports the standard library
+only. That interpreter gets ``agentrl`` and ``agentrl_tracer`` from where the runner has them, so
+that both sides are of one version; every other package is its own.
 """
 
 import importlib.machinery
@@ -11,7 +11,7 @@ import sys
 
 
 class OurPackages:
-    """Finds some top-level packages in given folders and leaves everything else alone."""
+    """Finds some top-level packages in given folders, and nothing else."""
 
     def __init__(self, folders):  # type: ignore[no-untyped-def]
         self._folders = folders
@@ -25,6 +25,6 @@ class OurPackages:
 if __name__ == "__main__":
     folders, report_fd, leash_fd = json.loads(sys.argv[1])
     sys.meta_path.insert(0, OurPackages(folders))  # type: ignore[arg-type]
-    from agentrl.runner.attempt import run_foreign
+    from agentrl.runner.agent_process.attempt import run_in_other_python
 
-    run_foreign(report_fd, leash_fd)
+    run_in_other_python(report_fd, leash_fd)

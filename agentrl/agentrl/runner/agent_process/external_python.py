@@ -1,8 +1,7 @@
-"""Agents that live in another virtual environment: ``--python PATH``.
+"""Check another virtual environment's interpreter, and become it: ``--python PATH``.
 
-Knows how to check an interpreter and how to become it. Agent frameworks pin hard; beside our own
-dependencies some cannot be installed at all. That environment needs OpenTelemetry and requests, the
-base install of agentrl, and nothing else of ours.
+Agent frameworks pin their dependencies hard, and some cannot be installed beside ours. The other
+environment needs OpenTelemetry, requests and wrapt, as the base install of agentrl does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import agentrl_tracer
 
 _CHECK = """
 import importlib.util, json, sys
-needed = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http", "requests")
+needed = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http", "requests", "wrapt")
 def there(name):
     try:
         return importlib.util.find_spec(name) is not None
@@ -29,7 +28,7 @@ def there(name):
 print(json.dumps([list(sys.version_info[:2]), [name for name in needed if not there(name)]]))
 """
 _OLDEST = (3, 11)
-_PATIENCE_S = 60.0
+_CHECK_TIMEOUT_S = 60.0
 
 
 class PythonError(ValueError):
@@ -40,16 +39,18 @@ class PythonError(ValueError):
 
 
 def check_python(path: str) -> str:
-    """The interpreter's absolute path, once it is known to be able to run an attempt.
+    """Return the interpreter's absolute path, if it can run an attempt.
 
-    Links are kept: a virtual environment's interpreter is one.
+    Args:
+        path: an interpreter or a virtual environment's folder. Links are kept: the interpreter of a
+            virtual environment is one.
 
     Raises:
         PythonError: it does not run, is too old, or lacks what the agent's side needs.
     """
     found = shutil.which(path)
     if found is None and (Path(path) / "bin" / "python").is_file():
-        found = str(Path(path) / "bin" / "python")  # the environment's folder will do
+        found = str(Path(path) / "bin" / "python")
     if found is None:
         raise PythonError(path, "is no executable; give a path such as other-venv/bin/python")
     found = os.path.abspath(found)
@@ -58,9 +59,9 @@ def check_python(path: str) -> str:
             [found, "-c", _CHECK],
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_S,
+            timeout=_CHECK_TIMEOUT_S,
             check=False,
-            env=_without_our_path(),
+            env=_foreign_environment(),
         )
         version, missing = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -73,13 +74,13 @@ def check_python(path: str) -> str:
         raise PythonError(
             path,
             f"lacks {', '.join(missing)}, which the agent's side needs: {found} -m pip install "
-            "agentrl (the base install: OpenTelemetry and requests, nothing else)",
+            "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http requests wrapt",
         )
     return found
 
 
 def become(python: str, lines: bytes, report_fd: int, leash_fd: int) -> NoReturn:
-    """Replaces this (just forked) process by the interpreter; ``lines`` are its standard input.
+    """Replace this process, just forked, by the interpreter with ``lines`` as standard input.
 
     Raises:
         OSError: it cannot be executed any more.
@@ -90,28 +91,27 @@ def become(python: str, lines: bytes, report_fd: int, leash_fd: int) -> NoReturn
         os.dup2(file.fileno(), 0)
     os.set_inheritable(report_fd, True)
     os.set_inheritable(leash_fd, True)
-    folders = {
+    arguments = json.dumps([_our_folders(), report_fd, leash_fd])
+    bootstrap = str(Path(__file__).with_name("bootstrap.py"))
+    # -P: the bootstrap's folder is ours, not a place to import from.
+    os.execve(python, [python, "-P", bootstrap, arguments], _foreign_environment())
+
+
+def _our_folders() -> dict[str, str]:
+    """Return where the packages that an attempt needs lie, by their name."""
+    return {
         package.__name__: str(Path(package.__path__[0]).parent)
         for package in (agentrl, agentrl_tracer)
     }
-    bootstrap = str(Path(__file__).with_name("bootstrap.py"))
-    what = json.dumps([folders, report_fd, leash_fd])
-    # -P: the bootstrap's folder is ours, not a place to import from.
-    os.execve(python, [python, "-P", bootstrap, what], _without_our_path())
 
 
-def _without_our_path() -> dict[str, str]:
-    """The environment, but for what would lead that interpreter into ours."""
-    ours = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+def _foreign_environment() -> dict[str, str]:
+    """Return the environment without what would lead another interpreter into our packages."""
+    ours = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in ours}
-    folders = {str(Path(package.__path__[0]).parent) for package in (agentrl, agentrl_tracer)}
-    kept = [
-        folder
-        for folder in env.get("PYTHONPATH", "").split(os.pathsep)
-        if folder and os.path.abspath(folder) not in folders
-    ]
+    folders = _our_folders().values()
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [folder for folder in path if folder and os.path.abspath(folder) not in folders]
     if kept:
         env["PYTHONPATH"] = os.pathsep.join(kept)
-    else:
-        env.pop("PYTHONPATH", None)
     return env

@@ -1,13 +1,9 @@
-"""One attempt, in a process of its own: the worker's side.
-
-Knows forking, pipes, process groups and signals. Does not know the store.
-"""
+"""Fork the process that runs an agent, watch it, and kill it: the worker's side."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -15,27 +11,27 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from agentrl.runner.attempt import Job, Report, run_attempts
-from agentrl.runner.config import RunnerConfig
-from agentrl.runner.external_python import become
-
-logger = logging.getLogger("agentrl.runner")
+from agentrl.runner.agent_process.attempt import run_attempts
+from agentrl.runner.agent_process.external_python import become
+from agentrl.runner.protocol import AttemptEnding, AttemptJob, AttemptReport, RunnerConfig
+from agentrl_tracer.schemas import AttemptState
 
 _CHUNK = 65536
+_EXIT_S = 0.5  # the report pipe closes a moment before the process is gone
 
 
-def fork_attempts(
+def fork_agent_process(
     config: RunnerConfig,
     lines: bytes,
     run: Callable[[int, int], NoReturn],
-    foreign_fds: Iterable[int],
+    close_fds: Iterable[int],
 ) -> tuple[int, int, int]:
-    """Forks a process that runs attempts; returns its pid, and our ends of its pipes.
+    """Fork a process that runs attempts; return its pid, and our ends of report pipe and leash.
 
     Args:
-        lines: what another interpreter, if one is configured, gets on its standard input.
-        run: what the child does otherwise, given its ends: for reports, and of the leash.
-        foreign_fds: our own descriptors, which the child must not keep open.
+        lines: standard input of another interpreter, if one is configured.
+        run: what the child does otherwise, given its ends of report pipe and leash.
+        close_fds: descriptors of this process that the child must not keep open.
 
     Raises:
         OSError: out of processes or descriptors.
@@ -51,8 +47,8 @@ def fork_attempts(
             os.close(fd)
         raise
     if pid == 0:
-        # The worker must stay the only holder of these ends: closing is how they speak.
-        for fd in (report_read, leash_write, *foreign_fds):
+        # The worker must stay the only holder of these ends: closing them is a message.
+        for fd in (report_read, leash_write, *close_fds):
             os.close(fd)
         if config.python is None:
             run(report_write, leash_read)
@@ -69,101 +65,108 @@ def fork_attempts(
 class AttemptProcess:
     """A forked attempt: watch ``report_fd``, call ``poll`` when it is readable or time has passed.
 
-    The process may serve further attempts, ``config.rollouts_per_process`` in all, as long as they
+    The process may run further attempts, ``config.rollouts_per_process`` in all, as long as they
     end well: while ``reusable``, ``run_next`` starts one.
 
     Args:
         job: the first attempt.
-        foreign_fds: the worker's own descriptors, which the child must not keep open.
+        close_fds: the worker's own descriptors, which the child must not keep open.
     """
 
     def __init__(
         self,
         config: RunnerConfig,
-        job: Job,
+        job: AttemptJob,
         known_modules: frozenset[str],
-        foreign_fds: Iterable[int] = (),
+        close_fds: Iterable[int] = (),
     ) -> None:
-        self.pid, self.report_fd, self._leash_fd = fork_attempts(
+        self.pid, self.report_fd, self._leash_fd = fork_agent_process(
             config,
             config.to_json().encode() + b"\n" + job.to_line(),
             lambda report, leash: run_attempts(config, job, report, leash, known_modules),
-            foreign_fds,
+            close_fds,
         )
         self._received = bytearray()
-        self.report: Report | None = None
+        self.report: AttemptReport | None = None
         self.reusable = False
         self._further = config.rollouts_per_process - 1
-        self.status: int | None = None  # as ``waitstatus_to_exitcode``; None while it runs
+        self._status: int | None = None  # as ``waitstatus_to_exitcode``; None while it runs
 
     def poll(self) -> bool:
-        """True when the attempt is over; by then nothing of its process group is left."""
-        if self.status is not None:
+        """Return True when the attempt is over; by then its process group is gone."""
+        if self._status is not None:
             return True
-        ended = self._read_report()
-        if not ended:
+        if not self._read_report():
             # A grandchild may hold the pipe open, so its end is not the only sign.
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid == 0:
                 return False
             self._read_report()
             self._kill_group(signal.SIGKILL)
-            self._over(status)
+            self._ended(status)
             return True
-        # Its last word is spoken and everything is flushed: nothing is lost by SIGKILL. While the
-        # child is not reaped its pid, our name for the group, cannot be anybody else's.
-        if self.report is not None:
-            if self._further and self.report.ok and not self.report.incomplete:
-                self.status = 0
-                self.reusable = True
-                return True
+        if self.report is None:
+            pid, status = _wait(self.pid, _EXIT_S)
             self._kill_group(signal.SIGKILL)
-            self._over(os.waitpid(self.pid, 0)[1])
-            return True
-        pid, status = _wait(self.pid, 0.5)
-        self._kill_group(signal.SIGKILL)
-        self._over(status if pid else os.waitpid(self.pid, 0)[1])
+            self._ended(status if pid else os.waitpid(self.pid, 0)[1])
+        elif self._further and self.report.ok and not self.report.incomplete:
+            self._status = 0
+            self.reusable = True
+        else:
+            # Everything was flushed before the report: SIGKILL loses nothing. Until the child is
+            # reaped no other process gets its pid, which names the group.
+            self._kill_group(signal.SIGKILL)
+            self._ended(os.waitpid(self.pid, 0)[1])
         return True
 
-    def run_next(self, job: Job) -> None:
-        """Hands a further attempt to the process.
+    def ending(self) -> AttemptEnding:
+        """Return how the attempt ended, once ``poll`` returned True."""
+        if self.report is not None:
+            return self.report.ending()
+        if self._status is not None and self._status < 0:
+            return AttemptEnding(AttemptState.ERROR, f"killed by signal {-self._status}")
+        said = f"the agent's process exited with code {self._status}"
+        return AttemptEnding(AttemptState.ERROR, said)
+
+    def run_next(self, job: AttemptJob) -> None:
+        """Hand a further attempt to the process.
 
         Raises:
             OSError: the process has died meanwhile.
         """
         self._further -= 1
-        self.reusable, self.status, self.report = False, None, None
+        self.reusable, self._status, self.report = False, None, None
         self._received.clear()
         os.write(self._leash_fd, job.to_line())
 
     def signal(self, number: int) -> None:
-        """Signals every process of the attempt."""
-        if self.status is None:
+        """Signal every process of the attempt."""
+        if self._status is None:
             self._kill_group(number)
 
     def kill(self) -> None:
-        """Ends it now."""
-        if self.status is None or self.reusable:
+        """Kill and reap the process."""
+        if self._status is None or self.reusable:
             self.reusable = False
             self._kill_group(signal.SIGKILL)
-            self._over(os.waitpid(self.pid, 0)[1])
+            self._ended(os.waitpid(self.pid, 0)[1])
 
     def _kill_group(self, number: int) -> None:
         try:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
-            # No such group: it has not come as far as setsid(), or it is gone. (macOS says
+            # No such group: setsid() has not run yet, or the group is gone. (macOS says
             # "permission denied" for a group of zombies.)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
 
-    def _over(self, status: int) -> None:
-        self.status = os.waitstatus_to_exitcode(status)
+    def _ended(self, status: int) -> None:
+        self._status = os.waitstatus_to_exitcode(status)
         os.close(self.report_fd)
         os.close(self._leash_fd)
 
     def _read_report(self) -> bool:
-        """True when the report is complete, or none will come."""
+        """Return True when the report is complete, or none will come."""
         while True:
             try:
                 chunk = os.read(self.report_fd, _CHUNK)
@@ -173,12 +176,12 @@ class AttemptProcess:
                 return True
             self._received += chunk
             if self._received.endswith(b"\n"):
-                self.report = Report(**json.loads(self._received))
+                self.report = AttemptReport(**json.loads(self._received))
                 return True
 
 
 def _wait(pid: int, timeout_s: float) -> tuple[int, int]:
-    """``waitpid`` with patience: the pipe closes a moment before the process is gone."""
+    """Call ``waitpid`` until the process is gone or time is up."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = os.waitpid(pid, os.WNOHANG)

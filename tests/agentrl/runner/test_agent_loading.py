@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.runner import load_agent, validate_agent
-from agentrl.runner.agent import AgentSpecError, CommandFailed, parse_agent
+from agentrl.runner.agent_process.loading import CommandFailed, load_agent
+from agentrl.runner.agent_spec import AgentSpecError, parse_agent, validate_agent
 
 SOURCE = """
 import functools

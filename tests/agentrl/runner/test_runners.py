@@ -5,19 +5,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import venv
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import opentelemetry
 import pytest
+from fake_gateway import FakeGateway, until
+from training_run import children
 
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
-from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 from agentrl_tracer.schemas import (
     Attempt,
     AttemptState,
@@ -94,51 +93,6 @@ def pid(task): return os.getpid()
 '''
 
 
-class FakeGateway:
-    """Answers /healthz and takes spans and rewards, as the real one does."""
-
-    def __init__(self, store: Store, host: str = "127.0.0.1") -> None:
-        self.boot_id = "boot-1"
-        self.healthy = True
-        self.takes_spans = True
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args: Any) -> None: ...
-
-            def do_GET(self) -> None:
-                body = json.dumps({"boot_id": gateway.boot_id, "recoveries": 0}).encode()
-                self._answer(200 if gateway.healthy else 503, body)
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                ref = store.authenticate(self.headers["authorization"].removeprefix("Bearer "))
-                if not gateway.takes_spans or ref is None or ref.rollout_id not in self.path:
-                    self._answer(400, b"")
-                    return
-                spans = parse_traces(
-                    body, self.headers["content-type"], ref.rollout_id, ref.attempt_id
-                )
-                store.record_spans(spans, rewards_in(spans))
-                self._answer(200, b"")
-
-            def _answer(self, code: int, body: bytes) -> None:
-                self.send_response(code)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-        self._server = ThreadingHTTPServer((host, 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 class House:
     """Everything a run needs, and shortcuts for the tests."""
 
@@ -201,14 +155,6 @@ class House:
             pool.stop()
         self.gateway.close()
         self.store.close()
-
-
-def until(happened: Callable[[], Any], timeout_s: float = 10.0, log: Any = str) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (result := happened()):
-        assert time.monotonic() < deadline, f"waited in vain\n{log()}"
-        time.sleep(0.02)
-    return result
 
 
 def alive(pid: int) -> bool:
@@ -355,7 +301,7 @@ def other_venv(tmp_path_factory: pytest.TempPathFactory) -> str:
     ours = Path(next(iter(opentelemetry.__path__))).parent
     wanted = ("opentelemetry", "requests", "urllib3", "charset_normalizer", "idna", "certifi",
               "google", "googleapis_common_protos", "importlib_metadata", "zipp",
-              "typing_extensions")  # fmt: skip
+              "typing_extensions", "wrapt")  # fmt: skip
     for path in ours.iterdir():
         if path.name.split("-")[0].split(".")[0].startswith(wanted):
             (packages / path.name).symlink_to(path)
@@ -490,7 +436,7 @@ def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
 def test_an_interpreter_that_cannot_run_agents_is_refused(house: House, tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     bare = str(tmp_path / "bare/bin/python")
-    with pytest.raises(ValueError, match=r"lacks opentelemetry.*-m pip install agentrl"):
+    with pytest.raises(ValueError, match=r"lacks opentelemetry.*-m pip install opentelemetry-sdk"):
         house.start("good", python=bare)
     with pytest.raises(ValueError, match="is no executable"):
         house.start("good", python=str(tmp_path / "nowhere"))
@@ -737,12 +683,3 @@ def test_a_wrong_agent_is_refused_before_anything_starts(house: House) -> None:
     (house.folder / "agents.py").write_text("def run(task): ...\n")
     with pytest.raises(ValueError, match="defines no 'missing'"):
         house.start("missing")
-
-
-def children(pid: int) -> list[int]:
-    """Child processes, as ``ps`` sees them on any POSIX system."""
-    table = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-    )
-    rows = [tuple(map(int, line.split())) for line in table.stdout.splitlines()]
-    return [child for child, parent in rows if parent == pid]
