@@ -1,6 +1,6 @@
-"""OTLP/HTTP in and out: export requests, protobuf or JSON, from and to ``Span`` records.
+"""Convert OTLP trace exports, protobuf or JSON, to and from ``Span`` records.
 
-Knows the OTLP wire format (https://opentelemetry.io/docs/specs/otlp/); does not know HTTP.
+Format: https://opentelemetry.io/docs/specs/otlp/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
 )
 
 from agentrl_tracer.conventions import (
@@ -30,36 +29,38 @@ from agentrl_tracer.schemas import Json, Reward, Span
 
 _KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 _STATUSES = ("unset", "ok", "error")
+_MAX_TIME = 2**63 - 1  # the store's integers are signed
 
 
 def parse_traces(
     body: bytes, content_type: str, rollout_id: str | None, attempt_id: str | None
 ) -> list[Span]:
-    """The spans of an export request, marked as belonging to this rollout and attempt.
+    """Return the spans of an export request, assigned to this rollout and attempt.
 
     Raises:
         ValueError: the body is not OTLP.
     """
     request = _from_json(body) if "json" in content_type else _from_protobuf(body)
-    spans: list[Span] = []
-    for resource_spans in request.resource_spans:
-        resource = _attributes(resource_spans.resource.attributes)
-        for scope_spans in resource_spans.scope_spans:
-            spans += [_span(span, resource, rollout_id, attempt_id) for span in scope_spans.spans]
-    return spans
+    return [
+        _span(span, resource, rollout_id, attempt_id)
+        for resource_spans in request.resource_spans
+        for resource in [_attributes(resource_spans.resource.attributes)]
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+    ]
 
 
 def export_request(spans: Iterable[Span]) -> bytes:
-    """The protobuf body that sends spans on. They are told apart by ``agentrl.rollout.id``."""
+    """Return the protobuf body of an export; ``agentrl.rollout.id`` names each span's rollout."""
     request = ExportTraceServiceRequest()
-    resources: dict[str, Any] = {}
+    scopes: dict[str, Any] = {}  # by resource
     for span in spans:
-        identity = json.dumps(span.resource, sort_keys=True, default=str)
-        if identity not in resources:
-            of_resource = request.resource_spans.add()
-            _set_attributes(of_resource.resource.attributes, span.resource)
-            resources[identity] = of_resource.scope_spans.add()
-        _encode(span, resources[identity].spans.add())
+        resource = json.dumps(span.resource, sort_keys=True, default=str)
+        if resource not in scopes:
+            resource_spans = request.resource_spans.add()
+            _set_attributes(resource_spans.resource.attributes, span.resource)
+            scopes[resource] = resource_spans.scope_spans.add()
+        _encode(span, scopes[resource].spans.add())
     return request.SerializeToString()
 
 
@@ -107,13 +108,8 @@ def _set_value(out: Any, value: Any) -> None:
             out.string_value = str(value)
 
 
-def export_response(content_type: str) -> bytes:
-    """The body of a successful answer, in the encoding of the request."""
-    return b"{}" if "json" in content_type else ExportTraceServiceResponse().SerializeToString()
-
-
 def rewards_in(spans: Iterable[Span]) -> list[Reward]:
-    """The rewards among spans.
+    """Return the rewards among spans.
 
     Raises:
         ValueError: a reward span without a finite number, or outside a rollout.
@@ -158,12 +154,12 @@ def _from_json(body: bytes) -> ExportTraceServiceRequest:
         _hex_ids_to_base64(document)
         return ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
     except (ValueError, ParseError, TypeError, AttributeError, RecursionError) as error:
-        # ParseDict says what it cannot read in many ways.
+        # ParseDict raises many types.
         raise ValueError(f"not an OTLP JSON trace request: {error}") from error
 
 
 def _hex_ids_to_base64(node: Any) -> None:
-    """OTLP/JSON writes ids in hex, protobuf's JSON expects base64 and would decode hex as such."""
+    """Convert ids: OTLP/JSON writes them in hex, and protobuf's JSON would decode base64."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key in ("traceId", "spanId", "parentSpanId") and isinstance(value, str):
@@ -175,11 +171,8 @@ def _hex_ids_to_base64(node: Any) -> None:
             _hex_ids_to_base64(item)
 
 
-_MAX_TIME = 2**63 - 1  # the store's integers are signed
-
-
 def _text(text: str) -> str:
-    """PostgreSQL keeps no NUL characters."""
+    """Replace NUL characters, which PostgreSQL does not store."""
     return text.replace("\0", "\ufffd")
 
 
