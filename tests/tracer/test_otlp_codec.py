@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from agentrl_tracer.otlp_codec import export_request, parse_traces, rewards_in
+from agentrl_tracer.otlp_codec import parse_traces, readable_span, rewards_in
 from agentrl_tracer.schemas import Span
 
 SPAN = {
@@ -46,14 +47,14 @@ def test_other_bodies_are_refused(body: bytes, kind: str) -> None:
 
 
 def test_spans_survive_a_round_trip() -> None:
-    values = [True, 3, -1.5, "text", None, [1, ["a"]], {"x": {"y": [2]}}, 2**70]
+    values = [True, 3, -1.5, "text", [1, ["a"]], {"x": {"y": [2]}}]
     span = Span(
         "ab" * 16, "cd" * 8, "ef" * 8, "name", "client", 1, 2, "error",
         {str(i): value for i, value in enumerate(values)},
         [{"name": "event", "time_ns": 5, "attributes": {"a": 1}}], {"service.name": "s"}, "r", "a",
     )  # fmt: skip
-    [back] = parse_traces(export_request([span]), "application/x-protobuf", "r", "a")
+    body = encode_spans([readable_span(span)]).SerializeToString()
+    [back] = parse_traces(body, "application/x-protobuf", "r", "a")
     assert back.attributes.pop("agentrl.rollout.id") == "r"
     assert back.attributes.pop("agentrl.attempt.id") == "a"
-    assert back.attributes.pop("7") == str(span.attributes.pop("7"))
     assert back == span

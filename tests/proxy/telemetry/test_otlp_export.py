@@ -25,7 +25,7 @@ def backend() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(forward, "_TIMEOUT_S", 3.0)
     monkeypatch.setattr(forward, "_CLOSE_S", 2.0)
 
 
@@ -68,7 +68,10 @@ def test_spans_calls_and_rewards_are_forwarded(
     assert health["forward_otlp"] == {"sent": 3, "lost": 0, "queued": 0}
 
 
-def test_a_dead_backend_costs_nothing_but_a_count(start: Callable[..., Running]) -> None:
+def test_a_dead_backend_costs_nothing_but_a_count(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_TIMEOUT_S", 0.3)
     forwarding = OtlpExporter("http://127.0.0.1:9")
     gateway = start(forward=forwarding)
     began = time.monotonic()
