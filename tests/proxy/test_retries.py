@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from official_clients import client
 from running_gateway import restarted, running
 from scripted_sampler import Running
-from test_chat import client
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import MAX_CHOICES

@@ -1,63 +1,39 @@
-"""JSON of the wrong shape: refused by the name of the field, whoever's model is asked."""
-
-# ruff: noqa: F811  (fixtures come from test_other_models)
+"""What goes wrong with a provider's call is told with its cause, and blamed on the right one."""
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from typing import Any
 
 import httpx
+import openai
 import pytest
+from official_clients import USER, client
 from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
+from provider_servers import (
+    SECRET,
+    FaultyServer,
+    answerer,
+    assert_no_key,
+    only_call,
+    said,
+    trouble,
+)
 from scripted_sampler import Running
-from test_elsewhere import forget_clients, pytestmark  # noqa: F401
-from test_other_models import SECRET, Faulty, faulty, said, trouble  # noqa: F401
 
 from agentrl_proxy.dependencies import ProviderModel
+from agentrl_tracer.schemas import CallState, SkipReason
 
 HI = [{"role": "user", "content": "h"}]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def unwatched() -> None:
-    """Other tests of this process trace openai, as an agent's process does; a gateway's never does,
-    and what traces it would be the first to stumble over a provider's answer."""
+def untraced() -> None:
+    """Other tests of this process trace openai, as an agent's process does. A gateway's does not,
+    and the tracing would be the first to fail on a provider's answer."""
     OpenAIInstrumentor().uninstrument()
-
-
-def part(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": [fields]}]}
-
-
-CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [1]}, "messages[0]"),
-    ({"messages": {"role": "user"}}, "messages"),
-    ({"messages": [{"role": [], "content": "h"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": {}}]}, "messages[0].content"),
-    (part(type=[], text="x"), "messages[0].content[0].type"),
-    (part(type={}, text="x"), "messages[0].content[0].type"),
-    (part(type="text", text=[]), "messages[0].content[0].text"),
-    ({"messages": [{"role": "assistant", "tool_calls": [[]]}]}, "messages[0].tool_calls[0]"),
-    ({"tools": 5}, "tools"),
-    ({"tools": [1]}, "tools[0]"),
-    ({"tools": [{"type": "function", "function": 1}]}, "tools[0].function"),
-    ({"tools": [{"type": {}}]}, "tools[0].type"),
-    ({"tool_choice": []}, "tool_choice"),
-    ({"response_format": {"type": []}}, "response_format.type"),
-    ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format.json_schema"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"stop": {}}, "stop"),
-    ({"stop": [[]]}, "stop[0]"),
-    ({"logit_bias": 3}, "logit_bias"),
-    ({"seed": []}, "seed"),
-    ({"max_tokens": "9"}, "max_tokens"),
-]
-ELSEWHERE: list[tuple[dict[str, Any], str]] = [
-    (part(type="image_url", image_url=5), "messages[0].content[0].image_url"),
-    (part(type="input_audio", input_audio="x"), "messages[0].content[0].input_audio"),
-    ({"functions": [1]}, "functions[0]"),
-    ({"web_search_options": 3}, "web_search_options"),
-]
 
 
 def post(gateway: Running, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -66,49 +42,80 @@ def post(gateway: Running, path: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{gateway.base_url(claim)}/{path}", json=body, headers=headers, timeout=60)
 
 
-def elsewhere(start: Any, provider: Faulty, model: str = "openai/x", **more: Any) -> Running:
+def elsewhere(start: Any, provider: FaultyServer, model: str = "openai/x", **more: Any) -> Running:
     one = ProviderModel(model, provider.url, SECRET, num_retries=0, **more)
     return start(provider_models={"o": one})
 
 
-def assert_names(answer: httpx.Response, field: str) -> None:
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == field, error
-    assert field in error["message"]
+def test_timeout(start: Any, provider: Running) -> None:
+    provider.sampler.delay = 0.5
+    gateway: Running = start(provider_models={"answerer": answerer(provider, timeout=0.7)})
+    begun = time.monotonic()
+    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+        api.chat.completions.create(model="answerer", messages=USER)
+    assert time.monotonic() - begun < 8  # the import of LiteLLM is in it
+    assert caught.value.status_code == 504
+    assert caught.value.code == "provider_timeout"
+    assert "'answerer' did not answer in time" in str(caught.value)
+    assert only_call(gateway).state is CallState.ERROR
 
 
-@pytest.mark.parametrize(("body", "field"), CHAT, ids=str)
-def test_our_model(shared_gateway: Running, body: dict[str, Any], field: str) -> None:
-    asked = {"model": "policy", "messages": HI} | body
-    assert_names(post(shared_gateway, "chat/completions", asked), field)
-    assert shared_gateway.stats["accepted"] == 0
+def test_provider_down(start: Any) -> None:
+    gateway: Running = start(
+        provider_models={
+            "answerer": ProviderModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
+        }
+    )
+    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+        api.chat.completions.create(model="answerer", messages=USER)
+    assert (caught.value.status_code, caught.value.code) == (502, "provider_unreachable")
+    assert "the provider of 'answerer' cannot be reached" in str(caught.value)
+    call = only_call(gateway)
+    assert (call.state, call.skip_reason) == (CallState.ERROR, SkipReason.NOT_TRAINABLE_MODEL)
+    assert call.error is not None
+    assert "cannot be reached" in call.error
 
 
-def test_somebody_elses_model(start: Any, faulty: Any) -> None:
-    provider = faulty((200, said("x")))
-    gateway = elsewhere(start, provider)
-    for body, field in CHAT + ELSEWHERE:
-        asked = {"model": "o", "messages": HI} | body
-        assert_names(post(gateway, "chat/completions", asked), field)
-    for path, body, field in (
-        ("completions", {"prompt": "x", "stop": 4}, "stop"),
-        ("completions", {"prompt": "x", "temperature": []}, "temperature"),
-        ("responses", {"input": "h", "temperature": "hot"}, "temperature"),
-    ):
-        assert_names(post(gateway, path, {"model": "o"} | body), field)
-    refused = post(gateway, "messages", {"model": "o", "max_tokens": "x", "messages": HI})
-    assert (refused.status_code, "max_tokens" in refused.text) == (400, True)
-    assert provider.seen == []
-    assert gateway.stats["accepted"] == 0
-    # What only a provider can judge goes on to it.
-    for body in (
-        {"temperature": 7.5, "logit_bias": {"5": 400}, "stop": ["x"] * 30},
-        {"tools": [{"type": "web_search"}], "response_format": {"type": "grammar"}},
-        part(type="image_url", image_url={"url": "https://nowhere/x.png"}),
-        part(type="video_url", video_url={"url": "https://nowhere/x.mp4"}),
-    ):
-        assert post(gateway, "chat/completions", {"model": "o", "messages": HI} | body).is_success
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "kind", "code"),
+    [
+        (400, "invalid_request_error", "context_length_exceeded"),
+        (401, "authentication_error", "invalid_api_key"),
+        (429, "rate_limit_error", "rate_limit_exceeded"),
+        (403, "permission_error", "provider_error"),
+        (503, "server_error", "provider_error"),
+    ],
+)
+def test_a_providers_refusal_in_openais_shape(
+    start: Any, faulty: Any, caplog: Any, status: int, kind: str, code: str, stream: bool
+) -> None:
+    def quoting(headers: Any) -> dict[str, Any]:  # the worst provider: it says what it was sent
+        return trouble(f"no: {headers['authorization']}", None if code[:4] == "prov" else code)
+
+    upstream = faulty((status, quoting))
+    gateway: Running = start(
+        provider_models={"answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)}
+    )
+    caplog.set_level(logging.DEBUG)
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", "messages": USER, "stream": stream},
+        headers={"authorization": f"Bearer {claim.key}"},
+        timeout=30,
+    )
+    assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == (kind, code)
+    assert "[key]" in error["message"]
+    assert response.headers.get("retry-after") == ("7" if status == 429 else None)
+    call = only_call(gateway)
+    assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
+    assert_no_key(gateway, caplog.text, response.text, call.error or "")
+    assert claim.key not in json.dumps(upstream.seen)
 
 
 @pytest.mark.parametrize(
