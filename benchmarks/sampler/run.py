@@ -53,13 +53,8 @@ from agentrl_trainer.inference import (
     SampleRequest,
     Token,
 )
-from agentrl_trainer.models.loading import (
-    BaseModel,
-    attach_adapter,
-    load_base,
-    lora_config,
-    save_adapter,
-)
+from agentrl_trainer.models.loading import BaseModel, load_base
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 HERE = Path(__file__).parent
 TARGET = 3.0

@@ -11,7 +11,7 @@ from cases import CASES, RANK, Row
 from measure import report
 from transformers import AutoModelForCausalLM
 
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.loading import BaseModel
 

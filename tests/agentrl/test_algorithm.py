@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from agentrl.config.algorithm import (
     value_params,
 )
 from agentrl.config.settings import TrainConfig
-from agentrl_trainer.learner.losses import LOSSES
-from agentrl_trainer.learner.value_head import ValueParams
+from agentrl_trainer.learner.loss_options import (
+    OPTIONS_OF,
+    CorrectionOptions,
+    KlOptions,
+    PpoOptions,
+    ValueParams,
+    parse_loss_options,
+)
 
 
 def config(**options: Any) -> TrainConfig:
@@ -37,16 +44,16 @@ def settings(**options: Any) -> Any:
 
 def test_the_table_of_options_is_that_of_the_losses() -> None:
     for name, options in LOSS_OPTIONS.items():
-        assert set(options) == set(LOSSES[name].defaults)
+        assert set(options) == {field.name for field in fields(OPTIONS_OF[name])}
     # All but the one that is not for rewards.
-    assert LOSS_OPTIONS.keys() == LOSSES.keys() - {"cross_entropy"}
+    assert LOSS_OPTIONS.keys() == OPTIONS_OF.keys() - {"cross_entropy"}
 
 
 def test_the_defaults_change_nothing() -> None:
     done = update_settings(config(), epochs=1)
     assert done.loss == "importance_sampling"
     assert done.gae is None
-    assert LOSSES[done.loss].options(done.loss_config) == LOSSES[done.loss].options({})
+    assert parse_loss_options(done.loss, done.loss_config) == parse_loss_options(done.loss, {})
     assert settings().length_normalization == "token"
     assert value_params(config()) is None
 
@@ -95,10 +102,10 @@ def test_settings_reach_the_trainer() -> None:
         ),
         epochs=3,
     )
-    options = LOSSES["ppo"].options(done.loss_config)
-    assert (options["clip_low_threshold"], options["clip_high_threshold"]) == (0.8, 1.28)
-    assert (options["kl_coef"], options["kl_estimator"]) == (0.1, "k2")
-    assert (options["correction"], options["correction_level"]) == ("mask", "sequence")
+    options = parse_loss_options("ppo", done.loss_config)
+    assert options.own == PpoOptions(0.8, 1.28)
+    assert options.kl == KlOptions(0.1, "k2")
+    assert options.correction == CorrectionOptions("mask", "sequence")
     assert done.gae is not None
     assert (done.gae.discount, done.gae.trace, done.gae.whiten) == (0.99, 0.9, True)
     assert (done.gae.scaling.ddof, done.gae.scaling.epsilon) == (0, 1e-4)

@@ -25,13 +25,8 @@ from agentrl.export.adapter import export, ollama
 from agentrl.runs.folder import RunFolder, find_adapters
 from agentrl_tracer.schemas import Call
 from agentrl_tracer.store import Store
-from agentrl_trainer.models.loading import (
-    attach_adapter,
-    checkpoint_dtype,
-    load_base,
-    lora_config,
-    save_adapter,
-)
+from agentrl_trainer.models.loading import checkpoint_dtype, load_base
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello"
 CLI = [sys.executable, "-m", "agentrl"]

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from agentrl.export.adapter import export
-from agentrl_trainer.models.moe import no_false_warnings
+from agentrl_trainer.models.lora_targets import no_false_warnings
 
 IDS = torch.arange(3, 23)[None]
 SIZES: dict[str, Any] = {

@@ -20,17 +20,16 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from test_resume import killed
 from test_tinker_server import PYTHON, app, one_thread, url  # noqa: F401 - fixtures
-from test_train import SUPPORT, Run
+from training_run import SUPPORT, Run
 from transformers import dynamic_module_utils
 
 from agentrl.config.settings import ConfigError, TrainConfig
 from agentrl.gateway.process import GatewaySettings, _make_sampler
 from agentrl.runs.folder import find_adapters
 from agentrl.tinker_server.app import TinkerServer
+from agentrl.training.clients import TrainingClients, create_clients
 from agentrl.training.session import RunError
-from agentrl.training.trained import Trained, load_trained
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer import tiny
 from agentrl_trainer.models.loading import ModelError
@@ -111,7 +110,7 @@ def test_trusted_code_of_a_model_is_run_here(
 
     trusting = config(model=str(model), trust_remote_code=True)
     with pytest.raises(RunError, match="learning_rate: is missing"):
-        load_trained(trusting, ["policy"], tmp_path, print)
+        create_clients(trusting, ["policy"], tmp_path, print)
     settings = GatewaySettings(
         store="", model=str(model), adapter="policy", device="cpu", dtype="auto", max_tokens=8,
         operator_key=None, run_id=None, tinker=True, trust_remote_code=True,
@@ -129,9 +128,9 @@ def test_a_service_that_fails_at_the_end_does_not_spoil_it() -> None:
             raise ConnectionError("nobody answers")
 
     gone: Any = Gone()
-    Trained(gone, {}, 8, 1e-3, failures=(ConnectionError,)).close()
+    TrainingClients(gone, {}, 8, 1e-3, failures=(ConnectionError,)).close()
     with pytest.raises(ConnectionError):  # a fault of ours
-        Trained(gone, {}, 8, 1e-3).close()
+        TrainingClients(gone, {}, 8, 1e-3).close()
 
 
 def weights(run: Run, served: Path) -> dict[str, Any]:
@@ -180,19 +179,16 @@ def test_a_run_on_tinker_is_the_run_here(
         "runners": 1, "steps": 2, "seed": 5, "eval_every": 9, "batch_size": 2, "group_size": 3,
         "lease": 5,
     } | settings  # fmt: skip
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
     here = Run(tmp_path / "here", agent, **settings).finish()
     monkeypatch.setenv("TINKER_BASE_URL", url)
     there = Run(tmp_path / "there", agent, backend="tinker", **settings)
     if moment is None:
         there.finish()
     else:
-        killed(there, moment, 1)
+        there.kill_at(moment, 1)
         there.resume()
 
-    assert there.accounting().adds_up
-    assert there.accounting().pending == 0
+    there.accounting()
     rows, expected = there.curve(), here.curve()
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     of_sharing = ("tokens/saved_by_sharing", "tokens/total")  # the server's own affair

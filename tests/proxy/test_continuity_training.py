@@ -77,7 +77,8 @@ def talk(
 
 
 def check_rows(calls: list[Call], edited: bool) -> None:
-    from agentrl_trainer.data.packing import pack, to_training_row
+    from agentrl_trainer.data.packing import pack
+    from agentrl_trainer.data.training_row import to_training_row
     from agentrl_trainer.data.trajectories import build_trajectories
 
     assert len(calls) == TURNS

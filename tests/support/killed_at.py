@@ -108,7 +108,7 @@ def main() -> None:
 
     around(train, "train_step", begin)
     sys.argv = ["agentrl", *arguments]
-    cli.main()
+    cli()
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import set_verbosity_error
 
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.learner.learner import AdamParams, Learner
-from agentrl_trainer.models.loading import ModelError, load_adapter_weights, load_base
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
+from agentrl_trainer.models.loading import ModelError, load_base
+from agentrl_trainer.models.lora import load_adapter_weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _START, _END = "<!-- made by tests/support/model_zoo.py -->", "<!-- until here -->"

@@ -28,7 +28,8 @@ from agentrl_trainer.inference import (
     SampleRequest,
     Token,
 )
-from agentrl_trainer.models.loading import BaseModel, attach_adapter, lora_config, save_adapter
+from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
 

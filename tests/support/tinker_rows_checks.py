@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
 TOKENS = [5, 9, 300, 41, 77, 12]

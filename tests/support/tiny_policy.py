@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from agentrl_trainer.models.loading import attach_adapter, load_base, lora_config, save_adapter
+from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 RANK = 8
 

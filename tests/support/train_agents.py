@@ -60,14 +60,6 @@ def slow(task: dict[str, Any]) -> None:
     emit_reward(len(first + ask(task["n"])) / 10)
 
 
-def now_and_then_slow(task: dict[str, Any]) -> None:
-    """Takes steps' time of every fifth task."""
-    first = ask(task["n"])
-    if task["n"] % 5 == 1:
-        time.sleep(5)
-    emit_reward(len(first) / 10)
-
-
 def troubled(task: dict[str, Any]) -> None:
     """Fails in many ways: raises, forgets the reward, calls another model, rewards nothing."""
     n = task["n"]
@@ -88,14 +80,10 @@ def troubled(task: dict[str, Any]) -> None:
 
 
 async def asynchronous(task: dict[str, Any]) -> float:
-    """The reward is what it returns."""
-    return len(await asyncio.to_thread(ask, task["n"])) / 10
-
-
-def identified(task: dict[str, Any]) -> None:
-    """Says which task it ran, and in which process."""
-    ask(task["n"])
-    emit_reward({"n": task["n"], "pid": os.getpid()})
+    """Returns its reward, and prints its task and its process."""
+    reply = await asyncio.to_thread(ask, task["n"])
+    print(task["n"], os.getpid())  # noqa: T201
+    return len(reply) / 10
 
 
 def always_broken(task: dict[str, Any]) -> None:

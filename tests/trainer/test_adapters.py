@@ -18,9 +18,10 @@ from agentrl_tracer.schemas import (
     SkipReason,
 )
 from agentrl_tracer.store.rollouts import POLICY_REWARD_KEY
-from agentrl_trainer.data.adapters import AdapterBatches, AdapterRule, assemble_adapters
+from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import StepSettings, assemble
-from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import load_base
 
 SETTINGS = StepSettings(adapters=frozenset(), max_length=64)
@@ -53,7 +54,7 @@ def named(of: str, name: str, value: float) -> Reward:
 
 
 def advantages(batches: AdapterBatches, adapter: str) -> list[float]:
-    return [max(datum.advantages, key=abs) for datum in batches.by_adapter[adapter].datums]
+    return [max(datum.advantages, key=abs) for datum in batches.by_adapter[adapter].rows]
 
 
 def test_one_reward_reaches_both_adapters_each_on_its_own_calls() -> None:
@@ -67,7 +68,7 @@ def test_one_reward_reaches_both_adapters_each_on_its_own_calls() -> None:
     for adapter in BOTH:
         batch = batches.by_adapter[adapter]
         assert batch.trained == {f"r1-{adapter}", f"r2-{adapter}"}
-        assert {datum.adapter for datum in batch.datums} == {adapter}
+        assert {datum.adapter for datum in batch.rows} == {adapter}
         assert advantages(batches, adapter) == [0.5, -0.5]
     whole = batches.whole()
     assert whole.trained == {c.id for c in calls}
@@ -202,7 +203,7 @@ def test_every_call_is_judged_once(
     parts = [*batches.by_adapter.values(), batches.rest]
     judged = [c for part in parts for c in (*part.trained, *part.skipped)]
     assert sorted(judged) == sorted(c.id for c in calls)
-    assert not batches.rest.datums
+    assert not batches.rest.rows
     trained = {c.id: c for c in calls if c.id in batches.whole().trained}
     assert all(c.adapter in rules and rules[c.adapter].takes(c) for c in trained.values())
 
@@ -218,7 +219,7 @@ def test_of_one_adapter_it_is_what_assemble_says() -> None:
     rewards = [reward("r1", 1), reward("r2", 0)]
     alone = assemble(rollouts, calls, rewards, replace(SETTINGS, adapters=frozenset({"policy"})))
     whole = assemble_adapters(rollouts, calls, rewards, SETTINGS, {"policy": AdapterRule()}).whole()
-    assert whole.datums == alone.datums
+    assert whole.rows == alone.rows
     assert whole.trained == alone.trained
     assert whole.skipped == alone.skipped
     assert whole.metrics() == alone.metrics()
@@ -239,7 +240,7 @@ def test_each_adapter_has_a_step_of_its_own() -> None:
     def weights(trained: list[str]) -> dict[str, torch.Tensor]:
         learner = Learner(load_base("agentrl-tiny"), adapters=tuple(BOTH), rank=4)
         for name in trained:
-            learner.step(batches.by_adapter[name].datums, adam=adam)
+            learner.step(batches.by_adapter[name].rows, adam=adam)
         return learner.state_dict()
 
     both, asker_only = weights(["asker", "answerer"]), weights(["asker"])

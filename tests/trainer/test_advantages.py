@@ -15,9 +15,9 @@ from agentrl_trainer.data.advantages import (
     ESTIMATORS,
     GroupAdvantages,
     Scaling,
-    anchor_advantages,
     discounted_returns,
     group_advantages,
+    state_advantages,
     token_advantages,
     turn_advantages,
     whiten_groups,
@@ -249,7 +249,7 @@ def test_turn_groups_without_a_signal() -> None:
 
 def test_gigpo_by_hand() -> None:
     """Two rollouts meet in state "b"; the winner turned left there."""
-    found = anchor_advantages(
+    found = state_advantages(
         [[0.0, 1.0], [0.0, 0.0, 0.0]], [["a", "b"], ["a", "b", "c"]], discount=0.9, step_weight=0.5
     )
     whole = [0.5, -0.5]
@@ -263,9 +263,9 @@ def test_gigpo_by_hand() -> None:
 
 
 def test_gigpo_without_common_states_is_grpo() -> None:
-    found = anchor_advantages([[r] for r in SCORES], [[i] for i in range(len(SCORES))])
+    found = state_advantages([[r] for r in SCORES], [[i] for i in range(len(SCORES))])
     assert [a for (a,) in found.advantages] == pytest.approx(group_advantages(SCORES).advantages)
-    scaled = anchor_advantages(
+    scaled = state_advantages(
         [[r] for r in SCORES], [[i] for i in range(len(SCORES))], normalize_std=True
     )
     expected = group_advantages(SCORES, normalize_std=True).advantages
@@ -282,7 +282,7 @@ def test_turn_credit_is_whole(rewards: list, discount: float, normalize: bool) -
     anchors = [[k % 2 for k, _ in enumerate(member or ())] for member in rewards]
     for found in (
         turn_advantages(rewards, discount=discount, normalize_std=normalize),
-        anchor_advantages(rewards, anchors, discount=discount, normalize_std=normalize),
+        state_advantages(rewards, anchors, discount=discount, normalize_std=normalize),
     ):
         assert len(found.advantages) == len(found.skipped) == len(rewards)
         for member, advantages, reason in zip(

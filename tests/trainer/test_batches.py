@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_trainer.data.packing import (
-    MicroBatch,
-    TrainingRow,
-    count_tokens,
-    pack,
-    to_training_row,
-)
+from agentrl_trainer.data.packing import MicroBatch, count_tokens, pack
+from agentrl_trainer.data.training_row import TrainingRow, to_training_row
 from agentrl_trainer.data.trajectories import Trajectory, Turn
 
 

@@ -27,9 +27,9 @@ from agentrl_trainer.client import (
     TrainingClient,
 )
 from agentrl_trainer.client.rows import from_row, to_row
-from agentrl_trainer.learner import learner as engine
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.value_head import ValueParams
+from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.models.loading import load_base
 
 TINY = "agentrl-tiny"
@@ -81,7 +81,7 @@ def learner(seed: int = 3) -> Learner:
     return Learner(load_base(TINY), adapters=("a",), rank=4, seed=seed)
 
 
-RL_ROW = engine.TrainingRow(
+RL_ROW = TrainingRow(
     tokens=ROW,
     mask=[False] * 4 + [True] * 4,
     logprobs=[0.0, *SAMPLED],
@@ -114,14 +114,14 @@ def test_a_step_is_the_learners(
     norm = training.optim_step(AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"]
     plain = learner()
     stats = plain.forward_backward([RL_ROW], loss, config, normalize_by=1.0)
-    step = plain.optim_step(engine.AdamParams(learning_rate=1e-2))
+    step = plain.optim_step(AdamParams(learning_rate=1e-2))
     assert ours.result().metrics["loss:sum"] == stats.loss
     assert norm == step.grad_norm > 0
     logprobs = ours.result().loss_fn_outputs[0]["logprobs"]
     assert logprobs.shape == (7,)
     # Both have learned the same: the next log-probs are those of the learner, to the last bit.
     after = training.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
-    whole = engine.TrainingRow(ROW, [False] + [True] * 7, [0.0] * 8, [0.0] * 8, "a")
+    whole = TrainingRow(ROW, [False] + [True] * 7, [0.0] * 8, [0.0] * 8, "a")
     assert after.tolist() == np.float32(plain.forward([whole])[0][1:]).tolist()
     assert abs(after[3:] - logprobs[3:]).max() > 1e-4
 
@@ -133,7 +133,7 @@ def test_every_parameter_of_adam_is_the_learners(training: TrainingClient) -> No
         training.forward_backward([reinforced()], "importance_sampling")
         training.optim_step(AdamParams(learning_rate=1e-2, **given))
         plain.forward_backward([RL_ROW], "importance_sampling", normalize_by=1.0)
-        plain.optim_step(engine.AdamParams(learning_rate=1e-2, **given))
+        plain.optim_step(AdamParams(learning_rate=1e-2, **given))
     name = training.get_info().model_id
     state = training.local(lambda trained: trained.state_dict([name])).result()
     own = {key.replace(f"/{name}/", "/a/"): value for key, value in state.items()}
@@ -368,7 +368,7 @@ def test_a_creation_that_failed_does_not_block_its_name(tmp_path: Path) -> None:
 def test_a_state_with_a_value_function_goes_into_another_client(tmp_path: Path) -> None:
     with ServiceClient(folder=tmp_path, value=ValueParams()) as service:
         first = service.create_lora_training_client(TINY, rank=4, seed=1)
-        returns = engine.with_extra([replace(RL_ROW, adapter="model-1")], returns=[[1.0] * 8])
+        returns = with_extra([replace(RL_ROW, adapter="model-1")], returns=[[1.0] * 8])
         first.forward_backward(returns, "importance_sampling")
         first.optim_step(AdamParams(learning_rate=1e-2)).result()
         path = first.save_state("one").result().path

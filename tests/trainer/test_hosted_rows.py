@@ -20,8 +20,7 @@ from agentrl_trainer.client.hosted_rows import (
     stats_of,
     trained_logprobs,
 )
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import with_extra
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
 
 TINY = "agentrl-tiny"

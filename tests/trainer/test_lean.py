@@ -20,7 +20,7 @@ from agentrl_trainer.inference import SampleParams, SamplerEngine, batched_forwa
 from agentrl_trainer.inference import llama_cpu as lean_module
 from agentrl_trainer.inference.batched_forward import BLOCK, split_blocks
 from agentrl_trainer.inference.llama_cpu import FusedLinear, RmsNorm, can_pack
-from agentrl_trainer.models.loading import attach_adapter, lora_config, save_adapter
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 
 def gpt2() -> PreTrainedModel:

@@ -27,11 +27,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl_trainer.data.packing import TrainingRow, pack
-from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.data.packing import pack
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.losses import LOSSES
-from agentrl_trainer.models.loading import BaseModel, load_adapter_weights
+from agentrl_trainer.models.loading import BaseModel
+from agentrl_trainer.models.lora import load_adapter_weights
 
 VOCAB = 61
 
@@ -230,7 +233,7 @@ def test_half_precision_models_give_float32_logprobs() -> None:
     base = base_model()
     base = replace(base, model=base.model.to(torch.bfloat16), dtype=torch.bfloat16)
     trainer = Learner(base, rank=2)
-    assert {p.dtype for p in trainer._parameters["default"].values()} == {torch.float32}
+    assert {p.dtype for p in trainer._optimizers.parameters["default"].values()} == {torch.float32}
     stats = trainer.step(data())
     assert not stats.skipped_non_finite
     assert math.isfinite(stats.loss)
@@ -359,8 +362,8 @@ def test_adam_is_adam() -> None:
     """Three steps, with its formulas by hand; clipping and decay on."""
     adam = AdamParams(learning_rate=3e-3, weight_decay=0.1, grad_clip_norm=0.01)
     trainer = learner(adam=adam)
-    key = next(k for k in trainer._parameters["default"] if "lora_B" in k)
-    weight = trainer._parameters["default"][key]
+    key = next(k for k in trainer._optimizers.parameters["default"] if "lora_B" in k)
+    weight = trainer._optimizers.parameters["default"][key]
     w, m, v = weight.detach().double(), torch.zeros(()).double(), torch.zeros(()).double()
     for t in range(1, 4):
         trainer.forward_backward(data(seed=t))
@@ -413,7 +416,7 @@ def test_a_gradient_that_is_not_finite_is_refused_though_the_loss_is_fine() -> N
     trainer = learner()
     before = trainer.state_dict()
     assert not trainer.forward_backward(data()).skipped_non_finite
-    parameter = next(iter(trainer._parameters["default"].values()))
+    parameter = next(iter(trainer._optimizers.parameters["default"].values()))
     assert parameter.grad is not None
     parameter.grad[0, 0] = math.nan
     assert trainer.optim_step().skipped_non_finite

@@ -18,10 +18,11 @@ from test_learner import (
     plain_logprobs,
 )
 
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import Learner, with_extra
-from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
-from agentrl_trainer.learner.value_head import ValueHead, ValueParams, value_loss, with_gae
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import ValueParams
+from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare, with_gae
+from agentrl_trainer.learner.value_head import ValueHead, value_loss
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")]
 
@@ -232,7 +233,7 @@ def test_no_gradient_of_the_value_function_reaches_the_policy() -> None:
     plain = learner()
     for one in (trainer, plain):
         move_off_start(one)
-    for head in trainer._value_heads.values():
+    for head in trainer.value_heads.values():
         torch.nn.init.normal_(head.out.weight)
     datums = data(rows=4)
     given = with_extra(datums, returns=[[3.0] * len(d.tokens) for d in datums])
@@ -321,7 +322,7 @@ def test_ppo_with_a_value_function_end_to_end() -> None:
         datums = rows()
         behaviour = trainer.forward(datums)
         datums = [replace(d, logprobs=lp) for d, lp in zip(datums, behaviour, strict=True)]
-        datums = with_gae(datums, trainer.values(datums), discount=1.0, trace=0.95)
+        datums = with_gae(datums, trainer.values(datums))
         first = first or behaviour[1][2]
         trainer.step(datums, "ppo")
     assert trainer.forward(rows())[1][2] > first + 0.5

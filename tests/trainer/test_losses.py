@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl_trainer.learner.loss_options import KlOptions
 from agentrl_trainer.learner.losses import LOSSES, Sums, add_sums, kl_penalty
 
 N = 40
@@ -272,8 +273,7 @@ def test_the_expected_gradient_of_the_penalty_is_that_of_the_kl(
         logits.log_softmax(0),
         reference,
         policy.detach() - sampler,
-        estimator=estimator,
-        gradient="unbiased",
+        KlOptions(kl_estimator=estimator),  # type: ignore[arg-type]
     )
     (found,) = torch.autograd.grad((sampler.exp() * penalty).sum(), logits)
     torch.testing.assert_close(found, exact)
@@ -284,7 +284,7 @@ def test_the_penaltys_importance_weight_is_at_most_5(ratio: float, weight: float
     """Its gradient is that weight times (lp - log reference)."""
     lp = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     drift = torch.tensor([ratio], dtype=torch.float64).log()
-    penalty = kl_penalty(lp, lp.detach() - 0.5, drift, estimator="k3", gradient="unbiased")
+    penalty = kl_penalty(lp, lp.detach() - 0.5, drift, KlOptions())
     penalty.sum().backward()
     assert lp.grad is not None
     assert lp.grad.item() == pytest.approx(0.5 * weight)

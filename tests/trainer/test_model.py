@@ -25,19 +25,16 @@ from transformers import (
 )
 
 from agentrl.export.adapter import export
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models import loading as model_module
-from agentrl_trainer.models.loading import (
-    ModelError,
+from agentrl_trainer.models.loading import ModelError, load_base, load_facts, resolve_model
+from agentrl_trainer.models.lora import (
     adapter_shapes,
     attach_adapter,
     load_adapter_weights,
-    load_base,
-    load_facts,
     lora_config,
-    resolve_model,
     save_adapter,
 )
 
@@ -374,8 +371,9 @@ def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_base_in_four_bits_learns() -> None:
     pytest.importorskip("bitsandbytes")
-    from agentrl_trainer.data.packing import TrainingRow
-    from agentrl_trainer.learner.learner import AdamParams, Learner
+    from agentrl_trainer.data.training_row import TrainingRow
+    from agentrl_trainer.learner.learner import Learner
+    from agentrl_trainer.learner.loss_options import AdamParams
 
     base = load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
     kinds = {type(m).__name__ for m in base.model.modules()}

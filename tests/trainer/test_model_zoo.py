@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from agentrl.export.adapter import export
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
 
 ON_PAGE = (

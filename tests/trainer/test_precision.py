@@ -12,9 +12,10 @@ import pytest
 import torch
 from small_models import Answer, Asked
 
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
-from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
 
 MODEL = "agentrl-tiny"

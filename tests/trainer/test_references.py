@@ -11,7 +11,7 @@ import pytest
 from agentrl_trainer.data import advantages
 from agentrl_trainer.data import batch_assembly as step
 from agentrl_trainer.inference import sampling as pick
-from agentrl_trainer.learner import learner, losses, schedules
+from agentrl_trainer.learner import losses, optimizers, prepare_batch, schedules
 from agentrl_trainer.learner import value_head as values
 
 FORMULAS: list[Callable[..., Any]] = [
@@ -23,14 +23,14 @@ FORMULAS: list[Callable[..., Any]] = [
     advantages.whiten_groups,
     advantages.discounted_returns,
     advantages.turn_advantages,
-    advantages.anchor_advantages,
+    advantages.state_advantages,
     advantages.token_advantages,
     values.value_loss,
-    values.with_gae,
+    prepare_batch.with_gae,
     step.normalize_lengths,
     schedules.schedule_factor,
     schedules.default_learning_rate,
-    learner.Learner.optim_step,
+    optimizers.AdapterOptimizers.step,
     pick._invert,
     pick._filtered_pick,
 ]

@@ -50,7 +50,7 @@ def test_advantages_reach_the_sampled_tokens() -> None:
         rollouts, [call("r1", "c1"), call("r2", "c2")], [reward("r1", 1), reward("r2", 0)], SETTINGS
     )
     assert batch.trained == {"c1", "c2"}
-    assert [d.advantages for d in batch.datums] == [
+    assert [d.advantages for d in batch.rows] == [
         [0, 0, 0, 0.5, 0.5],
         [0, 0, 0, -0.5, -0.5],
     ]
@@ -92,7 +92,7 @@ def test_missing_is_not_zero() -> None:
     calls = [call(r.id, f"c{r.id}") for r in rollouts]
     batch = assemble(rollouts, calls, [reward("r1", 1), reward("r2", 0)], SETTINGS)
     assert batch.skipped == {"cr3": SkipReason.NO_REWARD}
-    assert [d.advantages[-1] for d in batch.datums] == [0.5, -0.5]
+    assert [d.advantages[-1] for d in batch.rows] == [0.5, -0.5]
 
 
 def test_rewards_of_a_rollout_add_up() -> None:
@@ -107,7 +107,7 @@ def test_a_refused_step_trains_nothing() -> None:
     batch = assemble(
         rollouts, [call("r1", "c1"), call("r2", "c2")], [reward("r1", 1), reward("r2", 0)], SETTINGS
     )
-    batch.refuse(SkipReason.NON_FINITE_STEP)
+    batch.refuse("non_finite")
     assert batch.trained == set()
     assert set(batch.skipped.values()) == {SkipReason.NON_FINITE_STEP}
 
@@ -140,7 +140,7 @@ def test_every_call_gets_exactly_one_verdict(drawn: list) -> None:
     batch = assemble(rollouts, calls, rewards, SETTINGS)
     assert not batch.trained & batch.skipped.keys()
     assert batch.trained | batch.skipped.keys() == {c.id for c in calls}
-    assert sum(sum(d.mask) for d in batch.datums) == 2 * len(batch.trained)
+    assert sum(sum(d.mask) for d in batch.rows) == 2 * len(batch.trained)
 
 
 def test_answers_that_are_too_old_are_dropped_and_their_rollout_still_counts() -> None:
@@ -155,7 +155,7 @@ def test_answers_that_are_too_old_are_dropped_and_their_rollout_still_counts() -
     batch = assemble(rollouts, calls, [reward("r1", 1), reward("r2", 0)], settings)
     assert batch.skipped == {"old": SkipReason.STALE}
     assert batch.trained == {"new", "c2"}
-    assert [max(d.advantages, key=abs) for d in batch.datums] == [0.5, -0.5]
+    assert [max(d.advantages, key=abs) for d in batch.rows] == [0.5, -0.5]
 
 
 def test_a_temperature_reaches_the_tokens_it_was_asked_for() -> None:
@@ -166,5 +166,5 @@ def test_a_temperature_reaches_the_tokens_it_was_asked_for() -> None:
         [reward("r1", 1), reward("r2", 0)],
         SETTINGS,
     )
-    assert [dict(d.extra) for d in batch.datums] == [{"temperature": [1, 1, 1, 0.5, 0.5]}, {}]
+    assert [dict(d.extra) for d in batch.rows] == [{"temperature": [1, 1, 1, 0.5, 0.5]}, {}]
     assert batch.off_policy == {"temperature": 1}

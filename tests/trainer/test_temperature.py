@@ -22,8 +22,8 @@ from test_learner import (
 )
 from torch import Tensor
 
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import Learner, with_extra
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 
 pytestmark = [

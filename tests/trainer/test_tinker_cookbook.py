@@ -44,10 +44,11 @@ from agentrl_trainer.client.rows import from_row, to_row
 from agentrl_trainer.data import packing as batches
 from agentrl_trainer.data.advantages import discounted_returns, group_advantages, token_advantages
 from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assemble, normalize_lengths
-from agentrl_trainer.data.trajectories import Rules
+from agentrl_trainer.data.skip_reasons import SkipRules
+from agentrl_trainer.learner.loss_options import KlOptions
 from agentrl_trainer.learner.losses import LOSSES, kl_penalty
+from agentrl_trainer.learner.prepare_batch import Gae, with_gae
 from agentrl_trainer.learner.schedules import default_learning_rate, schedule_factor
-from agentrl_trainer.learner.value_head import with_gae
 
 PYTHON = python_with("tinker_cookbook", "AGENTRL_TEST_TINKER_PYTHON")
 pytestmark = [
@@ -264,9 +265,9 @@ def test_datums_are_those_of_assemble_training_data(ask: Ask, seed: int) -> None
     batch = ours(made)
     theirs = [as_row(datum) for datum in ask("training_data", groups=made)]
     assert len(theirs) > 5
-    same_rows(batch.datums, theirs)
+    same_rows(batch.rows, theirs)
     # And back: what we train on is a datum of theirs.
-    for mine, datum in zip(batch.datums, ask("training_data", groups=made), strict=True):
+    for mine, datum in zip(batch.rows, ask("training_data", groups=made), strict=True):
         back = from_row(mine)
         assert back.model_input.to_ints() == datum["model_input"]
         assert list(back.loss_fn_inputs["target_tokens"]) == datum["target_tokens"]
@@ -280,7 +281,7 @@ def test_append_only_turns_are_one_datum_on_both_sides(ask: Ask) -> None:
         turns.append(turn(rng, whole(turns[-1]) + tokens(rng, 4)))
     other = {"turns": [turn(rng, [5, 6, 7])], "final": 9.0}
     made = [[{"turns": turns, "final": 0.0}, other]]
-    assert len(ask("training_data", groups=made)) == len(ours(made).datums) == 2
+    assert len(ask("training_data", groups=made)) == len(ours(made).rows) == 2
 
 
 def test_interleaved_agents_are_put_together_by_ours_and_cut_up_by_theirs(ask: Ask) -> None:
@@ -293,7 +294,7 @@ def test_interleaved_agents_are_put_together_by_ours_and_cut_up_by_theirs(ask: A
     made = [
         [{"turns": turns, "final": 1.0}, {"turns": [turn(rng, [1])], "final": 0.0}],
     ]
-    mine, theirs = ours(made).datums, [as_row(one) for one in ask("training_data", groups=made)]
+    mine, theirs = ours(made).rows, [as_row(one) for one in ask("training_data", groups=made)]
     assert (len(mine), len(theirs)) == (2 + 1, 4 + 1)
 
     def trained(rows: list[batches.TrainingRow]) -> list[tuple[int, float, float]]:
@@ -319,7 +320,7 @@ def test_a_turn_that_does_not_train_stays_as_context(ask: Ask) -> None:
             {"turns": [turn(rng, [1, 2, 3])], "final": 0.0},
         ]
     ]
-    batch = ours(made, replace(SETTINGS, rules=Rules(skip_agents=("helper",))))
+    batch = ours(made, replace(SETTINGS, rules=SkipRules(skip_agents=("helper",))))
     assert batch.skipped == {"0-0-1": SkipReason.OTHER_AGENT}
     theirs = [as_row(one) for one in ask("training_data", groups=made)]
     # They leave the sampler's log-probs where the mask is off; ours are 0 there.
@@ -330,7 +331,7 @@ def test_a_turn_that_does_not_train_stays_as_context(ask: Ask) -> None:
         for row in theirs
     ]
     assert cleaned != theirs
-    same_rows(batch.datums, cleaned)
+    same_rows(batch.rows, cleaned)
 
 
 def test_a_recipe_makes_the_datum_that_the_cookbook_makes(
@@ -365,7 +366,7 @@ def test_metrics_are_those_of_compute_trajectory_metrics(ask: Ask, seed: int) ->
     assert len(batch.rewards) == theirs["env/all/total_episodes"]
     kept = [group for group in made if len({round(total(one), 9) for one in group}) > 1]
     sampled = ask("trajectory_metrics", groups=kept)["env/all/total_ac_tokens"]
-    assert sum(datum.trained for datum in batch.datums) == sampled
+    assert sum(datum.trained for datum in batch.rows) == sampled
 
 
 # ---- the KL to the sampler, to a reference, to a teacher
@@ -424,7 +425,7 @@ def test_kl_and_entropy_are_those_of_compute_kl_sample_train(ask: Ask, seed: int
     k1 = float(sums["kl_k1"]) / count
     assert k1 == pytest.approx(theirs["optim/kl_sample_train_v1"], rel=1e-6)
     nothing = torch.zeros_like(lp)
-    k2 = kl_penalty(lp, sampled, nothing, estimator="k2", gradient="direct")
+    k2 = kl_penalty(lp, sampled, nothing, KlOptions(1.0, "k2", "direct"))
     assert float(k2[mask].mean()) == pytest.approx(theirs["optim/kl_sample_train_v2"], rel=1e-6)
     # They report the sampler's entropy, we the trainer's: apart by the first estimate of the KL.
     entropy = -float(sums["logprob"]) / count
@@ -516,7 +517,7 @@ def test_a_discounted_penalty_of_theirs_reaches_the_context_and_ours_does_not(as
         taught = [0.0, *((lp or 0.0) - q for lp, q in zip(found[1:], row["logprobs"], strict=True))]
         zeros = [0.0] * len(mask)
         plain = batches.TrainingRow(row["tokens"], mask, zeros, zeros, extra={"rewards": taught})
-        (mine,) = with_gae([plain], [zeros], discount=0.9, trace=1.0)
+        (mine,) = with_gae([plain], [zeros], Gae(0.9, 1.0))
         assert not any(a for a, on in zip(mine.advantages, mask, strict=True) if not on)
         sampled = [reward for reward, on in zip(taught, mask, strict=True) if on]
         alone = ask("discounted", values=sampled, discount=0.9)

@@ -12,12 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-from agentrl_trainer.data.trajectories import (
-    TrajectorySet,
-    build_trajectories,
-    judge,
-    token_versions,
-)
+from agentrl_trainer.data.off_policy import token_versions
+from agentrl_trainer.data.skip_reasons import CallLimits, call_reason
+from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
 
 
 def make(name: str, prompt: list[int], response: list[int], seq: int = 0, **changes: Any) -> Call:
@@ -225,12 +222,12 @@ def test_two_calls_with_one_id_are_refused() -> None:
 )
 def test_judge(changes: dict[str, Any], reason: SkipReason | None) -> None:
     call = make("a", [1, 2], [3, 4], **changes)
-    verdict = judge(call, max_length=10, adapters=["default"], oldest_version={"default": 2})
+    verdict = call_reason(call, CallLimits(10, ["default"], oldest_version=2))
     assert verdict is reason
 
 
 def test_any_adapter_trains_unless_told_otherwise() -> None:
-    assert judge(make("a", [1], [2], adapter="whoever"), max_length=10) is None
+    assert call_reason(make("a", [1], [2], adapter="whoever"), CallLimits(10)) is None
 
 
 # ---- properties

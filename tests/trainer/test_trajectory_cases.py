@@ -26,15 +26,11 @@ from agentrl_trainer.data.batch_assembly import (
     assemble,
     normalize_lengths,
 )
-from agentrl_trainer.data.packing import to_training_row
+from agentrl_trainer.data.off_policy import importance_weight, sampled_otherwise
 from agentrl_trainer.data.rewards import rollout_reward, turn_rewards
-from agentrl_trainer.data.trajectories import (
-    Rules,
-    TrajectorySet,
-    build_trajectories,
-    importance,
-    sampled_otherwise,
-)
+from agentrl_trainer.data.skip_reasons import SkipRules
+from agentrl_trainer.data.training_row import to_training_row
+from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
 
 LIMIT = 64
 
@@ -213,7 +209,7 @@ def test_an_empty_completion() -> None:
 def test_an_answer_cut_off_at_its_limit_follows_the_policy(policy: Any) -> None:
     cut = make("cut", [1], [10, 11], seq=0, finish_reason="length")
     following = make("following", [1, 10, 11, 2], [12], seq=1)
-    built = build(cut, following, rules=Rules(truncated=policy))
+    built = build(cut, following, rules=SkipRules(truncated=policy))
     if policy == "train":
         assert rows(built) == [["cut", "following"]]
     else:
@@ -253,7 +249,7 @@ def test_auxiliary_calls_are_left_out_by_their_agent() -> None:
     title = make("title", [1, 10, 7], [11], seq=1, agent="title")
     summary = make("summary", [1, 10, 8], [12], seq=2, agent="summarizer")
     nameless = make("nameless", [1, 10, 2], [13], seq=3)
-    built = build(a, title, summary, nameless, rules=Rules(skip_agents=("title", "summar*")))
+    built = build(a, title, summary, nameless, rules=SkipRules(skip_agents=("title", "summar*")))
     assert rows(built) == [["a", "nameless"]]
     assert built.skipped == dict.fromkeys(("title", "summary"), SkipReason.OTHER_AGENT)
 
@@ -277,7 +273,7 @@ def test_versions_that_change_between_and_within_turns() -> None:
     stretches = {"mixed_versions": True, "versions": [[0, 4], [1, 5]]}
     (row,) = build(a, replace(b, params=stretches)).trajectories
     assert row.versions == [-1, 3, -1, 4, 5]  # or each token's own, where it is recorded
-    built = build(a, b, oldest_version={"default": 4})
+    built = build(a, b, oldest_version=4)
     assert built.skipped == {"a": SkipReason.STALE}
 
 
@@ -306,11 +302,11 @@ def test_sampling_other_than_from_the_policy(
 ) -> None:
     one = make("a", [1], [10], params=params)
     assert sampled_otherwise(one) == kind
-    assert importance(one) == (None if weight is None else pytest.approx(weight))
+    assert importance_weight(one) == (None if weight is None else pytest.approx(weight))
     assert rows(build(one)) == [["a"]]
-    skipping = build(one, rules=Rules(off_policy="skip"))
+    skipping = build(one, rules=SkipRules(off_policy="skip"))
     assert skipping.skipped == ({} if kind is None else {"a": SkipReason.OFF_POLICY})
-    weighing = build(one, rules=Rules(off_policy="weight"))
+    weighing = build(one, rules=SkipRules(off_policy="weight"))
     assert weighing.skipped == ({} if weight is not None else {"a": SkipReason.OFF_POLICY})
 
 
@@ -392,7 +388,7 @@ def test_a_group_that_shrank_to_one_is_skipped_and_counted() -> None:
     )
     assert batch.skipped == {"c1": SkipReason.SMALL_GROUP, "c2": SkipReason.FAILED_ROLLOUT}
     assert batch.metrics()["groups/skipped"] == 1
-    assert batch.datums == []
+    assert batch.rows == []
 
 
 def test_off_policy_calls_are_counted() -> None:
@@ -407,8 +403,10 @@ def test_off_policy_calls_are_counted() -> None:
 def test_a_constrained_answer_is_weighted_by_the_mass_it_was_left() -> None:
     params = {"constrained": "json_schema", "constrained_log_mass": -1.0}
     forced = replace(step_call("r1", "forced", seq=1), params=params)
-    batch = pair([reward("r1", 1.0)], [reward("r2", 0.0)], forced, rules=Rules(off_policy="weight"))
-    found = [datum.extra["weights"][-1] for datum in batch.datums]
+    batch = pair(
+        [reward("r1", 1.0)], [reward("r2", 0.0)], forced, rules=SkipRules(off_policy="weight")
+    )
+    found = [datum.extra["weights"][-1] for datum in batch.rows]
     assert sorted(found) == pytest.approx([math.exp(-1), 1.0, 1.0])
 
 
@@ -417,14 +415,14 @@ def test_length_normalisation_keeps_the_weights_of_constrained_answers(how: Any)
     params = {"constrained": "json_schema", "constrained_log_mass": -1.0}
     forced = replace(step_call("r1", "forced", seq=1), params=params)
 
-    def weights(rules: Rules) -> list[float]:
+    def weights(rules: SkipRules) -> list[float]:
         settings = replace(SETTINGS, rules=rules, length_normalization=how)
         calls = [step_call("r1", "c1"), step_call("r2", "c2"), forced]
         earned = [reward("r1", 1.0), reward("r2", 0.0)]
         batch = assemble([rollout("r1"), rollout("r2")], calls, earned, settings)
-        return sorted(datum.extra["weights"][-1] for datum in batch.datums)
+        return sorted(datum.extra["weights"][-1] for datum in batch.rows)
 
-    plain, weighted = weights(Rules()), weights(Rules(off_policy="weight"))
+    plain, weighted = weights(SkipRules()), weights(SkipRules(off_policy="weight"))
     assert min(weighted) == pytest.approx(min(plain) * math.exp(-1))
     assert weighted[1:] == pytest.approx(sorted(plain)[1:])
 
@@ -449,7 +447,7 @@ def test_credit_by_turn_reaches_the_turns_tokens() -> None:
     settings = replace(SETTINGS, estimator="turn", discount=0.5)
     batch = assemble([rollout("r1"), rollout("r2")], calls, rewards, settings)
     # Returns: r1 1 and 0, r2 0.5 and 1.
-    assert [datum.advantages for datum in batch.datums] == [
+    assert [datum.advantages for datum in batch.rows] == [
         [0, 0.25, 0.25, 0, -0.5, -0.5],
         [0, -0.25, -0.25, 0, 0.5, 0.5],
     ]
@@ -475,7 +473,7 @@ def test_gigpo_finds_the_state_in_the_last_messages() -> None:
     batch = assemble(
         [rollout("r1"), rollout("r2")], calls, [reward("r1", 1.0), reward("r2", 0.0)], settings
     )
-    assert [datum.advantages for datum in batch.datums] == [
+    assert [datum.advantages for datum in batch.rows] == [
         [0, 1.0, 1.0, 0, 0.5, 0.5],  # both met "start"; the second states were each met once
         [0, -1.0, -1.0, 0, -0.5, -0.5],
     ]
@@ -488,7 +486,7 @@ def test_gae_puts_rewards_where_they_were_earned() -> None:
     settings = replace(SETTINGS, estimator="gae")
     batch = assemble([rollout("r1")], [*calls, branch], rewards, settings)
     assert batch.skipped == {}  # a single rollout is enough, for nothing is compared
-    whole, fork = batch.datums
+    whole, fork = batch.rows
     assert whole.extra["rewards"] == [0, 0, 0, 0, 0, 1, 0, 0, 4]
     assert fork.extra["rewards"] == [0, 0, 0, 0, 0, 4]  # it began after the 1 was earned
 
@@ -564,7 +562,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Any], list[Call], list[Reward], StepSet
         min_group=draw(st.integers(1, 3)),
         discount=draw(st.sampled_from([1.0, 0.9])),
         length_normalization=draw(st.sampled_from(["token", "sequence", "rollout", "constant"])),
-        rules=Rules(
+        rules=SkipRules(
             skip_agents=draw(st.sampled_from([(), ("title",)])),
             truncated=draw(st.sampled_from(["train", "skip"])),
             off_policy=draw(st.sampled_from(["train", "weight", "skip"])),
@@ -581,10 +579,10 @@ def test_every_call_has_one_fate_and_every_token_trains_once(drawn: Any) -> None
     assert not batch.trained & batch.skipped.keys()
     assert batch.trained | batch.skipped.keys() == {call.id for call in calls}
     by_id = {call.id: call for call in calls}
-    assert sum(d.trained for d in batch.datums) == sum(
+    assert sum(d.trained for d in batch.rows) == sum(
         len(by_id[name].response_ids) for name in batch.trained
     )
-    for datum in batch.datums:
+    for datum in batch.rows:
         for column in (datum.advantages, *datum.extra.values()):
             assert len(column) == len(datum.tokens)
             assert all(map(math.isfinite, column))
@@ -593,10 +591,10 @@ def test_every_call_has_one_fate_and_every_token_trains_once(drawn: Any) -> None
         assert batch.off_policy.keys() <= {"temperature"}  # which is what trains, then
     for metric in batch.metrics().values():
         assert math.isfinite(metric) or not any(r is not None for r in batch.rewards.values())
-    if options.length_normalization in ("sequence", "rollout") and batch.datums:
+    if options.length_normalization in ("sequence", "rollout") and batch.rows:
         # Relative weights: they only move emphasis around.
         weights = [
-            w for d in batch.datums for w, on in zip(d.extra["weights"], d.mask, strict=True) if on
+            w for d in batch.rows for w, on in zip(d.extra["weights"], d.mask, strict=True) if on
         ]
         assert sum(weights) == pytest.approx(len(weights))
 

@@ -38,7 +38,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl_trainer.data.packing import TrainingRow, pack
+from agentrl_trainer.data.packing import pack
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.prefix_attention import Trie, pack_trie
 

@@ -27,7 +27,8 @@ from peer import Ask, peer, python_with
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.data.advantages import Scaling, group_advantages, whiten_groups
 from agentrl_trainer.data.batch_assembly import LengthNormalization, normalize_lengths
-from agentrl_trainer.data.packing import TrainingRow, pack
+from agentrl_trainer.data.packing import pack
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.losses import LOSSES, token_sums
 from agentrl_trainer.models.loading import load_base

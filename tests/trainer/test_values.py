@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from test_learner import data, learner
 
 from agentrl_trainer.data.advantages import Scaling
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.prepare_batch import Gae, UpdateSettings, prepare
-from agentrl_trainer.learner.value_head import ValueParams, with_gae
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.loss_options import ValueParams
+from agentrl_trainer.learner.prepare_batch import Gae, UpdateSettings, prepare, with_gae
 
 Column = NDArray[np.float64]
 
@@ -52,13 +52,13 @@ def plain_gae(rewards: Column, values: Column, discount: float, trace: float) ->
     )
 
 
-@pytest.mark.parametrize("scaling", [None, Scaling(ddof=0, epsilon=0.0), Scaling(1, 0.25)])
+@pytest.mark.parametrize("scaling", [Scaling(), Scaling(ddof=0, epsilon=0.0), Scaling(1, 0.25)])
 @pytest.mark.parametrize(("discount", "trace"), [(1.0, 0.95), (0.9, 0.7), (0.5, 0.0)])
 def test_whitened_advantages_are_their_definition(
-    scaling: Scaling | None, discount: float, trace: float
+    scaling: Scaling, discount: float, trace: float
 ) -> None:
     datums, values = rows(3, (9, 4, 1 + 6))
-    done = with_gae(datums, values, discount=discount, trace=trace, whiten=True, scaling=scaling)
+    done = with_gae(datums, values, Gae(discount, trace, True, scaling))
 
     plain: list[Column] = []
     for datum, row in zip(datums, values, strict=True):
@@ -88,7 +88,7 @@ def test_whitened_advantages_are_their_definition(
 
 def test_without_whitening_advantages_stay_as_they_are() -> None:
     datums, values = rows(4, (6,))
-    (datum,) = with_gae(datums, values, discount=0.9, trace=0.8, scaling=Scaling(0, 0.5))
+    (datum,) = with_gae(datums, values, Gae(0.9, 0.8, scaling=Scaling(0, 0.5)))
     on = np.array(datum.mask)
     rewards = np.array(datums[0].extra["rewards"])[on]
     expected = plain_gae(rewards, np.array(values[0])[on], 0.9, 0.8)
@@ -97,7 +97,7 @@ def test_without_whitening_advantages_stay_as_they_are() -> None:
 
 def test_one_token_has_no_deviation() -> None:
     datums, values = rows(5, (2,))
-    (datum,) = with_gae(datums, values, whiten=True)  # ddof 1 has nothing to divide by
+    (datum,) = with_gae(datums, values, Gae(whiten=True))  # ddof 1 has nothing to divide by
     assert datum.advantages == [0.0, 0.0]
 
 

@@ -13,10 +13,13 @@ from agentrl.config.settings import EvalConfig, greedy_note
 from agentrl.config.tasks import load_tasks
 from agentrl.console.report import evaluation_report
 from agentrl.runs.folder import RunFolder, adapters_to_serve
+from agentrl.training.evaluation import plan_evaluation
+from agentrl.training.failures import count_failures
 from agentrl.training.intervals import pass_at_k, task_interval
-from agentrl.training.session import Session, failures, plan_evaluation
-from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
+from agentrl.training.session import Session
+from agentrl_tracer.schemas import Call, Reward, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
+from agentrl_trainer.data.skip_reasons import evaluation_reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,11 @@ def evaluate(config: EvalConfig, console: Console) -> None:
         )
     ids = [rollout.id for rollout in rollouts]
     calls = store.calls(rollout_ids=ids)
-    store.settle(trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION))
+    store.settle(trained={}, skipped=evaluation_reasons(calls))
     scores = score(rollouts, store.rewards(ids), config.success_reward)
     store.end_run(run_id, "finished")
     store.close()
-    problems = failures(rollouts)
+    problems = count_failures(rollouts)
     refused = not_enforced(calls, config.adapter) if config.answered_by else {}
     summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
     folder.write_json(folder.summary, summary)

@@ -10,8 +10,10 @@ from rich.text import Text
 from agentrl.config.settings import OtherModelConfig, RunConfig
 from agentrl.console.trace_tree import rollout_tree
 from agentrl.runs.folder import RunFolder, adapters_to_serve
-from agentrl.training.session import Session, rollout_seed
-from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState, SkipReason
+from agentrl.training.rollout_queue import rollout_seed
+from agentrl.training.session import Session
+from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
+from agentrl_trainer.data.skip_reasons import evaluation_reasons
 from agentrl_trainer.tiny import MODEL_DIR
 
 
@@ -40,7 +42,7 @@ def run_once(config: RunConfig, console: Console) -> bool:
         [rollout] = session.execute(plan, lambda _done, _all: None)
         seconds = time.monotonic() - started
     calls = store.calls(rollout_ids=[rollout.id])
-    store.settle(trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION))
+    store.settle(trained={}, skipped=evaluation_reasons(calls))
     store.end_run(run_id, "finished")
     console.print(rollout_tree(store, rollout))
     store.close()

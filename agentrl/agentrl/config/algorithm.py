@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 if TYPE_CHECKING:
     from agentrl_trainer.data.advantages import Scaling
     from agentrl_trainer.data.batch_assembly import StepSettings
+    from agentrl_trainer.learner.loss_options import ValueParams
     from agentrl_trainer.learner.prepare_batch import UpdateSettings
-    from agentrl_trainer.learner.value_head import ValueParams
 
 _GROUP = Group("Algorithm", sort_key=3.5)
 REFERENCE = "kl-reference"  # the name of the reference adapter inside the learner
@@ -268,7 +268,7 @@ def step_settings(
 ) -> StepSettings:
     """How records become datums, as configured."""
     from agentrl_trainer.data.batch_assembly import StepSettings
-    from agentrl_trainer.data.trajectories import Rules
+    from agentrl_trainer.data.skip_reasons import SkipRules
 
     return StepSettings(
         adapters=adapters,
@@ -281,7 +281,7 @@ def step_settings(
         step_weight=_or(config.step_weight, 1.0),
         length_normalization=length_normalization(config),
         length_constant=config.length_constant or max_tokens,
-        rules=Rules(tuple(config.skip_agents), config.truncated, config.off_policy),
+        rules=SkipRules(tuple(config.skip_agents), config.truncated, config.off_policy),
     )
 
 
@@ -306,7 +306,7 @@ def update_settings(config: AlgorithmConfig, *, epochs: int) -> UpdateSettings:
 
 def value_params(config: AlgorithmConfig) -> ValueParams | None:
     """How a value function learns; None without one."""
-    from agentrl_trainer.learner.value_head import ValueParams
+    from agentrl_trainer.learner.loss_options import ValueParams
 
     if config.estimator != "gae":
         return None

@@ -13,8 +13,9 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from agentrl.export import ollama
-from agentrl_trainer.models.loading import ModelError, checkpoint_dtype, load_base, read_adapter
-from agentrl_trainer.models.moe import no_false_warnings
+from agentrl_trainer.models.loading import ModelError, checkpoint_dtype, load_base
+from agentrl_trainer.models.lora import read_adapter
+from agentrl_trainer.models.lora_targets import no_false_warnings
 
 
 def merge(peft: Path, model: str, out: Path, *, trust_remote_code: bool = False) -> None:

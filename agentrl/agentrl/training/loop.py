@@ -1,13 +1,11 @@
-"""``agentrl train``: roll out, learn, publish, evaluate, until the steps are done.
+"""The training loop: roll out, learn, publish, evaluate, until the steps are done.
 
-This is the whole loop, over the client API, whose backends are this machine and Tinker. The parts
-that it takes from ``run`` are ``agentrl.training.run``'s.
+It runs over the client API, whose backends are this machine and Tinker.
 
-What must survive a crash is ordered so that the checkpoint is the last word on a step: verdicts are
-written before it, its row of metrics is in it, the new adapter is published after it, and a resumed
-run undoes what came after the newest one (``TrainingRun.restore``). The row is logged last, because
-it says how long all of that took; where a run died before, the checkpoint's is logged when it is
-resumed.
+The checkpoint is the last word on a step. Verdicts are written before it, the step's row of metrics
+is in it, and the new adapter is published after it. A resumed run undoes what came after its newest
+checkpoint (``TrainingRun.restore``). The row is logged last, with the seconds that all of this
+took; a run that died before logs the checkpoint's row when it is resumed.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ from agentrl.runs.summary import Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import seconds_row
 from agentrl.training.run import TrainingRun
-from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.client import AdamParams, RefusedRows
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.learner.learner import StepStats
+from agentrl_trainer.learner.step_stats import StepStats
 
 
 def train(run: TrainingRun) -> Summary:
-    """Trains to the end; returns what to show.
+    """Train to the end.
 
     Raises:
         RunError: nothing can be rolled out, for a reason the message gives.
@@ -44,7 +41,7 @@ def train(run: TrainingRun) -> Summary:
 
 
 def train_step(run: TrainingRun, step: int) -> None:
-    """Groups of rollouts, their advantages, an update of each adapter, its new version."""
+    """Sample groups of rollouts, compute advantages, update each adapter, publish its version."""
     clock, parts = PhaseTimer(), PhaseTimer()
     with clock("rollouts"):
         taken = run.sample(step)
@@ -56,14 +53,14 @@ def train_step(run: TrainingRun, step: int) -> None:
         }
         whole = batches.whole()
         run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
-    seconds = clock.spent | parts.spent
-    row = run.row(step, taken=taken, calls=calls, batches=batches, passes=passes, seconds=seconds)
+    row = run.row(step, taken=taken, calls=calls, batches=batches, passes=passes)
+    row |= seconds_row(clock) | seconds_row(parts)
     with clock("checkpoint"):
         run.checkpoint(step, row)
     with clock("publish"):
         publish(run, step)
-    row |= seconds_row(clock.spent)
-    run.journal.log(step, row)
+    row |= seconds_row(clock)
+    run.metrics_log.log(step, row)
     run.clock.add(clock)
     run.display.step(row, run.store.accounting(run.run_id))
 
@@ -71,11 +68,13 @@ def train_step(run: TrainingRun, step: int) -> None:
 def update(
     run: TrainingRun, step: int, name: str, batch: StepBatch, clock: PhaseTimer
 ) -> list[StepStats]:
-    """Updates one adapter. What each epoch saw, the first before any update; the last one may not
-    have been applied (``skipped_non_finite``). Nothing where there is nothing to learn, or where
-    the backend has no way to learn from it: that is noted, and the batch refused."""
+    """Update one adapter; return the statistics of each epoch, the first before any update.
+
+    Returns nothing for an empty batch, and for one that the backend cannot learn from, which is
+    refused. The last epoch may not have been applied (``skipped_non_finite``).
+    """
     passes: list[StepStats] = []
-    if not batch.datums:
+    if not batch.rows:
         return passes
     client = run.clients[name]
     adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.max_grad_norm)
@@ -83,15 +82,15 @@ def update(
     # What depends on the policy before the update: references, values, advantages of GAE.
     with clock("prepare"):
         try:
-            batch.datums = run.result(client.prepare(batch.datums, how))
+            batch.rows = run.result(client.prepare(batch.rows, how))
         except RefusedRows as why:
             run.display.note(f"{name}: nothing of step {step} was trained on: {why}")
-            batch.refuse(SkipReason.OFF_POLICY)
+            batch.refuse("not_supported")
             return passes
     for epoch in range(how.epochs):
         with clock("forward_backward"):
             added = client.forward_backward(
-                batch.datums,
+                batch.rows,
                 how.loss,
                 how.loss_config,
                 normalize_by=None,  # the tokens of the whole step
@@ -101,18 +100,18 @@ def update(
         with clock("optimizer"):
             stepped = run.result(client.optim_step(adam)).metrics
         refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
-        norm = stepped.get("grad_norm")  # not every service tells
+        norm = stepped.get("grad_norm")  # not every service returns it
         passes.append(replace(seen, grad_norm=norm, skipped_non_finite=refused))
         if refused:
             run.display.note("the loss or gradient was not finite: the step was not applied")
             if not epoch:
-                batch.refuse(SkipReason.NON_FINITE_STEP)
+                batch.refuse("non_finite")
             break
     return passes
 
 
 def publish(run: TrainingRun, step: int) -> None:
-    """Saves each adapter as version ``step``, and makes it the one that answers."""
+    """Save each adapter as version ``step``, and make it the one that answers."""
     saved = {
         name: run.result(client.save_weights_for_sampler(run.folder.adapter_version(name, step)))
         for name, client in run.clients.items()

@@ -1,4 +1,4 @@
-"""A step in numbers: one row of ``metrics.jsonl``, of the store and of the trackers."""
+"""Compute a step's row of metrics; docs/metrics.md says what each number means."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.runs.metric_names import DIFFERENCE, LAST_EPOCH, OPTIONAL
-from agentrl.training.rollout_queue import StepRollouts, seconds_of_running, staleness_metrics
+from agentrl.timing import PhaseTimer
+from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
+from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, Outcomes
-from agentrl_trainer.data.adapters import AdapterBatches
-from agentrl_trainer.data.trajectories import token_versions
-from agentrl_trainer.learner.learner import StepStats
+from agentrl_trainer.data.adapter_split import AdapterBatches
+from agentrl_trainer.data.off_policy import token_versions
+from agentrl_trainer.learner.step_stats import StepStats
 
 
 def step_row(
@@ -22,21 +24,24 @@ def step_row(
     batches: AdapterBatches,
     passes: Mapping[str, Sequence[StepStats]],
     outcomes: Outcomes,
-    seconds: Mapping[str, float],
     learning_rate: float,
-    max_staleness: int,
+    staleness: StalenessLimit,
 ) -> dict[str, Any]:
-    """Of several adapters, each one's numbers are there under its name as well.
-
-    What each number is, docs/metrics.md says.
+    """Return the step's metrics; with several adapters, each one's again under its name.
 
     Args:
-        passes: what each adapter's epochs saw; none: there was nothing to learn from.
-        seconds: wall-clock time of ``rollouts``, ``update`` and whatever else was measured.
+        passes: statistics of each adapter's epochs; empty where there was nothing to learn from.
     """
     batch = batches.whole()
     sampled = sum(len(call.response_ids) for call in calls)
     running = seconds_of_running(taken.rollouts)
+    ages = [
+        step - 1 - version
+        for call in calls
+        if call.id in batch.trained
+        for version in token_versions(call)
+    ]
+    differences = [epochs[0].max_logprob_difference for epochs in passes.values() if epochs]
     row: dict[str, Any] = {
         "step": step,
         **batch.metrics(),
@@ -44,41 +49,29 @@ def step_row(
         "calls": len(calls),
         "calls/trained": len(batch.trained),
         "tokens/sampled": sampled,
-        # Not by the time that this step waited: it may have run while earlier steps learned.
+        # By when the rollouts ran, not by how long this step waited for them.
         "tokens_per_second": sampled / running if running else 0.0,
-        **staleness_metrics(
-            [
-                step - 1 - version
-                for call in calls
-                if call.id in batch.trained
-                for version in token_versions(call)
-            ],
-            max_staleness=max_staleness,
-            taken=taken,
-        ),
-        DIFFERENCE: max(
-            (epochs[0].max_logprob_difference for epochs in passes.values() if epochs), default=0.0
-        ),
+        **staleness.metrics(ages),
+        **taken.metrics(),
+        DIFFERENCE: max(differences, default=0.0),
         "learning_rate": learning_rate,
-        **seconds_row(seconds),
     }
     for name, epochs in passes.items():
-        prefix = "" if len(passes) == 1 else f"{name}/"
-        if prefix:
+        own = _update_metrics(epochs)
+        if len(passes) > 1:
             part = batches.by_adapter[name]
-            row |= {prefix + key: value for key, value in part.metrics().items()}
-            row[prefix + "calls/trained"] = len(part.trained)
-        row |= {prefix + key: value for key, value in _update_metrics(epochs).items()}
+            own = {**part.metrics(), "calls/trained": len(part.trained), **own}
+            own = {f"{name}/{key}": value for key, value in own.items()}
+        row |= own
     return row
 
 
-def seconds_row(spent: Mapping[str, float]) -> dict[str, float]:
-    """Wall-clock time as metrics."""
-    return {f"seconds/{name}": seconds for name, seconds in spent.items()}
+def seconds_row(timer: PhaseTimer) -> dict[str, float]:
+    return {f"seconds/{phase}": seconds for phase, seconds in timer.spent.items()}
 
 
 def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:
-    """An adapter's update in numbers; nothing where there was none."""
+    """Return the metrics of an adapter's update; nothing without one."""
     if not epochs:
         return {}
     first, last = epochs[0], epochs[-1]
@@ -97,7 +90,7 @@ def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:
 
 
 def _policy_metrics(stats: StepStats) -> dict[str, Any]:
-    """What changes from epoch to epoch, as the policy moves."""
+    """Return what changes from epoch to epoch, as the policy moves."""
     return {
         "loss": stats.loss,
         "entropy": stats.entropy,
@@ -111,7 +104,7 @@ def _policy_metrics(stats: StepStats) -> dict[str, Any]:
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """What a database column takes: numbers, and no NaN."""
+    """Keep the numbers of a row, without NaN and infinities."""
     return {
         name: float(value)
         for name, value in row.items()

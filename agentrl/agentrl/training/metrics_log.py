@@ -1,8 +1,4 @@
-"""A run's rows of metrics, everywhere they go: ``metrics.jsonl``, the store, the trackers.
-
-Each row is there once, also where the process died between two of these places. Does not know what
-the numbers mean; ``step_row`` makes them.
-"""
+"""Write rows of metrics to ``metrics.jsonl``, the store and the trackers, each row once."""
 
 from __future__ import annotations
 
@@ -17,11 +13,14 @@ from agentrl.training.trackers import MAY_HOLD_SECRETS, Trackers
 from agentrl_tracer.store import Store
 
 
-class Journal:
-    """``note`` is told of a tracker that fails.
+class MetricsLog:
+    """The metrics of one run.
+
+    Args:
+        note: receives a message when a tracker fails.
 
     Raises:
-        ConfigError: a tracker is asked for whose package is not installed.
+        ConfigError: the package of a configured tracker is not installed.
     """
 
     def __init__(
@@ -35,12 +34,8 @@ class Journal:
         self._folder = folder
         self._store = store
         self._run_id = run_id
-        self._trackers = Trackers(
-            config.trackers,
-            folder,
-            config.model_dump(mode="json", exclude=set(MAY_HOLD_SECRETS)),
-            note,
-        )
+        settings = config.model_dump(mode="json", exclude=set(MAY_HOLD_SECRETS))
+        self._trackers = Trackers(config.trackers, folder, settings, note)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         self._folder.append_metrics(row)
@@ -51,25 +46,25 @@ class Journal:
         return self._folder.read_metrics()
 
     def held_out(self) -> dict[int, float]:
-        """The accuracies measured so far, by step."""
+        """Return the held-out accuracies measured so far, by step."""
         return {row["step"]: row[HELD_OUT] for row in self.rows() if HELD_OUT in row}
 
-    def go_back(self, step: int, last: Mapping[str, Any] | None) -> None:
-        """Keeps what there is up to ``step``, and opens the trackers.
+    def go_back(self, step: int, checkpointed: Mapping[str, Any] | None) -> None:
+        """Keep the rows up to ``step`` and open the trackers.
 
         Args:
-            last: that step's row, from its checkpoint: without the seconds of what came after, it
-                stands in where the process died before it was logged.
+            checkpointed: the row of ``step`` in its checkpoint. It is logged where the process died
+                between checkpoint and log, and lacks the seconds of what came after.
         """
         rows = self.rows()
         self._folder.keep_metrics(lambda row: row["step"] <= step)
         self._store.drop_metrics_after(self._run_id, step)
         self._trackers.begin(step if rows else None, rows)
         of_step = [row for row in rows if row["step"] == step]
-        for row in of_step:  # it may have died between the file and the store
+        for row in of_step:  # the process may have died between the file and the store
             self._store.log_metrics(self._run_id, step, finite_numbers(row))
-        if last is not None and not any(REWARD in row for row in of_step):
-            self.log(step, last)
+        if checkpointed is not None and not any(REWARD in row for row in of_step):
+            self.log(step, checkpointed)
 
     def close(self) -> None:
         self._trackers.close()

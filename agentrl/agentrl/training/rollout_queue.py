@@ -1,66 +1,58 @@
-"""Where the loop gets a step's rollouts from: finished groups, on time or ahead of time.
+"""Queue groups of rollouts, and hand the finished ones to each step, on time or ahead of time.
 
-Knows which task comes when, how far rollouts may run ahead of the updates, and which finished
-groups a step gets. Does not know how rollouts are executed (``Session`` does) nor what is learned
-from them. There is no thread: runners are processes, and execute whatever is queued while the
-trainer computes.
+Decides which task comes when and which finished groups a step takes; ``staleness`` decides how far
+rollouts run ahead of the updates. There is no thread: runners execute what is queued while the
+trainer computes. A step takes finished groups in queue order, whole ones only; a slow group is
+carried over to a later step.
 
-*Staleness* is counted in adapter versions, of which every step publishes one: a token that version
-v sampled and step s trains on is s - 1 - v versions old. Synchronously it is 0. With a
-``max_staleness`` of K the groups of K more steps are queued beside those of the step at hand, and
-never more (AReaL's admission, arXiv:2505.24298, section 5.1: at version i, at most (i + K + 1)
-batches have been started; the same as ``max_steps_off_policy`` of tinker-cookbook's AsyncConfig and
-the lag of PipelineRL, arXiv:2509.19128). A step takes the groups that are finished, oldest first,
-and whole ones only: a slow group is carried over to a later step. Its tokens would get older than K
-there: by default (``TrainConfig.stale``: wait) the step waits for such a group instead, so that no
-token is ever older than K. That costs no more than a synchronous run, which waits for every group.
-Else the group is taken when it comes, and what is older is dropped, or trained on all the same.
-
-``resample``: groups that taught nothing, all of whose rewards are equal, do not fill the step.
-They keep their verdict (zero_advantage), and groups of the next tasks take their place, for so many
-rounds: dynamic sampling as in DAPO, arXiv:2503.14476, section 3.2.
+``resample``: groups whose rewards are all equal do not fill the step. They keep their verdict
+(zero_advantage), and groups of the next tasks take their place, for at most so many rounds: dynamic
+sampling as in DAPO, arXiv:2503.14476, section 3.2.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from agentrl.training.session import rollout_seed
-from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
+from agentrl.training.staleness import StalenessLimit
+from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout
 from agentrl_tracer.store import Store
+from agentrl_trainer.data.skip_reasons import left_over_reasons
 
 OnProgress = Callable[[int, int], None]
-Look = Callable[[], tuple[int, int, bool]]
-"""How far what is waited for has come: (finished, all, whether that is enough)."""
+"""Called with the numbers of finished and of all rollouts."""
+CheckProgress = Callable[[], tuple[int, int, bool]]
+"""Returns the numbers of finished and of all rollouts, and whether that is enough."""
 
 
 class Executor(Protocol):
-    """What runs rollouts: a ``Session``."""
+    """Runs rollouts; ``Session`` does."""
 
     run_id: str
     store: Store
 
     def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
-        """Queues rollouts for the runners; returns their ids."""
+        """Queue rollouts for the runners; return their ids."""
         ...
 
-    def wait(self, look: Look, on_progress: OnProgress) -> None:
-        """Returns when ``look`` says it is enough; raises RunError when it never will be."""
+    def wait(self, check: CheckProgress, on_progress: OnProgress) -> None:
+        """Return when ``check`` says enough; raise RunError when it never will."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """A group to be rolled out; its rollouts' seeds depend on this alone."""
+class PlannedGroup:
+    """A group to roll out; the seeds of its rollouts depend on these fields alone."""
 
     step: int  # that it was planned for
-    position: int  # there
-    task: int  # index of its task
+    position: int  # within that step
+    task: int  # index into the tasks
 
     @property
     def group_id(self) -> str:
@@ -68,13 +60,13 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class _Group:
-    """A ticket whose rollouts are queued, running or finished, and in no step yet."""
+class _QueuedGroup:
+    """A group whose rollouts are queued, running or finished, and which no step has taken."""
 
-    ticket: Ticket
+    plan: PlannedGroup
     ids: list[str]
-    version: int  # of the adapters, when it was queued: none of its tokens is older
-    step: int  # its rollouts' step in the store
+    version: int  # of the adapters when it was queued: none of its tokens is older
+    step: int  # of its rollouts in the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +74,29 @@ class StepRollouts:
     """The groups that a step trains on."""
 
     rollouts: list[Rollout]
-    carried_over: int  # groups that had been planned for an earlier step
-    ahead: int  # groups queued or running for later steps
-    resampled: int  # groups that taught nothing, and were replaced
-    overlapped: float
-    """Seconds, of those since the step before got its rollouts, in which rollouts ran all the same:
-    while it learned, published and evaluated."""
+    carried_over: int = 0  # groups planned for an earlier step
+    ahead: int = 0  # groups queued or running for later steps
+    resampled: int = 0  # groups with equal rewards that were replaced
+    overlapped: float = 0.0
+    """Seconds since the last step got its rollouts in which rollouts ran beside the learning."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "groups/carried_over": self.carried_over,
+            "groups/ahead": self.ahead,
+            "groups/resampled": self.resampled,
+            "seconds/overlapped": self.overlapped,
+        }
 
 
-class RolloutStream:
-    """The finished groups of one run, step by step.
+class RolloutQueue:
+    """The groups of one run, step by step.
 
     Args:
-        task_ids: what ``Ticket.task`` counts; each epoch goes through all of them, shuffled.
-        max_staleness: K above; 0 is synchronous.
-        never_older: wait for groups whose tokens would be older than that a step later.
-        resample: most rounds of replacing what taught nothing.
-        teaches: whether a finished group carries any signal. Asked only where ``resample``.
+        task_ids: what ``PlannedGroup.task`` indexes; each epoch goes through all, shuffled.
+        staleness: how far groups may run ahead.
+        resample: most rounds of replacing groups that teach nothing.
+        teaches: whether a finished group of a step carries any signal; called with ``resample``.
     """
 
     def __init__(
@@ -110,8 +108,7 @@ class RolloutStream:
         batch_size: int,
         group_size: int,
         seed: int,
-        max_staleness: int = 0,
-        never_older: bool = False,
+        staleness: StalenessLimit,
         resample: int = 0,
         teaches: Callable[[int, list[Rollout]], bool] = lambda _step, _rollouts: True,
     ) -> None:
@@ -122,21 +119,20 @@ class RolloutStream:
         self._batch_size = batch_size
         self._group_size = group_size
         self._seed = seed
-        self._max_staleness = max_staleness
-        self._never_older = never_older
+        self._staleness = staleness
         self._resample = resample
         self._teaches = teaches
         self._tasks_drawn = 0
-        self._planned = 0  # steps whose groups have been drawn
-        self._drawn: list[Ticket] = []  # and not queued yet
-        self._groups: list[_Group] = []  # in the order of their queue
+        self._planned = 0  # steps whose groups have been planned
+        self._plans: list[PlannedGroup] = []  # not queued yet
+        self._groups: list[_QueuedGroup] = []  # in queue order
         self._handed_over: float | None = None
 
     def take(self, step: int, on_progress: OnProgress) -> StepRollouts:
-        """Waits for the groups of a step. Those of the next steps are under way when it returns.
+        """Wait for the groups of a step; those of the next steps are under way on return.
 
         Raises:
-            RunError: runners or gateway keep dying and nothing gets finished.
+            RunError: runners or gateway keep dying and no rollout finishes.
         """
         overlapped = self._overlapped()
         self._queue_up_to(step)
@@ -144,7 +140,7 @@ class RolloutStream:
         filled = carried_over = resampled = 0
         for rounds_left in range(self._resample, -1, -1):
             taken = self._wait_for(step, self._batch_size - filled, on_progress)
-            carried_over += sum(group.ticket.step < step for group in taken)
+            carried_over += sum(group.plan.step < step for group in taken)
             for members in self._hand_over(step, taken):
                 rollouts += members
                 filled += not self._resample or self._teaches(step, members)
@@ -153,99 +149,102 @@ class RolloutStream:
                 break
             resampled += missing
             first = self._batch_size + resampled - missing
-            self._queue(step, self._draw(step, range(first, first + missing)))
-        self._carry_over(step)
+            self._queue(step, self._plan(step, range(first, first + missing)))
+        # A resumed run repeats this step: what it did not take belongs to the next one.
+        self._move([group for group in self._groups if group.step <= step], step + 1)
         self._handed_over = time.time()
         return StepRollouts(rollouts, carried_over, len(self._groups), resampled, overlapped)
 
     def under_way(self) -> tuple[int, int]:
-        """(finished, all) rollouts for later steps."""
-        ids = [i for group in self._groups for i in group.ids]
+        """Return the numbers of finished and of all rollouts of later steps."""
+        ids = _ids(self._groups)
         return len(ids) - self._store.unfinished(ids), len(ids)
 
     # ---- interruptions
 
     def state(self) -> Json:
-        """What a checkpoint has to keep: which tasks have been drawn, and what no step has had."""
-        tickets = [*(group.ticket for group in self._groups), *self._drawn]
+        """Return what a checkpoint keeps: how many tasks were drawn, and groups not yet taken."""
+        plans = [*(group.plan for group in self._groups), *self._plans]
         return {
             "planned": self._planned,
             "tasks_drawn": self._tasks_drawn,
-            "under_way": [[t.step, t.position, t.task] for t in tickets],
+            "under_way": [[plan.step, plan.position, plan.task] for plan in plans],
         }
 
     def restore(self, step: int, state: Json | None) -> None:
-        """Goes on after ``step``. Groups that were under way are rolled out anew, from the same
-        seeds, by the adapter as it is now: what there was of them is not this history's. Where
-        ``max_staleness`` or ``batch_size`` is smaller now, those beyond it come when it is their
-        turn."""
+        """Continue after ``step``.
+
+        Groups that were under way are rolled out again, from the same seeds. With a smaller
+        ``max_staleness`` or ``batch_size`` than before, some of them wait for their turn.
+        """
         state = state or {"planned": step, "tasks_drawn": step * self._batch_size, "under_way": []}
         self._planned = state["planned"]
         self._tasks_drawn = state["tasks_drawn"]
-        self._drawn = [Ticket(*fields) for fields in state["under_way"]]
+        self._plans = [PlannedGroup(*fields) for fields in state["under_way"]]
 
     def close(self) -> None:
-        """The run has ended: groups that no step took are cancelled, and their calls judged."""
+        """Cancel the groups that no step took, and judge their calls as left over."""
         if not self._groups:
             return
         self._store.cancel(self._executor.run_id, "the run ended before a step took its group")
-        ids = [i for group in self._groups for i in group.ids]
-        calls = self._store.calls(rollout_ids=ids)
-        self._store.settle(
-            trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.LEFT_OVER)
-        )
+        calls = self._store.calls(rollout_ids=_ids(self._groups))
+        self._store.settle(trained={}, skipped=left_over_reasons(calls))
         self._groups = []
 
     # ---- queueing
 
     def _queue_up_to(self, step: int) -> None:
-        """The groups of this step and of the ``max_staleness`` after it, as far as not yet done;
-        never more than these steps take, or the last of them could not take them in time."""
-        last = min(step + self._max_staleness, self._steps)
+        """Queue the groups of this step and of those that may run ahead.
+
+        Never more than these steps take, or the last of them could not take its groups in time.
+        """
+        last = self._staleness.last_queued_step(step, self._steps)
         while self._planned < last:
             self._planned += 1
-            self._drawn += self._draw(self._planned, range(self._batch_size))
+            self._plans += self._plan(self._planned, range(self._batch_size))
         room = max((last - step + 1) * self._batch_size - len(self._groups), 0)
-        now, self._drawn = self._drawn[:room], self._drawn[room:]
+        now, self._plans = self._plans[:room], self._plans[room:]
         self._queue(step, now)
 
-    def _draw(self, step: int, positions: Collection[int]) -> list[Ticket]:
+    def _plan(self, step: int, positions: Collection[int]) -> list[PlannedGroup]:
         first, count = self._tasks_drawn, len(positions)
         self._tasks_drawn += count
         drawn = tasks_in_order(first, count, len(self._task_ids), self._seed)
-        return [Ticket(step, place, task) for place, task in zip(positions, drawn, strict=True)]
+        return [
+            PlannedGroup(step, place, task) for place, task in zip(positions, drawn, strict=True)
+        ]
 
-    def _queue(self, step: int, tickets: Sequence[Ticket]) -> None:
-        """While ``step`` is being made, so by the version of the step before."""
+    def _queue(self, step: int, plans: Sequence[PlannedGroup]) -> None:
+        """Queue groups during ``step``, hence with the adapter version of the step before."""
         size = self._group_size
         new = [
             NewRollout(
-                task_id=self._task_ids[ticket.task],
-                group_id=ticket.group_id,
+                task_id=self._task_ids[plan.task],
+                group_id=plan.group_id,
                 purpose=Purpose.TRAIN,
-                step=max(ticket.step, step),
+                step=max(plan.step, step),
                 index=index,
-                seed=rollout_seed(self._seed, "train", ticket.step, ticket.position, index),
+                seed=rollout_seed(self._seed, "train", plan.step, plan.position, index),
                 sampling={},
             )
-            for ticket in tickets
+            for plan in plans
             for index in range(size)
         ]
         ids = self._executor.enqueue(new) if new else []
         self._groups += [
-            _Group(ticket, ids[i * size : (i + 1) * size], step - 1, max(ticket.step, step))
-            for i, ticket in enumerate(tickets)
+            _QueuedGroup(plan, ids[i * size : (i + 1) * size], step - 1, max(plan.step, step))
+            for i, plan in enumerate(plans)
         ]
 
     # ---- taking
 
-    def _wait_for(self, step: int, count: int, on_progress: OnProgress) -> list[_Group]:
-        """The ``count`` first groups that are finished; fewer when there are no more."""
+    def _wait_for(self, step: int, count: int, on_progress: OnProgress) -> list[_QueuedGroup]:
+        """Wait for ``count`` groups; return the first ones finished, fewer if there are no more."""
         count = min(count, len(self._groups))
-        ids = [i for group in self._groups for i in group.ids]
-        finished: list[_Group] = []
+        ids = _ids(self._groups)
+        finished: list[_QueuedGroup] = []
 
-        def look() -> tuple[int, int, bool]:
+        def check() -> tuple[int, int, bool]:
             nonlocal finished
             unfinished = self._store.unfinished_ids(ids)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
@@ -253,65 +252,49 @@ class RolloutStream:
                 len(finished) >= count
                 and (
                     len(finished) == len(self._groups)  # waiting longer changes nothing
-                    or self._leaves_none_too_old(step, finished[:count])
+                    or self._may_take(step, finished[:count])
                 )
             )
             total = count * self._group_size
             done = sum(len(set(g.ids) - unfinished) for g in self._groups)
             return (total if enough else min(done, total)), total, enough
 
-        self._executor.wait(look, on_progress)
+        self._executor.wait(check, on_progress)
         return finished[:count]
 
-    def _leaves_none_too_old(self, step: int, chosen: Sequence[_Group]) -> bool:
-        """Whether later steps, of a batch each, can take the other groups while they may.
+    def _may_take(self, step: int, chosen: Sequence[_QueuedGroup]) -> bool:
+        left = [group.version for group in self._groups if group not in chosen]
+        return self._staleness.may_leave(step, left, self._batch_size)
 
-        A group's last step is ``version + 1 + max_staleness``. Groups are queued, and so chosen, in
-        the order of their last steps: nobody else could be chosen instead.
-        """
-        if not self._never_older:
-            return True
-        left = [
-            group.version + 1 + self._max_staleness - step
-            for group in self._groups
-            if group not in chosen
-        ]
-        return all(
-            sum(last <= later for last in left) <= later * self._batch_size
-            for later in range(self._max_staleness + 1)
-        )
-
-    def _hand_over(self, step: int, taken: Sequence[_Group]) -> list[list[Rollout]]:
-        """Out of the stream and into the step, in the store's books as well; by group."""
+    def _hand_over(self, step: int, taken: Sequence[_QueuedGroup]) -> list[list[Rollout]]:
+        """Move groups out of the queue into the step, also in the store; return their rollouts."""
         self._move([group for group in taken if group.step != step], step)
-        ids = [i for group in taken for i in group.ids]
-        of_group: dict[str, list[Rollout]] = {group.ticket.group_id: [] for group in taken}
-        for rollout in self._store.rollouts(self._executor.run_id, ids=ids):
+        of_group: dict[str, list[Rollout]] = {group.plan.group_id: [] for group in taken}
+        for rollout in self._store.rollouts(self._executor.run_id, ids=_ids(taken)):
             of_group[rollout.group_id].append(rollout)
         self._groups = [group for group in self._groups if group not in taken]
         return list(of_group.values())
 
-    def _carry_over(self, step: int) -> None:
-        """What this step did not take belongs to the next: a resumed run would repeat it."""
-        self._move([group for group in self._groups if group.step <= step], step + 1)
-
-    def _move(self, groups: Sequence[_Group], step: int) -> None:
+    def _move(self, groups: Sequence[_QueuedGroup], step: int) -> None:
         if groups:
-            self._store.move_to_step([i for group in groups for i in group.ids], step)
+            self._store.move_to_step(_ids(groups), step)
         for group in groups:
             group.step = step
 
     def _overlapped(self) -> float:
         if self._handed_over is None or not self._groups:
             return 0.0
-        ids = [i for group in self._groups for i in group.ids]
         now = time.time()
-        rollouts = self._store.rollouts(self._executor.run_id, ids=ids)
+        rollouts = self._store.rollouts(self._executor.run_id, ids=_ids(self._groups))
         return _covered(_run_times(rollouts, now), self._handed_over, now)
 
 
+def _ids(groups: Sequence[_QueuedGroup]) -> list[str]:
+    return [rollout_id for group in groups for rollout_id in group.ids]
+
+
 def seconds_of_running(rollouts: Sequence[Rollout]) -> float:
-    """The time in which at least one of these finished rollouts ran, whoever waited for it."""
+    """Return the seconds in which at least one of these finished rollouts ran."""
     times = _run_times(rollouts, time.time())
     return _covered(times, -math.inf, math.inf)
 
@@ -325,7 +308,7 @@ def _run_times(rollouts: Sequence[Rollout], now: float) -> list[tuple[float, flo
 
 
 def _covered(intervals: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """How much of [start, end] lies in at least one of the intervals."""
+    """Return how much of [start, end] lies in at least one of the intervals."""
     covered = 0.0
     for low, high in sorted(intervals):
         low, high = max(low, start), min(high, end)
@@ -336,8 +319,11 @@ def _covered(intervals: Sequence[tuple[float, float]], start: float, end: float)
 
 
 def tasks_in_order(first: int, count: int, tasks: int, seed: int) -> list[int]:
-    """The tasks number ``first`` to ``first + count`` of the run: each epoch is a shuffle of its
-    own. A function of its arguments alone, so a resumed run goes on where it was."""
+    """Return the indices of the run's tasks ``first`` to ``first + count``.
+
+    Each epoch is a shuffle of its own. The result depends on the arguments alone, so a resumed run
+    continues where it was.
+    """
     orders: dict[int, list[int]] = {}
     chosen: list[int] = []
     for position in range(first, first + count):
@@ -348,19 +334,7 @@ def tasks_in_order(first: int, count: int, tasks: int, seed: int) -> list[int]:
     return chosen
 
 
-def staleness_metrics(
-    staleness: Sequence[int], *, max_staleness: int, taken: StepRollouts
-) -> dict[str, Any]:
-    """``staleness``: of each trained token, in versions."""
-    count = max(len(staleness), 1)
-    return {
-        "staleness/mean": sum(staleness) / count,
-        "staleness/max": max(staleness, default=0),
-        # Older than the newest version, and older than max_staleness allows for.
-        "staleness/share": sum(age > 0 for age in staleness) / count,
-        "staleness/beyond": sum(age > max_staleness for age in staleness) / count,
-        "groups/carried_over": taken.carried_over,
-        "groups/ahead": taken.ahead,
-        "groups/resampled": taken.resampled,
-        "seconds/overlapped": taken.overlapped,
-    }
+def rollout_seed(*parts: object) -> int:
+    """Derive a seed of 63 bits, which fits a signed integer column, from ``parts`` alone."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,16 +1,17 @@
-"""One run of ``agentrl train`` with all its parts, and how it begins, is kept, and ends.
+"""Wire the parts of a training run, and begin, checkpoint, resume and end it.
 
-Knows what is wired to what, and what a checkpoint holds besides weights. What happens in a step,
-and in which order, is ``agentrl.training.loop``'s.
+What happens in a step, and in which order, is in ``agentrl.training.loop``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agentrl.config.algorithm import step_settings
 from agentrl.config.settings import TrainConfig, greedy_note
 from agentrl.config.tasks import steps_of
 from agentrl.console.live import TrainDisplay
@@ -18,28 +19,29 @@ from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary, summarise
 from agentrl.timing import PhaseTimer
-from agentrl.training.batch import StepRecords, adapter_rules
-from agentrl.training.evaluation import HeldOut
+from agentrl.training.clients import create_clients
+from agentrl.training.evaluation import HeldOutEvaluation
+from agentrl.training.failures import report_step_failures
 from agentrl.training.metrics import step_row
-from agentrl.training.metrics_log import Journal
-from agentrl.training.rollout_queue import RolloutStream, StepRollouts
+from agentrl.training.metrics_log import MetricsLog
+from agentrl.training.rollout_queue import RolloutQueue, StepRollouts
 from agentrl.training.session import RunError, Session
-from agentrl.training.step_notes import note_failures
-from agentrl.training.trained import load_trained
-from agentrl_tracer.schemas import Call, Json, Purpose
+from agentrl.training.staleness import StalenessLimit
+from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
+from agentrl_tracer.store import Store
 from agentrl_trainer.client import APIFuture
-from agentrl_trainer.data.adapters import AdapterBatches
-from agentrl_trainer.learner.learner import StepStats
+from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.learner.schedules import schedule_factor
+from agentrl_trainer.learner.step_stats import StepStats
 
 T = TypeVar("T")
 
 
 class TrainingRun:
-    """Fresh or resumed; the base model is loaded when it is made.
+    """A run, fresh or resumed; constructing it loads the base model.
 
     Raises:
-        RunError: the model cannot be trained; see ``load_trained``.
+        RunError: the model cannot be trained; see ``create_clients``.
     """
 
     def __init__(
@@ -58,64 +60,61 @@ class TrainingRun:
             display.note(note)
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self._eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
-        self.journal = Journal(config, self.folder, self.store, self.run_id, display.note)
-        self._stream = RolloutStream(
+        self.metrics_log = MetricsLog(config, self.folder, self.store, self.run_id, display.note)
+        self._staleness = StalenessLimit(config.max_staleness, config.stale or "wait")
+        self._queue = RolloutQueue(
             session,
             task_ids,
             steps=self.steps,
             batch_size=config.batch_size,
             group_size=config.group_size,
             seed=config.seed,
-            max_staleness=config.max_staleness,
-            never_older=config.stale in (None, "wait"),
+            staleness=self._staleness,
             resample=config.resample_zero_variance,
-            teaches=lambda step, group: self.records.teach(step, group),
+            teaches=lambda step, group: self.records.teaches(step, group),
         )
-        self.held_out = HeldOut(
+        self.held_out = HeldOutEvaluation(
             config,
             self._eval_ids,
             session=session,
             display=display,
-            journal=self.journal,
+            metrics_log=self.metrics_log,
             clock=self.clock,
             steps=self.steps,
-            swap=self.swap,
+            republish=self._load_published,
         )
-        self._rules = adapter_rules(config)
-        self._trained = load_trained(config, self._rules, self.folder.root, display.note)
-        self.clients = self._trained.clients
-        """Training clients by adapter."""
-        max_length = config.max_length or self._trained.context_length
-        self.records = StepRecords(config, self.store, self._rules, max_length)
-        self._saved: dict[str, str] = {}  # by adapter: where its newest version is
+        self._backend = create_clients(config, config.trained, self.folder.root, display.note)
+        self.clients = self._backend.clients
+        max_length = config.max_length or self._backend.context_length
+        self.records = StepRecords(config, self.store, self._staleness, max_length)
+        self._saved: dict[str, str] = {}  # path of each adapter's newest version
 
-    # ---- of a step
+    # ---- within a step
 
     def sample(self, step: int) -> StepRollouts:
-        """Waits for the step's groups of rollouts; those of later steps may be under way then."""
-        taken = self._stream.take(
+        """Wait for the step's groups of rollouts; those of later steps may be under way then."""
+        taken = self._queue.take(
             step, lambda done, total: self.display.phase("rollouts", done, total)
         )
-        self.display.phase("learning", ahead=self._stream.under_way if taken.ahead else None)
+        self.display.phase("learning", ahead=self._queue.under_way if taken.ahead else None)
         return taken
 
     def learning_rate(self, step: int) -> float:
         config = self.config
         factor = schedule_factor(config.schedule, step, self.steps, config.warmup_steps)
-        return self._trained.peak_learning_rate * factor
+        return self._backend.peak_learning_rate * factor
 
     def result(self, asked: APIFuture[T]) -> T:
-        """What a client computes; runners and leases are looked after meanwhile: rollouts of the
-        next steps may be under way.
+        """Return what a client computes; leases and runners are maintained meanwhile.
 
         Raises:
-            RunError: the service of the backend failed.
+            RunError: the backend's service failed.
         """
         try:
-            return self.session.upkeep.result(asked.future())
-        except self._trained.failures as error:
+            return self.session.result(asked.future())
+        except self._backend.failures as error:
             raise RunError(
-                f"{self.config.backend}: {error}\nWhat was checkpointed is there: go on with "
+                f"{self.config.backend}: {error}\nThe checkpoints are kept: continue with "
                 f"--resume {self.folder.root}"
             ) from error
 
@@ -127,15 +126,14 @@ class TrainingRun:
         calls: Sequence[Call],
         batches: AdapterBatches,
         passes: Mapping[str, Sequence[StepStats]],
-        seconds: Mapping[str, float],
     ) -> dict[str, Any]:
-        """The step in numbers. Tells what went wrong in it.
+        """Report what went wrong in the step, and return its metrics.
 
         Raises:
             RunError: every rollout of the step failed.
         """
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
-        note_failures(
+        report_step_failures(
             taken.rollouts,
             batches.whole(),
             outcomes,
@@ -149,76 +147,72 @@ class TrainingRun:
             batches=batches,
             passes=passes,
             outcomes=outcomes,
-            seconds=seconds,
             learning_rate=self.learning_rate(step),
-            max_staleness=self.config.max_staleness,
+            staleness=self._staleness,
         )
 
     def publish(self, step: int, saved: Mapping[str, str]) -> None:
-        """Makes adapters the ones that answer, as version ``step``.
+        """Make adapters the ones that answer, as version ``step``.
 
         Args:
-            saved: by adapter, where ``save_weights_for_sampler`` put it.
+            saved: by adapter, the path that ``save_weights_for_sampler`` returned.
         """
         self._saved = dict(saved)
-        self.swap(step)
+        self._load_published(step)
 
-    def swap(self, step: int) -> None:
-        """Once more, with an empty cache."""
+    def _load_published(self, step: int) -> None:
         for name, path in self._saved.items():
             self.session.publish(name, step, path, step, self.display.note)
 
     # ---- across crashes
 
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
-        meta = {"run_id": self.run_id, "rollouts": self._stream.state(), "row": strict(row)}
-        keep = self.config.keep_checkpoints
-        saved = self._trained.service.save_checkpoint(
-            self.folder.checkpoints, step, meta=meta, keep=keep
+        meta = {"run_id": self.run_id, "rollouts": self._queue.state(), "row": strict(row)}
+        saved = self._backend.service.save_checkpoint(
+            self.folder.checkpoints, step, meta=meta, keep=self.config.keep_checkpoints
         )
         self.result(saved)
 
     def restore(self) -> int:
-        """Goes back to the newest whole checkpoint, if there is one, and undoes what came after;
-        returns its step.
+        """Go back to the newest whole checkpoint, undo what came after it, and return its step.
 
         Raises:
-            RunError: the run has made steps, and no checkpoint of them is whole.
+            RunError: the run has made steps, and none of their checkpoints is whole.
         """
-        found = self.result(self._trained.service.restore_checkpoint(self.folder.checkpoints))
+        found = self.result(self._backend.service.restore_checkpoint(self.folder.checkpoints))
         if found.step is None:
-            self._check_there_were_none(found.torn)
+            self._check_fresh(found.torn)
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
         step = found.step or 0
-        self._stream.restore(step, found.meta.get("rollouts"))
-        # What a killed evaluation had done of this step is made again.
-        evaluated = step in self.journal.held_out()
+        self._queue.restore(step, found.meta.get("rollouts"))
+        # An evaluation of this step that was killed is made again.
+        evaluated = step in self.metrics_log.held_out()
         why = "the run was resumed"
         self.store.cancel(self.run_id, why, after_step=step, evaluated=evaluated)
         self.store.supersede(self.run_id, after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
-        self.journal.go_back(step, found.meta.get("row"))
+        self.metrics_log.go_back(step, found.meta.get("row"))
         return step
 
-    def _check_there_were_none(self, torn: Mapping[Path, str]) -> None:
-        """A step's row is logged after its checkpoint is saved."""
-        made = [row["step"] for row in self.journal.rows() if REWARD in row]
+    def _check_fresh(self, torn: Mapping[Path, str]) -> None:
+        """Refuse to begin at step 0 in a folder whose run has made steps."""
+        made = [row["step"] for row in self.metrics_log.rows() if REWARD in row]
         made += [int(path.name.rpartition("-")[2]) for path in torn]
         if not made:
             return
         faults = "; ".join(f"{path.name}: {fault}" for path, fault in torn.items())
         raise RunError(
-            f"{self.folder.root} had come to step {max(made)}, but nothing in "
-            f"{self.folder.checkpoints} can be gone on from ({faults or 'it is empty'}). It would "
+            f"{self.folder.root} had come to step {max(made)}, but no checkpoint in "
+            f"{self.folder.checkpoints} can be resumed ({faults or 'it is empty'}). The run would "
             "begin at step 0 again, over that history. Bring a checkpoint back, or start a new "
             "run, under another --name"
         )
 
-    # ---- beginning and end
+    # ---- begin and end
 
     def wait_ready(self, step: int) -> None:
-        """Returns when the gateway answers."""
+        """Return when the gateway answers."""
         self.display.begin(self.steps, step)
         self.session.wait_ready(self.display.note)
         if why := self.session.why_not_lean:
@@ -228,8 +222,8 @@ class TrainingRun:
         self.clock.spent["start"] = time.perf_counter() - self.session.started
 
     def finish(self, step: int) -> Summary:
-        self._stream.close()
-        self.session.begin_stop()  # it takes a moment, in which the picture is drawn
+        self._queue.close()
+        self.session.begin_stop()  # runners end while the learning curve is drawn
         with self.clock("picture"):
             summary = summarise(
                 self.folder,
@@ -237,11 +231,63 @@ class TrainingRun:
                 self.run_id,
                 step,
                 model=self.config.model,
-                adapters=self._rules,
+                adapters=self.config.trained,
                 eval_ids=self._eval_ids,
                 seconds=self.clock.spent,
             )
         self.store.end_run(self.run_id, "finished")
-        self.journal.close()
-        self._trained.close()
+        self.metrics_log.close()
+        self._backend.close()
         return summary
+
+
+class StepRecords:
+    """Reads a step's calls and rewards, and assembles what each adapter learns from them.
+
+    Args:
+        max_length: tokens of the longest trajectory to train on.
+    """
+
+    def __init__(
+        self, config: TrainConfig, store: Store, staleness: StalenessLimit, max_length: int
+    ) -> None:
+        self._store = store
+        self._staleness = staleness
+        self._rules = {
+            name: AdapterRule(
+                frozenset(one.agents) if one.agents else None,
+                frozenset(one.rewards) if one.rewards else None,
+            )
+            for name, one in config.trained.items()
+        }
+        self._settings = step_settings(
+            config,
+            adapters=frozenset(self._rules),
+            max_length=max_length,
+            min_group=config.min_group,
+            max_tokens=config.max_tokens,
+        )
+
+    def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
+        """Return the rollouts' calls, and the batch of each adapter.
+
+        Raises:
+            RunError: the rewards do not fit the advantage estimator.
+        """
+        ids = [rollout.id for rollout in rollouts]
+        calls = self._store.calls(rollout_ids=ids)
+        settings = replace(self._settings, oldest_version=self._staleness.oldest_version(step))
+        rewards = self._store.rewards(ids)
+        try:
+            return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
+        except ValueError as error:
+            raise RunError(f"the step's records cannot be learned from: {error}") from error
+
+    def teaches(self, step: int, group: Sequence[Rollout]) -> bool:
+        """Tell whether a finished group fills a step.
+
+        Only a group without variance of rewards does not: one that fails for another reason would
+        fail with another task, too.
+        """
+        batch = self.assemble(step, group)[1].whole()
+        return bool(batch.trained) or SkipReason.ZERO_ADVANTAGE not in batch.skipped.values()

@@ -1,16 +1,16 @@
-"""A run in progress: store, gateway and runners, together for as long as they are needed."""
+"""Start the store, gateway and runners of a run, keep them alive, and stop them."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.settings import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway.process import (
@@ -25,47 +25,41 @@ from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import planned_server
 from agentrl.timing import Waiting
-from agentrl.training.upkeep import Upkeep
-from agentrl_tracer.schemas import (
-    AttemptState,
-    Json,
-    NewRollout,
-    Outcomes,
-    Policies,
-    Purpose,
-    Rollout,
-    RolloutState,
-)
+from agentrl.training.rollout_queue import CheckProgress, OnProgress
+from agentrl_tracer.schemas import NewRollout, Policies, Rollout
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
     from agentrl.runner.ray import RayPool
 
+T = TypeVar("T")
+
 _POLL_S = 0.03
-_LONGEST_POLL_S = 1.0  # of what is published, for a sampler that is away
-_REFUSED_S = 3.0  # until we believe it: a dying vLLM refuses too, and a shared folder may lag
+_LONGEST_POLL_S = 1.0  # while an adapter is being published
+_MAINTAIN_S = 0.5  # between looks for expired leases
+_REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
 _VLLM_READY_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message says why and where to look."""
+    """The run cannot continue; the message says why and where to look."""
 
 
 class Session:
-    """Starts the gateway and the runners; stops them on the way out, whatever happened.
+    """Gateway and runners of one run, as a context manager.
 
-    A folder that holds a run already is gone on with: what its processes left unfinished is
-    cancelled. It is locked for as long as ``folder`` lives.
+    A folder that already holds a run continues it: what its processes left unfinished is canceled.
+    The folder is locked for as long as ``folder`` lives.
 
     Args:
         kind: ``train``, ``eval`` or ``run``, for the list of runs.
         base_only: answer with the base model, whatever the agent asks for.
         adapter_paths: fixed adapters to answer with, in place of the run's own versions.
-        asks_for: the model that the agent is told to ask for; by default the one run here.
-        imports_torch: this process needs torch too. It imports it first, once for both: a gateway
-            that is forked then is there 2 s sooner, and shares that memory.
+        asks_for: the model that the agent is told to ask for; by default the run's own.
+        imports_torch: this process needs torch too, and imports it before the gateway starts. A
+            gateway that can be forked is then ready 2 s sooner and shares that memory.
     """
 
     def __init__(
@@ -91,7 +85,7 @@ class Session:
             max_rank=config.rank if isinstance(config, TrainConfig) else None,
             adapters=(adapter_paths or {}).values(),
         )
-        # Where another model is evaluated, no name may mean the base model by default.
+        # While another model is evaluated, no unknown name may mean the base model.
         evaluated = isinstance(config, EvalConfig) and config.answered_by is not None
         only_known: dict[str, Any] = {"accept_any_model": False} if evaluated else {}
         self._settings = GatewaySettings(
@@ -121,15 +115,14 @@ class Session:
         self._asks_for = asks_for
         self._imports_torch = imports_torch
         self.why_not_lean: str | None = None
-        """Why the embedded sampler decodes by the model's own modules; known once it is ready."""
+        """Why the embedded sampler runs the model's own modules; set by ``wait_ready``."""
         self.started = time.perf_counter()
         self.gateway: Gateway
         self.pool: PoolHandle | RayPool
-        self.upkeep: Upkeep
+        self._next_maintenance = 0.0
 
     def _register(self, kind: str) -> str:
-        """The run's id: made now, or the one the folder already has, which goes by the
-        configuration of now from here on."""
+        """Return the run's id, new or as the folder has it, and store its settings."""
         config = self.config
         policies = Policies(
             on_error=config.on_error,
@@ -146,7 +139,7 @@ class Session:
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
             self.folder.run_id.write_text(run_id)
-        # Last: a folder with a configuration is one that can be resumed.
+        # Last: only a folder with a configuration can be resumed.
         self.folder.write_json(self.folder.config, settings)
         return run_id
 
@@ -162,39 +155,13 @@ class Session:
             self.gateway = Gateway(self._settings, self.folder.logs / "gateway.log", listening)
         except OSError as error:
             raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
-        self.pool = self._start_runners(
-            RunnerConfig(
-                store=self.store.url,
-                gateway=self.gateway.url,
-                run_id=self.run_id,
-                agent=config.agent,
-                model=self._asks_for or self._model_name(),
-                runners=config.runners,
-                timeout_s=config.timeout,
-                lease_s=config.lease,
-                logs=str(self.folder.logs),
-                concurrency=config.concurrency,
-                python=config.python,
-                rollouts_per_process=config.rollouts_per_process,
-                withheld=tuple(
-                    name
-                    for name in (
-                        FORWARD_HEADERS,
-                        TINKER_KEY,
-                        config.vllm_key_env,
-                        *variables_of(self._settings.models),
-                    )
-                    if name
-                ),
-            ),
-        )
-        self.upkeep = Upkeep(self.store, self.pool)
+        self.pool = self._start_runners()
         try:
             if self._imports_torch:  # the runners load meanwhile
                 import_gateway()
             self.store.close()  # SQLite's connections must not cross a fork; it opens others
             self.gateway.start()
-            if self._vllm:  # after the gateway, which may be a fork: supervision has a thread
+            if self._vllm:  # after the gateway, which may be forked: supervision starts a thread
                 self._vllm.start()
         except BaseException:
             self.pool.stop()
@@ -202,8 +169,24 @@ class Session:
             raise
         return self
 
-    def _start_runners(self, runners: RunnerConfig) -> PoolHandle | RayPool:
+    def _start_runners(self) -> PoolHandle | RayPool:
         config = self.config
+        secrets = (FORWARD_HEADERS, TINKER_KEY, config.vllm_key_env)
+        runners = RunnerConfig(
+            store=self.store.url,
+            gateway=self.gateway.url,
+            run_id=self.run_id,
+            agent=config.agent,
+            model=self._asks_for or self._model_name(),
+            runners=config.runners,
+            timeout_s=config.timeout,
+            lease_s=config.lease,
+            logs=str(self.folder.logs),
+            concurrency=config.concurrency,
+            python=config.python,
+            rollouts_per_process=config.rollouts_per_process,
+            withheld=tuple(filter(None, (*secrets, *variables_of(self._settings.models)))),
+        )
         if config.runners_on != "ray":
             return start_pool(runners)
         from agentrl.runner.ray import RayPool
@@ -226,32 +209,32 @@ class Session:
             self._stop_servers()
 
     def _stop_servers(self) -> None:
-        """After the runners: one that asks for the gateway's health would wait in vain."""
+        """Stop gateway and vLLM; after the runners, which ask for the gateway's health."""
         self.gateway.stop()
         if self._vllm:
             self._vllm.stop()
 
     def _model_name(self) -> str:
-        """What agents are told to ask for.
+        """Return the model that agents are told to ask for.
 
-        Of several adapters none is *the* model: then it is a name that each agent's role decides.
+        With several adapters it is a name that the role of each agent resolves.
         """
         if not self._settings.adapters:
             return self.config.model
         return self.config.sole_adapter or self.config.adapter
 
     def begin_stop(self) -> None:
-        """Asks the runners to end: nothing more will be executed. Does not wait."""
+        """Ask the runners to end, without waiting."""
         self.pool.begin_stop()
 
     def wait_ready(self, on_wait: Callable[[str], object]) -> None:
-        """Returns when the gateway answers.
+        """Return when the gateway answers.
 
         Args:
-            on_wait: is told, now and then, what it is waiting for.
+            on_wait: receives, now and then, what is starting.
 
         Raises:
-            RunError: it cannot start, or keeps dying, or takes too long; with the end of its log.
+            RunError: it cannot start, keeps dying or takes too long; quotes the end of its log.
         """
         waiting = Waiting(on_wait)
         limit = _READY_TIMEOUT_S + (self._settings.vllm_wait or 0)
@@ -282,12 +265,12 @@ class Session:
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]
     ) -> None:
-        """Makes a saved adapter the one that answers; returns when the sampler has it.
+        """Make a saved adapter the one that answers; return when the sampler has loaded it.
 
-        The store is told first: a gateway that restarts in between loads it from there.
+        The store is written first: a gateway that restarts in between loads the adapter from there.
 
         Args:
-            on_trouble: is told, now and then, what it is waiting for.
+            on_trouble: receives, now and then, why the adapter is not loaded yet.
 
         Raises:
             RunError: the sampler refuses it, or keeps dying.
@@ -302,47 +285,39 @@ class Session:
             if refused or self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(f"{what} cannot be published: {problem.text}")
             waiting.still(lambda why=problem.text: f"{what} is not published yet: {why}")
-            self.upkeep.look()
+            self.maintain()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
 
-    def execute(
-        self, new: Sequence[NewRollout], on_progress: Callable[[int, int], None]
-    ) -> list[Rollout]:
-        """Runs rollouts to their end, ahead of the queue; ``on_progress`` gets (finished, all).
+    def execute(self, new: Sequence[NewRollout], on_progress: OnProgress) -> list[Rollout]:
+        """Run rollouts to their end, ahead of those already queued for later steps.
 
         Raises:
-            RunError: the runners or the gateway keep dying and nothing gets finished.
+            RunError: the runners or the gateway keep dying and no rollout finishes.
         """
-        # Before what nobody waits for: rollouts of later steps may be queued by the hundred.
         ids = self.store.enqueue(self.run_id, new, first=True)
 
-        def look() -> tuple[int, int, bool]:
+        def check() -> tuple[int, int, bool]:
             done = len(ids) - self.store.unfinished(ids)
             return done, len(ids), done == len(ids)
 
-        self.wait(look, on_progress)
+        self.wait(check, on_progress)
         return self.store.rollouts(self.run_id, ids=ids)
 
     def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
-        """Queues rollouts, which runners execute whether anybody waits or not; returns ids."""
+        """Queue rollouts for the runners; return their ids."""
         return self.store.enqueue(self.run_id, new)
 
-    def wait(
-        self, look: Callable[[], tuple[int, int, bool]], on_progress: Callable[[int, int], None]
-    ) -> None:
-        """Looks after leases and runners until it is enough.
-
-        Args:
-            look: (finished, all, whether that is enough); ``on_progress`` gets the first two.
+    def wait(self, check: CheckProgress, on_progress: OnProgress) -> None:
+        """Maintain leases and runners until ``check`` says enough.
 
         Raises:
-            RunError: the runners or the gateway keep dying and nothing gets finished.
+            RunError: the runners or the gateway keep dying and no rollout finishes.
         """
         finished, restarts = -1, self._restarts()
         while True:
-            self.upkeep.look()
-            done, total, enough = look()
+            self.maintain()
+            done, total, enough = check()
             if done > finished:
                 finished, restarts = done, self._restarts()
                 on_progress(done, total)
@@ -350,10 +325,24 @@ class Session:
                 return
             if self._restarts() - restarts >= _HOPELESS_RESTARTS:
                 raise RunError(
-                    "gateway and runners keep dying and no rollout gets finished; see "
+                    "gateway and runners keep dying and no rollout finishes; see "
                     f"{self.folder.logs}\n{self.gateway.log_tail()}\n{self.pool.log_tail(5)}"
                 )
             time.sleep(_POLL_S)
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for a computation in another thread while runners work on later steps."""
+        while not wait([future], timeout=_MAINTAIN_S).done:
+            self.maintain()
+        return future.result()
+
+    def maintain(self) -> None:
+        """End leases that ran out, and restart runners that died. Cheap: call it while waiting."""
+        if time.monotonic() >= self._next_maintenance:
+            self.store.expire_leases()
+            self._next_maintenance = time.monotonic() + _MAINTAIN_S
+        if not self.pool.alive():
+            self.pool.restart()
 
     def _restarts(self) -> int:
         vllm = self._vllm.restarts if self._vllm else 0
@@ -371,57 +360,8 @@ def _tinker_settings(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, 
 
 
 def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dict[str, Any]]:
-    """The table of other models; the one that is evaluated also under the policy's name."""
+    """Return the table of other models; an evaluated one also stands under the policy's name."""
     models = config.model_dump(mode="json")["models"]
     if isinstance(config, EvalConfig) and config.answered_by is not None:
         models[config.adapter] = models[config.answered_by] | {"is_policy": True}
     return models
-
-
-def rollout_seed(*parts: object) -> int:
-    """A seed that depends on these parts alone. 63 bits: it fits a signed integer column."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def plan_evaluation(
-    task_ids: Sequence[str], step: int, samples: int, seed: int, temperature: float
-) -> list[NewRollout]:
-    """Rollouts that measure: their temperature is ours, whatever the agent asks for."""
-    sampling: Json = {"force": {"temperature": temperature}}
-    return [
-        NewRollout(
-            task_id=task_id,
-            group_id=f"eval-{step}-{task_id}",
-            purpose=Purpose.EVAL,
-            step=step,
-            index=index,
-            seed=rollout_seed(seed, "eval", step, task_id, index),
-            sampling=sampling,
-        )
-        for task_id in task_ids
-        for index in range(samples)
-    ]
-
-
-def failures(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """Why rollouts failed, most frequent first."""
-    counts: dict[str, int] = {}
-    for rollout in rollouts:
-        if rollout.state is not RolloutState.SUCCEEDED:
-            reason = (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200]
-            counts[reason] = counts.get(reason, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-
-def outcomes_in_words(outcomes: Outcomes) -> str:
-    """What failed, and what policies made of it, in one line; empty when nothing did."""
-    quiet = (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
-    failed = {name: n for name, n in outcomes.attempts.items() if name not in quiet}
-    parts: list[str] = []
-    if failed:
-        listed = ", ".join(f"{count} {name}" for name, count in sorted(failed.items()))
-        parts.append(f"{sum(failed.values())} attempts failed ({listed})")
-    for policy, count in sorted(outcomes.policy_rewards.items()):
-        parts.append(f"{count} got their reward from {policy}")
-    return "; ".join(parts)

@@ -27,9 +27,10 @@ from agentrl_trainer.client.types import (
     SaveOptions,
     StateOptions,
 )
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import CustomLoss, Learner
-from agentrl_trainer.learner.losses import LossConfig
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import LossConfig
+from agentrl_trainer.learner.losses import CustomLoss
 from agentrl_trainer.learner.prepare_batch import UpdateSettings
 
 T = TypeVar("T")

@@ -63,9 +63,9 @@ from agentrl_trainer.client.types import (
     numbers,
     whole_numbers,
 )
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import CustomLoss
-from agentrl_trainer.learner.losses import LossConfig, Sums
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.loss_options import LossConfig
+from agentrl_trainer.learner.losses import CustomLoss, Sums
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 
 _DISCARDED = "before-non-finite"  # the state that is gone on from when gradients are discarded

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from agentrl_trainer.client.backend import RefusedRows
 from agentrl_trainer.client.types import Array, Datum, ModelInput
-from agentrl_trainer.data.packing import LOSS_EXTRA, TrainingRow, count_rows
-from agentrl_trainer.learner.learner import StepStats, step_stats, with_extra
-from agentrl_trainer.learner.losses import LOSSES, LossConfig, Sums
+from agentrl_trainer.data.packing import count_rows
+from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
+from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
+from agentrl_trainer.learner.losses import LOSSES, Sums
+from agentrl_trainer.learner.step_stats import StepStats, step_stats
 
 _Logprobs = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 
@@ -42,12 +44,11 @@ def native_config(
     are against the sampler, so not of ``rows`` with the log-probs of a proximal policy."""
     if loss not in NATIVE or any("proximal" in row.extra for row in rows):
         return None
-    options = LOSSES[loss].options(config)
-    own = {name: options[name] for name in NATIVE[loss]}
-    around = {name: value for name, value in options.items() if name not in own}
-    if around["kl_coef"] or around["correction"] != "none" or around.get("dual_clip_threshold"):
+    options = parse_loss_options(loss, config)
+    corrects = options.correction.correction != "none"
+    if options.kl.kl_coef or corrects or getattr(options.own, "dual_clip_threshold", 0.0):
         return None
-    return {name: float(value) for name, value in own.items()}
+    return {name: float(getattr(options.own, name)) for name in NATIVE[loss]}
 
 
 def folded(row: TrainingRow, divisor: float) -> Datum:
@@ -113,9 +114,7 @@ def stats_of(
 ) -> StepStats:
     """What ``Learner.forward_backward`` would say of the same rows. What the service shares among
     them is not known: every row counts by itself."""
-    value = loss.item() / divisor
-    finite = value - value == 0.0
-    return step_stats(value, sums, count_rows(rows), started, poisoned=not finite)
+    return step_stats(loss.item() / divisor, sums, count_rows(rows), started)
 
 
 def trained_logprobs(
@@ -163,22 +162,22 @@ class HostedPolicy:
         self._forward = forward
         self._reference = reference
 
-    def with_temperature(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
-        check_rows(datums)
-        return list(datums)
+    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        check_rows(rows)
+        return list(rows)
 
-    def values(self, datums: Sequence[TrainingRow]) -> list[list[float]]:
+    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         raise ValueError(_IMPOSSIBLE["returns"])
 
     def with_reference(
-        self, datums: Sequence[TrainingRow], adapter: str | None = None
+        self, rows: Sequence[TrainingRow], adapter: str | None = None
     ) -> list[TrainingRow]:
         if adapter is not None:
             raise ValueError("kl_reference: over Tinker the reference is the base model")
-        return with_extra(datums, reference=_aligned(datums, self._reference(datums)))
+        return with_extra(rows, reference=_aligned(rows, self._reference(rows)))
 
-    def with_proximal(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]:
-        return with_extra(datums, proximal=_aligned(datums, self._forward(datums)))
+    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        return with_extra(rows, proximal=_aligned(rows, self._forward(rows)))
 
 
 def _aligned(rows: Sequence[TrainingRow], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from agentrl_trainer.client.backend import Data
 from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
-from agentrl_trainer.data import packing as batches
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import StepStats
-from agentrl_trainer.learner.losses import LOSSES, LossConfig
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.loss_options import OPTIONS_OF, LossConfig, parse_loss_options
+from agentrl_trainer.learner.step_stats import StepStats
 
 _WEIGHTED = "cross_entropy"
 _EXTRA = {"proximal": "proximal", "reference": "reference", "length_weights": "weights"}
@@ -26,9 +25,9 @@ _INPUTS = {"target_tokens", "weights", "logprobs", "advantages", "mask", *_EXTRA
 
 def check_loss(loss_fn: str, config: LossConfig | None) -> None:
     """Raises ValueError for a loss, or an option of it, that does not exist."""
-    if loss_fn not in LOSSES:
-        raise ValueError(f"loss_fn: unknown loss {loss_fn!r}; choose one of {sorted(LOSSES)}")
-    LOSSES[loss_fn].options(config or {})
+    if loss_fn not in OPTIONS_OF:
+        raise ValueError(f"loss_fn: unknown loss {loss_fn!r}; choose one of {sorted(OPTIONS_OF)}")
+    parse_loss_options(loss_fn, config or {})
 
 
 def to_rows(
@@ -123,7 +122,7 @@ def length_weighted(row: TrainingRow, datum: Datum | TrainingRow) -> TrainingRow
     return replace(row, extra={**row.extra, _EXTRA["length_weights"]: [0.0, *weights]})
 
 
-def from_row(row: batches.TrainingRow) -> Datum:
+def from_row(row: TrainingRow) -> Datum:
     """The inverse: what the learner would train on, as the client's datum."""
     if row.extra.keys() - set(_EXTRA.values()):
         raise ValueError(f"a client's datum has no place for {sorted(row.extra)}")

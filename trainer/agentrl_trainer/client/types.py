@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl_trainer.learner.learner import AdamParams as AdamParams
+from agentrl_trainer.learner.loss_options import AdamParams as AdamParams
 
 Array: TypeAlias = Any
 """A list of numbers, a numpy array or a torch tensor."""

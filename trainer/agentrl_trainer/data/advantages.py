@@ -1,13 +1,11 @@
-"""From the rewards of a group to the advantage of each of its rollouts, turns or tokens.
+"""Compute advantages from the rewards of a group: for each rollout, turn or token.
 
-Knows numbers only: no models, no calls, no torch. A missing reward is not zero: it leaves the
-group, with its reason. A group that teaches nothing (every member earned the same) is skipped
-rather than trained with zeros, so that it does not dilute the normalisation of the step.
-
-Three granularities, from the same rewards:
+Knows numbers only: no models, no calls, no torch. A missing reward is not zero: its rollout leaves
+the group. A group without variance is skipped instead of trained with zeros, so that it does not
+dilute the normalization of the step. Three granularities:
 
     one number a rollout    ``ESTIMATORS``: group_advantages, then whiten_groups for reinforce++
-    one number a turn       turn_advantages, anchor_advantages (GiGPO)
+    one number a turn       turn_advantages, state_advantages (GiGPO)
     one number a token      token_advantages (GAE), from a value function's predictions
 """
 
@@ -18,13 +16,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl_tracer.schemas import SkipReason
+from agentrl_trainer.data.skip_reasons import group_reason, member_reason
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvantages:
     """Both lists run parallel to the rewards. A member trains exactly where ``skipped`` is None.
 
-    ``advantages`` is None only for NO_REWARD; the other skipped members have advantage 0.
+    ``advantages`` is None only for NO_REWARD; other skipped members have advantage 0.
     """
 
     advantages: list[float | None]
@@ -35,8 +34,7 @@ class GroupAdvantages:
 class Scaling:
     """Division by a standard deviation: x / (std + epsilon), std with n - ddof in its denominator.
 
-    ddof 1 and TRL's epsilon of 1e-4 are what GRPO implementations commonly do; GRPO's paper names
-    neither.
+    ddof 1 and TRL's epsilon of 1e-4 are common in GRPO implementations; GRPO's paper names neither.
     """
 
     ddof: int = 1
@@ -44,23 +42,25 @@ class Scaling:
 
     def __post_init__(self) -> None:
         if self.ddof not in (0, 1) or not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"ddof must be 0 or 1, epsilon a finite number from 0 on: {self}")
+            raise ValueError(f"ddof must be 0 or 1, epsilon finite and not negative: {self}")
 
     def divisor(self, values: Sequence[float]) -> float:
-        """std + epsilon; 1 where there are too few values for a deviation."""
+        """Return std + epsilon; 1 if there are too few values for a deviation."""
         if len(values) <= self.ddof:
             return 1.0
-        mean = math.fsum(values) / len(values)
+        mean = _mean(values)
         squares = math.fsum((value - mean) ** 2 for value in values)
         return math.sqrt(squares / (len(values) - self.ddof)) + self.epsilon
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """How scores become advantages. ``compares``: its baseline is the rest of the group, so one
-    member alone, or members that all earned the same, carry no signal. ``scales``: whether a
-    division by the group's standard deviation is compatible with it. ``whitens``: it divides by the
-    standard deviation of the whole step (``whiten_groups``)."""
+    """How scores become advantages.
+
+    ``compares``: the baseline is the rest of the group, so that one member alone, or members with
+    equal rewards, carry no signal. ``scales``: may be divided by the group's standard deviation.
+    ``whitens``: is divided by the standard deviation of the whole step (``whiten_groups``).
+    """
 
     advantages: Callable[[Sequence[float]], list[float]]
     compares: bool
@@ -69,17 +69,17 @@ class Estimator:
 
 
 def grpo(scores: Sequence[float]) -> list[float]:
-    """Reward minus the group's mean: DeepSeekMath, arXiv:2402.03300, section 4.1.
+    """Subtract the group's mean reward: DeepSeekMath, arXiv:2402.03300, section 4.1.
 
-    Without the division by the standard deviation, which overweights groups that are nearly
-    always right or nearly always wrong: Dr. GRPO, arXiv:2503.20783. ``normalize_std`` restores it.
+    Without the division by the standard deviation, which overweights groups that are nearly always
+    right or nearly always wrong: Dr. GRPO, arXiv:2503.20783. ``normalize_std`` restores it.
     """
-    mean = math.fsum(scores) / len(scores)
+    mean = _mean(scores)
     return [score - mean for score in scores]
 
 
 def rloo(scores: Sequence[float]) -> list[float]:
-    """Reward minus the mean of the *other* members, an unbiased baseline: RLOO, arXiv:2402.14740.
+    """Subtract the mean reward of the *other* members, an unbiased baseline: arXiv:2402.14740.
 
     It equals ``grpo`` times n / (n - 1).
     """
@@ -88,30 +88,32 @@ def rloo(scores: Sequence[float]) -> list[float]:
 
 
 def maxrl(scores: Sequence[float]) -> list[float]:
-    """Centred, then divided by the group's *mean*: MaxRL, arXiv:2602.02710.
+    """Center, then divide by the group's *mean*: MaxRL, arXiv:2602.02710.
 
     For rewards from 0 to 1 this is the gradient of a truncated series of the log of the success
-    probability, that is of maximum likelihood: rare successes count more. Raises ValueError for
-    negative rewards, for which it means nothing.
+    probability, that is, of maximum likelihood: rare successes count more.
+
+    Raises:
+        ValueError: a reward is negative.
     """
     if min(scores) < 0:
         raise ValueError(
             f"maxrl takes rewards that are not negative (successes), got {min(scores)}: shift the "
             "rewards, or choose grpo"
         )
-    mean = math.fsum(scores) / len(scores)
+    mean = _mean(scores)
     return [(score - mean) / mean for score in scores]
 
 
 def reinforce(scores: Sequence[float]) -> list[float]:
-    """The reward itself, no baseline: Williams 1992, doi:10.1007/BF00992696."""
+    """Take the reward itself, without a baseline: Williams 1992, doi:10.1007/BF00992696."""
     return list(scores)
 
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, compares=True, scales=True),
     # Dr. GRPO, arXiv:2503.20783: the same advantages, never scaled; its other half is the constant
-    # length normalisation.
+    # length normalization.
     "dr_grpo": Estimator(grpo, compares=True),
     "rloo": Estimator(rloo, compares=True, scales=True),
     # REINFORCE++-baseline, arXiv:2501.03262: the group's mean, then the step's deviation.
@@ -129,44 +131,40 @@ def group_advantages(
     scaling: Scaling | None = None,
     min_group: int = 2,
 ) -> GroupAdvantages:
-    """Advantages of one group. A reward that is None, or not a finite number, counts as missing."""
+    """Compute the advantages of one group. Rewards that are None or not finite count as missing.
+
+    Raises:
+        ValueError: the estimator is unknown, or does not go with ``normalize_std`` or the rewards.
+    """
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator {estimator!r}: choose one of {sorted(ESTIMATORS)}")
     how = ESTIMATORS[estimator]
     if normalize_std and not how.scales:
         raise ValueError(
             f"normalize_std does not apply to {estimator!r}: it has "
-            + ("a normalisation of its own" if how.compares else "no group baseline")
+            + ("a normalization of its own" if how.compares else "no group baseline")
         )
-
     scores = [r for r in rewards if r is not None and math.isfinite(r)]
-    reason, values = _judge_group(scores, how, min_group)
-    if reason is None and normalize_std:
+    teaches = not (how.compares and scores and _all_equal(scores))
+    reason = group_reason(len(scores), min_group, compares=how.compares, teaches=teaches)
+    values = [0.0] * len(scores) if reason else how.advantages(scores)
+    if normalize_std and not reason:
         divisor = (scaling or Scaling()).divisor(scores)
         values = [value / divisor for value in values]
-
-    advantages: list[float | None] = []
-    skipped: list[SkipReason | None] = []
     scored = iter(values)
-    for reward in rewards:
-        if reward is None or not math.isfinite(reward):
-            advantages.append(None)
-            skipped.append(SkipReason.NO_REWARD)
-            continue
-        advantage = next(scored)
-        advantages.append(advantage)
-        # Without a baseline a single member can have nothing to learn while its group has.
-        nothing = not how.compares and advantage == 0.0
-        skipped.append(SkipReason.ZERO_ADVANTAGE if nothing else reason)
+    advantages = [
+        next(scored) if reward is not None and math.isfinite(reward) else None for reward in rewards
+    ]
+    skipped = [member_reason(value, reason, compares=how.compares) for value in advantages]
     return GroupAdvantages(advantages, skipped)
 
 
 def whiten_groups(
     groups: Sequence[GroupAdvantages], scaling: Scaling | None = None
 ) -> list[GroupAdvantages]:
-    """Centre and scale over all rollouts of the step that train: REINFORCE++, arXiv:2501.03262.
+    """Center and scale over all rollouts of the step that train: REINFORCE++, arXiv:2501.03262.
 
-    Skipped groups have no part in the mean and the deviation. A step of one rollout is left as is.
+    Skipped members have no part in mean and deviation. A step of one rollout is returned as it is.
     """
     training = [
         advantage
@@ -176,15 +174,13 @@ def whiten_groups(
     ]
     if len(training) < 2:
         return list(groups)
-    mean, divisor = math.fsum(training) / len(training), (scaling or Scaling()).divisor(training)
+    mean, divisor = _mean(training), (scaling or Scaling()).divisor(training)
     return [
         replace(
             group,
             advantages=[
-                (advantage - mean) / divisor
-                if advantage is not None and reason is None
-                else advantage
-                for advantage, reason in zip(group.advantages, group.skipped, strict=True)
+                value if value is None or reason else (value - mean) / divisor
+                for value, reason in zip(group.advantages, group.skipped, strict=True)
             ],
         )
         for group in groups
@@ -203,8 +199,8 @@ class TurnAdvantages:
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """What is still to come at each turn, its own reward included: G_k = r_k + discount * G_k+1
-    (Sutton and Barto 2018, Reinforcement Learning, equation 3.9)."""
+    """Sum the rewards from each turn on: G_k = r_k + discount * G_k+1 (Sutton and Barto 2018,
+    Reinforcement Learning, equation 3.9)."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -221,33 +217,30 @@ def turn_advantages(
     scaling: Scaling | None = None,
     min_group: int = 2,
 ) -> TurnAdvantages:
-    """Credit by turn: a turn's discounted return, against the same turn of the other members.
+    """Compare a turn's discounted return with the same turn of the other members.
 
-    ``rewards``: each member's rewards by turn, None for a member without any reward. The baseline
-    of turn k is the mean return over the members that got as far (turn-level GRPO: MT-GRPO,
-    arXiv:2505.11821, in whose terms each turn is a state of its own). A turn that only one member
-    reached is measured against the group's mean return from the start, which no action of that turn
-    had a part in.
+    ``rewards``: each member's rewards by turn; None for a member without any reward. The baseline
+    of turn k is the mean return over the members that reached it (turn-level GRPO: MT-GRPO,
+    arXiv:2505.11821). A turn that only one member reached is compared with the group's mean return
+    from the start, on which no action of that turn had an influence.
     """
     returns = [None if r is None else discounted_returns(r, discount) for r in rewards]
     scored = [member for member in returns if member]
     starts = [member[0] for member in scored]
+    divide = (scaling or Scaling()) if normalize_std else None
     advantages: list[list[float]] = []
     for member in returns:
         turns: list[float] = []
         for k, value in enumerate(member or ()):
             peers = [other[k] for other in scored if k < len(other)]
-            if len(peers) < 2:
-                peers = starts
-            divisor = (scaling or Scaling()).divisor(peers) if normalize_std else 1.0
-            turns.append(_centred(value, peers) / divisor)
+            turns.append(_relative(value, peers if len(peers) > 1 else starts, divide))
         advantages.append(turns)
-    return _judge_turns(rewards, advantages, min_group)
+    return _judged_turns(rewards, advantages, min_group)
 
 
-def anchor_advantages(
+def state_advantages(
     rewards: Sequence[Sequence[float] | None],
-    anchors: Sequence[Sequence[Hashable]],
+    states: Sequence[Sequence[Hashable]],
     *,
     discount: float = 1.0,
     step_weight: float = 1.0,
@@ -255,55 +248,41 @@ def anchor_advantages(
     scaling: Scaling | None = None,
     min_group: int = 2,
 ) -> TurnAdvantages:
-    """Two levels of groups: GiGPO, arXiv:2505.10978, equations 3, 7 and 8.
+    """Compute advantages on two levels of groups: GiGPO, arXiv:2505.10978, equations 3, 7 and 8.
 
     A turn's advantage is its rollout's within the group, plus ``step_weight`` times that of its
-    discounted return among all turns of the group which started from the same state (equal
-    ``anchors``, parallel to ``rewards``). A state met once has no second part.
+    discounted return among all turns of the group that began in the same state (equal ``states``,
+    parallel to ``rewards``). A state met once has no second part.
     """
     totals = [None if r is None else math.fsum(r) for r in rewards]
     earned = [total for total in totals if total is not None]
-    scale = scaling or Scaling()
-    returns = [None if r is None else discounted_returns(r, discount) for r in rewards]
+    divide = (scaling or Scaling()) if normalize_std else None
+    returns = [[] if r is None else discounted_returns(r, discount) for r in rewards]
     met: dict[Hashable, list[float]] = {}
-    for member, states in zip(returns, anchors, strict=True):
-        for value, state in zip(member or (), states if member else (), strict=True):
+    for member, own in zip(returns, states, strict=True):
+        for value, state in zip(member, own if member else (), strict=True):
             met.setdefault(state, []).append(value)
-
-    def relative(value: float, among: Sequence[float]) -> float:
-        return _centred(value, among) / (scale.divisor(among) if normalize_std else 1.0)
-
-    advantages: list[list[float]] = []
-    for total, member, states in zip(totals, returns, anchors, strict=True):
-        if total is None or member is None:
-            advantages.append([])
-            continue
-        whole = relative(total, earned)
-        advantages.append(
-            [
-                whole + step_weight * relative(value, met[state])
-                for value, state in zip(member, states, strict=True)
-            ]
-        )
-    return _judge_turns(rewards, advantages, min_group)
+    advantages = [
+        []
+        if total is None
+        else [
+            _relative(total, earned, divide) + step_weight * _relative(value, met[state], divide)
+            for value, state in zip(member, own, strict=True)
+        ]
+        for total, member, own in zip(totals, returns, states, strict=True)
+    ]
+    return _judged_turns(rewards, advantages, min_group)
 
 
-def _centred(value: float, among: Sequence[float]) -> float:
-    """0 up to float noise if all are the same: see ``_all_equal``."""
-    return 0.0 if _all_equal(among) else value - math.fsum(among) / len(among)
-
-
-def _judge_turns(
+def _judged_turns(
     rewards: Sequence[Sequence[float] | None], advantages: list[list[float]], min_group: int
 ) -> TurnAdvantages:
-    reason: SkipReason | None = None
-    if sum(member is not None for member in rewards) < max(min_group, 2):
-        reason = SkipReason.SMALL_GROUP
-    elif not any(value for turns in advantages for value in turns):
-        reason = SkipReason.ZERO_ADVANTAGE
+    scored = sum(member is not None for member in rewards)
+    teaches = any(value for turns in advantages for value in turns)
+    reason = group_reason(scored, min_group, compares=True, teaches=teaches)
     if reason is not None:
         advantages = [[0.0] * len(turns) for turns in advantages]
-    skipped = [SkipReason.NO_REWARD if member is None else reason for member in rewards]
+    skipped = [member_reason(None if member is None else 0.0, reason) for member in rewards]
     return TurnAdvantages(advantages, skipped)
 
 
@@ -313,7 +292,7 @@ def _judge_turns(
 def token_advantages(
     rewards: Sequence[float], values: Sequence[float], *, discount: float, trace: float
 ) -> tuple[list[float], list[float]]:
-    """Generalised advantage estimation and the returns a value function should predict:
+    """Compute generalized advantage estimates, and the returns a value function should predict:
     arXiv:1506.02438, equations 11, 12 and 16.
 
     ``rewards[t]`` is earned with token t, ``values[t]`` predicted before it; nothing follows the
@@ -330,23 +309,17 @@ def token_advantages(
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-# ---- inside
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
-def _judge_group(
-    scores: Sequence[float], how: Estimator, min_group: int
-) -> tuple[SkipReason | None, list[float]]:
-    """Why the whole group is skipped (or None), and its advantages (zeros if it is)."""
-    # A comparison with nobody is not one, whatever the configuration says.
-    needed = max(min_group, 2) if how.compares else 1
-    if len(scores) < needed:
-        return SkipReason.SMALL_GROUP, [0.0] * len(scores)
-    if how.compares and _all_equal(scores):
-        return SkipReason.ZERO_ADVANTAGE, [0.0] * len(scores)
-    return None, how.advantages(scores)
+def _relative(value: float, among: Sequence[float], scaling: Scaling | None) -> float:
+    """Center ``value``, and scale it if asked; exactly 0 if all are equal."""
+    centered = 0.0 if _all_equal(among) else value - _mean(among)
+    return centered / (scaling.divisor(among) if scaling else 1.0)
 
 
 def _all_equal(scores: Sequence[float]) -> bool:
-    """Equal up to float noise: a sum of rewards may come out as 0.1 + 0.2 here and 0.3 there."""
+    """Compare up to float noise: equal sums of rewards may differ as 0.1 + 0.2 and 0.3 do."""
     largest = max(abs(score) for score in scores)
     return max(scores) - min(scores) <= max(1e-12, 1e-9 * largest)

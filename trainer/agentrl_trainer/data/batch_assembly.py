@@ -1,49 +1,49 @@
-"""From the records of one step to what the learner trains on, and a verdict on every call.
+"""Turn the records of one step into training rows, and give each call its verdict.
 
-Pure: rollouts, calls and rewards in; datums and verdicts out. Here the contract "each call is
-trained on, or skipped with one reason" is kept.
+Pure: rollouts, calls and rewards in; rows and verdicts out. Here the contract "each call is trained
+on, or skipped with one reason" is kept; the reasons themselves are ``skip_reasons``'.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Literal
 
-from agentrl_tracer.schemas import Call, Reward, Rollout, RolloutState, SkipReason
+from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
 from agentrl_trainer.data.advantages import (
     ESTIMATORS,
     GroupAdvantages,
     Scaling,
-    anchor_advantages,
     group_advantages,
+    state_advantages,
     turn_advantages,
     whiten_groups,
 )
-from agentrl_trainer.data.packing import TrainingRow, to_training_row
+from agentrl_trainer.data.off_policy import importance_weight, sampled_otherwise, temperature_of
 from agentrl_trainer.data.rewards import rollout_rewards, turn_rewards, winning_rewards
-from agentrl_trainer.data.state_grouping import anchor_states
-from agentrl_trainer.data.trajectories import (
-    Rules,
-    Trajectory,
-    build_trajectories,
-    importance,
-    sampled_otherwise,
-    temperature_of,
+from agentrl_trainer.data.skip_reasons import (
+    GROUP_REASONS,
+    SkipRules,
+    count_group_reasons,
+    losing_reason,
+    member_reason,
+    refused_reasons,
 )
+from agentrl_trainer.data.state_grouping import anchor_states
+from agentrl_trainer.data.training_row import TrainingRow, to_training_row
+from agentrl_trainer.data.trajectories import Trajectory, build_trajectories, call_order
 
 LengthNormalization = Literal["token", "sequence", "constant", "rollout"]
 BY_TURN = ("turn", "gigpo")
-BY_TOKEN = ("gae",)  # credit comes from a value function: see values.with_gae
-
-_GROUP_REASONS = (SkipReason.SMALL_GROUP, SkipReason.ZERO_ADVANTAGE, SkipReason.NO_REWARD)
+BY_TOKEN = ("gae",)  # credit comes from a value function: see learner.prepare_batch.with_gae
 
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """How records become datums."""
+    """How records become rows."""
 
     adapters: frozenset[str]  # those in training
     max_length: int  # tokens of a trajectory
@@ -55,58 +55,52 @@ class StepSettings:
     step_weight: float = 1.0  # of GiGPO's second level
     length_normalization: LengthNormalization = "token"
     length_constant: int = 1024  # tokens; for length_normalization constant
-    rules: Rules = field(default_factory=Rules)
-    oldest_version: int | None = None  # of an adapter: what an older one answered is stale
+    rules: SkipRules = field(default_factory=SkipRules)
+    oldest_version: int | None = None  # of an adapter; answers of older ones are stale
 
 
 @dataclass(slots=True)
 class StepBatch:
     """Invariant: each call of the step is in ``trained`` or in ``skipped``, never in both."""
 
-    datums: list[TrainingRow] = field(default_factory=list[TrainingRow])
+    rows: list[TrainingRow] = field(default_factory=list[TrainingRow])
     trained: set[str] = field(default_factory=set[str])
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
-    """By rollout id; None where a rollout failed or emitted none."""
+    """By rollout id; None if the rollout failed or emitted none."""
     groups: dict[str, GroupAdvantages] = field(default_factory=dict[str, GroupAdvantages])
     """With credit by turn, a member's advantage here is the mean over its turns."""
     off_policy: Counter[str] = field(default_factory=Counter[str])
-    """Trained calls that were not sampled from the policy at temperature 1, by how; and
-    mixed_versions."""
+    """Trained calls by how their sampling deviated from the policy at temperature 1."""
 
-    def refuse(self, reason: SkipReason) -> None:
-        """The learner refused the step: nothing in it was trained on."""
-        self.skipped |= dict.fromkeys(self.trained, reason)
+    def refuse(self, why: Literal["non_finite", "not_supported"]) -> None:
+        """Mark all calls as skipped: the learner did not apply the step."""
+        self.skipped |= refused_reasons(self.trained, why)
         self.trained = set()
 
     def shrunk(self) -> int:
-        """Groups that failures and missing rewards left too small to compare. Not those that were
-        so to begin with, because few rollouts asked this adapter at all."""
+        """Count groups that failures and missing rewards left too small to compare.
+
+        Groups that were too small from the start, because few rollouts called this adapter, do not
+        count.
+        """
         return sum(
             SkipReason.SMALL_GROUP in group.skipped and SkipReason.NO_REWARD in group.skipped
             for group in self.groups.values()
         )
 
-    def _groups_skipped(self) -> Counter[SkipReason]:
-        """Each group of which nobody trains, by the one reason why."""
-        skipped = [
-            {reason for reason in group.skipped if reason is not None}
-            for group in self.groups.values()
-            if None not in group.skipped
-        ]
-        # Who has no reward left the group; why the others do not train is the group's reason.
-        return Counter(
-            next((why for why in _GROUP_REASONS if why in reasons), SkipReason.NO_REWARD)
-            for reasons in skipped
-        )
-
     def metrics(self) -> dict[str, float]:
-        """The step in numbers. Reward statistics are over rollouts that have a reward, advantage
+        """Summarize the step. Reward statistics are over rollouts that have a reward, advantage
         statistics over trained tokens."""
         scores = [reward for reward in self.rewards.values() if reward is not None]
-        advantages = trained_advantages(self.datums)
-        skipped = self._groups_skipped()
-        used = [g for g in self.groups.values() if any(reason is None for reason in g.skipped)]
+        advantages = [
+            advantage
+            for row in self.rows
+            for advantage, on in zip(row.advantages, row.mask, strict=True)
+            if on
+        ]
+        skipped = count_group_reasons(group.skipped for group in self.groups.values())
+        used = sum(None in group.skipped for group in self.groups.values())
         return {
             "reward/mean": fmean(scores) if scores else float("nan"),
             "reward/std": pstdev(scores) if scores else float("nan"),
@@ -114,30 +108,19 @@ class StepBatch:
             "advantage/max": max(advantages, default=0.0),
             "advantage/min": min(advantages, default=0.0),
             "advantage/std": Scaling(0, 0.0).divisor(advantages) if advantages else 0.0,
-            "groups/used": len(used),
-            "groups/skipped": len(self.groups) - len(used),
-            # Why: a group is too small, all its members earned the same, or none has a reward.
-            **{f"groups/{reason}": skipped[reason] for reason in _GROUP_REASONS},
+            "groups/used": used,
+            "groups/skipped": len(self.groups) - used,
+            **{f"groups/{reason}": skipped[reason] for reason in GROUP_REASONS},
             **{f"off_policy/{how}": count for how, count in sorted(self.off_policy.items())},
         }
 
 
-def trained_advantages(datums: Sequence[TrainingRow]) -> list[float]:
-    """Of every trained token."""
-    return [
-        advantage
-        for datum in datums
-        for advantage, on in zip(datum.advantages, datum.mask, strict=True)
-        if on
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """One rollout of a group: its winning attempt's calls and what it earned with them."""
+    """One rollout of a group, by its winning attempt."""
 
     rollout: Rollout
-    calls: list[Call]  # of the winning attempt, in order
+    calls: list[Call]  # in order
     rewards: list[Reward]
     trajectories: list[Trajectory]
     total: float | None
@@ -149,6 +132,10 @@ class _Member:
         return [call for call in self.calls if call.id in training]
 
 
+_Credit = tuple[float | Mapping[str, float], SkipReason | None]
+"""A member's advantage, one for all calls or one by call id; and why it does not train."""
+
+
 def assemble(
     rollouts: Sequence[Rollout],
     calls: Sequence[Call],
@@ -156,137 +143,138 @@ def assemble(
     settings: StepSettings,
     context: Sequence[Call] | None = None,
 ) -> StepBatch:
-    """Judges every call of a step's finished rollouts and builds the datums of those that train.
+    """Judge every call of a step's finished rollouts, and build the rows of those that train.
 
-    Datums come in the order of ``rollouts``, so that equal records make equal batches.
+    Rows come in the order of ``rollouts``, so that equal records make equal batches.
 
     Args:
-        context: all calls of these rollouts, where ``calls`` are only some. Not judged; they tell
-            when a reward was earned.
+        context: all calls of these rollouts, if ``calls`` are only some. They are not judged; they
+            tell when a reward was earned.
     """
-    batch = StepBatch()
+    batch = StepBatch(rewards=rollout_rewards(rollouts, rewards))
     calls_of = _by_rollout(calls)
-    all_calls_of = calls_of if context is None else _by_rollout(context)
+    context_of = calls_of if context is None else _by_rollout(context)
     rewards_of: dict[str, list[Reward]] = {}
     for reward in rewards:
         rewards_of.setdefault(reward.rollout_id, []).append(reward)
-
-    batch.rewards = rollout_rewards(rollouts, rewards)
-    members = [
-        _member(
-            rollout,
-            calls_of.get(rollout.id, []),
-            all_calls_of.get(rollout.id, []),
-            rewards_of.get(rollout.id, []),
-            batch,
-            settings,
+    members: list[_Member] = []
+    for rollout in rollouts:
+        own, lost = _split_by_winner(rollout, calls_of.get(rollout.id, ()))
+        batch.skipped |= {call.id: losing_reason(call, rollout) for call in lost}
+        built = build_trajectories(
+            own,
+            max_length=settings.max_length,
+            adapters=settings.adapters,
+            oldest_version=settings.oldest_version,
+            rules=settings.rules,
         )
-        for rollout in rollouts
-    ]
+        batch.skipped |= built.skipped
+        every, _ = _split_by_winner(rollout, context_of.get(rollout.id, ()))
+        earned = winning_rewards(rollout, rewards_of.get(rollout.id, []))
+        total = batch.rewards[rollout.id]
+        members.append(
+            _Member(rollout, sorted(every, key=call_order), earned, built.trajectories, total)
+        )
     credit = _credit(members, batch, settings)
     owners: list[str] = []
     for member in members:
-        advantage, group_reason = credit[member.rollout.id]
+        advantage, reason = credit[member.rollout.id]
         by_id = {call.id: call for call in member.calls}
         for trajectory in member.trajectories:
-            if group_reason is not None:
-                batch.skipped |= dict.fromkeys(trajectory.call_ids, group_reason)
+            if reason is not None:
+                batch.skipped |= dict.fromkeys(trajectory.call_ids, reason)
                 continue
+            trained = [by_id[call] for call in trajectory.call_ids]
             batch.trained |= set(trajectory.call_ids)
-            batch.off_policy.update(
-                how for call in trajectory.call_ids for how in _oddities(by_id[call])
-            )
-            datum = to_training_row(trajectory, advantage)
-            extra: dict[str, list[float]] = {}
-            if settings.estimator in BY_TOKEN:
-                extra["rewards"] = _token_rewards(trajectory, member)
-            if any(value != 1.0 for value in trajectory.temperatures):
-                extra["temperature"] = trajectory.temperatures
-            if settings.rules.off_policy == "weight":
-                weights = {call: importance(by_id[call]) or 0.0 for call in trajectory.call_ids}
-                extra["weights"] = to_training_row(trajectory, weights).advantages
-            batch.datums.append(replace(datum, extra=extra))
+            batch.off_policy.update(how for call in trained for how in _deviations(call))
+            batch.rows.append(_row(trajectory, trained, advantage, member, settings))
             owners.append(member.rollout.id)
-    batch.datums = normalize_lengths(
-        batch.datums, owners, settings.length_normalization, settings.length_constant
+    batch.rows = normalize_lengths(
+        batch.rows, owners, settings.length_normalization, settings.length_constant
     )
     return batch
 
 
 def normalize_lengths(
-    datums: Sequence[TrainingRow],
+    rows: Sequence[TrainingRow],
     owners: Sequence[str],
     how: LengthNormalization,
     constant: int = 1024,
 ) -> list[TrainingRow]:
-    """Give each token its ``weights``, such that the sum over tokens divided by their number (which
-    is what the learner does) is the mean that ``how`` says.
+    """Weight each token, such that the learner's mean over tokens becomes the mean of ``how``.
 
     token: over all tokens of the step (DAPO, arXiv:2503.14476, equation 8); no weights needed.
-    sequence: over sequences, of the mean over each one's tokens (GRPO, arXiv:2402.03300).
-    rollout: the same with all sequences of a rollout taken together; ``owners`` says whose each is.
+    sequence: over rows, of the mean over each one's tokens (GRPO, arXiv:2402.03300).
+    rollout: the same with all rows of a rollout taken together; ``owners`` names each row's.
     constant: over rollouts, of the sum over tokens divided by ``constant`` (Dr. GRPO,
-    arXiv:2503.20783), so that length has no influence at all.
+    arXiv:2503.20783), so that length has no influence.
     """
     if how == "token":
-        return list(datums)
-    lengths = [datum.trained for datum in datums]
+        return list(rows)
+    lengths = [row.trained for row in rows]
     total = sum(lengths)
     of_owner: Counter[str] = Counter()
     for owner, length in zip(owners, lengths, strict=True):
         of_owner[owner] += length
     result: list[TrainingRow] = []
-    for datum, owner, length in zip(datums, owners, lengths, strict=True):
+    for row, owner, length in zip(rows, owners, lengths, strict=True):
         share = {
-            "sequence": len(datums) * length,
+            "sequence": len(rows) * length,
             "rollout": len(of_owner) * of_owner[owner],
             "constant": len(of_owner) * constant,
         }[how]
-        before = datum.extra.get("weights", [1.0] * len(datum.tokens))
+        before = row.extra.get("weights", [1.0] * len(row.tokens))
         weights = [weight * total / share for weight in before]
-        result.append(replace(datum, extra={**datum.extra, "weights": weights}))
+        result.append(replace(row, extra={**row.extra, "weights": weights}))
     return result
 
 
-_Credit = tuple[float | Mapping[str, float], SkipReason | None]
+def _split_by_winner(rollout: Rollout, calls: Iterable[Call]) -> tuple[list[Call], list[Call]]:
+    """Separate the winning attempt's calls from those of the others."""
+    parts: tuple[list[Call], list[Call]] = ([], [])
+    for call in calls:
+        parts[not rollout.winner or call.attempt_id != rollout.winner].append(call)
+    return parts
+
+
+def _by_rollout(calls: Sequence[Call]) -> dict[str | None, list[Call]]:
+    found: dict[str | None, list[Call]] = {}
+    for call in calls:
+        found.setdefault(call.rollout_id, []).append(call)
+    return found
 
 
 def _credit(
     members: Sequence[_Member], batch: StepBatch, settings: StepSettings
 ) -> dict[str, _Credit]:
-    """Each rollout's advantage within its group, one or one for each call; or why it has none."""
+    """Compare each rollout with its group; by rollout id. Fills ``batch.groups``."""
     groups: dict[str, list[_Member]] = {}
     for member in members:
         groups.setdefault(member.rollout.group_id, []).append(member)
     if settings.estimator in BY_TURN:
         return {
-            name: credit
+            rollout: credit
             for group_id, group in groups.items()
-            for name, credit in _credit_by_turn(group_id, group, batch, settings).items()
+            for rollout, credit in _credit_by_turn(group_id, group, batch, settings).items()
         }
-    judged = {group_id: _judge(group, settings) for group_id, group in groups.items()}
-    how = ESTIMATORS.get(settings.estimator)
-    if how is not None and how.whitens:
-        done = whiten_groups(list(judged.values()), settings.scaling)
-        judged = dict(zip(judged, done, strict=True))
-    batch.groups = judged
+    batch.groups = {group_id: _judge(group, settings) for group_id, group in groups.items()}
+    if settings.estimator in ESTIMATORS and ESTIMATORS[settings.estimator].whitens:
+        whitened = whiten_groups(list(batch.groups.values()), settings.scaling)
+        batch.groups = dict(zip(batch.groups, whitened, strict=True))
     return {
         member.rollout.id: (advantage or 0.0, reason)
         for group_id, group in groups.items()
         for member, advantage, reason in zip(
-            group, judged[group_id].advantages, judged[group_id].skipped, strict=True
+            group, batch.groups[group_id].advantages, batch.groups[group_id].skipped, strict=True
         )
     }
 
 
 def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
     totals = [member.total for member in group]
-    if settings.estimator in BY_TOKEN:
-        # Whoever has a reward trains; what each token's advantage is, the learner finds out.
-        return GroupAdvantages(
-            [None if total is None else 0.0 for total in totals],
-            [SkipReason.NO_REWARD if total is None else None for total in totals],
-        )
+    if settings.estimator in BY_TOKEN:  # the learner computes each token's advantage later
+        zeros = [None if total is None else 0.0 for total in totals]
+        return GroupAdvantages(zeros, [member_reason(zero, None) for zero in zeros])
     return group_advantages(
         totals,
         estimator=settings.estimator,
@@ -303,7 +291,7 @@ def _credit_by_turn(
     earned = [
         None
         if member.total is None
-        # A member none of whose calls trains still says what the group earned.
+        # A member none of whose calls trains still tells what the group earned.
         else turn_rewards(member.rewards, member.calls, [call.id for call in own]) or [member.total]
         for member, own in zip(group, turns, strict=True)
     ]
@@ -316,7 +304,7 @@ def _credit_by_turn(
             min_group=settings.min_group,
         )
     else:
-        result = anchor_advantages(
+        result = state_advantages(
             earned,
             [
                 anchor_states(own) or [member.rollout.id]
@@ -328,13 +316,11 @@ def _credit_by_turn(
             scaling=settings.scaling,
             min_group=settings.min_group,
         )
-    batch.groups[group_id] = GroupAdvantages(
-        [
-            None if member.total is None else fmean(own) if own else 0.0
-            for member, own in zip(group, result.advantages, strict=True)
-        ],
-        result.skipped,
-    )
+    means = [
+        None if member.total is None else fmean(own) if own else 0.0
+        for member, own in zip(group, result.advantages, strict=True)
+    ]
+    batch.groups[group_id] = GroupAdvantages(means, result.skipped)
     return {
         member.rollout.id: (
             {call.id: value for call, value in zip(own, values, strict=False)},
@@ -346,9 +332,29 @@ def _credit_by_turn(
     }
 
 
+def _row(
+    trajectory: Trajectory,
+    calls: Sequence[Call],
+    advantage: float | Mapping[str, float],
+    member: _Member,
+    settings: StepSettings,
+) -> TrainingRow:
+    extra: dict[str, list[float]] = {}
+    if settings.estimator in BY_TOKEN:
+        extra["rewards"] = _token_rewards(trajectory, member)
+    if any(value != 1.0 for value in trajectory.temperatures):
+        extra["temperature"] = trajectory.temperatures
+    if settings.rules.off_policy == "weight":
+        weights = {call.id: importance_weight(call) or 0.0 for call in calls}
+        extra["weights"] = to_training_row(trajectory, weights).advantages
+    return replace(to_training_row(trajectory, advantage), extra=extra)
+
+
 def _token_rewards(trajectory: Trajectory, member: _Member) -> list[float]:
-    """Each turn's reward at its last token. A branch that began later has no part in what was
-    earned before it."""
+    """Place each turn's reward at its last token.
+
+    A branch that began later has no share in what was earned before it.
+    """
     earned = turn_rewards(member.rewards, member.calls, trajectory.call_ids, whole=False)
     rewards = [0.0] * len(trajectory.tokens)
     for turn, value in zip(trajectory.turns, earned, strict=True):
@@ -356,59 +362,10 @@ def _token_rewards(trajectory: Trajectory, member: _Member) -> list[float]:
     return rewards
 
 
-def _oddities(call: Call) -> list[str]:
+def _deviations(call: Call) -> list[str]:
     found = {
         sampled_otherwise(call): True,
         "temperature": temperature_of(call) != 1.0,
         "mixed_versions": bool(call.params.get("mixed_versions")),
     }
     return [how for how, applies in found.items() if how is not None and applies]
-
-
-def _of_winner(rollout: Rollout, calls: Sequence[Call]) -> list[Call]:
-    return [call for call in calls if rollout.winner and call.attempt_id == rollout.winner]
-
-
-def _by_rollout(calls: Sequence[Call]) -> dict[str | None, list[Call]]:
-    found: dict[str | None, list[Call]] = {}
-    for call in calls:
-        found.setdefault(call.rollout_id, []).append(call)
-    return found
-
-
-def _member(
-    rollout: Rollout,
-    calls: Sequence[Call],
-    context: Sequence[Call],
-    rewards: Sequence[Reward],
-    batch: StepBatch,
-    settings: StepSettings,
-) -> _Member:
-    """The winning attempt's trajectories; all that falls away is noted in ``batch.skipped``."""
-    lost = (
-        SkipReason.FAILED_ATTEMPT
-        if rollout.state is RolloutState.SUCCEEDED
-        else SkipReason.FAILED_ROLLOUT
-    )
-    winning = _of_winner(rollout, calls)
-    won = {call.id for call in winning}
-    for call in calls:
-        if call.id not in won:
-            batch.skipped[call.id] = call.skip_reason or lost
-    built = build_trajectories(
-        winning,
-        max_length=settings.max_length,
-        adapters=settings.adapters,
-        oldest_version=None
-        if settings.oldest_version is None
-        else dict.fromkeys(settings.adapters, settings.oldest_version),
-        rules=settings.rules,
-    )
-    batch.skipped |= built.skipped
-    return _Member(
-        rollout=rollout,
-        calls=sorted(_of_winner(rollout, context), key=lambda c: (c.seq, c.choice, c.id)),
-        rewards=winning_rewards(rollout, rewards),
-        trajectories=built.trajectories,
-        total=batch.rewards[rollout.id],
-    )

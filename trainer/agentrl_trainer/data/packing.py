@@ -11,14 +11,14 @@ or T columns of padded rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from agentrl_trainer.data.trajectories import Trajectory
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.models.common_prefix import common_prefix
 from agentrl_trainer.models.prefix_attention import Trie, pack_trie
 
@@ -26,62 +26,6 @@ _LITTLE = 0.02
 """Of a trie's tokens: what may be computed again for the sake of a smaller one."""
 _KEYS_PER_TOKEN = 4
 """A micro-batch holds at most so many keys and values for each token of its budget."""
-LOSS_EXTRA = frozenset({"weights", "proximal", "reference"})
-"""Optional arguments of a loss, see ``losses.Loss``."""
-EXTRA = LOSS_EXTRA | {"rewards", "values", "returns", "temperature"}
-"""Three are what a value function learns from: the reward that a token earned at once, the value
-predicted before the update, and the return that the prediction should have been. ``temperature`` is
-the one that the token was sampled at: its log-probs are of the policy at it; without it, at 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRow:
-    """One row to learn from. The four lists run parallel; ``mask[0]`` is false, for the first token
-    has no log-probability.
-
-    ``logprobs`` (q) and ``advantages`` count only where the mask is on. For ``cross_entropy`` the
-    advantages are the weights, and logprobs may be all zeros (the ratio metrics mean nothing then).
-    """
-
-    tokens: list[int]
-    mask: list[bool]
-    logprobs: list[float]
-    advantages: list[float]
-    adapter: str = "default"
-    extra: Mapping[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """More about each token, parallel to the others, read where the mask is on: see ``EXTRA``."""
-
-    def __post_init__(self) -> None:
-        if unknown := self.extra.keys() - EXTRA:
-            raise ValueError(f"extra holds {sorted(unknown)}, but known are {sorted(EXTRA)}")
-        lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.advantages)}
-        lengths |= {len(values) for values in self.extra.values()}
-        if len(lengths) > 1:
-            raise ValueError(f"a datum's lists must have one length, not {sorted(lengths)}")
-        if self.mask and self.mask[0]:
-            raise ValueError("the first token of a datum cannot be trained: nothing precedes it")
-
-    @property
-    def trained(self) -> int:
-        return sum(self.mask)
-
-
-def to_training_row(trajectory: Trajectory, advantage: float | Mapping[str, float]) -> TrainingRow:
-    """A trajectory with its credit: one advantage for all its tokens, or one per call id.
-
-    Calls without an entry get 0 but stay in the mask, so they count in the normalisation.
-    """
-    advantages = [0.0] * len(trajectory.tokens)
-    for turn in trajectory.turns:
-        value = advantage.get(turn.call_id, 0.0) if isinstance(advantage, Mapping) else advantage
-        advantages[turn.start : turn.end] = [value] * (turn.end - turn.start)
-    return TrainingRow(
-        tokens=trajectory.tokens,
-        mask=trajectory.mask,
-        logprobs=trajectory.logprobs,
-        advantages=advantages,
-        adapter=trajectory.adapter,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a rollout earned, and with which turn. No torch here: evaluation needs nothing else."""
+"""Tell what a rollout earned, and with which turn. No torch here."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 from collections.abc import Sequence
 
 from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout, RolloutState
+from agentrl_trainer.data.trajectories import call_order
 
 
 def winning_rewards(rollout: Rollout, rewards: Sequence[Reward]) -> list[Reward]:
-    """Those that the winning attempt emitted; none without a winner.
+    """Select the rewards of the winning attempt; none without a winner.
 
-    Where a policy decided (``on_error = -1``), its reward stands instead of whatever the attempt
-    had emitted before it failed.
+    A policy's reward (``on_error = -1``) replaces what the attempt had emitted before it failed.
     """
     if rollout.state is not RolloutState.SUCCEEDED:
         return []
-    mine = [reward for reward in rewards if reward.attempt_id == rollout.winner]
-    return [reward for reward in mine if reward.key == POLICY_REWARD_KEY] or mine
+    won = [reward for reward in rewards if reward.attempt_id == rollout.winner]
+    return [reward for reward in won if reward.key == POLICY_REWARD_KEY] or won
 
 
 def rollout_reward(rollout: Rollout, rewards: Sequence[Reward]) -> float | None:
-    """The sum of what its winning attempt emitted; None without one, or without a winner.
+    """Sum what the winning attempt emitted; None without a reward or a winner.
 
-    None too if the sum is not a finite number: a NaN says that nobody knows what was earned.
+    None too if the sum is not finite: a NaN tells nothing about what was earned.
     """
     earned = [float(reward.value) for reward in winning_rewards(rollout, rewards)]
     total = sum(earned)
@@ -33,7 +33,7 @@ def rollout_reward(rollout: Rollout, rewards: Sequence[Reward]) -> float | None:
 def rollout_rewards(
     rollouts: Sequence[Rollout], rewards: Sequence[Reward]
 ) -> dict[str, float | None]:
-    """``rollout_reward`` of each rollout, by id."""
+    """Compute ``rollout_reward`` of each rollout, by id."""
     by_rollout: dict[str, list[Reward]] = {}
     for reward in rewards:
         by_rollout.setdefault(reward.rollout_id, []).append(reward)
@@ -43,28 +43,25 @@ def rollout_rewards(
 def turn_rewards(
     rewards: Sequence[Reward], calls: Sequence[Call], turns: Sequence[str], *, whole: bool = True
 ) -> list[float]:
-    """What was earned with each turn. ``turns``: ids of some of the attempt's ``calls``, in order.
+    """Sum the rewards earned with each of ``turns``: ids of some of the attempt's calls, in order.
 
-    A reward belongs to the call whose response or span it names, else to the end. It is credited to
-    the last of ``turns`` up to that call: only what came before a reward can have earned it.
-    Rewards from before the first turn go to the first one if these turns are the ``whole`` attempt
-    (so that the sum is the attempt's reward), and to nobody if they are a branch of it.
+    A reward belongs to the call whose response or span it names, else to the end of the attempt. It
+    is credited to the last turn up to that call. Rewards from before the first turn go to the first
+    turn if the turns are the ``whole`` attempt (so that the sum is the attempt's reward); a branch
+    of the attempt does not get them.
     """
     if not turns:
         return []
-    ordered = sorted(calls, key=lambda call: (call.seq, call.choice, call.id))
+    ordered = sorted(calls, key=call_order)
     place = {call.id: at for at, call in enumerate(ordered)}
     by_response = {call.response_id: at for at, call in enumerate(ordered)}
     by_span = {call.span_id: at for at, call in enumerate(ordered) if call.span_id}
-    at_turns = [place[turn] for turn in turns]
     earned = [0.0] * len(turns)
     for reward in rewards:
         at = by_response.get(reward.response_id or "")
         if at is None:
             at = by_span.get(reward.span_id or "", len(ordered))
-        turn = sum(other <= at for other in at_turns) - 1
-        if turn >= 0:
-            earned[turn] += float(reward.value)
-        elif whole:
-            earned[0] += float(reward.value)
+        turn = sum(place[other] <= at for other in turns) - 1
+        if turn >= 0 or whole:
+            earned[max(turn, 0)] += float(reward.value)
     return earned

@@ -26,22 +26,16 @@ from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
 from agentrl_trainer.inference.llama_cpu import FusedLinear, LlamaCpuDecoder
-from agentrl_trainer.models.loading import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    BaseModel,
-    ModelError,
-    evaluation_mode,
-    read_adapter,
-)
+from agentrl_trainer.models.loading import BaseModel, ModelError, evaluation_mode
+from agentrl_trainer.models.lora import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from agentrl_trainer.models.lora_targets import no_false_warnings
 from agentrl_trainer.models.moe import (
     ExpertStack,
-    beside_the_weights,
     expert_stacks,
-    factors,
-    no_false_warnings,
-    places,
-    scaling,
+    keep_weights_unmerged,
+    lora_scaling,
+    split_by_expert,
+    stacks_in_file,
 )
 
 if TYPE_CHECKING:
@@ -247,7 +241,7 @@ class PeftWeights:
                 PeftModel, get_peft_model(self._base.model, config, adapter_name=prepared.key)
             )
         read_adapter(self._peft, prepared.key, prepared.folder)
-        beside_the_weights(self._peft)
+        keep_weights_unmerged(self._peft)
         evaluation_mode(self._peft)
         self._use(prepared)
 
@@ -309,7 +303,7 @@ def read_lora(
     if unusual:
         raise ModelError(f"adapter: {folder} uses {', '.join(unusual)}, which is not supported.")
     tensors = load_file(str(folder / WEIGHTS_FILE))
-    of_experts = places(config.get("target_parameters") or (), stacks)
+    of_experts = stacks_in_file(config.get("target_parameters") or (), stacks)
     found: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
     for key, a in tensors.items():
         if not key.endswith(".lora_A.weight"):
@@ -322,8 +316,8 @@ def read_lora(
         if name in of_experts:
             name, stack = of_experts[name]
             rank //= stack.weight.shape[0]
-            a, b = factors(a, b, stack)
-        found[name] = (a, b, scaling(config, name, rank))
+            a, b = split_by_expert(a, b, stack)
+        found[name] = (a, b, lora_scaling(config, name, rank))
     if 2 * len(found) != len(tensors):
         odd = sorted(k for k in tensors if ".lora_A." not in k and ".lora_B." not in k)[:3]
         raise ModelError(f"adapter: {folder} has tensors which are no plain LoRA: {odd}.")

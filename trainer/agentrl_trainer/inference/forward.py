@@ -21,7 +21,7 @@ from agentrl_trainer.inference.batched_forward import (
 from agentrl_trainer.inference.kv_cache import KVBudget, KVShape, Rows
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.models.loading import BaseModel, ModelError
-from agentrl_trainer.models.shrink_windows import lowered
+from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[Forward, str | 
     attention = cast(str, model.config._attn_implementation)
     why: list[str] = []
     refused: str | None = None
-    with lowered(model):
+    with shrunk_windows(model):
         rows = _probe_rows(vocabulary(base))
         plain = [_plain_logits(model, row) for row in rows]
         scale = max(1.0, *(float(logits.abs().max()) for logits in plain))

@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from agentrl_trainer.data.packing import MicroBatch, TrainingRow, pack
+from agentrl_trainer.data.packing import MicroBatch, pack
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.loading import BaseModel
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from agentrl_trainer.data.packing import MicroBatch
 from agentrl_trainer.models.loading import ModelError
 from agentrl_trainer.models.prefix_attention import ATTENTION, Trie, pack_trie, why_no_flex
-from agentrl_trainer.models.shrink_windows import lowered
+from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 MAX_LOGITS = 2**24
 """Most elements of logits held at once: 64 MB in float32."""
@@ -311,7 +311,7 @@ def why_no_tries(model: PreTrainedModel) -> str | None:
     if kind := _length_dependent_rope(config):
         return f"its {kind} rotary embedding depends on the length of the batch"
     before = model.config._attn_implementation
-    with lowered(model):
+    with shrunk_windows(model):
         why = _compare_trie(model, config)
     if why is not None:
         model.set_attn_implementation(cast(str, before))

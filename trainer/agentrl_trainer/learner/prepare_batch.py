@@ -1,23 +1,23 @@
-"""What one step's datums need before its optimizer passes.
+"""Add to a step's rows what its optimizer passes need from the policy before the update.
 
-Knows datums and what to ask of a policy; not rollouts, configuration files or the store.
+Knows rows and what a policy computes for them; no torch, no configuration files and no store.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from agentrl_trainer.data.advantages import Scaling
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.losses import LOSSES
-from agentrl_trainer.learner.value_head import with_gae
+from agentrl_trainer.data.advantages import Scaling, token_advantages
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.loss_options import parse_loss_options
 
 
 @dataclass(frozen=True, slots=True)
 class Gae:
-    """See ``values.with_gae``."""
+    """Options of generalized advantage estimation: see ``with_gae``."""
 
     discount: float = 1.0
     trace: float = 0.95
@@ -27,45 +27,83 @@ class Gae:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """How datums become updates."""
+    """How rows become updates."""
 
     loss: str = "importance_sampling"
     loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
-    epochs: int = 1  # optimizer passes over the datums
+    epochs: int = 1  # optimizer passes over the rows
     reference: str | None = None  # the adapter of the KL; None: the base model
-    gae: Gae | None = None  # advantages come from the learner's value function
+    gae: Gae | None = None  # take advantages from the learner's value function
 
 
 class Policy(Protocol):
-    """What can be asked of a policy in training: a ``Learner``, or one on another machine."""
+    """A policy in training: a ``Learner``, or one on another machine."""
 
-    def with_temperature(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]: ...
+    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]: ...
     def with_reference(
-        self, datums: Sequence[TrainingRow], adapter: str | None = None
+        self, rows: Sequence[TrainingRow], adapter: str | None = None
     ) -> list[TrainingRow]: ...
-    def with_proximal(self, datums: Sequence[TrainingRow]) -> list[TrainingRow]: ...
-    def values(self, datums: Sequence[TrainingRow]) -> list[list[float]]: ...
+    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]: ...
+    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]: ...
 
 
 def prepare(
-    policy: Policy, datums: Sequence[TrainingRow], settings: UpdateSettings
+    policy: Policy, rows: Sequence[TrainingRow], settings: UpdateSettings
 ) -> list[TrainingRow]:
-    """The datums with all that depends on the policy before the update."""
-    options = LOSSES[settings.loss].options(settings.loss_config)
-    done = policy.with_temperature(datums)
+    """Add all columns that depend on the policy before the update."""
+    options = parse_loss_options(settings.loss, settings.loss_config)
+    done = policy.with_temperature(rows)
     if settings.gae is not None:
-        how = settings.gae
-        done = with_gae(
-            done,
-            policy.values(done),
-            discount=how.discount,
-            trace=how.trace,
-            whiten=how.whiten,
-            scaling=how.scaling,
-        )
-    if options["kl_coef"]:
+        done = with_gae(done, policy.values(done), settings.gae)
+    if options.kl.kl_coef:
         done = policy.with_reference(done, settings.reference)
-    # In a single pass the policy at hand is the proximal one: the loss sees to that by itself.
-    if options["correction"] != "none" and settings.epochs > 1:
+    # With a single pass the loss itself takes the policy at hand as the proximal one.
+    if options.correction.correction != "none" and settings.epochs > 1:
         done = policy.with_proximal(done)
+    return done
+
+
+def with_gae(
+    rows: Sequence[TrainingRow], values: Sequence[list[float]], gae: Gae | None = None
+) -> list[TrainingRow]:
+    """Compute advantages, ``values`` and ``returns`` from the rows' ``rewards``.
+
+    One step in time is one trained token: tokens of an environment or of another agent in between
+    belong to the transition. ``whiten``: center and scale the advantages over the trained tokens of
+    all rows, (A - mean) / (std + epsilon), as PPO implementations do per batch (arXiv:2005.12729);
+    the returns stay as they are.
+
+    Raises:
+        ValueError: a row has no ``rewards``.
+    """
+    gae = gae or Gae()
+    places = [[i for i, on in enumerate(row.mask) if on] for row in rows]
+    results: list[tuple[list[float], list[float]]] = []
+    for row, predicted, at in zip(rows, values, places, strict=True):
+        if "rewards" not in row.extra:
+            raise ValueError("rows need rewards in extra for generalized advantage estimation")
+        rewards = row.extra["rewards"]
+        results.append(
+            token_advantages(
+                [rewards[i] for i in at],
+                [predicted[i] for i in at],
+                discount=gae.discount,
+                trace=gae.trace,
+            )
+        )
+    mean, divisor = 0.0, 1.0
+    if gae.whiten:
+        every = [value for advantages, _ in results for value in advantages]
+        mean = math.fsum(every) / max(len(every), 1)
+        divisor = gae.scaling.divisor(every)
+    done: list[TrainingRow] = []
+    for row, predicted, at, (advantages, returns) in zip(
+        rows, values, places, results, strict=True
+    ):
+        credit, targets = [0.0] * len(row.tokens), [0.0] * len(row.tokens)
+        for i, advantage, target in zip(at, advantages, returns, strict=True):
+            credit[i] = (advantage - mean) / divisor
+            targets[i] = target
+        extra = {**row.extra, "values": predicted, "returns": targets}
+        done.append(replace(row, advantages=credit, extra=extra))
     return done

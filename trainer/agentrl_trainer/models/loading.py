@@ -8,13 +8,7 @@ An adapter on disk is always a standard PEFT folder (``adapter_config.json`` and
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-import json
-import os
-import shutil
-import uuid
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +17,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -44,17 +35,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl_trainer.models.moe import (
-    TargetError,
-    beside_the_weights,
-    for_experts,
-    is_multimodal,
-    no_false_warnings,
-)
-
 TINY_MODEL = "agentrl-tiny"
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 class ModelError(ValueError):
@@ -75,6 +56,12 @@ class BaseModel:
     """Most tokens, prompt and answer together, the model has positions for."""
     eos_ids: frozenset[int]
     """Tokens which end an answer: the generation config's and the tokenizer's."""
+
+
+def is_multimodal(config: Any) -> bool:
+    """Tell whether a model has other inputs than text, for which it has towers."""
+    towers = any(getattr(config, f"{sense}_config", None) for sense in ("vision", "audio"))
+    return towers or config.get_text_config() is not config
 
 
 def resolve_model(name: str) -> str:
@@ -204,170 +191,6 @@ def evaluation_mode(model: Any) -> Any:
         if type(module).__name__ == "Linear4bit":
             module.training = True
     return model
-
-
-def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
-    """LoRA (arXiv:2106.09685) without dropout; "all-linear" is every linear layer but the output
-    embedding.
-
-    In a mixture of experts that includes the experts and leaves out routers: see ``experts``.
-    """
-    if rank < 1:
-        raise ModelError(f"lora.rank: must be at least 1, not {rank}.")
-    return LoraConfig(
-        r=rank,
-        # PEFT types alpha as an int but only ever divides it; whole numbers stay ints on disk
-        # because vLLM reads the field as one.
-        lora_alpha=int(alpha) if float(alpha).is_integer() else cast(Any, alpha),
-        lora_dropout=0.0,
-        bias="none",
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-
-
-def attach_adapter(
-    base: BaseModel | PeftModel, name: str, config: LoraConfig, seed: int
-) -> PeftModel:
-    """Add a fresh adapter: A drawn from ``seed`` alone, B zero, so it starts as the base model.
-
-    The global random state is left as it was, and trainable weights are float32 whatever the base.
-    """
-    if "." in name or not name:
-        raise ModelError(f"adapter: {name!r} is no usable name; it may not be empty or hold dots.")
-    config = copy.deepcopy(config)  # PEFT resolves the targets in place: one config, many adapters
-    try:
-        # get_base_model() asks for the active adapter, and the last one may have been deleted.
-        plain = base.base_model.model if isinstance(base, PeftModel) else base.model
-        config = for_experts(config, plain)
-    except TargetError as error:
-        raise ModelError(str(error)) from error
-    with (
-        torch.random.fork_rng(devices=_cuda_devices()),
-        warnings.catch_warnings(),
-        no_false_warnings(),
-    ):
-        # PEFT dislikes names such as "a", parts of its own "lora_"; our reading does not mind.
-        warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
-        # It also asks transformers for an attribute that was renamed there.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        torch.manual_seed(seed)
-        if isinstance(base, PeftModel):
-            if name in base.peft_config:
-                raise ModelError(f"adapter: {name!r} is already attached to this model.")
-            # As PEFT itself does for the first one: our own name of the model.
-            config.base_model_name_or_path = cast(Any, base).base_model.model.name_or_path
-            try:
-                base.add_adapter(name, config)
-            except ValueError as error:
-                raise ModelError(f"adapter: {name!r} cannot join the others: {error}") from error
-            beside_the_weights(base)
-            return base
-        # PEFT writes this into adapter_config.json, and would write a path for a local folder.
-        base.model.__dict__["name_or_path"] = base.name
-        attached = cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
-        beside_the_weights(attached)
-        return attached
-
-
-def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
-    """Write a PEFT folder; readers see either nothing or the whole of it.
-
-    Written beside ``folder`` under a temporary name, synced, then renamed. A folder which is
-    already there is replaced (versions normally get a new folder each, so this is a resume).
-    """
-    folder = Path(folder)
-    _require_adapter(peft_model, adapter_name)
-    state = get_peft_model_state_dict(
-        peft_model, adapter_name=adapter_name, save_embedding_layers=False
-    )
-    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-    config = peft_model.peft_config[adapter_name].to_dict()
-    config["inference_mode"] = True
-    # Sets have no order (nor a JSON form): sorted, so that equal adapters give equal files.
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
-    staging.mkdir()
-    try:
-        save_file(tensors, str(staging / WEIGHTS_FILE), metadata={"format": "pt"})
-        (staging / CONFIG_FILE).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str))
-        for part in (staging / WEIGHTS_FILE, staging / CONFIG_FILE, staging):
-            _fsync(part)
-        if folder.exists():
-            # rename() cannot replace a folder that has content: move the old one out of the way.
-            old = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.old"
-            os.rename(folder, old)
-            os.rename(staging, folder)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.rename(staging, folder)
-        _fsync(folder.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-
-
-def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
-    """Copy a saved adapter into the attached one, in place: optimizer references stay valid."""
-    _require_adapter(peft_model, adapter_name)
-    path = Path(folder) / WEIGHTS_FILE
-    if not path.is_file():
-        raise ModelError(f"adapter: {path} does not exist; is {folder} a PEFT adapter folder?")
-    loaded = load_file(str(path))
-    state = get_peft_model_state_dict(
-        peft_model, adapter_name=adapter_name, save_embedding_layers=False
-    )
-    if missing := sorted(state.keys() - loaded.keys()):
-        raise ModelError(_mismatch(folder, adapter_name, "lacks", missing))
-    if unexpected := sorted(loaded.keys() - state.keys()):
-        raise ModelError(_mismatch(folder, adapter_name, "has unknown", unexpected))
-    for key, tensor in state.items():
-        if tensor.shape != loaded[key].shape:
-            raise ModelError(
-                f"adapter: {key} in {folder} has shape {tuple(loaded[key].shape)}, but adapter "
-                f"{adapter_name!r} has {tuple(tensor.shape)}. Rank, targets and base model must be "
-                "those it was trained with."
-            )
-    with torch.no_grad():
-        for key, tensor in state.items():
-            tensor.copy_(loaded[key])
-
-
-def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
-    """A saved adapter's weights into the attached one, whether it was saved here or by PEFT.
-
-    PEFT reads every file as if its names were a checkpoint's, and loses weights where transformers
-    renames ``x`` into ``xs`` (Laguna's shared experts): it then looks for ``xss``. So where the
-    file's names are the model's own, as those of our adapters are, they are taken as they stand.
-
-    Raises:
-        ModelError: they do not fit, or not all of them are there; some may have been read.
-    """
-    try:
-        loaded: Any = peft_model.load_adapter(str(folder), adapter_name=adapter_name)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ModelError(f"adapter: {folder} does not fit this model: {error}") from error
-    state = get_peft_model_state_dict(
-        peft_model, adapter_name=adapter_name, save_embedding_layers=False
-    )
-    if state.keys() == adapter_shapes(folder).keys():
-        load_adapter_weights(peft_model, adapter_name, folder)
-        return
-    lacks = [name for name in loaded.missing_keys if f".{adapter_name}." in f"{name}."]
-    for said, names in (("lacks", lacks), ("has unknown", loaded.unexpected_keys)):
-        if names:
-            raise ModelError(
-                f"adapter: {folder} does not fit this model: it {said} {len(names)} tensors, such "
-                f"as {names[0]}."
-            )
-
-
-def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of a saved adapter, read from the header only."""
-    with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:
-        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
 def _load_config(
@@ -508,29 +331,3 @@ def _four_bit(dtype: torch.dtype | str) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
     )
-
-
-def _cuda_devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-
-
-def _require_adapter(peft_model: PeftModel, name: str) -> None:
-    if name not in peft_model.peft_config:
-        known = ", ".join(sorted(peft_model.peft_config)) or "none"
-        raise ModelError(f"adapter: {name!r} is not attached to this model (attached: {known}).")
-
-
-def _mismatch(folder: str | Path, name: str, what: str, keys: list[str]) -> str:
-    shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-    return (
-        f"adapter: {folder} {what} tensors {shown}, compared with adapter {name!r}. Targets and "
-        "base model must be those it was trained with."
-    )
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

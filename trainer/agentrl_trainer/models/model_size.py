@@ -10,7 +10,8 @@ import torch
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agentrl_trainer.models.loading import lora_config, resolve_model
+from agentrl_trainer.models.loading import resolve_model
+from agentrl_trainer.models.lora import lora_config
 
 _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)B(?![A-Za-z0-9])", re.IGNORECASE)
 

@@ -1,7 +1,7 @@
-"""Lengths from which on a model does something else, brought down so that a short row shows it.
+"""Shrink a model's attention windows, so that a comparison over a few tokens shows their effect.
 
-Knows attributes of transformers' models. Whoever compares two ways to compute a model does so over
-a few tokens; a window of 4,096 would never be seen there, nor that one of the ways forgets it.
+Two ways to compute a model are compared over short rows. A window of 4,096 tokens would have no
+effect there, and a way that ignores it would pass.
 """
 
 from __future__ import annotations
@@ -21,36 +21,31 @@ _NAMES = (
     "keep_window_size",  # Doge
     "window_size",
 )
-_LOW = 8
+_SHORT = 8
 
 
 @contextlib.contextmanager
-def lowered(model: nn.Module) -> Iterator[None]:
-    """Within: windows and the like are of 8 tokens, wherever modules and configurations say them,
-    or have them ready as a mask (GPT-Neo).
+def shrunk_windows(model: nn.Module) -> Iterator[None]:
+    """Set windows and the like to 8 tokens, in modules, configurations and stored masks (GPT-Neo).
 
     For comparisons only, and for one thread: the model computes something else meanwhile.
     """
-    holders: dict[int, Any] = {}
-    for module in model.modules():
-        holders[id(module)] = module
-        config = getattr(module, "config", None)
-        if config is not None:
-            holders[id(config)] = config
+    holders = {id(module): module for module in model.modules()}
+    configs = [config for m in model.modules() if (config := getattr(m, "config", None))]
     changed: list[tuple[dict[str, Any], str, Any]] = []
-    for holder in holders.values():
+    for holder in {**holders, **{id(config): config for config in configs}}.values():
         own = vars(holder)
         for name in _NAMES:
             value = own.get(name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > _LOW:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > _SHORT:
                 changed.append((own, name, value))
-                own[name] = type(value)(_LOW)
+                own[name] = type(value)(_SHORT)
     for module in model.modules():
         masks = vars(module)["_buffers"]
         for name, mask in list(masks.items()):
             if mask is not None and _is_window(mask):
                 changed.append((masks, name, mask))
-                masks[name] = mask & torch.ones_like(mask).triu(1 - _LOW)
+                masks[name] = mask & torch.ones_like(mask).triu(1 - _SHORT)
     try:
         yield
     finally:
@@ -59,6 +54,6 @@ def lowered(model: nn.Module) -> Iterator[None]:
 
 
 def _is_window(mask: Tensor) -> bool:
-    """Whether it says of every two positions if one sees the other, and the last not the first."""
-    square = mask.dtype == torch.bool and mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2] > _LOW
-    return square and not bool(mask[..., -1, 0].any())
+    """Tell whether a mask is square and boolean, and hides the first position from the last."""
+    square = mask.dtype == torch.bool and mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2]
+    return square and mask.shape[-1] > _SHORT and not bool(mask[..., -1, 0].any())

@@ -17,7 +17,7 @@ from agentrl_trainer.client.types import Folder
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.loading import BaseModel, load_base
-from agentrl_trainer.models.moe import adaptable
+from agentrl_trainer.models.lora_targets import adaptable
 
 T = TypeVar("T")
 

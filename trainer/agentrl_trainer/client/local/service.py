@@ -35,7 +35,8 @@ from agentrl_trainer.client.types import (
     StateOptions,
     SupportedModel,
 )
-from agentrl_trainer.models.loading import CONFIG_FILE, TINY_MODEL
+from agentrl_trainer.models.loading import TINY_MODEL
+from agentrl_trainer.models.lora import CONFIG_FILE
 
 
 class LocalService:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import AdamParams, Learner
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.schedules import default_learning_rate
 from agentrl_trainer.models.loading import load_base
 

@@ -11,15 +11,16 @@ from documented_metrics import documented, undocumented
 
 from agentrl.training.metrics import step_row
 from agentrl.training.rollout_queue import StepRollouts
+from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import Call, CallState, NewRollout, Outcomes, Purpose
 from agentrl_tracer.store import Store
-from agentrl_trainer.data.adapters import AdapterBatches
+from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.packing import TrainingRow
-from agentrl_trainer.learner.learner import AdamParams, Learner, StepStats
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
+from agentrl_trainer.learner.step_stats import StepStats
 from agentrl_trainer.models.loading import load_base
-
-SECONDS = {"rollouts": 2.0, "update": 1.0, "prepare": 0.1, "forward_backward": 0.6}
 
 
 def call(response_ids: list[int]) -> Call:
@@ -62,9 +63,8 @@ def row_of(
         batches=AdapterBatches({name: StepBatch() for name in passes}, StepBatch()),
         passes=passes,
         outcomes=Outcomes({}, {}, {}),
-        seconds=SECONDS,
         learning_rate=1e-3,
-        max_staleness=0,
+        staleness=StalenessLimit(),
     )
 
 
@@ -96,12 +96,6 @@ def test_each_adapter_has_its_own(four: list[StepStats]) -> None:
     assert row["asker/last_epoch/clip_fraction"] == four[-1].clip_fraction
     assert "answerer/loss" not in row
     assert undocumented([row], ["asker", "answerer"]) == {}
-
-
-def test_seconds_are_told_by_what_they_went_into(four: list[StepStats]) -> None:
-    row = row_of({"policy": four})
-    found = {name: row[f"seconds/{name}"] for name in SECONDS}
-    assert found == SECONDS
 
 
 def test_tokens_per_second_are_by_when_the_steps_own_rollouts_ran(store: Store) -> None:

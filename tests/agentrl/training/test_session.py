@@ -8,9 +8,17 @@ from concurrent.futures import Future
 
 import pytest
 
-from agentrl.training.upkeep import Upkeep
+from agentrl.training.session import Session
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose
 from agentrl_tracer.store import Store
+
+
+class Waiting(Session):
+    """A session whose runners are played here."""
+
+    def __init__(self, store: Store, runners: Runners) -> None:
+        self.store, self.pool = store, runners  # type: ignore[assignment]
+        self._next_maintenance = 0.0
 
 
 class Runners:
@@ -57,7 +65,7 @@ def test_a_dead_runners_lease_is_noticed_while_the_trainer_learns(store: Store) 
 
     other = threading.Thread(target=other_runner)
     other.start()
-    assert Upkeep(store, Runners()).result(learning) == "learned"
+    assert Waiting(store, Runners()).result(learning) == "learned"
     other.join()
     assert again == [False], "another runner had it before the update was over"
     states = [attempt.state for attempt in store.attempts([lost.rollout_id])]
@@ -68,7 +76,7 @@ def test_runners_that_died_are_started_again(store: Store) -> None:
     runners = Runners()
     runners.running = False
     with pytest.raises(ValueError, match="no gradient"):
-        Upkeep(store, runners).result(computed(0.8, ValueError("no gradient")))
+        Waiting(store, runners).result(computed(0.8, ValueError("no gradient")))
     assert runners.restarts == 1
 
 
@@ -76,5 +84,5 @@ def test_what_is_there_is_not_waited_for(store: Store) -> None:
     done: Future[int] = Future()
     done.set_result(3)
     started = time.monotonic()
-    assert Upkeep(store, Runners()).result(done) == 3
+    assert Waiting(store, Runners()).result(done) == 3
     assert time.monotonic() - started < 0.4

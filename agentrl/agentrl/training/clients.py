@@ -1,8 +1,4 @@
-"""What a run trains: the service of its backend, and a training client for each adapter.
-
-Knows how the configuration becomes clients, and what a run asks about the model besides. Does not
-know steps.
-"""
+"""Make the training clients of a run: one for each adapter, on this machine or on Tinker."""
 
 from __future__ import annotations
 
@@ -21,40 +17,48 @@ from agentrl_trainer.models.model_size import count_parameters, parameters_in_na
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingClients:
+    """A backend's service, and its training clients by adapter.
+
+    Attributes:
+        failures: what the clients raise when the backend's service fails.
+    """
+
     service: ServiceClient
     clients: dict[str, TrainingClient]
-    """By adapter."""
     context_length: int
     peak_learning_rate: float
     failures: tuple[type[Exception], ...] = ()
-    """What the backend's clients raise when the service fails, rather than the run."""
 
     def close(self) -> None:
-        """Ends the session; a service that fails now has nothing more to give, and forgets it."""
+        """End the session with the service; a failure of the service is ignored by now."""
         with contextlib.suppress(*self.failures):
             self.service.close()
 
 
-def load_trained(
+def create_clients(
     config: TrainConfig, adapters: Iterable[str], folder: Path, note: Callable[[str], None]
-) -> Trained:
-    """Fresh adapters over the base model. ``note`` is told what is worth knowing.
+) -> TrainingClients:
+    """Create fresh adapters over the base model.
+
+    Args:
+        folder: of the run; the clients save there.
+        note: receives remarks on how the model is trained.
 
     Raises:
-        RunError: the backend does not give them; why, and what to change.
+        RunError: the backend refuses; the message says what to change.
     """
     import torch
 
-    torch.set_num_threads(1)  # gateway and runners want the other cores
+    torch.set_num_threads(1)  # gateway and runners need the other cores
     if config.backend == "tinker":
         return _on_tinker(config, adapters, folder)
-    return _here(config, adapters, folder, note)
+    return _on_this_machine(config, adapters, folder, note)
 
 
-def _here(
+def _on_this_machine(
     config: TrainConfig, adapters: Iterable[str], folder: Path, note: Callable[[str], None]
-) -> Trained:
+) -> TrainingClients:
     service = ServiceClient(
         folder=folder,
         device=config.device,
@@ -77,26 +81,24 @@ def _here(
         if said := of.local(lambda learner, name=name: learner.what_is_trained(name)).result():
             note(f"{name}: {said}")
     if why := client.local(lambda learner: learner.why_not_shared).result():
-        note(f"shared prefixes are computed for each row anew: {why}")
+        note(f"shared prefixes are computed again for each row: {why}")
     if (reference := config.kl_reference) is not None:
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
-    # Of the base and one adapter: how many others train beside it is of no account.
+    # The default rate depends on the base model and one adapter, however many are trained.
     others = [f".{name}." for name in (*list(clients)[1:], REFERENCE)]
     parameters = sum(
         parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
         for name, parameter in base.model.named_parameters()
         if not any(other in name for other in others)
     )
-    return Trained(
-        service,
-        clients,
-        base.context_length,
-        config.learning_rate or default_learning_rate(parameters, config.alpha),
-    )
+    rate = config.learning_rate or default_learning_rate(parameters, config.alpha)
+    return TrainingClients(service, clients, base.context_length, rate)
 
 
-def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Trained:
+def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> TrainingClients:
+    import tinker
+
     source = config.tinker_tokenizer or config.model
     facts = load_facts(source, trust_remote_code=config.trust_remote_code)
     rate = config.learning_rate
@@ -104,11 +106,11 @@ def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Tr
         parameters = count_parameters(source, config.rank) or parameters_in_name(config.model)
         if parameters is None:
             raise RunError(
-                f"learning_rate: is missing, and nothing tells how large {config.model} is, which "
-                "its default depends on; give it"
+                "learning_rate: is missing, and its default depends on the size of "
+                f"{config.model}, which is not known; give learning_rate"
             )
         rate = default_learning_rate(parameters)
-    failures = _tinker_failures()
+    failures = (tinker.TinkerError, ConnectionError)
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker_base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
@@ -120,12 +122,6 @@ def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Tr
         }
     except (ValueError, *failures) as error:
         raise RunError(f"backend: Tinker refuses to train {config.model}: {error}") from error
-    of_server = served[config.model].max_context_length if config.model in served else None
-    context_length = min(facts.context_length, of_server or facts.context_length)
-    return Trained(service, clients, context_length, rate, failures)
-
-
-def _tinker_failures() -> tuple[type[Exception], ...]:
-    import tinker
-
-    return (tinker.TinkerError, ConnectionError)
+    limit = served[config.model].max_context_length if config.model in served else None
+    context_length = min(facts.context_length, limit or facts.context_length)
+    return TrainingClients(service, clients, context_length, rate, failures)

@@ -13,8 +13,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.training.rollout_queue import Look, RolloutStream, StepRollouts, tasks_in_order
-from agentrl.training.session import Session, plan_evaluation
+from agentrl.training.evaluation import plan_evaluation
+from agentrl.training.rollout_queue import (
+    CheckProgress,
+    RolloutQueue,
+    StepRollouts,
+    tasks_in_order,
+)
+from agentrl.training.session import Session
+from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Rollout, RolloutState
 from agentrl_tracer.store import Store
 
@@ -38,10 +45,10 @@ class Hands:
         self.queued += new
         return self.store.enqueue(self.run_id, new)
 
-    def wait(self, look: Look, on_progress: Callable[[int, int], None]) -> None:
+    def wait(self, check: CheckProgress, on_progress: Callable[[int, int], None]) -> None:
         self.waits += 1
         while True:
-            done, total, enough = look()
+            done, total, enough = check()
             on_progress(done, total)
             if enough:
                 return
@@ -69,10 +76,11 @@ def hands(store: Store) -> Hands:
     return Hands(store)
 
 
-def stream(hands: Hands, steps: int = 5, **options: Any) -> RolloutStream:
-    return RolloutStream(
-        hands, hands.task_ids, steps=steps, batch_size=BATCH, group_size=GROUP, seed=3, **options
-    )
+def stream(hands: Hands, steps: int = 5, bound: int = 0, stale: Any = "correct", **options: Any):
+    return RolloutQueue(
+        hands, hands.task_ids, steps=steps, batch_size=BATCH, group_size=GROUP, seed=3,
+        staleness=StalenessLimit(bound, stale), **options
+    )  # fmt: skip
 
 
 def nothing(done: int, total: int) -> None:
@@ -96,7 +104,7 @@ def test_synchronously_a_step_is_its_own_groups(hands: Hands) -> None:
 
 
 def test_never_more_than_so_many_steps_ahead(hands: Hands) -> None:
-    source = stream(hands, steps=5, max_staleness=2)
+    source = stream(hands, steps=5, bound=2)
     for step in range(1, 6):
         taken = source.take(step, nothing)
         assert len(hands.queued) == min(step + 2, 5) * BATCH * GROUP
@@ -112,7 +120,7 @@ def test_who_waits_is_never_older(hands: Hands, max_staleness: int, seed: int) -
     luck = random.Random(seed)
     slowness = defaultdict(lambda: luck.random() - 1.5 * (luck.random() < 0.3))
     hands.order = lambda group: slowness[group]
-    options = {"steps": 12, "max_staleness": max_staleness, "never_older": True}
+    options = {"steps": 12, "bound": max_staleness, "stale": "wait"}
     source = stream(hands, **options)
     queued_at: dict[str, int] = {}
     for step in range(1, 13):
@@ -140,10 +148,10 @@ def test_a_resumed_run_may_run_less_far_ahead(
 ) -> None:
     """(max_staleness, batch_size): what was under way and is too much now waits for its turn."""
 
-    def of(bounds: tuple[int, int]) -> RolloutStream:
-        return RolloutStream(
+    def of(bounds: tuple[int, int]) -> RolloutQueue:
+        return RolloutQueue(
             hands, hands.task_ids, steps=8, batch_size=bounds[1], group_size=GROUP, seed=3,
-            max_staleness=bounds[0], never_older=True,
+            staleness=StalenessLimit(bounds[0], "wait"),
         )  # fmt: skip
 
     source = of(was)
@@ -171,7 +179,7 @@ def test_a_resumed_run_may_run_less_far_ahead(
 
 def test_a_slow_group_is_carried_over_whole(hands: Hands) -> None:
     hands.stuck = set(names((1, 1)))
-    source = stream(hands, max_staleness=1)
+    source = stream(hands, bound=1)
     first = source.take(1, nothing)
     assert hands.groups(first) == names((1, 0), (2, 0))  # the oldest that are finished
     assert first.carried_over == 0
@@ -194,7 +202,7 @@ def test_a_step_waits_for_what_would_be_too_old(hands: Hands) -> None:
     """Version 0 queued two steps' groups; whatever the order, step 2 is the last to take them."""
     for rule, expected in ((True, names((1, 0), (1, 1))), (False, names((2, 0), (2, 1)))):
         hands.order = lambda group: -int(group.split("-")[1])  # the newest first
-        source = stream(hands, max_staleness=1, never_older=rule)
+        source = stream(hands, bound=1, stale="wait" if rule else "correct")
         assert hands.groups(source.take(1, nothing)) == names((2, 0), (2, 1))
         found = hands.groups(source.take(2, nothing))
         assert found == (expected if rule else names((3, 0), (3, 1)))
@@ -227,7 +235,7 @@ def test_a_resumed_stream_goes_on_from_its_state(hands: Hands, ahead: int) -> No
     def teaches(_step: int, group: list[Rollout]) -> bool:
         return not group[0].group_id.endswith("1")
 
-    options: dict[str, Any] = {"max_staleness": ahead, "resample": 1, "teaches": teaches}
+    options: dict[str, Any] = {"bound": ahead, "resample": 1, "teaches": teaches}
     whole = stream(hands, steps=4, **options)
     expected = [hands.groups(whole.take(step, nothing)) for step in range(1, 5)]
     seeds = {(new.group_id, new.index): (new.task_id, new.seed) for new in hands.queued}
@@ -256,7 +264,7 @@ def test_a_checkpoint_without_a_state_is_of_a_synchronous_run(hands: Hands) -> N
 
 
 def test_what_nobody_took_is_cancelled(hands: Hands) -> None:
-    source = stream(hands, max_staleness=1)
+    source = stream(hands, bound=1)
     source.take(1, nothing)
     source.close()
     states = [r.state for r in hands.store.rollouts(hands.run_id, purpose=Purpose.TRAIN)]
@@ -271,8 +279,8 @@ class Played(Session):
         self.store, self.run_id = hands.store, hands.run_id
         self.ran: list[str] = []
 
-    def wait(self, look: Look, on_progress: Callable[[int, int], None]) -> None:
-        while not look()[2]:
+    def wait(self, check: CheckProgress, on_progress: Callable[[int, int], None]) -> None:
+        while not check()[2]:
             claim = self.store.claim("hands", 60, self.run_id)
             assert claim is not None
             self.ran.append(claim.rollout_id)
@@ -280,7 +288,7 @@ class Played(Session):
 
 
 def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(hands: Hands) -> None:
-    source = stream(hands, max_staleness=2)
+    source = stream(hands, bound=2)
     source.take(1, nothing)
     ahead = hands.store.enqueue(hands.run_id, [replace(new) for new in hands.queued])
     session = Played(hands)

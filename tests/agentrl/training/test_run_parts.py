@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_step_row import call
+from test_metrics import call
 
 from agentrl.config.settings import TrainConfig
 from agentrl.timing import PhaseTimer
-from agentrl.training.batch import StepRecords, adapter_rules
 from agentrl.training.loop import update
+from agentrl.training.run import StepRecords
+from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.packing import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow
 
 
 @pytest.mark.parametrize(("max_staleness", "dropped"), [(1, {0, 1}), (2, {0})])
@@ -54,7 +55,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
         max_staleness=max_staleness,
         stale="drop",
     )
-    records = StepRecords(config, store, adapter_rules(config), max_length=64)
+    records = StepRecords(config, store, StalenessLimit(max_staleness, "drop"), max_length=64)
     calls, batches = records.assemble(4, store.rollouts(run_id, ids=ids))
     assert len(calls) == 4
     whole = batches.whole()
@@ -76,7 +77,7 @@ def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> No
             learning_rate=lambda step: 1e-3,
             result=lambda asked: asked.result(),
         )
-        [seen] = update(run, 1, "policy", StepBatch(datums=[row]), PhaseTimer())
+        [seen] = update(run, 1, "policy", StepBatch(rows=[row]), PhaseTimer())
         state = client.local(lambda learner: learner.state_dict()).result()
     momenta = [value for name, value in state.items() if name.startswith("exp_avg/")]
     given = torch.stack([value.norm() for value in momenta]).norm().item() / (1 - 0.9)

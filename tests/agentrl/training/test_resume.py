@@ -1,5 +1,4 @@
-"""What a resumed run is told anew: kept where it may change, refused where its state depends on
-it, and nobody else writes meanwhile."""
+"""What a resumed run may change, what it refuses, and that it locks out every other process."""
 
 from __future__ import annotations
 
@@ -12,20 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_config import agentrl
-from test_resume import killed
-from test_train import Run
 
 from agentrl.config.settings import ConfigError, TrainConfig
 from agentrl.runs.folder import RunFolder
 from agentrl.training.resume import check_resume
+from agentrl.training.session import Session
 from agentrl_tracer.store import Store
 
 TASKS = [{"n": 1}, {"n": 2}, {"n": 3}]
 
 
 def started(root: Path, **settings: Any) -> RunFolder:
-    """A run folder as it is once its run has registered itself and its tasks."""
+    """Return a run folder as it is once its run has registered itself and its tasks."""
     folder = RunFolder.create(root, "before", "train")
     (root / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     kept = {"agent": "json:loads", "tasks": root / "tasks.jsonl", "runs": root, "name": "before"}
@@ -39,26 +36,30 @@ def started(root: Path, **settings: Any) -> RunFolder:
     return folder
 
 
-def resumed_with(folder: RunFolder, tasks: list[Any], **settings: Any) -> dict[str, Any]:
+def resumed_with(folder: RunFolder, tasks: list[Any] = TASKS, **settings: Any) -> dict[str, Any]:
     config = TrainConfig(**folder.read_config() | settings)
     return check_resume(folder, config, tasks, [])
 
 
-@pytest.mark.timeout(600)
-def test_overrides_outlive_the_next_kill(tmp_path: Path) -> None:
-    run = Run(tmp_path, "mixed", runners=1, batch_size=2, group_size=3, steps=1, learning_rate=1e-3)
-    run.finish()
-    new = ("--steps", "3", "--learning-rate", "5e-4", "--on-error", "-1", "--max-attempts", "2")
-    killed(run, "rollouts", 2, *new)
-    run.resume()
+def refused_by_command(folder: RunFolder, *flags: str, code: int = 2) -> str:
+    """Return what ``agentrl train --resume`` says, in one line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", "train", "--resume", str(folder.root), *flags],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return " ".join(done.stderr.replace("│", " ").split())
 
-    rates = [row["learning_rate"] for row in run.folder.read_metrics() if "reward/mean" in row]
-    assert rates == [1e-3, 5e-4, 5e-4]
-    kept = run.folder.read_config()
-    assert (kept["steps"], kept["learning_rate"], kept["on_error"]) == (3, 5e-4, -1.0)
-    store = run.store()
-    (row,) = store.runs()
-    store.close()
+
+def test_new_settings_are_kept_before_anything_runs(tmp_path: Path) -> None:
+    """So they outlive the next kill."""
+    folder = started(tmp_path, learning_rate=1e-3)
+    new = {"steps": 3, "learning_rate": 5e-4, "on_error": -1, "max_attempts": 2}
+    session = Session(folder, TrainConfig(**folder.read_config() | new), "train")
+    kept = folder.read_config()
+    assert {name: kept[name] for name in new} == new
+    (row,) = session.store.runs()
+    session.store.close()
     assert row["policies"]["on_error"] == -1.0
     assert row["policies"]["max_attempts"] == 2
     assert row["config"] == kept
@@ -66,8 +67,8 @@ def test_overrides_outlive_the_next_kill(tmp_path: Path) -> None:
 
 def test_what_may_change_is_told(tmp_path: Path) -> None:
     folder = started(tmp_path, learning_rate=1e-3)
-    assert resumed_with(folder, TASKS) == {}
-    assert resumed_with(folder, TASKS, steps=40, learning_rate=5e-4) == {
+    assert resumed_with(folder) == {}
+    assert resumed_with(folder, steps=40, learning_rate=5e-4) == {
         "steps": (None, 40),
         "learning_rate": (1e-3, 5e-4),
     }
@@ -75,8 +76,7 @@ def test_what_may_change_is_told(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("model")
     folder = started(tmp_path / "other", model=str(tmp_path / "model"))
-    told = resumed_with(folder, list(TASKS), model=str(tmp_path / "link"))
-    assert told.keys() == {"model"}
+    assert resumed_with(folder, model=str(tmp_path / "link")).keys() == {"model"}
 
 
 @pytest.mark.parametrize(
@@ -98,33 +98,29 @@ def test_what_the_state_depends_on_is_refused(
 ) -> None:
     folder = started(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        resumed_with(folder, TASKS, **settings)
+        resumed_with(folder, **settings)
     for words in (*said, str(folder.root), "start a new run"):
         assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [TASKS[:2], [*TASKS, {"n": 4}], [{"n": 1}, {"n": 5}, {"n": 3}]])
-def test_other_tasks_are_refused_and_the_stored_ones_kept(tmp_path: Path, given: Any) -> None:
+def test_other_tasks_are_refused(tmp_path: Path, given: Any) -> None:
     folder = started(tmp_path)
-    other = tmp_path / "others.jsonl"
-    other.write_text("".join(json.dumps(task) + "\n" for task in given))
-    done = agentrl("train", "--resume", str(folder.root), "--tasks", str(other))
-    assert done.returncode == 2
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert "tasks: " in said
-    assert f"3 tasks of {tmp_path / 'tasks.jsonl'}, not the {len(given)} that are in" in said
+    said = f"3 tasks of .*tasks.jsonl, not the {len(given)} that are in"
+    with pytest.raises(ConfigError, match=f"tasks: .*{said}"):
+        resumed_with(folder, given)
+
+
+def test_the_command_refuses_before_it_changes_anything(tmp_path: Path) -> None:
+    folder = started(tmp_path)
+    before = folder.config.read_bytes()
+    (tmp_path / "others.jsonl").write_text('{"n": 4}\n')
+    assert "tasks: " in refused_by_command(folder, "--tasks", str(tmp_path / "others.jsonl"))
+    # A setting that does not fit the tasks: kept, it would refuse every later --resume.
+    assert "warmup_steps: 50 leave none" in refused_by_command(folder, "--warmup-steps", "50")
     store = Store(str(folder.store))
     assert store.tasks(folder.run_id.read_text(), "train") == TASKS
     store.close()
-
-
-def test_a_setting_that_does_not_fit_the_tasks_is_not_kept(tmp_path: Path) -> None:
-    """Else every later --resume would be refused for it."""
-    folder = started(tmp_path)
-    before = folder.config.read_bytes()
-    done = agentrl("train", "--resume", str(folder.root), "--warmup-steps", "50")
-    assert done.returncode == 2
-    assert "warmup_steps: 50 leave none of" in " ".join(done.stderr.replace("│", " ").split())
     assert folder.config.read_bytes() == before
 
 
@@ -140,10 +136,9 @@ def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
     folder.lock()
     folder.lock()  # ours already
     before = folder.read_config()
-    done = agentrl("train", "--resume", str(folder.root), "--steps", "7")
-    assert done.returncode == 2
-    assert f"process {os.getpid()} " in done.stderr
-    assert "is in use" in done.stderr
+    said = refused_by_command(folder, "--steps", "7")
+    assert f"process {os.getpid()} " in said
+    assert "is in use" in said
     assert folder.read_config() == before
 
 
@@ -175,16 +170,17 @@ def test_the_lock_dies_with_its_process_whatever_that_forked(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("torn", [True, False])
-def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(tmp_path: Path, torn: bool) -> None:
+def test_a_run_without_a_whole_checkpoint_is_not_begun_again(tmp_path: Path, torn: bool) -> None:
+    """By the rows of metrics, or by what is left of a later checkpoint."""
     folder = started(tmp_path, runners=1)
     folder.append_metrics({"step": 0, "eval/accuracy": 0.0})
-    folder.append_metrics({"step": 1, "reward/mean": 0.5})
     if torn:
         (folder.checkpoints / "step-00000001").mkdir(parents=True)
-    done = agentrl("train", "--resume", str(folder.root))
-    assert done.returncode == 1, done.stdout
-    said = " ".join(done.stderr.replace("│", " ").split())
+    else:
+        folder.append_metrics({"step": 1, "reward/mean": 0.5})
+    before = folder.read_metrics()
+    said = refused_by_command(folder, code=1)
     assert "had come to step 1," in said
     assert ("step-00000001: no manifest.json" if torn else "it is empty") in said
     assert "start a new run" in said
-    assert len(folder.read_metrics()) == 2
+    assert folder.read_metrics() == before

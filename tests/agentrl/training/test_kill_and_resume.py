@@ -1,0 +1,128 @@
+"""``kill -9`` at named moments: a resumed run learns what it would have, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documented_metrics import undocumented
+from training_run import Run
+
+from agentrl_tracer.schemas import Purpose, RolloutState
+
+pytestmark = pytest.mark.timeout(600)
+
+SYNCHRONOUS: dict[str, Any] = {
+    "runners": 1, "steps": 2, "seed": 5, "batch_size": 2, "group_size": 3, "lease": 5,
+}  # fmt: skip
+
+
+def killed_and_whole(
+    folder: Path, agent: str, moments: list[tuple[str, int]], **settings: Any
+) -> tuple[Run, Run]:
+    """Make a run that is killed at each moment in turn, and one that is not; compare them."""
+    whole = Run(folder / "whole", agent, **SYNCHRONOUS | settings).finish()
+    run = Run(folder / "killed", agent, **SYNCHRONOUS | settings)
+    for moment, step in moments:
+        run.kill_at(moment, step)
+        saved = (run.folder.checkpoints / f"step-{step:08d}").exists()
+        assert saved == (moment in ("publishing", "evaluating"))
+    run.resume()
+
+    assert run.curve() == whole.curve()
+    assert [row["step"] for row in run.steps()] == [1, 2]
+    assert run.weights() == whole.weights()
+    assert run.accounting().trained == whole.accounting().trained
+    return run, whole
+
+
+def test_two_adapters_with_a_value_function_are_killed_while_they_learn(tmp_path: Path) -> None:
+    run, _ = killed_and_whole(
+        tmp_path,
+        "two_models",
+        [("optimizer", 1), ("writing", 2)],
+        adapters="asker,answerer",
+        estimator="gae",
+        loss="ppo",
+        epochs=2,
+        eval_every=9,
+    )
+    assert len(run.weights()) == 2
+    assert undocumented(run.folder.read_metrics(), ["asker", "answerer"]) == {}
+
+
+def test_a_run_with_evaluations_and_resampling_is_killed_around_them(tmp_path: Path) -> None:
+    """An evaluation is made and counted once, in TensorBoard, too."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run, whole = killed_and_whole(
+        tmp_path,
+        "dull",
+        [("evaluating", 1), ("rollouts", 2), ("publishing", 2)],
+        resample_zero_variance=2,
+        eval_every=1,
+        trackers="tensorboard",
+    )
+    assert sum(row.get("groups/resampled", 0) for row in whole.curve()) > 0
+    assert all(row.get("groups/used", 2) == 2 for row in whole.curve())
+    with run.store() as store:
+        evaluated = store.rollouts(run.run_id, step=1, purpose=Purpose.EVAL)
+        outcomes = store.outcomes(run.run_id, purpose=Purpose.EVAL)  # what `runs show` shows
+        rows = store.metrics(run.run_id)
+    # Once in vain, once to the end, and not once more after that.
+    states = [rollout.state for rollout in evaluated]
+    assert states.count(RolloutState.SUCCEEDED) == states.count(RolloutState.CANCELLED) == 2
+    assert outcomes.attempts == {"succeeded": 3 * 2}
+    skipped = {**run.accounting().skipped}
+    assert skipped.pop("superseded") > 0
+    assert skipped == whole.accounting().skipped
+    # The row of step 2 comes from its checkpoint: what came after was never measured.
+    parts = {1: {"forward_backward", "checkpoint", "publish"}, 2: {"forward_backward"}}
+    for row in run.steps():
+        names = {f"seconds/{part}" for part in parts[row["step"]]}
+        assert names <= row.keys()
+        assert names <= rows[row["step"]].keys()
+        assert row["seconds/forward_backward"] < row["seconds/update"]
+    events = accumulator.EventAccumulator(str(run.folder.root / "tensorboard"))
+    events.Reload()
+    for name, steps in (("reward/mean", [1, 2]), ("eval/accuracy", [0, 1, 2])):
+        assert [event.step for event in events.Scalars(name)] == steps
+    assert undocumented(run.folder.read_metrics()) == {}
+
+
+def test_an_asynchronous_run_that_is_killed_trains_nothing_twice(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path, "slow", steps=4, batch_size=2, group_size=3, eval_every=4, lease=5,
+        max_staleness=1,
+    )  # fmt: skip
+    run.kill_at("publishing", 3)
+    run.resume()
+
+    rows = run.steps()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["staleness/max"] == 0
+    assert rows[1]["staleness/max"] == 1  # while step 1 learned, their first calls were made
+    assert 0 < rows[1]["staleness/share"] <= 1
+    assert all(row["staleness/max"] <= 1 and row["staleness/beyond"] == 0 for row in rows)
+    assert [row["groups/ahead"] for row in rows] == [2, 2, 2, 0]
+    assert rows[1]["seconds/overlapped"] > 0
+    assert "correction/weight" in rows[1]  # truncated importance weights
+    assert undocumented(rows) == {}
+    assert run.accounting().skipped["superseded"] > 0  # what was under way when it died
+
+    trained: dict[tuple[str, int], set[str | None]] = {}
+    with run.store() as store:
+        for rollout in store.rollouts(run.run_id, purpose=Purpose.TRAIN):
+            calls = store.calls(rollout_ids=[rollout.id])
+            assert {c.trained_step for c in calls if c.trained_step} <= {rollout.step}
+            for call in calls:
+                if call.trained_step is not None:
+                    assert rollout.state is RolloutState.SUCCEEDED
+                    assert call.adapter_version is not None
+                    assert call.adapter_version < call.trained_step
+                    place = (rollout.group_id, rollout.index)
+                    trained.setdefault(place, set()).add(call.attempt_id)
+    assert {len(attempts) for attempts in trained.values()} == {1}
+    assert {group for group, _ in trained} <= {
+        f"train-{step}-{position}" for step in range(1, 5) for position in (0, 1)
+    }

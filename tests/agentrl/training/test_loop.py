@@ -1,0 +1,184 @@
+"""The whole machine, run for real: gateway, sampler, runners, trainer, store, each a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from peft import PeftModel
+from strict_json import strictly
+from training_run import Run, children, wait_for
+
+from agentrl_tracer.schemas import AttemptState, Purpose, RolloutState
+from agentrl_tracer.store import tables
+from agentrl_trainer.models.loading import load_base
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run of an async agent that returns its reward, in processes that are reused."""
+    folder = tmp_path_factory.mktemp("trained")
+    return Run(folder, "asynchronous", rollouts_per_process=8).finish()
+
+
+def test_a_run_leaves_everything_it_promised(trained: Run) -> None:
+    rows = trained.folder.read_metrics()
+    assert [row["step"] for row in trained.steps()] == [1, 2]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2]
+    assert all(row.get("sampler_trainer/max_logprob_difference", 0.0) < 1e-4 for row in rows)
+    assert trained.folder.picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(trained.folder.summary.read_text())["calls"]["adds_up"]
+    accounting = trained.accounting()
+    assert accounting.trained > 0
+    assert accounting.proxied == 2 * 16 + 2 * 2
+    assert accounting.skipped["evaluation"] == 4
+    assert "agentrl serve --adapter-path" in trained.output
+
+    base = load_base("agentrl-tiny")
+    model = PeftModel.from_pretrained(base.model, str(trained.folder.adapter))
+    weights = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert any(p.abs().max() > 0 for p in weights)
+
+
+def test_a_step_is_sampled_by_the_version_that_the_step_before_published(trained: Run) -> None:
+    with trained.store() as store:
+        assert [v.version for v in store.latest_adapters(trained.run_id)] == [2]
+        rollouts = store.rollouts(trained.run_id, step=2, purpose=Purpose.TRAIN)
+        calls = store.calls(rollout_ids=[rollout.id for rollout in rollouts])
+    assert {call.adapter_version for call in calls if call.trained_step == 2} == {1}
+
+
+def test_a_return_value_is_a_reward(trained: Run) -> None:
+    assert [row["reward/missing"] for row in trained.steps()] == [0, 0]
+
+
+def test_attempts_that_share_a_process_stay_apart(trained: Run) -> None:
+    pids: set[str] = set()
+    with trained.store() as store:
+        rollouts = store.rollouts(trained.run_id, purpose=Purpose.TRAIN)
+        for rollout in rollouts:
+            [attempt] = store.attempts([rollout.id])
+            n, pid = Path(attempt.log or "").read_text().split()
+            [call] = store.calls(rollout_ids=[rollout.id])
+            assert f"Say you are {n}." in str(call.request)
+            roots = [s for s in store.spans(rollout.id) if s.name.startswith("invoke_workflow")]
+            assert [s.attributes["agentrl.rollout.id"] for s in roots] == [rollout.id]
+            pids.add(pid)
+    assert 1 < len(pids) < len(rollouts)
+
+
+def test_gateway_runners_and_agents_are_killed_and_no_half_attempt_trains(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    run = Run(tmp_path, "slow", runners=4, steps=1, on_error="retry", max_attempts=9)
+    process = run.start()
+
+    def busy() -> list[int]:
+        """Return the runners that execute a training rollout right now."""
+        with run.store() as store:
+            rollouts = store.rollouts(run.run_id, step=1, purpose=Purpose.TRAIN)
+            attempts = store.attempts([r.id for r in rollouts])
+        running = [a.runner for a in attempts if a.state is AttemptState.RUNNING]
+        return [int(runner.rsplit("-", 2)[1]) for runner in running]  # see Worker.name
+
+    os.kill(wait_for(busy, process, 120)[0], signal.SIGKILL)
+    time.sleep(0.5)
+    with run.store() as store, store.db.read() as c:
+        gateway = c.execute(sa.select(tables.gateways.c.pid)).scalars().all()[-1]
+    os.kill(gateway, signal.SIGKILL)
+    wait_for(busy, process, 120)
+    killed = 0
+    while process.poll() is None and killed < 4:
+        time.sleep(rng.uniform(0.1, 0.5))
+        victims = [pid for worker in busy() for pid in (worker, *children(worker))]
+        if victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                killed += 1
+    run.finish(process)
+    assert killed > 2
+
+    run.accounting()
+    with run.store() as store:
+        assert len(store.gateway_boots(run.run_id)) == 2
+        rollouts = store.rollouts(run.run_id)
+        attempts = store.attempts([r.id for r in rollouts])
+        calls = store.calls(rollout_ids=[r.id for r in rollouts])
+    assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
+    states = {a.state for a in attempts}
+    assert AttemptState.LOST in states
+    assert AttemptState.RUNNING not in states
+    winners = {r.winner for r in rollouts}
+    trained = {c.attempt_id for c in calls if c.trained_step is not None}
+    assert trained
+    assert trained <= winners
+    for attempt in winners:  # both calls of a winner are there, and judged alike
+        own = [c for c in calls if c.attempt_id == attempt]
+        assert len(own) == 2
+        assert len({(c.trained_step, c.skip_reason) for c in own}) == 1
+
+
+FIVE = {"task_count": 5, "batch_size": 5, "steps": 1, "runners": 3, "max_attempts": 2}
+"""One task of each kind of ``troubled``."""
+
+
+def test_every_failure_is_counted_under_its_name(tmp_path: Path) -> None:
+    run = Run(tmp_path, "troubled", **FIVE).finish()
+    accounting = run.accounting()
+    expected = {
+        "failed_rollout", "no_reward", "not_trainable_model", "zero_advantage", "evaluation",
+    }  # fmt: skip
+    assert expected <= set(accounting.skipped)
+    assert accounting.trained > 0
+    assert "rollouts failed" in run.output
+    assert "emitted no reward" in run.output
+
+
+def test_policies_are_counted_and_shown(tmp_path: Path) -> None:
+    run = Run(tmp_path, "troubled", on_error=-1, on_missing_reward="retry", **FIVE).finish()
+    [row] = run.steps()
+    assert row["rewards/on_error"] == row["attempts/error"] == 4
+    assert row["attempts/no_reward"] == row["reward/missing"] == 4
+    assert row["rollouts/failed"] == 0
+    assert "got their reward from on_error" in run.output
+    run.accounting()
+    shown = subprocess.run(
+        [sys.executable, "-m", "agentrl", "runs", "show", str(run.folder.root)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert "attempts: no_reward" in shown
+    assert "rewards by policy: on_error" in shown
+
+
+def test_a_run_without_rewards_says_that_nothing_trained(tmp_path: Path) -> None:
+    settings = {"runners": 1, "batch_size": 2, "group_size": 2, "steps": 1, "eval_every": 9}
+    run = Run(tmp_path, "thankless", **settings).finish(code=1)
+    output = " ".join(run.output.replace("│", " ").split())
+    assert "nothing was learned: 0 of 4 calls trained" in output
+    assert "4 no_reward: their rollouts emitted no reward" in output
+    assert "nan" not in output
+    assert "agentrl serve" not in output
+    rows = [strictly(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert [row["reward/mean"] for row in rows if "reward/mean" in row] == [None]
+    assert strictly(run.folder.summary.read_text())["reward"] == [None]
+    for meta in run.folder.checkpoints.glob("*/meta.json"):
+        strictly(meta.read_text())
+    assert run.folder.picture.is_file()
+
+
+def test_an_agent_that_never_works_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    """Also while rollouts of the next step are under way."""
+    run = Run(tmp_path, "always_broken", max_attempts=1, max_staleness=1, eval_every=9)
+    run.finish(code=1)
+    assert "every rollout of the step failed" in run.output
+    assert "no such luck" in run.output

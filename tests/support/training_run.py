@@ -1,0 +1,143 @@
+"""``agentrl train`` as a subprocess on a small task, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from agentrl.runs.folder import RunFolder
+from agentrl_tracer.schemas import Accounting
+from agentrl_tracer.store import Store
+
+SUPPORT = Path(__file__).parent
+AGENTRL = [sys.executable, "-m", "agentrl.cli.main"]
+
+
+class Run:
+    """A run of an agent of ``train_agents``: by default 2 steps of 4 groups of 4 rollouts."""
+
+    def __init__(self, folder: Path, agent: str, *, task_count: int = 40, **settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tasks, held_out = folder / "tasks.jsonl", folder / "held_out.jsonl"
+        tasks.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(task_count)))
+        held_out.write_text("".join(json.dumps({"n": n}) + "\n" for n in (1000, 1001)))
+        settings = {
+            "tasks": tasks, "eval_tasks": held_out, "runs": folder, "name": "run",
+            "batch_size": 4, "group_size": 4, "steps": 2, "runners": 2, "lease": 2,
+        } | settings  # fmt: skip
+        self.arguments = ["train", f"{SUPPORT / 'train_agents.py'}:{agent}"]
+        for name, value in settings.items():
+            self.arguments += [f"--{name.replace('_', '-')}", str(value)]
+        self.folder = RunFolder(folder / "run")
+        self.output = ""
+
+    def start(self) -> subprocess.Popen[str]:
+        return _start([*AGENTRL, *self.arguments])
+
+    def start_resumed(self) -> subprocess.Popen[str]:
+        return _start([*AGENTRL, "train", "--resume", str(self.folder.root)])
+
+    def finish(self, process: subprocess.Popen[str] | None = None, code: int = 0) -> Run:
+        process = process or self.start()
+        self.output = process.communicate(timeout=150)[0]
+        assert process.returncode == code, self.output
+        return self
+
+    def resume(self, code: int = 0) -> Run:
+        return self.finish(self.start_resumed(), code)
+
+    def kill_at(self, moment: str, step: int, *more: str) -> None:
+        """Start or resume the run, which kills itself at a moment that ``killed_at`` names."""
+        arguments = self.arguments
+        if self.folder.run_id.exists():
+            arguments = ["train", "--resume", str(self.folder.root)]
+        killed = _start(
+            [sys.executable, str(SUPPORT / "killed_at.py"), moment, str(step), *arguments, *more]
+        )
+        output = killed.communicate(timeout=240)[0]
+        assert killed.returncode == -signal.SIGKILL, output
+
+    @property
+    def run_id(self) -> str:
+        return self.folder.run_id.read_text()
+
+    @contextmanager
+    def store(self) -> Iterator[Store]:
+        store = Store(str(self.folder.store))
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def accounting(self) -> Accounting:
+        """Return the accounting of calls, which must balance."""
+        with self.store() as store:
+            accounting = store.accounting(self.run_id)
+        assert accounting.adds_up
+        assert accounting.pending == 0
+        return accounting
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the metrics of the training steps."""
+        return [row for row in self.folder.read_metrics() if "reward/mean" in row]
+
+    def curve(self) -> list[dict[str, Any]]:
+        """Return the metrics that do not depend on the clock."""
+        clocked = ("seconds/", "tokens_per_second")
+        return [
+            {name: value for name, value in row.items() if not name.startswith(clocked)}
+            for row in self.folder.read_metrics()
+        ]
+
+    def weights(self) -> dict[str, bytes]:
+        """Return the final adapters' files by path."""
+        return {
+            str(path.relative_to(self.folder.adapter)): path.read_bytes()
+            for path in sorted(self.folder.adapter.rglob("*.safetensors"))
+        }
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 60) -> Any:
+    """Wait until ``what`` returns something while ``process`` runs."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the run ended early:\n{process.communicate()[0]}")
+        try:
+            if found := what():
+                return found
+        except (FileNotFoundError, OperationalError):
+            pass  # not there yet
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"waited in vain:\n{process.communicate()[0]}")
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of ``pid``."""
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    rows = [tuple(map(int, line.split())) for line in table.stdout.splitlines()]
+    return [child for child, parent in rows if parent == pid]

@@ -1,0 +1,86 @@
+"""Define what the learner reports of a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl_trainer.data.packing import TokenCounts
+    from agentrl_trainer.learner.losses import Sums
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one ``forward_backward`` saw, with the policy as it was *before* the update.
+
+    ``sampler_trainer_kl`` and the differences compare the trainer's log-probs with the sampler's.
+    On tokens sampled by the current version they measure the disagreement of the two engines and
+    should be near zero; on older tokens they measure how far the policy has moved.
+    """
+
+    loss: float  # summed, divided by ``normalize_by``
+    tokens: int  # trained ones
+    entropy: float  # estimate: minus the mean log-prob of the sampled tokens
+    ratio_mean: float
+    ratio_max: float
+    clip_fraction: float
+    sampler_trainer_kl: float  # k3 estimate of KL(sampler || trainer), per token
+    mean_logprob_difference: float  # absolute
+    max_logprob_difference: float  # absolute
+    tokens_total: int  # of all rows, context included, each row by itself
+    tokens_unique: int  # prefixes that rows share counted once
+    tokens_saved: int  # of the total, those that did not go through the model, thanks to sharing
+    seconds: float
+    skipped_non_finite: bool = False
+    grad_norm: float | None = None  # known once the optimizer has stepped
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Means per token that not every step has: ``kl_reference``, ``correction`` (the weight),
+    ``dropped`` (fraction that the correction cut), ``value_loss``, ``value_error`` (absolute)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStats:
+    """Gradient norms before clipping: over all adapters, and of each that had gradients."""
+
+    grad_norm: float
+    grad_norms: dict[str, float]
+    skipped_non_finite: bool
+    seconds: float
+
+
+_OPTIONAL = ("kl_reference", "correction", "dropped", "value_loss", "value_error")
+
+
+def step_stats(
+    loss: float, sums: Sums, counts: TokenCounts, started: float, *, non_finite: bool | None = None
+) -> StepStats:
+    """Summarize a loss's sums over all tokens. ``started``: by ``time.perf_counter``.
+
+    ``non_finite`` None: whether ``loss`` is.
+    """
+    values = {name: float(value) for name, value in sums.items()}
+
+    def mean(name: str) -> float:
+        return values.get(name, 0.0) / max(values.get("tokens", 0.0), 1.0)
+
+    return StepStats(
+        loss=loss,
+        tokens=int(values.get("tokens", 0)),
+        entropy=-mean("logprob"),
+        ratio_mean=mean("ratio"),
+        ratio_max=values.get("ratio_max", 0.0),
+        clip_fraction=mean("clipped"),
+        sampler_trainer_kl=mean("kl_k3"),
+        mean_logprob_difference=mean("difference"),
+        max_logprob_difference=values.get("difference_max", 0.0),
+        tokens_total=counts.total,
+        tokens_unique=counts.unique,
+        tokens_saved=counts.saved,
+        seconds=time.perf_counter() - started,
+        skipped_non_finite=not math.isfinite(loss) if non_finite is None else non_finite,
+        metrics={name: mean(name) for name in _OPTIONAL if name in values},
+    )

@@ -1,0 +1,225 @@
+"""Choose which weights of a model LoRA adapts, and name them as PEFT wants.
+
+``targets`` is "all-linear", a pattern of whole paths, or a list of names as PEFT reads them: by the
+end of a path. PEFT's own reading is right for most dense models. Mixtures of experts, multimodal
+models and those with layers that must not be adapted get explicit targets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+from peft import LoraConfig
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from agentrl_trainer.models.loading import ModelError, is_multimodal
+from agentrl_trainer.models.moe import (
+    expert_count,
+    expert_rank,
+    expert_stacks,
+    names,
+    own_modules,
+    text_modules,
+)
+
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+# Names of what checkpoints keep expert by expert. Among a config's target_modules PEFT 0.21 reads
+# them as the experts', wherever they are, so dense layers of these names become target_parameters.
+_BEFORE_FUSION = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
+                  "w3": "gate_up_proj", "w2": "down_proj"}  # fmt: skip
+_EXPERT_NAMES = frozenset({*_BEFORE_FUSION, "down_proj"})
+# In these PEFT refuses a LoRA of the layer behind the state space: kernels read its weight alone.
+_STATE_SPACES = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
+
+
+def adaptable(model: Any) -> list[str]:
+    """List the paths of the linear layers and expert weights that adapters may have."""
+    mixture = expert_count(model.config) > 0
+    return [p for p in _linears(model) if not (mixture and _is_router(p))] + [*expert_stacks(model)]
+
+
+def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
+    """Replace targets by ones that PEFT reads as they are meant; returns the changed ``config``.
+
+    "all-linear" is every linear layer and all experts, without routers and the output embedding.
+    Experts go by their names in the model (``gate_up_proj``) or those that checkpoints use
+    (``gate_proj`` and ``up_proj``).
+
+    Raises:
+        ModelError: a target is a router, names half of a fused weight, or nothing.
+    """
+    everything = config.target_modules == "all-linear"
+    if not expert_count(model.config):
+        if is_multimodal(model.config) or _not_adaptable(model):
+            linears = adaptable(model)
+            chosen = (
+                _default(model) if everything else _named(config.target_modules, linears, [])[0]
+            )
+            config.target_modules = _shortest(chosen, model)
+        return config
+    stacks = [*expert_stacks(model)]
+    if everything:
+        chosen, experts = _default(model), stacks
+    else:
+        chosen, experts = _named(config.target_modules, _linears(model), stacks)
+    expert_like = [p for p in chosen if _leaf(p) in _EXPERT_NAMES]
+    # Quantized weights are no matrices that could be targets by themselves: they are not adapted.
+    quantized = bool(getattr(model, "is_quantized", False))
+    as_weights = [] if quantized else [f"{p}.weight" for p in expert_like]
+    config.target_modules = _shortest([p for p in chosen if p not in expert_like], model)
+    weights = {
+        f"{path}.{name}"
+        for path, module in own_modules(model)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    of_experts = _endings(experts, 2, weights)
+    config.target_parameters = sorted({*of_experts, *_endings(as_weights, 3, weights)})
+    if experts and (rank := expert_rank(model.config, config.r)) != config.r:
+        config.rank_pattern = {re.escape(end): rank for end in of_experts}
+    return config
+
+
+def what_is_trained(model: Any, config: LoraConfig) -> str | None:
+    """Describe a ``config`` of ``resolve_targets`` in a sentence; None if the model is dense."""
+    count = expert_count(model.config)
+    if not count:
+        return None
+    targets = config.target_parameters or ()
+    stacks = expert_stacks(model)
+    layers = {p.rpartition(".")[0] for p in stacks if any(names(t, p) for t in targets)}
+    rank = next(iter((config.rank_pattern or {}).values()), config.r)
+    said = [
+        f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}"
+        if layers
+        else f"the {count} experts of a layer are in no weight that LoRA was put on"
+    ]
+    said.append("routers stay as they are")
+    if getattr(model, "is_quantized", False):
+        left = [
+            p
+            for p, m in own_modules(model)
+            if isinstance(m, nn.Linear) and _leaf(p) in _EXPERT_NAMES
+        ]
+        said += [f"so do {len(left)} layers that are named like experts: in 4 bits"] if left else []
+    return "; ".join(said)
+
+
+@contextlib.contextmanager
+def no_false_warnings() -> Iterator[None]:
+    """Silence a warning of PEFT, which looks for ``rank_pattern`` among modules alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
+        yield
+
+
+# ---- which layers
+
+
+def _linears(model: Any) -> list[str]:
+    return [path for path, module in text_modules(model) if isinstance(module, nn.Linear)]
+
+
+def _default(model: Any) -> list[str]:
+    """List the paths of the linear layers that "all-linear" means."""
+    head = model.get_output_embeddings()
+    mixture = expert_count(model.config) > 0
+    left_out = _not_adaptable(model)
+    return [
+        path
+        for path, module in text_modules(model)
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not head
+        and not (mixture and _is_router(path))
+        and path not in left_out
+    ]
+
+
+def _not_adaptable(model: Any) -> set[str]:
+    """Find linear layers in which a LoRA would have no effect, or not the same everywhere.
+
+    In state spaces that is the step's layer: its weight is multiplied by itself, past the layer, so
+    a LoRA beside it is not computed, but one merged into it is. In sparse attention it is the
+    indexer, which chooses keys without a gradient.
+    """
+    found: set[str] = set()
+    modules = dict(own_modules(model))
+    for path, module in modules.items():
+        owner, _, leaf = path.rpartition(".")
+        if not isinstance(module, nn.Linear):
+            continue
+        step = leaf == "dt_proj" and hasattr(modules[owner], "A_log")
+        refused = leaf == "out_proj" and model.config.model_type in _STATE_SPACES
+        if step or refused or "indexer" in path.split("."):
+            found.add(path)
+    return found
+
+
+def _is_router(path: str) -> bool:
+    """Tell by its name whether a layer chooses among experts: there is no type for it."""
+    return not _ROUTERS.isdisjoint(path.split("."))
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+# ---- what targets name
+
+
+def _named(
+    targets: Any, linears: Sequence[str], stacks: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """List the paths of linear layers and of expert weights that ``targets`` name."""
+    chosen: list[str] = []
+    fused: dict[str, set[str]] = {}  # by path, the targets' names for it
+    pattern = isinstance(targets, str)  # of whole paths, as in PEFT
+    for target in [targets] if pattern else sorted(targets):
+        if pattern:
+            linear = [p for p in linears if re.fullmatch(target, p)]
+            experts = [p for p in stacks if re.fullmatch(target, p)]
+        else:
+            linear = [p for p in linears if names(target, p)]
+            owner, _, leaf = target.rpartition(".")
+            experts = [p for p in stacks if names(_BEFORE_FUSION.get(leaf, target), p)]
+            if leaf in _BEFORE_FUSION:  # between the owner and the weight may be "experts"
+                experts = [p for p in experts if not owner or f".{owner}." in f".{p}"]
+        if not linear and not experts:
+            known = sorted({_leaf(p) for p in (*linears, *stacks) if not _is_router(p)})
+            raise ModelError(
+                f"targets: {target!r} is nothing to train here; there is {', '.join(known)}."
+            )
+        chosen += linear
+        for path in experts:
+            fused.setdefault(path, set()).add("" if pattern else _leaf(target))
+    for halves in ({"gate_proj", "up_proj"}, {"w1", "w3"}):
+        if any(len(halves & said) == 1 for said in fused.values()):
+            raise ModelError(
+                f"targets: {' and '.join(sorted(halves))} of the experts are one weight in "
+                "this model: name both, or gate_up_proj, or neither."
+            )
+    if routers := [p for p in chosen if _is_router(p)]:
+        raise ModelError(
+            f"targets: {routers[0]} chooses the experts, and routers are not trained. Leave "
+            f"{_leaf(routers[0])!r} out."
+        )
+    return list(dict.fromkeys(chosen)), [*fused]
+
+
+def _endings(chosen: Sequence[str], parts: int, weights: Set[str]) -> list[str]:
+    """Shorten paths to their last parts, the same for all layers, if these name nothing else."""
+    others = weights - set(chosen)
+    short = {path: ".".join(path.split(".")[-parts:]) for path in chosen}
+    clash = {end for end in short.values() if any(names(end, path) for path in others)}
+    return list(dict.fromkeys(path if end in clash else end for path, end in short.items()))
+
+
+def _shortest(chosen: Sequence[str], model: Any) -> list[str]:
+    """Shorten paths to leaf names where all modules of the name are chosen."""
+    wanted = set(chosen)
+    others = {_leaf(p) for p, _ in own_modules(model) if p not in wanted}
+    return sorted({p if _leaf(p) in others else _leaf(p) for p in chosen})
