@@ -42,11 +42,11 @@ from agentrl_proxy.protocols.messages_events import anthropic_error
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
-    ProviderCountWork,
-    chat_elsewhere,
-    of_completion,
-    of_message,
-    of_response,
+    CountWork,
+    provider_chat_request,
+    provider_completion_requests,
+    provider_message_request,
+    provider_response_request,
 )
 from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import AttemptMemories
@@ -83,7 +83,7 @@ class Gateway:
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
-        self.others = ProviderService(deps, self.attempts, self.stats, admission)
+        self.providers = ProviderService(deps, self.attempts, self.stats, admission)
         retries = ClientRetries(deps.store, self.attempts)
         self.lifecycle = RequestLifecycle(retries, self.attempts, self.stats)
         self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
@@ -132,48 +132,48 @@ class Gateway:
 
     async def chat_completions(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
-        elsewhere = self.others.named(raw)
-        asked = chat_request(raw) if elsewhere is None else chat_elsewhere(raw)
+        model = self.providers.model_of(raw)
+        asked = chat_request(raw) if model is None else provider_chat_request(raw)
         return await self._reply(asked, body, caller, request.headers)
 
     async def responses(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
         await translation.load()
-        elsewhere = self.others.named(raw)
-        asked = responses_request(raw) if elsewhere is None else of_response(raw, elsewhere)
+        model = self.providers.model_of(raw)
+        asked = responses_request(raw) if model is None else provider_response_request(raw, model)
         return await self._reply(asked, body, caller, request.headers)
 
     async def messages(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
         await translation.load()
-        elsewhere = self.others.named(raw)
-        asked = messages_request(raw) if elsewhere is None else of_message(raw, elsewhere)
+        model = self.providers.model_of(raw)
+        asked = messages_request(raw) if model is None else provider_message_request(raw, model)
         return await self._reply(asked, body, caller, request.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """How long the prompt of such a Messages request would be. Nothing is sampled."""
         caller, _, raw = await self._received(request)
         await translation.load()
-        elsewhere = self.others.named(raw)
-        if elsewhere is not None:
-            asked = of_message(raw, elsewhere, counted=True)
-            return WorkResponse(ProviderCountWork(self.others, asked, elsewhere), stream=False)
+        model = self.providers.model_of(raw)
+        if model is not None:
+            asked = provider_message_request(raw, model, counted=True)
+            return WorkResponse(CountWork(self.providers, asked), stream=False)
         prompt = self.chat.render(count_request(raw), caller, request.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def completions(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
-        elsewhere = self.others.named(raw)
-        if elsewhere is None:
+        model = self.providers.model_of(raw)
+        if model is None:
             asked = completion_request(raw, self.deps.renderer)
             parts, n = text_prompts(asked, self.deps.context_length), asked.common.n
             return self._answer(
                 self.chat, parts, asked.dialect, raw, body, caller, request.headers,
                 n=n, stream=asked.stream,
             )  # fmt: skip
-        prompts, dialect = of_completion(raw, elsewhere)
+        prompts, dialect = provider_completion_requests(raw, model)
         return self._answer(
-            self.others, prompts, dialect, raw, body, caller, request.headers,
+            self.providers, prompts, dialect, raw, body, caller, request.headers,
             n=prompts[0].n, stream=prompts[0].stream,
         )  # fmt: skip
 
@@ -189,7 +189,7 @@ class Gateway:
         caller: Caller,
         headers: Mapping[str, str],
     ) -> Response:
-        service = self.chat if isinstance(asked, ChatRequest) else self.others
+        service = self.chat if isinstance(asked, ChatRequest) else self.providers
         return self._answer(
             service, [asked], asked.dialect, asked.raw, body, caller, headers,
             n=asked.n, stream=asked.stream,
@@ -326,7 +326,7 @@ def create_app(deps: GatewayDependencies) -> FastAPI:
         # The first reply should not pay for imports and template compilation.
         await asyncio.to_thread(_warm_up, deps)
         sweeper = asyncio.create_task(_sweep(gateway))
-        gateway.others.begin()
+        gateway.providers.start()
         yield
         sweeper.cancel()
         if gateway.forward is not None:

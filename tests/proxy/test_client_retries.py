@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from official_clients import client
 from running_gateway import restarted, running
 from scripted_sampler import Running
 

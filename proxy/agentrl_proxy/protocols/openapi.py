@@ -82,7 +82,7 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 # path, summary, request (None: GET), answer
-_OPERATIONS = (
+_OPERATIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("/healthz", "Whether it can answer", None, "Health"),
     ("/admin/adapters", "Answer with this adapter version", "AdapterRequest", "Adapter"),
     ("/rollouts/{rollout_id}/v1/rewards", "Reward the rollout", "RewardRequest", "Reward"),
@@ -121,11 +121,10 @@ def _path(path: str, summary: str, request: str | None, answer: str) -> Schema:
 
 def document(version: str) -> Schema:
     """Return the OpenAPI document. Paths under ``/v1`` exist for each rollout, too."""
-    paths = {path: _path(path, *rest) for path, *rest in _OPERATIONS}
-    for path, *rest in _OPERATIONS:
-        if path.startswith("/v1/"):
-            of_rollout = "/rollouts/{rollout_id}" + path
-            paths[of_rollout] = _path(of_rollout, *rest)
+    paths: dict[str, Schema] = {}
+    for path, summary, request, answer in _OPERATIONS:
+        for prefix in ("", "/rollouts/{rollout_id}") if path.startswith("/v1/") else ("",):
+            paths[prefix + path] = _path(prefix + path, summary, request, answer)
     return {
         "openapi": "3.1.0",
         "info": {"title": "agentrl gateway", "version": version},

@@ -12,13 +12,15 @@ from provider_servers import SECRET, FaultyServer, answerer
 from running_gateway import running
 from scripted_sampler import Running
 
+from agentrl_proxy.providers.litellm import make_router
 from agentrl_proxy.rendering.renderer import Renderer
 
 
 @pytest.fixture(scope="module", autouse=True)
-def closed_sessions() -> Iterator[None]:
-    """Ends LiteLLM's HTTP sessions, which belong to the loops of this module's gateways, where
-    pytest ignores the warning about it."""
+def litellm() -> Iterator[None]:
+    """Imports LiteLLM before a test measures time. Ends its HTTP sessions, which belong to the
+    loops of this module's gateways, where pytest ignores the warning about it."""
+    make_router({})
     yield
     import litellm
 
