@@ -21,7 +21,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     with ServiceClient(folder=tmp_path_factory.mktemp("client")) as made:
+        # The training thread starts now, with one thread of torch's as the tests have.
+        made.create_lora_training_client(TINY, rank=4).close().result()
+        torch.set_num_threads(before)
         yield made
 
 

@@ -127,7 +127,7 @@ class LocalService:
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the loaded models, and the tiny one that is part of the package."""
-        known: dict[str, LocalBase | None] = {TINY_MODEL: None, **self._bases}
+        known: dict[str, LocalBase | None] = {TINY_MODEL: None, **self._loaded}
         return GetServerCapabilitiesResponse(
             [
                 SupportedModel(name, base and base.context_length, trainable=True, sampleable=True)
@@ -160,10 +160,16 @@ class LocalService:
 
         return base.run(work)
 
+    @property
+    def _loaded(self) -> dict[str, LocalBase]:
+        """The base models that could be loaded."""
+        known = self._bases.items()
+        return {name: base for name, base in known if base.context_length is not None}
+
     def _only_base(self) -> LocalBase:
-        if len(self._bases) != 1:
-            raise ValueError(f"a checkpoint is of one base model; this has {[*self._bases]}")
-        return next(iter(self._bases.values()))
+        if len(self._loaded) != 1:
+            raise ValueError(f"a checkpoint is of one base model; this has {[*self._loaded]}")
+        return next(iter(self._loaded.values()))
 
     def close(self, status: EndStatus, detail: str | None) -> None:
         for base in self._bases.values():

@@ -1,0 +1,178 @@
+"""Services: names, states, checkpoints, and what closed clients leave."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from client_data import RL_ROW, TINY, reinforced, supervised
+
+from agentrl_trainer.checkpoint import capture_rng, restore_rng, save_checkpoint
+from agentrl_trainer.client import (
+    AdamParams,
+    ServiceClient,
+    TrainingClient,
+)
+from agentrl_trainer.client.local.training import read_state
+from agentrl_trainer.data.training_row import with_extra
+from agentrl_trainer.learner.loss_options import ValueParams
+
+
+def test_what_a_service_refuses(service: ServiceClient, shared: TrainingClient) -> None:
+    with pytest.raises(ValueError, match="loss_fn: unknown loss 'reinforce'"):
+        shared.forward_backward([supervised()], "reinforce")
+    with pytest.raises(ValueError, match="data is empty"):
+        shared.forward_backward([])
+    with pytest.raises(ValueError, match=r"unknown options of ppo.*clip"):
+        shared.forward_backward([reinforced()], "ppo", {"clip": 0.2})
+    with pytest.raises(ValueError, match="a finite learning_rate"):
+        shared.optim_step(AdamParams(learning_rate=float("nan")))
+    with pytest.raises(ValueError, match="output embedding"):
+        service.create_lora_training_client(TINY, train_unembed=True)
+    with pytest.raises(ValueError, match="nothing would be trained"):
+        service.create_lora_training_client(TINY, train_mlp=False, train_attn=False)
+    with pytest.raises(ValueError, match="no-such-model"):
+        service.create_lora_training_client("./no-such-model")
+    with pytest.raises(ValueError, match="either model_path or base_model"):
+        service.create_sampling_client()
+    with pytest.raises(ValueError, match="holds no whole state"):
+        shared.load_state("nowhere").result()
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        service.create_sampling_client(base_model=TINY).sample([])
+    with pytest.raises(ValueError, match="must be a number"):
+        shared.log(reward="high")  # type: ignore[arg-type]
+
+
+async def test_the_models_of_a_service(service: ServiceClient, shared: TrainingClient) -> None:
+    found = await service.get_server_capabilities_async()
+    assert found == service.get_server_capabilities()
+    [model] = found.supported_models
+    assert (model.model_name, model.trainable) == (TINY, True)
+    assert (model.max_context_length or 0) >= 512
+    assert service.supported_models() == [TINY]
+    assert (await shared.get_info_async()).model_name == TINY
+
+
+def test_a_creation_that_failed_does_not_block_its_name(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        for _ in range(2):  # the first client of a base, and one beside another
+            with pytest.raises(ValueError, match="nowhere"):
+                service.create_lora_training_client(TINY, rank=4, name="a", targets=["nowhere"])
+            service.create_lora_training_client(TINY, rank=4)
+        made = service.create_lora_training_client(TINY, rank=4, name="a")
+        assert made.forward([supervised()]).result().loss_fn_outputs
+
+
+def test_going_on_from_a_state_is_going_on(service: ServiceClient) -> None:
+    def steps(client: TrainingClient, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            found.append(client.forward_backward([supervised()]))
+            client.optim_step(AdamParams(learning_rate=3e-3))
+        return [one.result().metrics["loss:sum"] for one in found]
+
+    first = service.create_lora_training_client(TINY, rank=4, seed=11, alpha=8.0)
+    steps(first, 3)
+    path = first.save_state("three").result().path
+    expected = steps(first, 3)
+    second = service.create_training_client_from_state_with_optimizer(path)
+    assert steps(second, 3) == expected
+    fresh = service.create_training_client_from_state(path)
+    found = steps(fresh, 3)
+    assert found[0] == expected[0]
+    assert found[2] != expected[2]  # its momenta began anew
+    first.load_state_with_optimizer(path).result()
+    assert steps(first, 3) == expected
+
+
+def test_a_state_with_a_value_function_goes_into_another_client(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path, value=ValueParams()) as service:
+        first = service.create_lora_training_client(TINY, rank=4, seed=1)
+        returns = with_extra([replace(RL_ROW, adapter="model-1")], returns=[[1.0] * 8])
+        first.forward_backward(returns, "importance_sampling")
+        first.optim_step(AdamParams(learning_rate=1e-2)).result()
+        path = first.save_state("one").result().path
+        second = service.create_training_client_from_state_with_optimizer(path)
+        third = service.create_lora_training_client(TINY, rank=4, seed=9)
+        third.load_state(path).result()
+
+        def values(client: TrainingClient) -> list[list[float]]:
+            row = replace(RL_ROW, adapter=client.model_id)
+            return client.local(lambda learner: learner.values([row])).result()
+
+        assert values(first) == values(second) == values(third)
+        assert max(map(abs, values(first)[0])) > 0
+
+        def state(client: TrainingClient) -> dict[str, torch.Tensor]:
+            found = client.local(lambda learner: learner.state_dict([client.model_id])).result()
+            return {key.replace(client.model_id, "x"): found[key] for key in found}
+
+        ours, theirs = state(first), state(second)
+        assert ours.keys() == theirs.keys()
+        assert any(key.startswith("exp_avg/value.x/") for key in ours)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_restored_checkpoint_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
+    before = capture_rng()
+    try:
+        with ServiceClient(folder=tmp_path) as service:
+            service.create_lora_training_client(TINY, rank=4, seed=3)
+            service.save_checkpoint(tmp_path / "kept", 1).result()
+            expected = (random.random(), float(np.random.rand()), float(torch.rand(())))
+            service.restore_checkpoint(tmp_path / "kept").result()
+            assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
+    finally:
+        restore_rng(before)
+
+
+def test_a_closed_client_leaves_nothing(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        first = service.create_lora_training_client(TINY, rank=4, seed=3, name="one")
+        state = first.save_state("s").result().path
+        expected = first.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
+        learner = first.local(lambda own: own).result()
+        second = service.create_lora_training_client(TINY, rank=4, seed=5, name="two")
+        second.forward_backward([supervised()])  # gathered before the other goes, applied after
+        first.close()
+        assert second.optim_step(AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"] > 0
+        first.close().result()  # again is nothing
+        assert learner.adapters == ("two",)
+        with pytest.raises(ValueError, match="no adapters"):
+            first.optim_step().result()
+        second.close().result()
+        assert learner.adapters == ()
+        assert not [name for name, _ in learner.model.named_parameters() if "lora" in name]
+        # The name is free, and the first adapter after the last one is as ever.
+        again = service.create_training_client_from_state(state, name="one")
+        found = again.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
+        assert found.tolist() == expected.tolist()
+        again.forward_backward([supervised()])
+        assert again.optim_step(AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"] > 0
+
+
+def test_a_state_that_does_not_fit_keeps_no_name(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        client = service.create_lora_training_client(TINY, rank=4, name="one")
+        state = client.save_state("s").result().path
+        found = read_state(state)
+        lora = {**found.meta["lora"], "rank": 8}  # the weights are of rank 4
+        meta = {**found.meta, "lora": lora}
+        save_checkpoint(Path(state), 1, tensors=found.tensors, meta=meta, keep=1)
+        for _ in range(2):  # the second try fails for the same reason, not for its name
+            with pytest.raises(ValueError, match="has shape"):
+                service.create_training_client_from_state(state, name="two")
+        learner = client.local(lambda own: own).result()
+        assert learner.adapters == ("one",)
+        service.create_lora_training_client(TINY, rank=4, name="two")
+
+
+def test_agentrl_exports_them() -> None:
+    import agentrl
+
+    assert agentrl.ServiceClient is ServiceClient
+    assert all(getattr(agentrl, name) is not None for name in agentrl.__all__)
