@@ -13,7 +13,8 @@ from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.detokenizer import Detokenizer
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.tool_call_parser import ParsedReply, Parser, joined
+from agentrl_proxy.rendering.reply import ParsedReply, joined
+from agentrl_proxy.rendering.tool_call_parser import Parser
 from agentrl_proxy.requests.recording import Sampled
 from agentrl_proxy.server.sse import Write
 
