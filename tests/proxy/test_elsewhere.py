@@ -18,8 +18,8 @@ import httpx
 import openai
 import pytest
 from gateway_client import connected, head, wait_until
+from official_clients import CALL, TOOLS, USER, client
 from scripted_sampler import Running
-from test_chat import CALL, TOOLS, USER, client
 from test_other_models import (  # noqa: F401
     SECRET,
     answerer,

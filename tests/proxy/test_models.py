@@ -8,8 +8,8 @@ import anthropic
 import httpx
 import openai
 import pytest
+from official_clients import client
 from scripted_sampler import OPERATOR_KEY, Running
-from test_chat import client
 
 NAMES = {"policy": "policy", "base": None, "org/name-1.5": "policy"}
 

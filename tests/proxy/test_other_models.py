@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from official_clients import CALL, TOOLS, USER, client, streamed
 from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
-from test_chat import CALL, TOOLS, USER, client, streamed
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.providers.redaction import Redaction
