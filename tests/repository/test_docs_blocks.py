@@ -88,7 +88,7 @@ def run(block: Block, folder: Path, servers: list[subprocess.Popen[bytes]]) -> N
         servers.append(process)
         wait_for("http://127.0.0.1:8000/healthz", process)
     else:
-        assert process.wait(150) == 0, f"this block failed:\n{block.code}"
+        assert process.wait(300) == 0, f"this block failed:\n{block.code}"
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -101,6 +101,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     pytest.fail("the server ended before it answered")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", NEEDS)
 def test_the_blocks_of_a_page_run_as_printed(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)
