@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -30,10 +30,11 @@ from agentrl_proxy.errors import (
     refused_by_sampler,
     unavailable,
 )
-from agentrl_proxy.generation.completions import CompletionWork
+from agentrl_proxy.generation.completions import text_prompts
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
 from agentrl_proxy.protocols.chat import ChatRequest, chat_request
+from agentrl_proxy.protocols.chat_objects import Dialect
 from agentrl_proxy.protocols.completions import completion_request
 from agentrl_proxy.protocols.fields import read_object
 from agentrl_proxy.protocols.messages import count_request, messages_request
@@ -41,7 +42,6 @@ from agentrl_proxy.protocols.messages_events import anthropic_error
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
-    ProviderCompletionWork,
     ProviderCountWork,
     chat_elsewhere,
     of_completion,
@@ -51,10 +51,10 @@ from agentrl_proxy.providers.requests import (
 from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, Credentials, ask
-from agentrl_proxy.requests.client_retries import EarlierAnswers
+from agentrl_proxy.requests.client_retries import ClientRetries, identify
+from agentrl_proxy.requests.lifecycle import ClientRequest, RequestLifecycle, Service
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import trace_context
-from agentrl_proxy.requests.work import OneJob
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, internal_error, json_response
@@ -84,7 +84,8 @@ class Gateway:
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
         self.others = ProviderService(deps, self.attempts, self.stats, admission)
-        self.answers = EarlierAnswers(deps.store, self.attempts, self.stats)
+        retries = ClientRetries(deps.store, self.attempts)
+        self.lifecycle = RequestLifecycle(retries, self.attempts, self.stats)
         self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
 
     def _count_overload(self) -> None:
@@ -163,20 +164,18 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         caller, body, raw = await self._received(request)
         elsewhere = self.others.named(raw)
-        work: CompletionWork | ProviderCompletionWork
         if elsewhere is None:
             asked = completion_request(raw, self.deps.renderer)
-            work = CompletionWork(self.chat, self.answers, asked, body, caller, request.headers)
-            stream = asked.stream
-        else:
-            prompts, dialect = of_completion(raw, elsewhere)
-            work = ProviderCompletionWork(
-                self.others, self.answers, prompts, dialect, body, caller, request.headers
-            )
-            stream = prompts[0].stream
-        if not work.is_retry:
-            await work.accept()
-        return WorkResponse(work, stream=stream)
+            parts, n = text_prompts(asked, self.deps.context_length), asked.common.n
+            return self._answer(
+                self.chat, parts, asked.dialect, raw, body, caller, request.headers,
+                n=n, stream=asked.stream,
+            )  # fmt: skip
+        prompts, dialect = of_completion(raw, elsewhere)
+        return self._answer(
+            self.others, prompts, dialect, raw, body, caller, request.headers,
+            n=prompts[0].n, stream=prompts[0].stream,
+        )  # fmt: skip
 
     async def _received(self, request: Request) -> tuple[Caller, bytes, dict[str, Any]]:
         caller = await self._caller(request)
@@ -191,10 +190,27 @@ class Gateway:
         headers: Mapping[str, str],
     ) -> Response:
         service = self.chat if isinstance(asked, ChatRequest) else self.others
-        work = OneJob(service, self.answers, asked.dialect, asked, body, caller, headers)
-        if not work.is_retry:
-            await work.accept()
-        return WorkResponse(work, stream=asked.stream)
+        return self._answer(
+            service, [asked], asked.dialect, asked.raw, body, caller, headers,
+            n=asked.n, stream=asked.stream,
+        )  # fmt: skip
+
+    def _answer(
+        self,
+        service: Service,
+        parts: Sequence[Any],
+        dialect: Dialect,
+        raw: dict[str, Any],
+        body: bytes,
+        caller: Caller,
+        headers: Mapping[str, str],
+        *,
+        n: int,
+        stream: bool,
+    ) -> Response:
+        identity = identify(raw, body, dialect, headers, len(parts), n)
+        work = ClientRequest(self.lifecycle, service, parts, identity, caller, headers)
+        return WorkResponse(work, stream=stream)
 
     async def traces(self, request: Request) -> Response:
         caller = await self._caller(request, may_be_sealed=True)

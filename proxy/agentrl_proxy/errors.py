@@ -101,9 +101,9 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
-def context_length_exceeded(prompt_tokens: int, context_length: int) -> ApiError:
+def context_length_exceeded(prompt_tokens: int, context_length: int, param: str) -> ApiError:
     return invalid(
-        "messages",
+        param,
         f"the prompt is {prompt_tokens} tokens long; this model's context is {context_length} "
         "tokens, and at least one must be left for the answer",
         code="context_length_exceeded",

@@ -21,7 +21,7 @@ from agentrl import timing
 from agentrl.config.settings import TrainConfig
 from agentrl.gateway.process import Gateway, GatewaySettings
 from agentrl.runs.folder import RunFolder
-from agentrl.samplers.vllm import sampler as vllm
+from agentrl.samplers.vllm import adapters, client, recovery
 from agentrl.samplers.vllm.api import VllmError
 from agentrl.samplers.vllm.sampler import VllmSampler
 from agentrl.training import session
@@ -142,8 +142,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def sampler(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmSampler]:
-    monkeypatch.setattr(vllm, "_POLL_S", 0.02)
-    monkeypatch.setattr(vllm, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(recovery, "_POLL_S", 0.02)
+    monkeypatch.setattr(adapters, "_PATIENCE_S", 0.2)
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     sampler = VllmSampler(url, eos_ids=frozenset({2}), context_length=128, wait_s=10)
     sampler.start()
@@ -193,7 +193,7 @@ def test_a_server_without_an_engine_is_unhealthy_until_it_has_one(
 
     async def publish() -> None:
         await sampler.load_adapter("policy", 1, "/1")
-        await asyncio.gather(*sampler._unloading)
+        await asyncio.gather(*sampler._adapters.unloading)
 
     asyncio.run(publish())
     assert list(server.loras.values()) == ["/1"]
@@ -213,9 +213,7 @@ def test_a_version_published_during_recovery_wins(server: Server, sampler: VllmS
 def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: VllmSampler) -> None:
     """Between a server's start and our noticing, it knows no adapter: agents must ask again."""
     sampler.load_now("policy", 1, "/1")
-    assert sampler._watch is not None
-    sampler._stopping.set()
-    sampler._watch.join()
+    sampler._watch.stop()
     assert sampler.healthy
     server.start_anew()
 
@@ -229,11 +227,11 @@ def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: V
 
 
 def test_its_client_ends_with_its_event_loop(sampler: VllmSampler) -> None:
-    async def client() -> Any:
+    async def connected() -> Any:
         await sampler.load_adapter("policy", 1, "/1")
-        return await sampler._async()
+        return await sampler._client.connection()
 
-    first, second = asyncio.run(client()), asyncio.run(client())
+    first, second = asyncio.run(connected()), asyncio.run(connected())
     assert first.is_closed
     assert second.is_closed
     assert first is not second
@@ -257,7 +255,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
     grammar: str | None,
 ) -> None:
     sampler.load_now("policy", 1, "/1")
-    monkeypatch.setattr(vllm, "_LOOK_S", 0.2)
+    monkeypatch.setattr(recovery, "REQUEST_S", 0.2)
     params = DecodingParams(max_tokens=4, grammar=grammar)
 
     async def answer() -> None:
@@ -272,7 +270,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
         for name, value in loss.items():
             setattr(server, name, value)
         if "silent" in loss:
-            monkeypatch.setattr(vllm, "_SILENCE_S", 1.0)
+            monkeypatch.setattr(client, "SILENCE_S", 1.0)
         for error in await asyncio.wait_for(answers, 20):
             assert isinstance(error, RefusedError)
             assert (error.code, why in str(error)) == ("stopped", True), error
@@ -287,7 +285,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
 def test_a_load_that_nobody_waited_for_is_unloaded(
     server: Server, sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "_LOAD_S", 0.2)
+    monkeypatch.setattr(adapters, "_LOAD_S", 0.2)
     go_on = threading.Event()
 
     def loading() -> None:
@@ -299,11 +297,11 @@ def test_a_load_that_nobody_waited_for_is_unloaded(
         with pytest.raises(RefusedError, match="ReadTimeout") as refused:
             await sampler.load_adapter("policy", 1, "/late")
         assert refused.value.code == "stopped"
-        monkeypatch.setattr(vllm, "_LOAD_S", 10)
+        monkeypatch.setattr(adapters, "_LOAD_S", 10)
         await sampler.load_adapter("policy", 1, "/again")
-        assert sampler._unloading
+        assert sampler._adapters.unloading
         go_on.set()
-        await asyncio.gather(*sampler._unloading)
+        await asyncio.gather(*sampler._adapters.unloading)
 
     asyncio.run(publish())
     eventually(lambda: list(server.loras.values()) == ["/again"])
@@ -315,7 +313,7 @@ def test_a_server_that_does_not_list_what_it_loads_is_asked_once_a_round(
     """As where several processes share a URL, each with adapters of its own."""
     sampler.load_now("policy", 1, "/1")
     server.lists = False
-    eventually(lambda: "does not list what it loaded" in sampler._trouble)
+    eventually(lambda: "does not list what it loaded" in sampler._client.trouble)
     eventually(lambda: server.loads >= 8)
     assert server.loads <= server.looks
     assert len(server.loras) <= 1
@@ -365,11 +363,13 @@ def test_a_server_that_is_not_there_is_waited_for_no_longer_than_asked(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     sampler = VllmSampler(url, eos_ids=frozenset({2}), context_length=128, wait_s=1.5)
-    with pytest.raises(VllmError, match=r"vllm_url: .* refused.*vllm_wait is 1\.5 s"):
+    with pytest.raises(
+        VllmError, match=r"sampler\.vllm\.url: .* refused.*sampler\.vllm\.wait is 1\.5 s"
+    ):
         sampler.start()
     [said] = [record.message for record in caplog.records]
     assert said.startswith(f"no vLLM server is ready at {url}: ")
-    assert said.endswith("waiting up to 1.5 s for it (vllm_wait)")
+    assert said.endswith("waiting for it up to 1.5 s (sampler.vllm.wait)")
 
 
 def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_run_says_what_it_waits_for_and_ends_without_it(
     )  # fmt: skip
     told: list[str] = []
     with session.Session(RunFolder(tmp_path / "run"), config, "train") as running:
-        with pytest.raises(session.RunError, match="vllm_wait is 4 s"):
+        with pytest.raises(session.RunError, match=r"sampler\.vllm\.wait is 4 s"):
             running.wait_ready(told.append)
         assert running.gateway.restarts == 0
     assert any(f"no vLLM server is ready at {url}" in message for message in told), told
@@ -429,7 +429,7 @@ def test_a_run_says_what_it_waits_for_and_ends_without_it(
         ({"/v1/models": (200, ["llama"])}, "answers otherwise"),
         ({"/v1/completions": (200, {"choices": []})}, "answers otherwise"),
         ({"/v1/completions": (200, {"choices": [CHOICE | {"logprobs": None}]})}, "otherwise"),
-        ({"/v1/models": (403, {})}, "vllm_key_env"),
+        ({"/v1/models": (403, {})}, "sampler.vllm.key_env"),
     ],
 )
 def test_a_server_of_another_kind_is_refused_at_once(

@@ -25,7 +25,7 @@ from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.protocols.chat import chat_request
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.structured_output import Constraints, probe_tool_form
+from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput, probe_tool_form
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import Call, NewRollout, Purpose
 from agentrl_tracer.store import Store
@@ -376,8 +376,15 @@ def test_developer_is_system(live: Live) -> None:
     assert first.prompt_ids == second.prompt_ids
 
 
-def _request(**body: Any) -> Any:
-    return chat_request({"model": "m", "messages": ASKED, **body})
+def _output(turn_opened: bool = True, **body: Any) -> StructuredOutput:
+    request = chat_request({"model": "m", "messages": ASKED, **body})
+    return StructuredOutput(
+        request.response_format,
+        request.tool_choice,
+        request.tools,
+        request.parallel_tool_calls,
+        turn_opened,
+    )
 
 
 LLAMA = """{%- for m in messages -%}
@@ -403,10 +410,10 @@ def test_an_unknown_tool_form_is_refused(live: Live) -> None:
     assert probe_tool_form(renderer) is None
     constraints = Constraints(renderer)
     with pytest.raises(ApiError) as refused:
-        asyncio.run(constraints.of(_request(tools=TOOLS, tool_choice="required")))
+        asyncio.run(constraints.of(_output(tools=TOOLS, tool_choice="required")))
     assert (refused.value.status, refused.value.param) == (400, "tool_choice")
     assert "not known" in refused.value.message
-    alone = asyncio.run(constraints.of(_request(response_format={"type": "json_object"})))
+    alone = asyncio.run(constraints.of(_output(response_format={"type": "json_object"})))
     assert alone is not None
 
 
@@ -422,9 +429,9 @@ def test_a_template_of_one_call_at_a_time(live: Live) -> None:
     assert several is not None
     assert form == replace(several, between=None)
     assert several.between is not None
-    asked = _request(tools=TOOLS, tool_choice="required")
+    asked = _output(tools=TOOLS, tool_choice="required")
     one = asyncio.run(Constraints(Renderer(tokenizer)).of(asked))
-    limited = _request(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    limited = _output(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     same = asyncio.run(Constraints(Renderer(live.base.tokenizer)).of(limited))
     assert one == same
 
@@ -442,8 +449,8 @@ def test_reasoning_comes_before_what_is_constrained(live: Live, opened: bool) ->
     renderer = Renderer(tokenizer)
     assert ("<think>" in renderer.generation_prompt) == opened
     asked = [
-        _request(response_format=_format(PLACE)),
-        _request(tools=TOOLS, tool_choice="required"),
+        _output(response_format=_format(PLACE)),
+        _output(tools=TOOLS, tool_choice="required"),
     ]
     answers = ['{"city": "東京", "days": 3}', _called("give_up", "{}")]
     grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
@@ -466,7 +473,7 @@ def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> N
     tokenizer.chat_template = FAMILIES["deepseek-r1"].template
     renderer = Renderer(tokenizer)
     assert "<think>" in renderer.generation_prompt
-    request = _request(response_format=_format(PLACE))
+    request = _output(response_format=_format(PLACE))
     constraints = Constraints(renderer)
     answer = '{"city": "Paris", "days": 3}'
     grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
@@ -477,7 +484,7 @@ def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> N
         (False, f"<think>So.</think>\n\n{answer}", True),
         (False, f"So.</think>\n\n{answer}", False),
     ):
-        constraint = asyncio.run(constraints.of(request, opened=opened))
+        constraint = asyncio.run(constraints.of(replace(request, turn_opened=opened)))
         assert constraint is not None
         state = grammars.start(constraint.grammar)
         ids = [*renderer.encode(text), tokenizer.eos_token_id]

@@ -13,8 +13,8 @@ from test_chat import TOOLS, client
 
 from agentrl_proxy.rendering.continuity import (
     Branch,
+    ConversationKey,
     Conversations,
-    Key,
     Said,
     remember_reply,
     render_prompt,
@@ -231,7 +231,7 @@ def test_turns_hold_their_tokens_once() -> None:
 
 def test_memory_is_bounded() -> None:
     known = Conversations()
-    keys = [Key(str(i).encode(), b"", None) for i in range(1000)]
+    keys = [ConversationKey(str(i).encode(), b"", None) for i in range(1000)]
     for key in keys:
         known.asked(key)
         known.put(key, Said(range(10)))
@@ -242,5 +242,5 @@ def test_memory_is_bounded() -> None:
     assert known.get(keys[0]) is None
     assert known.said_with(keys[0].messages) is None
     assert not known.was_asked(keys[0].messages)
-    known.put(Key(b"huge", b"", None), Said(range(3_000_000)))
+    known.put(ConversationKey(b"huge", b"", None), Said(range(3_000_000)))
     assert len(known) == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from agentrl.config.settings import ConfigError
 from agentrl.export import ollama
 from agentrl.runs.folder import find_adapters, run_and_step
-from agentrl.samplers.vllm.server import adapts_experts
+from agentrl.samplers.vllm.adapters import adapts_experts
 
 
 @dataclass(frozen=True, slots=True)

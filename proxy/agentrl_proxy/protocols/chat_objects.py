@@ -249,32 +249,17 @@ def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
         yield last_chunk(dialect, heading, one, response.get("prompt_token_ids"))
 
 
-def missing(parts: Sequence[dict[str, Any]], prompts: int, n: int) -> list[list[int]]:
-    """Which of a request's choices none of these parts of its answer has, for each prompt."""
-    found = {choice["index"] for part in parts for choice in part["choices"]}
-    whole = (range(i * n, (i + 1) * n) for i in range(prompts))
-    return [[choice for choice in choices if choice not in found] for choices in whole]
-
-
-def together(parts: Sequence[dict[str, Any]], n: int) -> dict[str, Any]:
-    """Parts of an answer as one.
-
-    Args:
-        parts: in order, at least one.
-        n: choices per prompt; they share its tokens.
-    """
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the answers to a request's prompts, of which there is at least one."""
     if len(parts) == 1:
         return parts[0]
     choices = [choice for part in parts for choice in part["choices"]]
-    said = {}
-    if all(part["usage"] for part in parts):
-        prompt_tokens: dict[int, int] = {}
-        for i, part in enumerate(parts):
-            prompt = part["choices"][0]["index"] // n if part["choices"] else -i
-            prompt_tokens[prompt] = part["usage"]["prompt_tokens"]
-        completion_tokens = sum(part["usage"]["completion_tokens"] for part in parts)
-        said = usage(sum(prompt_tokens.values()), completion_tokens)
     choices.sort(key=lambda choice: choice["index"])
+    counts = [part["usage"] for part in parts]
+    said = {}
+    if all(counts):
+        names = ("prompt_tokens", "completion_tokens")
+        said = usage(*(sum(count[name] for count in counts) for name in names))
     return {**parts[0], "choices": choices, "usage": said}
 
 

@@ -244,10 +244,6 @@ class CompletionDialect:
         return chat_objects.sse({**_heading(heading), "choices": [choice]})
 
     def end(self, response: dict[str, Any]) -> bytes:
-        return b""  # other prompts may still be under way, see ``tail``
-
-    def tail(self, response: dict[str, Any]) -> bytes:
-        """What follows the last chunk of the last prompt."""
         if not self._include_usage or not response["usage"]:
             return chat_objects.DONE
         heading = _heading(chat_objects.heading_of(response))

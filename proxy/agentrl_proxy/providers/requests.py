@@ -17,12 +17,10 @@ to the letter. Token ids as prompts are refused: chat has no place for them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.errors import ApiError, invalid
-from agentrl_proxy.generation.completions import PromptsWork
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.protocols.completions import (
@@ -34,12 +32,8 @@ from agentrl_proxy.protocols.completions import (
 from agentrl_proxy.protocols.fields import check_body
 from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.responses import responses_as_chat
-from agentrl_proxy.providers.service import ProviderJob, ProviderRequest, ProviderService
-from agentrl_proxy.requests.auth import Caller
-from agentrl_proxy.requests.client_retries import EarlierAnswers
-from agentrl_proxy.requests.idempotency import Asked
+from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.server.sse import Write
-from agentrl_tracer.ids import new_id
 
 
 def chat_elsewhere(raw: dict[str, Any]) -> ProviderRequest:
@@ -77,7 +71,6 @@ def of_completion(
     dialect = CompletionDialect(
         include_usage=_include_usage(raw), n=n, echoed=prompts if echo else []
     )
-    heading = chat_objects.Heading(new_id(dialect.id_prefix), raw["model"])
     chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
     if logprobs is not None:
         in_text = model.model.startswith("text-completion-")  # such a provider's are a number
@@ -85,7 +78,7 @@ def of_completion(
     requests: list[ProviderRequest] = []
     for i, prompt in enumerate(prompts):
         one = {**chat, "messages": [{"role": "user", "content": prompt}]}
-        requests.append(_request(raw, one, dialect, n=n, heading=heading, first_choice=i * n))
+        requests.append(_request(raw, one, dialect, n=n, first_choice=i * n))
     return requests, dialect
 
 
@@ -124,39 +117,3 @@ class ProviderCountWork:
 
     def failed(self, error: ApiError) -> bytes:
         return self._request.dialect.failed(error)
-
-
-class ProviderCompletionWork(PromptsWork[ProviderJob]):
-    """A request to ``/v1/completions``; one job per prompt."""
-
-    def __init__(
-        self,
-        service: ProviderService,
-        answers: EarlierAnswers,
-        requests: list[ProviderRequest],
-        dialect: CompletionDialect,
-        body: bytes,
-        caller: Caller,
-        headers: Mapping[str, str],
-    ) -> None:
-        raw, n = requests[0].raw, requests[0].n
-        super().__init__(
-            service, answers, dialect, raw, body, caller, headers, prompts=len(requests), n=n
-        )
-        self._others = service
-        self._requests = requests
-
-    async def _accept(self, asked: Asked | None) -> None:
-        requests = self._requests
-        if asked is not None and (finished := asked.parts()):
-            heading, n = chat_objects.heading_of(finished[0]), self._same.n
-            missing = chat_objects.missing(finished, len(requests), n)
-            # A provider is asked for all choices of a prompt; it may have given fewer.
-            requests = [
-                replace(request, heading=heading, again=True)
-                for request, choices in zip(requests, missing, strict=True)
-                if len(choices) == n
-            ]
-        await self._accept_each(
-            self._others.accept(one, asked, self._caller, self._headers) for one in requests
-        )

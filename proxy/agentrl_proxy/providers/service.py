@@ -38,13 +38,11 @@ from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import Gathered, complete
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
-from agentrl_proxy.requests.idempotency import Asked
-from agentrl_proxy.requests.lifecycle import Accepted, CallLife
+from agentrl_proxy.requests.lifecycle import OpenCall
 from agentrl_proxy.requests.rate_limits import Admission, Slot
-from agentrl_proxy.requests.recording import agent_name, client_marks, row_id, trace_context
+from agentrl_proxy.requests.recording import latest_state, open_calls
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
-from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
@@ -78,13 +76,11 @@ class ProviderRequest:
     dialect: chat_objects.Dialect
     stream: bool
     n: int = 1
-    heading: chat_objects.Heading | None = None  # shared by all prompts of a request
     first_choice: int = 0  # index in the response of this prompt's first choice
-    again: bool = False  # it failed before, and has rows of that
 
 
 @dataclass(slots=True)
-class ProviderJob(Accepted):
+class ProviderCall(OpenCall):
     """An accepted request to another model."""
 
     name: str
@@ -95,6 +91,8 @@ class ProviderJob(Accepted):
     noted: dict[str, Any] = field(default_factory=dict[str, Any])  # goes into the rows' params
     forced: tuple[str, ...] = ()  # of fields: the rollout's settings, not the agent's
     sent: bool = False  # whether LiteLLM has got as far as asking the provider
+    gathered: Gathered | None = None  # a stream's answer so far
+    held: list[bytes] = field(default_factory=list[bytes])  # a stream's last chunks
 
 
 class ProviderService:
@@ -111,7 +109,6 @@ class ProviderService:
         self._attempts = attempts
         self._stats = stats
         self._admission = admission
-        self._life = CallLife(attempts, stats)
         self._models = deps.provider_models
         self._redaction = Redaction(self._models.values())
         self._router: asyncio.Task[Any] | None = None
@@ -149,14 +146,14 @@ class ProviderService:
     async def accept(
         self,
         request: ProviderRequest,
-        asked: Asked | None,
+        heading: chat_objects.Heading,
         caller: Caller,
         headers: Mapping[str, str],
-    ) -> ProviderJob:
+    ) -> ProviderCall:
         """What the gateway itself refuses is refused here, before a row exists."""
         slot = self._admission.enter(0)
         try:
-            return await self._accept(request, asked, caller, headers, slot)
+            return await self._accept(request, heading, caller, headers, slot)
         except BaseException:
             slot.leave()
             raise
@@ -164,11 +161,11 @@ class ProviderService:
     async def _accept(
         self,
         request: ProviderRequest,
-        asked: Asked | None,
+        heading: chat_objects.Heading,
         caller: Caller,
         headers: Mapping[str, str],
         slot: Slot,
-    ) -> ProviderJob:
+    ) -> ProviderCall:
         attempt = caller.attempt
         memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
         seq = 0
@@ -184,11 +181,23 @@ class ProviderService:
         if request.stream and not _streams_badly(self._models[request.name], request.n):
             # usage is recorded whether or not the client asked for it
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
-        name, dialect = request.name, request.dialect
-        heading = request.heading or chat_objects.Heading(new_id(dialect.id_prefix), name)
-        calls = self._open(heading.id, request, caller, seq, headers)
-        return ProviderJob(
-            caller, memory, asked, heading, slot, name, fields, dialect,
+        calls = open_calls(
+            self._deps.writer,
+            response_id=heading.id,
+            choices=range(request.first_choice, request.first_choice + request.n),
+            run_id=self._deps.run_id,
+            attempt=attempt,
+            seq=seq,
+            model=request.name,
+            request=request.raw,
+            headers=headers,
+            params={"n": request.n} | {k: chat[k] for k in _RECORDED if chat.get(k) is not None},
+            skip_reason=SkipReason.NOT_TRAINABLE_MODEL,
+        )
+        self._stats.accepted += request.n
+        self._stats.other_models += request.n
+        return ProviderCall(
+            caller, memory, heading, slot, request.name, fields, request.dialect,
             request.first_choice, calls, forced=tuple(forced),
         )  # fmt: skip
 
@@ -198,12 +207,6 @@ class ProviderService:
             return {}
         forced: Mapping[str, Any] = (caller.attempt.sampling or {}).get("force") or {}
         return {name: value for name, value in forced.items() if name in _PASSED_ON}
-
-    async def give_up(self, job: ProviderJob) -> None:
-        """Ends an accepted job that will not be run: another part of its request was refused."""
-        why = "another prompt of the request was refused"
-        nothing = Gathered(job.heading).response()
-        await self._life.give_up(job, self._finish(job, CallState.ERROR, nothing, why))
 
     async def count(self, request: ProviderRequest, model: ProviderModel) -> int:
         """How long the prompt of a Messages request is: by the provider's own count where it has
@@ -261,110 +264,41 @@ class ProviderService:
             raise ApiError(502, message, kind="server_error", code="provider_error")
         return found.total_tokens
 
-    def _open(
-        self,
-        response_id: str,
-        request: ProviderRequest,
-        caller: Caller,
-        seq: int,
-        headers: Mapping[str, str],
-    ) -> list[Call]:
-        attempt = caller.attempt
-        trace_id, span_id = trace_context(headers)
-        begin, chat = request.first_choice, request.chat
-        tried = seq if request.again else None
-        first = Call(
-            id=row_id(response_id, begin, tried),
-            response_id=response_id,
-            choice=begin,
-            run_id=self._deps.run_id if attempt is None else attempt.run_id,
-            rollout_id=None if attempt is None else attempt.rollout_id,
-            attempt_id=None if attempt is None else attempt.attempt_id,
-            seq=seq,
-            agent=agent_name(headers),
-            model=request.name,
-            adapter=None,
-            adapter_version=None,
-            state=CallState.OPEN,
-            prompt_ids=[],
-            response_ids=[],
-            response_logprobs=[],
-            finish_reason=None,
-            params={
-                "n": request.n,
-                **client_marks(headers),
-                **{k: chat[k] for k in _RECORDED if chat.get(k) is not None},
-            },
-            request=request.raw,
-            response=None,
-            error=None,
-            trace_id=trace_id,
-            span_id=span_id,
-            started_at=time.time(),
-            ended_at=None,
-            skip_reason=(
-                SkipReason.NO_ROLLOUT if attempt is None else SkipReason.NOT_TRAINABLE_MODEL
-            ),
-        )
-        others = range(begin + 1, begin + request.n)
-        calls = [
-            first,
-            *(replace(first, id=row_id(response_id, i, tried), choice=i) for i in others),
-        ]
-        for call in calls:
-            self._deps.writer.open(call)
-        self._stats.accepted += request.n
-        self._stats.other_models += request.n
-        return calls
-
     # --- answering
 
-    async def run(self, job: ProviderJob, write: Write | None) -> dict[str, Any]:
-        """Asks the provider, records, answers. With ``write`` chunks leave as they come in.
+    async def generate(self, job: ProviderCall, write: Write | None) -> dict[str, Any]:
+        """Ask the provider. With ``write``, chunks leave as they come in, except the last ones.
 
         Raises:
-            ApiError: the provider refused or failed, or the attempt was sealed meanwhile.
-            asyncio.CancelledError: the client went away; what there was is recorded.
+            ApiError: the provider refused or failed.
         """
-        return await self._life.run(job, self._run(job, write))
-
-    async def _run(self, job: ProviderJob, write: Write | None) -> dict[str, Any]:
-        gathered = Gathered(job.heading)
-        held: list[bytes] = []
+        job.gathered = Gathered(job.heading)
         job.noted["usage_unknown"] = "the answer did not come to its end"
         try:
             router = await self._ready_router()
             answer = await self._ask(router, job)
             if write is not None and "stream" in job.fields:
-                held = await self._relay(answer, job, gathered, write)
-                response = gathered.response()
-                held.append(job.dialect.end(response))
+                job.held = await self._relay(answer, job, job.gathered, write)
+                response = job.gathered.response()
             else:
                 response = _whole(answer, job)
                 if write is not None:
-                    held = [
-                        *chat_objects.replayed(job.dialect, response),
-                        job.dialect.end(response),
-                    ]
+                    job.held = [*chat_objects.replayed(job.dialect, response)]
             self._spend(job, response["usage"])
-        except asyncio.CancelledError:
-            state = CallState.CANCELLED
-            await self._life.close(job, state, self._finish(job, state, gathered.response()))
-            raise
+            return response
         except Exception as error:
             refusal = self._refusal(job, error)
             log.warning("%s: %s", job.heading.id, refusal.message)
-            state, partial = CallState.ERROR, gathered.response()
-            await self._life.close(job, state, self._finish(job, state, partial, refusal.message))
+            job.error = refusal.message
             # ``from None``: the cause would quote the provider's words to whoever logs it.
             raise refusal from None
-        recording = self._finish(job, CallState.COMPLETED, response)
-        await self._life.commit(job, recording, response)
-        if write is not None:
-            await write(b"".join(held))
-        return response
 
-    async def _ask(self, router: Any, job: ProviderJob) -> Any:
+    def answered(self, job: ProviderCall, response: dict[str, Any]) -> None: ...
+
+    def last_chunks(self, job: ProviderCall, response: dict[str, Any]) -> list[bytes]:
+        return job.held
+
+    async def _ask(self, router: Any, job: ProviderCall) -> Any:
         """Without what is forced on the model, where it refuses that."""
         refused = self._unforceable.setdefault(job.name, set())
         _leave_out(job, refused & {*job.forced})
@@ -386,7 +320,7 @@ class ProviderService:
                 _leave_out(job, found)
 
     async def _relay(
-        self, chunks: Any, job: ProviderJob, gathered: Gathered, write: Write
+        self, chunks: Any, job: ProviderCall, gathered: Gathered, write: Write
     ) -> list[bytes]:
         """Passes chunks on as they come; returns those that say how a choice ended."""
         held: list[bytes] = []
@@ -429,12 +363,12 @@ class ProviderService:
         return held
 
     @staticmethod
-    def _spend(job: ProviderJob, usage: Mapping[str, Any]) -> None:
+    def _spend(job: ProviderCall, usage: Mapping[str, Any]) -> None:
         """What the provider counted is spent, whatever becomes of its answer."""
         if job.memory is not None and job.memory.spent is not None:
             job.memory.spent.tokens += usage.get("total_tokens", 0)
 
-    def _refusal(self, job: ProviderJob, error: Exception) -> ApiError:
+    def _refusal(self, job: ProviderCall, error: Exception) -> ApiError:
         """A provider's failure in OpenAI's shape."""
         if isinstance(error, ApiError):
             return error
@@ -483,10 +417,12 @@ class ProviderService:
 
     # --- recording
 
-    async def _finish(
-        self, job: ProviderJob, state: CallState, response: dict[str, Any], error: str | None = None
+    async def record(
+        self, job: ProviderCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
         """Makes the rows durable; returns the attempt's state as of that commit."""
+        if response is None:
+            response = (job.gathered or Gathered(job.heading)).response()
         ended_at = time.time()
         choices = {choice["index"]: choice for choice in response["choices"]}
         rows: list[Call] = []
@@ -497,19 +433,17 @@ class ProviderService:
                 replace(
                     call,
                     state=CallState.ERROR if missing else state,
-                    error="the provider gave no such choice" if missing else error,
+                    error="the provider gave no such choice" if missing else job.error or None,
                     finish_reason=None if one is None else one.get("finish_reason"),
                     params={**call.params, **job.noted},
                     response=None if one is None else {**response, "choices": [one]},
                     ended_at=ended_at,
                 )
             )
-        writer = self._deps.writer
-        states = await asyncio.gather(*(writer.finish(row) for row in rows))
-        return next((s for s in states if s is not AttemptState.RUNNING), states[0])
+        return await latest_state([self._deps.writer.finish(row) for row in rows])
 
 
-def _whole(answer: Any, job: ProviderJob) -> dict[str, Any]:
+def _whole(answer: Any, job: ProviderCall) -> dict[str, Any]:
     said = answer.model_dump(exclude_none=True)
     job.heading.fingerprint = said.get("system_fingerprint")
     usage = said.get("usage") or {}
@@ -529,7 +463,7 @@ def _streams_badly(model: ProviderModel, n: int) -> bool:
     return n > 1 or model.model.startswith("text-completion-")
 
 
-def _placed(choice: dict[str, Any], job: ProviderJob) -> dict[str, Any]:
+def _placed(choice: dict[str, Any], job: ProviderCall) -> dict[str, Any]:
     """A provider's choice as ours: its place in the whole response, log-probs in chat's form."""
     choice["index"] = choice.get("index", 0) + job.first_choice
     logprobs = choice.pop("logprobs", None)
@@ -552,7 +486,7 @@ def _filled_token(one: dict[str, Any]) -> dict[str, Any]:
     return {**plain_entry(one["token"], one["logprob"]), **one}
 
 
-def _note(job: ProviderJob, answer: Any, usage: Any, said: dict[str, Any]) -> None:
+def _note(job: ProviderCall, answer: Any, usage: Any, said: dict[str, Any]) -> None:
     """What the Router and the provider say of an answer: which model, at what price."""
     hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
     extra = hidden.get("additional_headers") or {}
@@ -575,7 +509,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _refused_settings(error: Exception, job: ProviderJob) -> set[str]:
+def _refused_settings(error: Exception, job: ProviderCall) -> set[str]:
     """Forced settings that the model cannot take: LiteLLM knows so, or the provider says so."""
     if getattr(error, "status_code", None) != 400:
         return set()
@@ -583,7 +517,7 @@ def _refused_settings(error: Exception, job: ProviderJob) -> set[str]:
     return {name for name in job.forced if name in job.fields and name in said}
 
 
-def _leave_out(job: ProviderJob, settings: Collection[str]) -> None:
+def _leave_out(job: ProviderCall, settings: Collection[str]) -> None:
     if not settings:
         return
     for name in settings:
@@ -595,7 +529,7 @@ def _leave_out(job: ProviderJob, settings: Collection[str]) -> None:
     ]
 
 
-def _sets_sent(job: ProviderJob) -> Callable[[dict[str, Any]], None]:
+def _sets_sent(job: ProviderCall) -> Callable[[dict[str, Any]], None]:
     """LiteLLM calls it with what it is about to do, and has done."""
 
     def note(details: dict[str, Any]) -> None:

@@ -44,15 +44,15 @@ class Branch(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConversationKey:
     """What a conversation is found by: its messages, and what they were said with."""
 
     messages: bytes
     tools: bytes
     adapter: str | None
 
-    def then(self, message: Message) -> Key:
-        return Key(_extend(self.messages, message), self.tools, self.adapter)
+    def then(self, message: Message) -> ConversationKey:
+        return ConversationKey(_extend(self.messages, message), self.tools, self.adapter)
 
 
 class Said:
@@ -89,8 +89,10 @@ class Prompt:
 
     ids: list[int]
     messages: list[Message]  # normalised
-    key: Key
-    goes_on: Said | None  # it begins with these exact tokens of an earlier call; None: with no such
+    key: ConversationKey
+    continues: (
+        Said | None
+    )  # it begins with these exact tokens of an earlier call; None: with no such
     branched: Branch | None = None
     """None: it goes on from the last reply in it. Both may hold: an edit far down keeps what was
     before it."""
@@ -98,23 +100,23 @@ class Prompt:
 
     @property
     def continued(self) -> bool:
-        return self.goes_on is not None
+        return self.continues is not None
 
 
 class Conversations:
     """What one attempt's conversations were, token for token. Bounded."""
 
     def __init__(self) -> None:
-        self._said: OrderedDict[Key, Said] = OrderedDict()
+        self._said: OrderedDict[ConversationKey, Said] = OrderedDict()
         self._total = 0
         # Only to say why a conversation branched.
-        self._said_with: dict[bytes, Key] = {}
+        self._said_with: dict[bytes, ConversationKey] = {}
         self._asked: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._said)
 
-    def put(self, key: Key, said: Said) -> None:
+    def put(self, key: ConversationKey, said: Said) -> None:
         old = self._said.pop(key, None)
         self._total += said.length - (0 if old is None else old.length)
         self._said[key] = said
@@ -125,13 +127,13 @@ class Conversations:
             if self._said_with.get(key.messages) == key:
                 del self._said_with[key.messages]
 
-    def get(self, key: Key) -> Said | None:
+    def get(self, key: ConversationKey) -> Said | None:
         said = self._said.get(key)
         if said is not None:
             self._said.move_to_end(key)
         return said
 
-    def asked(self, key: Key) -> None:
+    def asked(self, key: ConversationKey) -> None:
         self._asked[key.messages] = None
         self._asked.move_to_end(key.messages)
         if len(self._asked) > MAX_CONVERSATIONS:
@@ -140,7 +142,7 @@ class Conversations:
     def was_asked(self, messages: bytes) -> bool:
         return messages in self._asked
 
-    def said_with(self, messages: bytes) -> Key | None:
+    def said_with(self, messages: bytes) -> ConversationKey | None:
         """What this conversation was last said with."""
         return self._said_with.get(messages)
 
@@ -158,8 +160,8 @@ def render_prompt(
     opened = text.endswith(renderer.generation_prompt)
     keys = _keys(normal, tools, adapter)
 
-    def made(ids: list[int], goes_on: Said | None, branched: Branch | None) -> Prompt:
-        return Prompt(ids, normal, keys[-1], goes_on, branched, opened)
+    def made(ids: list[int], continues: Said | None, branched: Branch | None) -> Prompt:
+        return Prompt(ids, normal, keys[-1], continues, branched, opened)
 
     if conversations is None:
         return made(renderer.encode(text), None, Branch.NO_ROLLOUT)
@@ -206,7 +208,7 @@ def remember_reply(
         kept.pop()  # the turn's end is written by the template, see _continue
     normal = renderer.normalize([reply])[0]
     conversations.asked(prompt.key)
-    conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.goes_on))
+    conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.continues))
 
 
 def _continue(
@@ -236,7 +238,10 @@ def _continue(
 
 
 def _reason(
-    conversations: Conversations, messages: list[Message], keys: list[Key], ends: list[int]
+    conversations: Conversations,
+    messages: list[Message],
+    keys: list[ConversationKey],
+    ends: list[int],
 ) -> Branch:
     """Why the last reply in a conversation is not gone on from. ``ends``: latest reply first."""
     latest = ends[0]
@@ -271,10 +276,10 @@ def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
 
 def _keys(
     messages: Sequence[Message], tools: list[dict[str, Any]] | None, adapter: str | None
-) -> list[Key]:
+) -> list[ConversationKey]:
     """The key of every beginning of the conversation: ``keys[i]`` covers the first i messages."""
     with_tools = b"" if tools is None else _digest(b"", _canonical(tools))
-    keys = [Key(b"", with_tools, adapter)]
+    keys = [ConversationKey(b"", with_tools, adapter)]
     for message in messages:
         keys.append(keys[-1].then(message))
     return keys

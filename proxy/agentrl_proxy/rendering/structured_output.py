@@ -37,13 +37,27 @@ from typing import Any
 import orjson
 
 from agentrl_proxy.errors import invalid
-from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.renderer import Message, Renderer
 
 _MOST_REMEMBERED = 256
 # Pretty-printed JSON and ordinary spaces, but no endless blank: small models fall for it.
 _WHITESPACE = r"(\n[ \t]{0,32}| )?"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What a request says about the form of its answer."""
+
+    response_format: dict[str, Any] | None
+    """Of type json_object or json_schema; None for text."""
+    tool_choice: str
+    """auto, required, or one tool's name as ``function:name``."""
+    tools: list[dict[str, Any]] | None
+    parallel_tool_calls: bool
+    turn_opened: bool
+    """Whether the prompt ends with the template's generation prompt. DeepSeek's templates write
+    none after a tool's result, so no reasoning is open then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +94,23 @@ class Constraints:
         self._form: ToolForm | None = None
         self._probed = False
 
-    async def of(self, request: ChatRequest, *, opened: bool = True) -> Constraint | None:
-        """What the sampler has to enforce; ApiError if it cannot be.
+    async def of(self, output: StructuredOutput) -> Constraint | None:
+        """Return what the sampler has to enforce; None: nothing.
 
-        Args:
-            opened: whether the prompt ends with the template's generation prompt. DeepSeek's
-                templates write none after a tool's result: no reasoning is open then.
+        Raises:
+            ApiError: it cannot be enforced (400).
         """
-        if request.response_format is None and request.tool_choice == "auto":
+        if output.response_format is None and output.tool_choice == "auto":
             return None
-        asked = (request.response_format, request.tool_choice, request.parallel_tool_calls)
         try:
-            key = orjson.dumps([asked, request.tools, opened])
+            key = orjson.dumps(output)
         except TypeError:  # orjson's depth limit
-            param = "response_format" if request.tool_choice == "auto" else "tools"
+            param = "response_format" if output.tool_choice == "auto" else "tools"
             raise invalid(param, f"{param}: a schema is nested too deeply") from None
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.
-            known = await asyncio.to_thread(self._work_out, request, opened)
+            known = await asyncio.to_thread(self._work_out, output)
             self._known[key] = known
             if len(self._known) > _MOST_REMEMBERED:
                 self._known.popitem(last=False)
@@ -116,7 +128,7 @@ class Constraints:
 
     # --- inside
 
-    def _work_out(self, request: ChatRequest, opened: bool) -> Constraint:
+    def _work_out(self, request: StructuredOutput) -> Constraint:
         rules: list[str] = []
         bodies: list[str] = []
         missed: list[str] = []
@@ -128,13 +140,13 @@ class Constraints:
         if request.tools:
             rules += self._calls(request, param, missed)
             bodies.append("calls")
-        reasoning, more = self._reasoning(opened)
+        reasoning, more = self._reasoning(request.turn_opened)
         rules = [f"start: {reasoning}body", f"body: {' | '.join(bodies)}", *rules, *more]
         grammar = "\n".join(rules)
         _check(grammar, param, f"{param} cannot be enforced")
         return Constraint(kind, grammar, param, tuple(missed))
 
-    def _calls(self, request: ChatRequest, param: str, missed: list[str]) -> list[str]:
+    def _calls(self, request: StructuredOutput, param: str, missed: list[str]) -> list[str]:
         form = self.tool_form
         if form is None:
             raise invalid(

@@ -1,23 +1,23 @@
-"""What a gateway remembers of each attempt while it runs: order, conversations, requests.
+"""Hold what the gateway remembers of each attempt: order of calls, conversations, requests.
 
-Knows attempts by id. Does not know HTTP, tokens or how an answer is made. Everything here is in
-memory and may be lost: after a restart numbering goes on from the store, answers are recalled from
-it for the retries that ask for them (retries.py), and prompts are rendered plainly.
+All of it is in memory and may be lost. After a restart, numbering continues from the store, client
+retries are answered from it (client_retries.py), and prompts are rendered anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl_proxy.rendering.continuity import Conversations
-from agentrl_proxy.requests.idempotency import Requests
 
 MAX_ATTEMPTS = 10_000
 IDLE_S = 3600.0
-QUIET_S = 5.0  # after which an attempt may be over; then twice as long, and so on
+QUIET_S = 5.0  # first check whether a quiet attempt is over; each later check waits twice as long
 
 
 @dataclass(slots=True)
@@ -28,24 +28,54 @@ class Spent:
     tokens: int
 
 
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """A request that is being answered.
+
+    ``answer`` resolves to its chat completion once that is durable, or to None if it failed.
+    """
+
+    key: bytes
+    memory: AttemptMemory | None  # None: outside any attempt
+    answer: asyncio.Future[dict[str, Any] | None]
+    waiting: int = 0
+    """Client retries that wait for the answer. While there are any, the request outlives its own
+    client."""
+
+
+@dataclass(slots=True)
+class IdenticalRequests:
+    """What became of one attempt's identical requests, for the client retries among them."""
+
+    running: list[RunningRequest] = field(default_factory=list[RunningRequest])
+    failed: list[float] = field(default_factory=list[float])
+    """When each failed (``time.monotonic``). The next retry takes its place."""
+    unheard: list[str] = field(default_factory=list[str])
+    """Response ids that an earlier gateway process answered and no agent continued, newest last.
+    Each goes to one retry."""
+    recalled: bool = False  # the store was asked for requests of earlier processes
+
+
 @dataclass(slots=True)
 class AttemptMemory:
     """The memory of one attempt."""
 
     next_seq: int | None = None
-    first_seq: int | None = None  # where it began: what was accepted before, only the store knows
+    first_seq: int | None = None  # of this process; only the store knows the calls before it
     in_flight: int = 0
     used_at: float = 0.0
-    patience: float = QUIET_S  # how long it has to be quiet to be looked at
-    spent: Spent | None = None  # None: not asked the store yet
+    patience: float = QUIET_S
+    spent: Spent | None = None  # None: not read from the store yet
     conversations: Conversations = field(default_factory=Conversations)
-    requests: Requests = field(default_factory=Requests)
+    requests: OrderedDict[bytes, IdenticalRequests] = field(
+        default_factory=OrderedDict[bytes, IdenticalRequests]
+    )
 
     async def take_seq(self, first: Callable[[], Awaitable[int]]) -> int:
-        """The next number in the order of acceptance; ``first`` asks the store where to begin."""
+        """Return the next number in the order of acceptance; ``first`` reads the initial one."""
         if self.next_seq is None:
             begin = await first()
-            if self.next_seq is None:  # nobody else asked meanwhile
+            if self.next_seq is None:  # no other request read it meanwhile
                 self.next_seq = self.first_seq = begin
         seq = self.next_seq
         self.next_seq = seq + 1
@@ -53,7 +83,7 @@ class AttemptMemory:
 
 
 class AttemptMemories:
-    """Attempts seen lately, least recently used first. Bounded, and idle ones are dropped."""
+    """Recent attempts, least recently used first. Bounded; idle ones are dropped."""
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[str, AttemptMemory] = OrderedDict()
@@ -76,9 +106,9 @@ class AttemptMemories:
         self._by_id.pop(attempt_id, None)
 
     def quiet(self) -> list[str]:
-        """Attempts that asked nothing for a while: some of them will be over.
+        """Return attempts without a recent request: some of them may be over.
 
-        One that is not is named again when it has been quiet for twice as long.
+        An attempt that stays is returned again after twice the time.
         """
         now = time.monotonic()
         found: list[str] = []

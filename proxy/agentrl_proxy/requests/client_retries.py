@@ -1,179 +1,250 @@
-"""What a client's marked retry is answered with: what the request that it repeats was told.
+"""Answer a client's retry (``x-stainless-retry-count`` > 0) with the answer of its request.
 
-Knows what attempts remember while a gateway runs (asked.py), and what the store has of requests
-that nobody remembers any more, because the gateway was restarted or too much came after. Does not
-know who answers requests, nor routes.
+Identical requests are separate samples, so a retry must find the one that it repeats:
 
-In the store a request is recognised by itself: same attempt, same wire request, protocol, agent and
-idempotency key. Its answer is the recorded one, said again, so a retry after a restart hears the
-same ids, text and tool calls as one before. What a gateway left open when it died, or failed, is
-sampled anew, once for each; a failure that was told only while its client may still come back.
+1. One that failed lately: the retry is sampled in its place.
+2. One that an earlier gateway process answered and no agent continued: its answer is replayed.
+3. One that is running: the retry waits for its answer.
+4. Else the newest answer is replayed. Without one, the retry is sampled like a new request.
+
+Answers are read from the store, which identifies a request by its attempt, wire request, protocol,
+agent and idempotency key. So a retry gets the same ids, text and tool calls before and after a
+restart. Memory only holds what is running and what failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayStore
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
+from agentrl_proxy.requests.attempts import (
+    AttemptMemories,
+    AttemptMemory,
+    IdenticalRequests,
+    RunningRequest,
+)
 from agentrl_proxy.requests.auth import Caller
-from agentrl_proxy.requests.idempotency import RETRY_WITHIN_S, Asked, Part
 from agentrl_proxy.requests.recording import agent_name
-from agentrl_proxy.stats import GatewayStats
-from agentrl_tracer.schemas import Call, CallState, PastCall
+from agentrl_tracer.schemas import CallState, PastCall
 
-_LOOKING_AT_ONCE = 4  # after a restart many clients retry; the store has others to serve
+RETRY_WITHIN_S = 90.0  # a client that was refused retries sooner, or not at all
+MAX_REMEMBERED = 64  # different requests of one attempt; also failures of identical ones
+_CONCURRENT_LOOKUPS = 4  # after a restart many clients retry, and the store serves others too
 _FAILED = (CallState.ERROR, CallState.CANCELLED)
 
+Completion = dict[str, Any]
+"""A whole chat completion: the form of every answer before its dialect writes it."""
 
-@dataclass(slots=True)
-class Identity:
-    """By what a request is known to be the same as another: memory by ``key``, the store by the
-    rest."""
+
+@dataclass(frozen=True, slots=True)
+class RequestIdentity:
+    """What makes two requests of an attempt identical: ``key`` in memory, the rest in the store."""
 
     key: bytes
     raw: dict[str, Any]
     dialect: chat_objects.Dialect
     agent: str | None
-    name: str | None  # its idempotency key
+    name: str | None  # the idempotency key
     prompts: int
-    n: int  # choices per prompt
+    n: int  # choices for each prompt
 
 
-def identity(
+def identify(
     raw: dict[str, Any],
     body: bytes,
     dialect: chat_objects.Dialect,
     headers: Mapping[str, str],
-    prompts: int,
-    n: int,
-) -> Identity:
+    prompts: int = 1,
+    n: int = 1,
+) -> RequestIdentity:
     agent, name = agent_name(headers), headers.get("idempotency-key")
-    # The same words in another protocol, or of another agent, are another request.
-    whose = f"{dialect.id_prefix}{agent}\0{name or ''}\0".encode()
-    key = blake2b(whose + body, digest_size=16).digest()
-    return Identity(key, raw, dialect, agent, name, prompts, n)
+    origin = f"{dialect.id_prefix}{agent}\0{name or ''}\0".encode()
+    key = blake2b(origin + body, digest_size=16).digest()
+    return RequestIdentity(key, raw, dialect, agent, name, prompts, n)
 
 
-class EarlierAnswers:
-    """The answers that have been given, whichever service gave them."""
+class ClientRetries:
+    """Keeps track of requests, and finds the answers for their retries."""
 
-    def __init__(self, store: GatewayStore, attempts: AttemptMemories, stats: GatewayStats) -> None:
+    def __init__(self, store: GatewayStore, attempts: AttemptMemories) -> None:
         self._store = store
         self._attempts = attempts
-        self._stats = stats
-        self._looking = asyncio.Semaphore(_LOOKING_AT_ONCE)
+        self._lookups = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
 
-    async def find(self, same: Identity, caller: Caller) -> Asked | None:
-        """What a marked retry repeats, see ``Requests.earlier``."""
+    def begin(self, identity: RequestIdentity, memory: AttemptMemory | None) -> RunningRequest:
+        """Register a request that will be sampled. ``end`` must follow."""
+        answer = asyncio.get_running_loop().create_future()
+        running = RunningRequest(identity.key, memory, answer)
+        if memory is not None:
+            _remember(memory, identity.key).running.append(running)
+        return running
+
+    def end(
+        self, running: RunningRequest, answer: Completion | None, *, retried: bool = True
+    ) -> None:
+        """Wake the retries that wait for a request. Safe to call twice.
+
+        Args:
+            answer: the durable answer; None if the request failed.
+            retried: whether the client of a failed request may retry it.
+        """
+        if running.answer.done():
+            return
+        running.answer.set_result(answer)
+        if running.memory is None:
+            return
+        requests = running.memory.requests
+        same = requests[running.key]
+        same.running.remove(running)
+        if answer is None and retried:
+            same.failed = [*same.failed, time.monotonic()][-MAX_REMEMBERED:]
+        if not (same.running or same.failed or same.unheard or same.recalled):
+            del requests[running.key]
+
+    async def find(self, identity: RequestIdentity, caller: Caller) -> Completion | None:
+        """Return the answer of the request that a retry repeats; None: sample the retry."""
         if caller.attempt is None:
             return None
-        # The client closed the connection of the request that it repeats: let that be seen first.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # first see the closed connection of the repeated request
         attempt_id = caller.attempt.attempt_id
         memory = self._attempts.get(attempt_id)
-        if not _knows_all(memory, same.key):
-            async with self._looking:  # in a thread: it may be many calls with long requests
-                past = await asyncio.to_thread(self._store.same_requests, attempt_id, same.raw)
-            if not _knows_all(memory, same.key):  # nobody else has looked meanwhile
-                _recall(memory, past, same)
-        asked = await memory.requests.earlier(same.key)
-        self._stats.replayed += 0 if asked is None else len(asked.packed)
-        return asked
+        while True:
+            past: list[_StoredRequest] | None = None
+            same = memory.requests.get(identity.key) or IdenticalRequests()
+            if memory.first_seq != 0 and not same.recalled:
+                past = await self._stored(identity, attempt_id)
+                same = _remember(memory, identity.key)
+                if not same.recalled:  # no other retry recalled it during the lookup
+                    _recall(same, past, memory.first_seq)
+            if _take_failure(same):
+                return None
+            if not same.unheard and same.running:
+                answer = await _wait(min(same.running, key=lambda one: one.waiting))
+                if answer is not None:
+                    return answer
+                continue
+            response_id = same.unheard.pop() if same.unheard else None
+            if past is None:
+                past = await self._stored(identity, attempt_id)
+            return _answer(past, response_id, memory.first_seq)
 
-    def begin(self, same: Identity, caller: Caller) -> Asked | None:
-        """A request that is no retry of anything that is known; None: nobody's, not remembered."""
-        if caller.attempt is None:
-            return None
-        return self._attempts.get(caller.attempt.attempt_id).requests.begin(same.key)
-
-    def refused(self, asked: Asked | None, caller: Caller, *, comes_back: bool) -> None:
-        if asked is not None and caller.attempt is not None:
-            requests = self._attempts.get(caller.attempt.attempt_id).requests
-            requests.refused(asked, comes_back=comes_back)
-
-
-def _knows_all(memory: AttemptMemory, key: bytes) -> bool:
-    """Whether there is nothing to be recalled of such requests."""
-    requests = memory.requests
-    return (memory.first_seq == 0 or requests.was_recalled(key)) and requests.knows(key)
-
-
-def _recall(memory: AttemptMemory, past: Iterable[PastCall], same: Identity) -> None:
-    """Gives memory back what the store has of such requests."""
-    known = memory.requests.knows(same.key)
-    requests: dict[str, list[PastCall]] = {}
-    for one in past:
-        call = one.call
-        if memory.first_seq is not None and call.seq >= memory.first_seq and known:
-            continue  # since this memory began: that is what it knows
-        identical = (call.agent, call.params.get("idempotency_key")) == (same.agent, same.name)
-        if identical and call.response_id.startswith(same.dialect.id_prefix):
-            requests.setdefault(call.response_id, []).append(one)
-    heard: list[list[Part]] = []
-    missed: list[list[Part]] = []
-    lately: list[list[Part]] = []
-    unanswered: list[list[Part]] = []
-    for calls in requests.values():
-        if calls[0].call.params.get("client_retry") and [] in unanswered:
-            unanswered.remove([])  # it was sampled in the place of one of these
-        parts, whole = _parts([one.call for one in calls], same)
-        if whole:
-            before = memory.first_seq is None or calls[0].call.seq < memory.first_seq
-            if any(one.continued for one in calls):
-                heard.append(parts)
-            elif before and all(map(_lately, calls)):
-                lately.append(parts)
-            else:
-                missed.append(parts)
-        elif any(one.call.state in _FAILED and _lately(one) for one in calls):
-            unanswered.append(parts)
-    # Whom an agent went on from has been heard: a retry asks rather for another, and for the last.
-    told = [*heard, *missed]
-    if unanswered:  # the retries are theirs
-        told, lately = [*told, *lately], []
-    memory.requests.recall(same.key, told, lately, unanswered)
+    async def _stored(self, identity: RequestIdentity, attempt_id: str) -> list[_StoredRequest]:
+        async with self._lookups:  # in a thread: it may read many long requests
+            calls = await asyncio.to_thread(self._store.same_requests, attempt_id, identity.raw)
+        by_response: dict[str, list[PastCall]] = {}
+        for past in calls:
+            call = past.call
+            identical = (call.agent, call.params.get("idempotency_key")) == (
+                identity.agent,
+                identity.name,
+            )
+            if identical and call.response_id.startswith(identity.dialect.id_prefix):
+                by_response.setdefault(call.response_id, []).append(past)
+        return [_StoredRequest(calls, identity) for calls in by_response.values()]
 
 
-def _lately(past: PastCall) -> bool:
-    """Whether a client may still come back for it. Of one that was lost with its gateway nobody
-    knows when that was."""
-    ended_at = past.call.ended_at
-    return ended_at is None or time.time() - ended_at < RETRY_WITHIN_S
+class _StoredRequest:
+    """An identical request in the store, with the rows of all its choices."""
+
+    def __init__(self, calls: Sequence[PastCall], identity: RequestIdentity) -> None:
+        self._calls = [past.call for past in calls]
+        self._identity = identity
+        first = self._calls[0]
+        self.response_id = first.response_id
+        self.seq = first.seq
+        self.is_retry = bool(first.params.get("client_retry"))
+        self.was_continued = any(past.continued for past in calls)
+        done = [call for call in self._calls if call.state is CallState.COMPLETED]
+        # A provider may give fewer choices than requested; our own sampler (it alone reports
+        # prompt tokens) gives all of them.
+        given_up = [c for c in self._calls if not c.prompt_ids and c.ended_at is not None]
+        prompts = {call.choice // identity.n for call in done}
+        self.answered = len(prompts) == identity.prompts and len(
+            {call.id for call in (*done, *given_up)}
+        ) == len(self._calls)
+
+    @property
+    def failed_lately(self) -> bool:
+        """Whether its client may still retry it. A lost gateway leaves no end time."""
+        now = time.time()
+        return any(
+            call.state in _FAILED
+            and (call.ended_at is None or now - call.ended_at < RETRY_WITHIN_S)
+            for call in self._calls
+        )
+
+    def answer(self) -> Completion:
+        parts: list[Completion] = []
+        for seq in dict.fromkeys(call.seq for call in self._calls):
+            said = [
+                # Providers' answers are stored as chat completions whatever the protocol.
+                response
+                if response.get("object") == "chat.completion"
+                else self._identity.dialect.read(response)
+                for call in self._calls
+                if call.seq == seq and (response := call.response) and call.state not in _FAILED
+            ]
+            choices = [choice for one in said for choice in one["choices"]]
+            parts.append({**said[0], "choices": choices, "usage": said[0]["usage"] or {}})
+        return chat_objects.together(parts)
 
 
-def _parts(calls: Sequence[Call], same: Identity) -> tuple[list[Part], bool]:
-    """What there is of a request's answer, a part for each of its jobs; and whether that is all.
-
-    Of a job that failed our own model's choices that were whole are kept, and the others sampled
-    anew. Somebody else's model is asked for all choices of a prompt at once, and of a choice that
-    it never gave is an error recorded.
-    """
-    parts: list[Part] = []
-    for seq in dict.fromkeys(call.seq for call in calls):
-        rows = [call for call in calls if call.seq == seq]
-        done = [row for row in rows if row.state is CallState.COMPLETED and row.response]
-        if not done or (_is_theirs(rows[0]) and any(row.ended_at is None for row in rows)):
-            continue
-        said = [_said(row.response or {}, same.dialect) for row in done]
-        choices = [choice for one in said for choice in one["choices"]]
-        parts.append({**said[0], "choices": choices, "usage": said[0]["usage"] or {}})
-    missing = chat_objects.missing(parts, same.prompts, same.n)
-    if _is_theirs(calls[0]):
-        return parts, all(len(choices) < same.n for choices in missing)
-    return parts, not any(missing)
+def _remember(memory: AttemptMemory, key: bytes) -> IdenticalRequests:
+    same = memory.requests.setdefault(key, IdenticalRequests())
+    memory.requests.move_to_end(key)
+    if len(memory.requests) > MAX_REMEMBERED:
+        idle = (k for k, one in memory.requests.items() if not one.running and k != key)
+        memory.requests.pop(next(idle, b""), None)
+    return same
 
 
-def _said(recorded: dict[str, Any], dialect: chat_objects.Dialect) -> Part:
-    # Of other models the chat completion is recorded, whatever the protocol.
-    return recorded if recorded.get("object") == "chat.completion" else dialect.read(recorded)
+def _recall(same: IdenticalRequests, past: Sequence[_StoredRequest], first_seq: int | None) -> None:
+    """Take over what earlier gateway processes left: failures, else unheard answers."""
+    same.recalled = True
+    earlier = [one for one in past if first_seq is None or one.seq < first_seq]
+    failures = retried = 0
+    for one in earlier:
+        retried += one.is_retry and retried < failures
+        failures += not one.answered and one.failed_lately
+    same.failed += [time.monotonic()] * (failures - retried)
+    if not failures:
+        same.unheard = [
+            one.response_id for one in earlier if one.answered and not one.was_continued
+        ]
 
 
-def _is_theirs(call: Call) -> bool:
-    return not call.prompt_ids  # only our own sampler tells tokens
+def _take_failure(same: IdenticalRequests) -> bool:
+    """Take the oldest recent failure, if there is one."""
+    long_ago = time.monotonic() - RETRY_WITHIN_S
+    same.failed = [when for when in same.failed if when >= long_ago]
+    if same.failed:
+        del same.failed[0]
+        return True
+    return False
+
+
+async def _wait(running: RunningRequest) -> Completion | None:
+    running.waiting += 1
+    try:
+        return await asyncio.shield(running.answer)
+    finally:
+        running.waiting -= 1
+
+
+def _answer(
+    past: Sequence[_StoredRequest], response_id: str | None, first_seq: int | None
+) -> Completion | None:
+    """The answer with this id; else the newest, those of this process before earlier ones."""
+    answered = [one for one in past if one.answered]
+    chosen = next((one for one in answered if one.response_id == response_id), None)
+    if chosen is None and answered:
+        newest = [one for one in answered if first_seq is not None and one.seq >= first_seq]
+        heard = [one for one in answered if one.was_continued]
+        chosen = max(newest or heard or answered, key=lambda one: one.seq)
+    return None if chosen is None else chosen.answer()

@@ -1,7 +1,4 @@
-"""What an attempt tells about itself: OTLP spans and rewards.
-
-Knows how they reach the store. Does not know models or tokens.
-"""
+"""Receive spans and rewards from agents: OTLP exports, and plain JSON rewards."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import logging
 import math
 import secrets
 import time
+from typing import Any
 
 from starlette.responses import Response
 
@@ -24,19 +22,18 @@ log = logging.getLogger("agentrl.proxy")
 
 
 async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: str) -> Response:
-    """An OTLP/HTTP export. Spans that carry rewards become rewards of their attempt."""
+    """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt."""
     from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in ("application/x-protobuf", "application/json"):
         allowed = "application/x-protobuf or application/json"
-        raise ApiError(415, f"content-type must be {allowed}; got {kind[:60]!r}",
-                       code="unsupported_media_type")  # fmt: skip
+        message = f"content-type must be {allowed}; got {kind[:60]!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
     attempt = caller.attempt
-    rollout_id = None if attempt is None else attempt.rollout_id
-    attempt_id = None if attempt is None else attempt.attempt_id
+    ids = (None, None) if attempt is None else (attempt.rollout_id, attempt.attempt_id)
     try:
-        spans = parse_traces(body, content_type, rollout_id, attempt_id)
+        spans = parse_traces(body, content_type, *ids)
         rewards = [] if attempt is None else rewards_in(spans)
     except ValueError as error:
         raise invalid(None, str(error), code="invalid_otlp") from None
@@ -54,46 +51,50 @@ async def reward(
     idempotency_key: str | None,
     span_id: str | None = None,
 ) -> Response:
-    """A reward, or ``{name: number}`` for several, by plain JSON: for agents without OpenTelemetry.
+    """Store a JSON reward, one number or ``{name: number}``, for agents without OpenTelemetry.
 
     Args:
-        span_id: the span it is for, from the request's ``traceparent``.
+        span_id: the rewarded span, from the request's ``traceparent``.
     """
     attempt = caller.attempt
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
     fields = read_object(body)
-    texts: dict[str, str | None] = {}
-    for name in ("name", "response_id", "explanation"):
-        texts[name] = fields.get(name)
-        if texts[name] is not None and not isinstance(texts[name], str):
-            raise invalid(name, f"{name} must be a string; got {fields[name]!r:.80}")
-        if "\0" in (texts[name] or ""):  # PostgreSQL takes none
-            raise invalid(name, f"{name} must not contain NUL characters")
+    name, response_id, explanation = (
+        _text(field, fields.get(field)) for field in ("name", "response_id", "explanation")
+    )
     value, key = fields.get("value"), idempotency_key or secrets.token_hex(16)
     named = (
-        {f"{key}/{name}": (name, one) for name, one in value.items()}
+        {f"{key}/{each}": (each, number) for each, number in value.items()}
         if isinstance(value, dict)
-        else {key: (texts["name"] or REWARD_NAME, value)}
+        else {key: (name or REWARD_NAME, value)}
     )
-    records = [
+    rewards = [
         Reward(
             attempt_id=attempt.attempt_id,
             rollout_id=attempt.rollout_id,
-            name=name,
-            value=_number(one),
-            key=record_key,
+            name=each,
+            value=_number(number),
+            key=reward_key,
             span_id=span_id,
-            response_id=texts["response_id"],
-            explanation=texts["explanation"],
+            response_id=response_id,
+            explanation=explanation,
             created_at=time.time(),
         )
-        for record_key, (name, one) in named.items()
+        for reward_key, (each, number) in named.items()
     ]
-    if not records or any("\0" in record.name for record in records):
+    if not rewards or any("\0" in reward.name for reward in rewards):
         raise invalid("value", "value must be a number, or an object of numbers by name")
-    await _deliver(writer, attempt, [], records)
-    return json_response({"name": records[0].name, "value": value, "key": key})
+    await _deliver(writer, attempt, [], rewards)
+    return json_response({"name": rewards[0].name, "value": value, "key": key})
+
+
+def _text(field: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise invalid(field, f"{field} must be a string; got {value!r:.80}")
+    if "\0" in (value or ""):  # PostgreSQL stores none
+        raise invalid(field, f"{field} must not contain NUL characters")
+    return value
 
 
 def _number(value: object) -> float:
@@ -105,7 +106,7 @@ def _number(value: object) -> float:
 async def _deliver(
     writer: TraceSink, attempt: AttemptRef | None, spans: list[Span], rewards: list[Reward]
 ) -> None:
-    """Returns when they are durable."""
+    """Return once spans and rewards are durable."""
     try:
         state = await writer.deliver(attempt and attempt.attempt_id, spans, rewards)
     except Exception as error:

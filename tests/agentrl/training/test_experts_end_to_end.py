@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from agentrl.config.settings import ServeConfig
 from agentrl.export.adapter import export
-from agentrl.samplers.vllm import sampler as vllm
+from agentrl.samplers.vllm import adapters as vllm_adapters
 from agentrl.samplers.vllm import server as vllm_server
 from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
@@ -86,7 +86,7 @@ def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
     folder = tmp_path / "v1"
     base = load_base(str(mixture), device="cpu")
     save_adapter(attach_adapter(base, "policy", lora_config(4, 8), 0), "policy", folder)
-    assert vllm._fresh_load("policy", 1, str(folder)).request()["is_3d_lora_weight"] is True
+    assert vllm_adapters._new_load("policy", 1, str(folder)).body()["is_3d_lora_weight"] is True
     exported = export(str(folder), tmp_path / "out", merged=False, model=str(mixture), adapter=None)
     [command] = exported.servers["vLLM"]
     assert "--enable-mixed-moe-lora-format" in command
@@ -102,7 +102,8 @@ def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
     dense = tmp_path / "dense"
     tiny = attach_adapter(load_base("agentrl-tiny"), "policy", lora_config(4, 8), 0)
     save_adapter(tiny, "policy", dense)
-    assert set(vllm._fresh_load("policy", 1, str(dense)).request()) == {"lora_name", "lora_path"}
+    loaded = vllm_adapters._new_load("policy", 1, str(dense))
+    assert set(loaded.body()) == {"lora_name", "lora_path"}
 
 
 def fake_vllm(folder: Path) -> Path:

@@ -63,7 +63,7 @@ def backend() -> Iterator[Backend]:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(forward, "_LAST_WORDS_S", 2.0)
+    monkeypatch.setattr(forward, "_CLOSE_S", 2.0)
 
 
 def wait_for(happened: Callable[[], Any]) -> None:

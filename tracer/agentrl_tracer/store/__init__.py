@@ -1,5 +1,32 @@
-"""The trace store: one SQL database (SQLite by default, PostgreSQL for many machines)."""
+"""Keep everything that happened in a run in one SQL database: SQLite, or PostgreSQL."""
 
-from agentrl_tracer.store.store import Store
+from __future__ import annotations
+
+from agentrl_tracer.store.calls import CallStore
+from agentrl_tracer.store.database import Database
+from agentrl_tracer.store.leases import LeaseStore
+from agentrl_tracer.store.runs import RunStore
 
 __all__ = ["Store"]
+
+
+class Store(RunStore, LeaseStore, CallStore):
+    """The trace store. Every method is one transaction, synchronous and thread-safe.
+
+    Several processes may use one store at the same time.
+
+    Args:
+        url: a path (SQLite), or an SQLAlchemy URL such as ``postgresql://user@host/agentrl``.
+        pooled: False keeps no connection open between transactions, for processes that fork.
+
+    Raises:
+        RuntimeError: the database was made by a newer agentrl.
+    """
+
+    def __init__(self, url: str, *, pooled: bool = True) -> None:
+        self.db = Database(url, pooled=pooled)
+        self.url = self.db.url
+        self.is_remote = self.db.is_remote
+
+    def close(self) -> None:
+        self.db.close()

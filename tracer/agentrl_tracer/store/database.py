@@ -1,7 +1,7 @@
-"""Opening the database: URLs, pragmas, transactions, migrations.
+"""Open the database: URLs, pragmas, transactions, migrations.
 
 SQLite runs in WAL mode with ``synchronous=NORMAL``: a committed transaction survives the death of
-any process (``kill -9``), though the last few may be lost when the whole machine loses power.
+any process (``kill -9``), but the last few may be lost when the machine loses power.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,18 +23,21 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from agentrl_tracer.store.compiled_statements import Hot, transaction
+from agentrl_tracer.store.statements import CompiledStatement, transaction, upsert
 from agentrl_tracer.store.tables import metadata
 
 if sys.platform != "win32":
     import fcntl
 
 _ONE_READ = "agentrl_one_read"  # execution option: a single statement, without a transaction
-_BUSY_MS = 30_000  # writers queue for the one write lock this long before giving up
+_BUSY_MS = 30_000  # how long a writer waits for SQLite's write lock
+
+HEAD = "0002"
+"""The newest migration; a test compares it with the scripts."""
 
 
 def normalize_url(url: str) -> str:
-    """A path means SQLite; ``postgres://`` means the psycopg 3 driver."""
+    """Return an SQLAlchemy URL: a path means SQLite, ``postgres://`` the psycopg 3 driver."""
     if "://" not in url:
         return f"sqlite:///{Path(url).absolute()}"
     for prefix in ("postgres://", "postgresql://"):
@@ -42,91 +46,79 @@ def normalize_url(url: str) -> str:
     return url
 
 
-def open_engine(url: str, *, pooled: bool) -> sa.Engine:
-    """An engine for ``url``; ``pooled=False`` keeps no connection open between transactions.
+def json_text(value: Any) -> str:
+    """Serialize for a JSON column: the same text for the same value in both databases."""
+    try:
+        return orjson.dumps(value).decode()  # eight times as fast as json
+    except TypeError:  # integers beyond 64 bits, lone surrogates, very deep nesting
+        return json.dumps(value)
 
-    A forked child must neither use nor close a connection it inherits. Where one might,
-    open the store unpooled; runners keep their connection, since an attempt does neither.
+
+def open_engine(url: str, *, pooled: bool) -> sa.Engine:
+    """Return an engine; ``pooled=False`` keeps no connection open between transactions.
+
+    A forked child must neither use nor close a connection that it inherits. Open the store
+    unpooled where one might; runners keep their connection, since an attempt does neither.
     """
-    pool: dict[str, Any] = {} if pooled else {"poolclass": NullPool}
-    pool["json_serializer"] = json_text
+    options: dict[str, Any] = {"json_serializer": json_text}
+    if not pooled:
+        options["poolclass"] = NullPool
     if not url.startswith("sqlite"):
-        return sa.create_engine(url, pool_pre_ping=pooled, **pool)
+        return sa.create_engine(url, pool_pre_ping=pooled, **options)
     file = sa.make_url(url).database
     if file:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-    engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **pool)
+    engine = sa.create_engine(url, connect_args={"check_same_thread": False}, **options)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # we say BEGIN ourselves, below
-        cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
-        cursor.execute("PRAGMA journal_mode=WAL")
-        cursor.execute("PRAGMA synchronous=NORMAL")
-        cursor.execute("PRAGMA foreign_keys=ON")
-        cursor.close()
+        connection.isolation_level = None  # _begin says BEGIN
+        for pragma in (
+            f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"
+        ):  # fmt: skip
+            connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        if connection.get_execution_options().get(_ONE_READ):
-            return  # SQLAlchemy announces a transaction, SQLite needs none
-        # IMMEDIATE: take the write lock at once. A deferred transaction that reads first and
+        # IMMEDIATE takes the write lock at once. A deferred transaction that reads first and
         # writes later fails with "database is locked" instead of waiting its turn.
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if not connection.get_execution_options().get(_ONE_READ):
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     return engine
 
 
-class Turnstile:
-    """Lets the writers of an SQLite file in one by one, each woken as soon as its turn comes.
+class WriterQueue:
+    """Admits the writers of an SQLite file one by one, by ``flock`` on a file beside it.
 
-    SQLite's own waiting sleeps and looks again, up to 100 ms at a time: with dozens of runners some
-    slept through a second of free locks. Here the kernel wakes who waits (``flock`` on a file
-    beside the database), and SQLite's lock is then free but for programs that are not ours. A lock
-    whose holder dies, however, is free again.
+    SQLite's own waiting polls at intervals of up to 100 ms, so with dozens of runners some slept
+    through a second of free locks; the kernel wakes waiters at once. A lock whose holder dies is
+    released.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._thread = threading.Lock()  # flock tells processes apart, not threads
-        self._opened: tuple[int, int] | None = None  # pid and descriptor: a fork opens its own
+        self._opened: tuple[int, int] | None = None  # pid and descriptor; a fork opens its own
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         with self._thread:
-            fd = self._descriptor()
+            pid = os.getpid()
+            if self._opened is None or self._opened[0] != pid:
+                self._opened = (pid, os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644))
+            fd = self._opened[1]
             fcntl.flock(fd, fcntl.LOCK_EX)
             try:
                 yield
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
-    def _descriptor(self) -> int:
-        pid = os.getpid()
-        if self._opened is None or self._opened[0] != pid:
-            self._opened = (pid, os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644))
-        return self._opened[1]
-
     def close(self) -> None:
         with self._thread:
             if self._opened is not None and self._opened[0] == os.getpid():
                 os.close(self._opened[1])
             self._opened = None
-
-
-def _turnstile(url: str) -> Turnstile | None:
-    """For SQLite files; a server has its own queue, and Windows no ``flock``."""
-    file = sa.make_url(url).database if url.startswith("sqlite") else None
-    return Turnstile(f"{file}-queue") if file and sys.platform != "win32" else None
-
-
-def json_text(value: Any) -> str:
-    """What a JSON column holds: the same text for the same value, in both databases."""
-    try:
-        return orjson.dumps(value).decode()  # eight times as fast
-    except TypeError:  # integers beyond 64 bits, lone surrogates, very deep nesting
-        return json.dumps(value)
 
 
 class Database:
@@ -136,64 +128,105 @@ class Database:
         self.url = normalize_url(url)
         self.engine = open_engine(self.url, pooled=pooled)
         self.is_remote = not self.url.startswith("sqlite")
-        self._turnstile = _turnstile(self.url)
-        self._compiled: dict[sa.Select[Any], SQLCompiler] = {}
-        self._hot: dict[Any, Hot] = {}
-        self._impatient: Any = None  # a connection that waits for nobody
-        self._impatient_thread = 0  # the only one that may use it
+        self._begin = None if self.is_remote else "BEGIN IMMEDIATE"  # psycopg begins by itself
+        file = None if self.is_remote else sa.make_url(self.url).database
+        # PostgreSQL queues writers itself, and Windows has no flock.
+        self._queue = WriterQueue(f"{file}-queue") if file and sys.platform != "win32" else None
+        self._lookups: dict[sa.Select[Any], SQLCompiler] = {}
+        self._compiled: dict[Any, CompiledStatement] = {}
+        self._no_wait: Any = None  # a connection that never waits for a lock
+        self._no_wait_thread = 0  # the only thread that may use it
         migrate(self.engine)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._queue is None else self._queue.turn()
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """One transaction holding the write lock; also the way to read several things at once."""
+        """One transaction that holds the write lock; also for consistent reads of several kinds."""
         with self._turn(), self.engine.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """Single statements, outside any transaction, never waiting for a writer."""
+        """Single statements outside any transaction, which never wait for a writer."""
         with _reading(self.engine) as connection:
             yield connection
 
-    def look_up(self, statement: sa.Select[Any], **parameters: str) -> Any:
-        """The first value that a select finds, or None: ``read`` for what every request asks.
+    def execute(self, statement: sa.Executable, rows: Any = None) -> int:
+        """Execute one statement in a transaction of its own; return how many rows it changed."""
+        with self.write() as connection:
+            return cast(Any, connection.execute(statement, rows)).rowcount
 
-        Straight to the driver: 8 us, of which SQLAlchemy's connection and result would make 50.
-        So parameters and value are the driver's own types.
+    def fetch(self, query: sa.Executable, parameters: Any = None) -> Sequence[sa.RowMapping]:
+        """Return all rows of one query."""
+        with self.read() as connection:
+            return connection.execute(query, parameters).mappings().all()
+
+    def upsert(
+        self, table: sa.Table, update: tuple[str, ...] = (), keep: tuple[str, ...] = ()
+    ) -> sa.Executable:
+        """See ``statements.upsert``."""
+        return upsert(self.is_remote, table, update, keep)
+
+    def look_up(self, statement: sa.Select[Any], **parameters: str) -> Any:
+        """Return the first value of a select, or None; for lookups on every request.
+
+        It goes straight to the driver: 8 us, where SQLAlchemy's connection and result take 50. So
+        parameters and value have the driver's own types.
         """
-        compiled = self._compiled.get(statement)
+        compiled = self._lookups.get(statement)
         if compiled is None:
             compiled = cast(SQLCompiler, statement.compile(dialect=self.engine.dialect))
-            self._compiled[statement] = compiled
-        values = compiled.construct_params(parameters)
+            self._lookups[statement] = compiled
+        values: Any = compiled.construct_params(parameters)
         order = compiled.positiontup
-        asked = values if order is None else [values[name] for name in order]
-        if self._impatient is not None and threading.get_ident() == self._impatient_thread:
-            # After a commit through another connection SQLite forgets all that it has cached: who
-            # has just written reads in 6 us what a connection of the pool reads in 40.
+        if order is not None:
+            values = [values[name] for name in order]
+        if self._no_wait is not None and threading.get_ident() == self._no_wait_thread:
+            # After another connection's commit SQLite drops its cache: the connection that wrote
+            # last reads in 6 us, one of the pool in 40.
             with suppress(self.engine.dialect.loaded_dbapi.OperationalError):
-                return _first_value(self._impatient, compiled.string, asked)
+                return _first_value(self._no_wait, compiled.string, values)
         connection = self.engine.raw_connection()
         try:
-            return _first_value(connection, compiled.string, asked)
+            return _first_value(connection, compiled.string, values)
         finally:
             connection.close()
 
-    def hot(self, key: Any, make: Callable[[], sa.Executable], names: Sequence[str]) -> Hot:
-        """A statement for ``write_hot``, made and compiled once for each key."""
-        known = self._hot.get(key)
+    def compiled(
+        self, key: Any, make: Callable[[], sa.Executable], names: Sequence[str]
+    ) -> CompiledStatement:
+        """Return a statement for ``write_hot``, made and compiled once for each key."""
+        known = self._compiled.get(key)
         if known is None:
-            known = self._hot[key] = Hot(make(), names, self.engine.dialect)
+            known = CompiledStatement(make(), names, self.engine.dialect)
+            self._compiled[key] = known
         return known
+
+    def insert_records(self, cursor: Any, table: sa.Table, records: Sequence[Any]) -> None:
+        """Insert dataclasses whose fields are the table's columns; rows that exist stay."""
+        if records:
+            names = tuple(records[0].__dataclass_fields__)
+            self.insert_rows(cursor, table, names, map(attrgetter(*names), records))
+
+    def insert_rows(
+        self, cursor: Any, table: sa.Table, names: tuple[str, ...], rows: Any,
+        update: tuple[str, ...] = (), keep: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Upsert rows, with the cursor of ``write_hot``."""
+        insert = self.compiled(
+            (table.name, update), lambda: self.upsert(table, update, keep), names
+        )
+        cursor.executemany(insert.sql, [insert.parameters(row) for row in rows])
 
     @contextmanager
     def write_hot(self, *, wait: bool = True) -> Iterator[Any]:
-        """One transaction holding the write lock, as a cursor of the driver.
+        """One transaction that holds the write lock, as a cursor of the driver.
 
         Args:
-            wait: False, with SQLite: raises the driver's OperationalError at once where somebody
-                else is writing, and leaves it to others to move the log into the database. For
-                one thread only.
+            wait: False, with SQLite: raise the driver's OperationalError at once if another writer
+                holds the lock, and leave checkpoints of the log to others. For one thread only.
         """
         if wait:
             connection = self.engine.raw_connection()
@@ -203,34 +236,27 @@ class Database:
             finally:
                 connection.close()
             return
-        if self._impatient is None:
+        if self._no_wait is None:
             connection = self.engine.raw_connection()
-            connection.detach()  # the pool's connections are patient
+            connection.detach()  # from the pool, whose connections wait
             connection.execute("PRAGMA busy_timeout=0")
             connection.execute("PRAGMA wal_autocheckpoint=0")
-            self._impatient, self._impatient_thread = connection, threading.get_ident()
-        with transaction(self._impatient, self._begin) as cursor:
+            self._no_wait, self._no_wait_thread = connection, threading.get_ident()
+        with transaction(self._no_wait, self._begin) as cursor:
             yield cursor
 
     def is_operational(self, error: Exception) -> bool:
-        """Nobody's fault among those who write: a full disk, a lock, a lost connection."""
+        """Whether the database failed, not the data: a full disk, a lock, a lost connection."""
         driver: Any = self.engine.dialect.loaded_dbapi
         return isinstance(error, (OperationalError, driver.OperationalError))
 
-    def _turn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._turnstile is None else self._turnstile.passing()
-
-    @property
-    def _begin(self) -> str | None:
-        return None if self.is_remote else "BEGIN IMMEDIATE"  # psycopg begins by itself
-
     def close(self) -> None:
-        if self._impatient is not None:
-            self._impatient.close()
-            self._impatient = None
+        if self._no_wait is not None:
+            self._no_wait.close()
+            self._no_wait = None
         self.engine.dispose()
-        if self._turnstile is not None:
-            self._turnstile.close()
+        if self._queue is not None:
+            self._queue.close()
 
 
 def _first_value(connection: Any, sql: str, parameters: Any) -> Any:
@@ -239,14 +265,11 @@ def _first_value(connection: Any, sql: str, parameters: Any) -> Any:
         cursor.execute(sql, parameters)
         row = cursor.fetchone()
     finally:
-        cursor.close()  # or the statement, and with it what it sees, would stay open
+        cursor.close()  # an open statement would keep reading the present snapshot
     return None if row is None else row[0]
 
 
-HEAD = "0002"
-"""The newest migration; a test compares it with the scripts."""
-
-_VERSION = sa.Table(  # alembic's own, as it would make it
+_VERSION = sa.Table(  # as alembic defines it
     "alembic_version",
     sa.MetaData(),
     sa.Column("version_num", sa.String(32), nullable=False),
@@ -255,32 +278,31 @@ _VERSION = sa.Table(  # alembic's own, as it would make it
 
 
 def migrate(engine: sa.Engine) -> None:
-    """Brings the schema to ``HEAD``.
+    """Bring the schema to ``HEAD``.
 
     Raises:
         RuntimeError: the database was made by a newer agentrl.
     """
     with _reading(engine) as connection:
         if _revision(connection) == HEAD:
-            return  # the usual case costs one query
-    # One transaction, begun IMMEDIATE: of several processes that open a new store at the same
-    # moment, one migrates and the others wait, then find nothing to do.
+            return  # usually: one query
+    # One IMMEDIATE transaction: when several processes open a new store at the same moment, one
+    # migrates, and the others wait and find nothing to do.
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(727274)"))
         revision = _revision(connection)
         if revision is None:
-            # A new store: the tables as they are, without importing alembic (0.3 s). A test holds
+            # A new store is made from the tables, without importing alembic (0.3 s). A test holds
             # tables and migrations together.
             metadata.create_all(connection)
             _VERSION.create(connection)
             connection.execute(_VERSION.insert().values(version_num=HEAD))
         elif revision != HEAD:
-            upgrade(connection, revision)
+            _upgrade(connection, revision)
 
 
-def upgrade(connection: sa.Connection, revision: str | None) -> None:
-    """Runs the migrations from ``revision`` (None: from an empty database) to ``HEAD``."""
+def _upgrade(connection: sa.Connection, revision: str) -> None:
     from alembic import command
     from alembic.config import Config
     from alembic.util.exc import CommandError

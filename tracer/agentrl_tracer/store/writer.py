@@ -1,12 +1,10 @@
-"""Group commit: much arrives at once, one transaction makes it all durable.
+"""Commit what arrives at the gateway in groups: one transaction makes much durable.
 
-The gateway's event loop hands over calls, spans and rewards, and waits for the commit only where it
-must: before an answer leaves.
-
-With SQLite, what one turn of the event loop handed over is committed at the end of that turn, in
-place: 0.1 ms, less than it costs to wake a thread up and be woken by it. A thread takes over
-whatever could take longer: when another process is writing, when the disk is slow, and when it is
-time to move SQLite's log into the database. Over a network the thread writes everything.
+The event loop hands over calls, spans and rewards, and waits for the commit only before an answer
+leaves. With SQLite, what one turn of the loop handed over is committed in place at the turn's end:
+0.1 ms, less than waking a thread. A thread takes over what could take longer: when another process
+is writing, when the disk is slow, and when it is time to checkpoint SQLite's log. With PostgreSQL
+the thread writes everything.
 """
 
 from __future__ import annotations
@@ -17,20 +15,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
+from agentrl_tracer.store import Store
 from agentrl_tracer.store.calls import Delivery
-from agentrl_tracer.store.store import Store
 
 log = logging.getLogger("agentrl")
 
 _MAX_BATCH = 512
 _OPEN_DELAY_S = 0.02  # most calls finish, or others do, before their open mark is due
-_ROWS_IN_PLACE = 256  # then it is the thread's turn: its commits move the log into the database
-_SLOW_S = 0.1  # a commit that holds the event loop up for longer ...
-_PAUSE_S = 1.0  # ... leaves the commits of this long to the thread
+_ROWS_IN_PLACE = 256  # until the thread commits, which checkpoints the log
+_SLOW_S = 0.1  # a commit that takes longer leaves the next second's commits to the thread
+_PAUSE_S = 1.0
 
 
 class _Signal(enum.Enum):
@@ -40,15 +38,15 @@ class _Signal(enum.Enum):
 
 @dataclass(slots=True)
 class _Item:
-    what: Call | Delivery
+    record: Call | Delivery
     done: asyncio.Future[AttemptState | None]
 
 
 class TraceWriter:
     """Writes calls, spans and rewards to the store in group commits.
 
-    ``proxied`` counts accepted answers; it travels with the calls so that the count in the store
-    never runs ahead of, or behind, the rows committed with it.
+    ``proxied`` counts accepted answers. It is stored with the calls, so the count in the store
+    never differs from the rows committed with it.
     """
 
     def __init__(self, store: Store, boot_id: str) -> None:
@@ -56,23 +54,20 @@ class TraceWriter:
         self._boot_id = boot_id
         self._queue: queue.SimpleQueue[_Item | _Signal] = queue.SimpleQueue()
         self._opening = threading.Lock()
-        self._opened: list[Call] = []  # marks that no commit has taken yet
+        self._opened: list[Call] = []  # open marks that no commit has taken yet
         self._flush_due = False
         self.proxied = 0
         self._committing = threading.Lock()  # one commit at a time: ``proxied`` only grows
         self._in_place = not store.is_remote
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one that commits in place
-        self._turn: list[_Item] = []  # what it handed over in this turn
-        self._rows = 0  # since the thread's last commit
-        self._threads_until = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that commits in place
+        self._turn: list[_Item] = []  # what the loop handed over in this turn
+        self._rows = 0  # committed since the thread's last commit
+        self._thread_until = 0.0  # leave commits to the thread until then
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
 
     def open(self, call: Call) -> None:
-        """Marks a call accepted; returns at once. To be called on an event loop.
-
-        The mark goes with the next commit, 20 ms from now at the latest.
-        """
+        """Mark a call accepted, in the next commit and within 20 ms. Call it on an event loop."""
         with self._opening:
             self.proxied += 1
             self._opened.append(call)
@@ -90,39 +85,39 @@ class TraceWriter:
             self._queue.put(_Signal.FLUSH)
 
     async def finish(self, call: Call) -> AttemptState | None:
-        """Stores a finished call; returns, after the commit, the state of its attempt.
+        """Store a finished call; return the state of its attempt after the commit.
 
-        Anything but ``running`` (None for calls outside rollouts) means the attempt was sealed
-        and the call was kept as ``late_call``.
+        Any state but ``running`` (None for calls outside rollouts) means that the attempt was
+        sealed and the call was kept as ``late_call``.
 
         Raises:
-            Exception: whatever the database raised; the call is then not durable.
+            Exception: the database's error; the call is then not durable.
         """
         return await self._write(call)
 
     async def deliver(
         self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
     ) -> AttemptState | None:
-        """Stores spans and rewards; returns, after the commit, the state of their attempt.
+        """Store spans and rewards; return the state of their attempt after the commit.
 
-        Anything but ``running`` (None for those of no attempt) means the attempt was sealed and
-        nothing was kept.
+        Any state but ``running`` (None for those of no attempt) means that the attempt was sealed
+        and nothing was kept.
 
         Raises:
-            Exception: whatever the database raised; nothing is then durable.
+            Exception: the database's error; nothing is then durable.
         """
         return await self._write(Delivery(attempt_id, spans, rewards))
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread."""
+        """Write what is queued and end the thread."""
         for item in self._turn:  # of a loop that ended in mid-turn
             self._queue.put(item)
         self._queue.put(_Signal.CLOSE)
         self._thread.join(timeout=30)
 
-    async def _write(self, what: Call | Delivery) -> AttemptState | None:
+    async def _write(self, record: Call | Delivery) -> AttemptState | None:
         loop = asyncio.get_running_loop()
-        item = _Item(what, loop.create_future())
+        item = _Item(record, loop.create_future())
         if self._loop is None and self._in_place:
             self._loop = loop
         if loop is not self._loop:
@@ -142,9 +137,9 @@ class TraceWriter:
                 self._queue.put(item)
 
     def _commit_in_place(self, batch: list[_Item]) -> bool:
-        """Commits without ever waiting for anybody; False: the thread has to, nothing was done."""
+        """Commit without waiting for any lock. False: nothing was done, the thread must."""
         began = time.monotonic()
-        if not self._in_place or self._rows > _ROWS_IN_PLACE or began < self._threads_until:
+        if not self._in_place or self._rows > _ROWS_IN_PLACE or began < self._thread_until:
             return False
         if not self._committing.acquire(blocking=False):
             return False
@@ -152,26 +147,30 @@ class TraceWriter:
             opened, proxied = self._take_opened()
             self._rows += len(batch) + len(opened)
             try:
-                calls, deliveries = _split(batch)
-                states = self._store.write_calls(
-                    self._boot_id, opened, calls, proxied, deliveries, wait=False
-                )
-            except Exception:  # somebody else is writing, or worse: the thread finds out
+                states = self._commit_to_store(batch, opened, proxied, wait=False)
+            except Exception:  # another writer, or a failure that the thread will report
                 with self._opening:
                     self._opened = opened + self._opened
                 return False
         finally:
             self._committing.release()
         if time.monotonic() - began > _SLOW_S:
-            self._threads_until = began + _PAUSE_S
+            self._thread_until = began + _PAUSE_S
         _resolve(batch, states, None)
         return True
 
     def _take_opened(self) -> tuple[list[Call], int]:
-        """After a batch was taken: so the marks of all its calls are among these."""
+        """Take the open marks, after a batch was taken: its calls' marks are among them."""
         with self._opening:
             opened, self._opened = self._opened, []
             return opened, self.proxied
+
+    def _commit_to_store(
+        self, batch: list[_Item], opened: list[Call], proxied: int, *, wait: bool = True
+    ) -> Mapping[str, AttemptState | None]:
+        calls = [item.record for item in batch if isinstance(item.record, Call)]
+        deliveries = [item.record for item in batch if isinstance(item.record, Delivery)]
+        return self._store.write_calls(self._boot_id, opened, calls, proxied, deliveries, wait=wait)
 
     # --- in the thread
 
@@ -179,10 +178,14 @@ class TraceWriter:
         closing = False
         while not closing:
             batch, closing = self._take()
-            self._commit(batch)
+            with self._committing:
+                opened, proxied = self._take_opened()
+                if batch or opened:
+                    self._write_out(batch, opened, proxied)
+                self._rows = 0
 
     def _take(self) -> tuple[list[_Item], bool]:
-        """What waits for a commit, at least a signal, and whether to close."""
+        """Wait for an item or a signal; return what is queued, and whether to close."""
         batch: list[_Item] = []
         taken = self._queue.get()
         while True:
@@ -190,29 +193,20 @@ class TraceWriter:
                 return batch, True
             if isinstance(taken, _Item):
                 batch.append(taken)
+            try:
                 if len(batch) == _MAX_BATCH:
                     return batch, False
-            try:
                 taken = self._queue.get_nowait()
             except queue.Empty:
                 return batch, False
 
-    def _commit(self, batch: list[_Item]) -> None:
-        with self._committing:
-            opened, proxied = self._take_opened()
-            if batch or opened:
-                self._write_out(batch, opened, proxied)
-            self._rows = 0
-
     def _write_out(self, batch: list[_Item], opened: list[Call], proxied: int) -> None:
         try:
-            calls, deliveries = _split(batch)
-            states = self._store.write_calls(self._boot_id, opened, calls, proxied, deliveries)
-        except Exception as error:  # a full disk must fail the requests, not the thread
+            states = self._commit_to_store(batch, opened, proxied)
+        except Exception as error:  # fails the requests, not the thread
             if len(batch) + len(opened) > 1 and not self._store.db.is_operational(error):
-                # One of them is what the database refuses: the others shall not suffer for it.
-                # (An operational error, such as a full disk or a lock, is nobody's; waiting for
-                # it again for each would take minutes.)
+                # The database refuses one record: write each alone, so that the others succeed.
+                # An operational error, such as a full disk, would only repeat itself.
                 for call in opened:
                     self._write_out([], [call], proxied)
                 for item in batch:
@@ -225,15 +219,10 @@ class TraceWriter:
             _wake(batch, states, None)
 
 
-def _split(batch: list[_Item]) -> tuple[list[Call], list[Delivery]]:
-    calls = [item.what for item in batch if isinstance(item.what, Call)]
-    return calls, [item.what for item in batch if isinstance(item.what, Delivery)]
-
-
 def _wake(
-    batch: list[_Item], states: dict[str, AttemptState | None], error: Exception | None
+    batch: list[_Item], states: Mapping[str, AttemptState | None], error: Exception | None
 ) -> None:
-    """One wake-up of each event loop per commit, however much it made durable."""
+    """Wake each event loop once per commit."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Item]] = {}
     for item in batch:
         by_loop.setdefault(item.done.get_loop(), []).append(item)
@@ -243,7 +232,7 @@ def _wake(
 
 
 def _resolve(
-    items: list[_Item], states: dict[str, AttemptState | None], error: Exception | None
+    items: list[_Item], states: Mapping[str, AttemptState | None], error: Exception | None
 ) -> None:
     for item in items:
         if item.done.done():
@@ -251,5 +240,5 @@ def _resolve(
         if error is not None:
             item.done.set_exception(error)
         else:
-            attempt = item.what.attempt_id
+            attempt = item.record.attempt_id
             item.done.set_result(None if attempt is None else states.get(attempt))

@@ -1,8 +1,4 @@
-"""vLLM's HTTP API: requests and answers as our types.
-
-Knows what vLLM 0.32 says on the wire and what a server must be like to be trained on. Does not know
-when what is asked, nor which adapters there are: that is ``agentrl.samplers.vllm.sampler``'s.
-"""
+"""vLLM's HTTP API as of 0.32: request bodies, answers as our types, and the fitness check."""
 
 from __future__ import annotations
 
@@ -34,13 +30,10 @@ _METRICS = {
     "vllm:num_preemptions_total": "preemptions",
     "vllm:kv_cache_usage_perc": "kv_usage",
 }
-
-
 NO_GRAMMARS = (
     "this server does not enforce grammars in llguidance's form; start it with "
     """--structured-outputs-config '{"backend": "guidance"}'"""
 )
-
 _LOAD_ADVICE = (
     "the server needs --enable-lora, --max-lora-rank no less than the adapter's rank, and must see "
     "the run's folder under this very path"
@@ -51,32 +44,21 @@ class VllmError(RuntimeError):
     """The server cannot be used as it is; the message says what to change."""
 
 
-def address(url: str) -> tuple[str, str | None]:
-    """(base URL, socket path)."""
-    if url.startswith("unix:"):
-        return "http://vllm", url.removeprefix("unix:")
-    return url.rstrip("/").removesuffix("/v1"), None
-
-
-def structured(grammar: str) -> dict[str, str]:
-    """Only llguidance reads the first line: no backend takes the rest for its own dialect."""
-    return {"grammar": f"%llguidance {{}}\n{grammar}"}
-
-
 @dataclass(frozen=True, slots=True)
 class Fitness:
     """What ``check`` found."""
 
-    base: str  # the server's name of the base model
+    base: str
+    """The server's name of the base model."""
     context_length: int | None
     enforces_grammars: bool
 
 
 def why_not_up(server: httpx.Client, timeout_s: float) -> str | None:
-    """Why a server is not ready, though it may become so; None: it is.
+    """Say why a server is not ready yet; None: it is.
 
     Raises:
-        VllmError: it will not: it is no vLLM server.
+        VllmError: it will never be: it is no vLLM server.
     """
     try:
         status = server.get("/health", timeout=timeout_s).status_code
@@ -85,46 +67,38 @@ def why_not_up(server: httpx.Client, timeout_s: float) -> str | None:
     if status == 200:
         return None
     _require_key(status)
-    if status // 100 == 5:  # of a proxy in front as well
+    if status // 100 == 5:  # vLLM's own, or a proxy's in front of it
         return f"/health answers {status}"
-    raise VllmError(f"{_no_vllm(server)}: /health answers {status}")
+    raise _no_vllm(server, f"/health answers {status}")
 
 
 def check(server: httpx.Client, eos_id: int) -> Fitness:
-    """Asks a server whether its answers can be trained on.
+    """Check that a server's answers can be trained on.
 
     Raises:
-        VllmError: they cannot; or it asks for a key; or it is no vLLM.
+        VllmError: they cannot; or the server wants an API key; or it is no vLLM server.
         httpx.HTTPError: it does not answer.
     """
     try:
         return _check(server, eos_id)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise VllmError(f"{_no_vllm(server)}: it answers otherwise ({what})") from error
-
-
-def _no_vllm(server: httpx.Client) -> str:
-    return f"vllm_url: what is at {server.base_url} seems to be no vLLM server"
-
-
-def _require_key(status: int) -> None:
-    if status in (401, 403):
-        raise VllmError("vllm: the server wants an API key; name its variable in vllm_key_env")
+        raise _no_vllm(server, f"it answers otherwise ({what})") from error
 
 
 def _check(server: httpx.Client, eos_id: int) -> Fitness:
     models = server.get("/v1/models")
     _require_key(models.status_code)
     if models.status_code == 404:
-        raise VllmError(f"{_no_vllm(server)}: /v1/models answers 404")
-    models.raise_for_status()
-    card = models.json()["data"][0]
+        raise _no_vllm(server, "/v1/models answers 404")
+    card = models.raise_for_status().json()["data"][0]
     base = card["id"]
-    # Of one token out of one, the processed log-prob would be 0 and the others' -inf.
-    probe = {"model": base, "prompt": [eos_id], "max_tokens": 1, "top_k": 1}
-    probe |= {"temperature": 1.0, "logprobs": 2, "ignore_eos": True}
-    probe |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    # With top_k = 1, processed log-probs would be 0 for one token and -inf for the others.
+    probe = {
+        "model": base, "prompt": [eos_id], "max_tokens": 1, "top_k": 1, "temperature": 1.0,
+        "logprobs": 2, "ignore_eos": True, "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }  # fmt: skip
     answer = server.post("/v1/completions", json=probe)
     if answer.status_code != 200:
         raise VllmError(f"vllm: the server refuses a probe: {answer.text[:500]}")
@@ -140,12 +114,24 @@ def _check(server: httpx.Client, eos_id: int) -> Fitness:
             "vllm: the server takes no adapters at run time; start it with --enable-lora and "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
         )
-
-    # Asked at once: vLLM has one backend per engine, and by default the first request chooses.
+    # Sent now, because vLLM has one grammar backend per engine and the first request chooses it.
     probe = {"model": base, "prompt": [eos_id], "max_tokens": 2}
     probe |= {"structured_outputs": structured('start: "a"')}
     enforces = server.post("/v1/completions", json=probe).status_code == 200
     return Fitness(base, card.get("max_model_len"), enforces)
+
+
+def _no_vllm(server: httpx.Client, why: str) -> VllmError:
+    return VllmError(
+        f"sampler.vllm.url: what is at {server.base_url} seems to be no vLLM server: {why}"
+    )
+
+
+def _require_key(status: int) -> None:
+    if status in (401, 403):
+        raise VllmError(
+            "vllm: the server wants an API key; name its variable in sampler.vllm.key_env"
+        )
 
 
 def completion(
@@ -155,9 +141,9 @@ def completion(
     max_tokens: int,
     eos_ids: Sequence[int],
 ) -> dict[str, Any]:
-    """The request that samples.
+    """Return the body of a sampling request.
 
-    Everything is said: what is not, a server takes from the model's generation config.
+    It sets every field, because vLLM takes others from the model's generation config.
     """
     greedy_of_many = params.temperature == 0 and params.n > 1  # vLLM refuses that
     body: dict[str, Any] = {
@@ -186,25 +172,31 @@ def completion(
     return body
 
 
-def require_loaded(answer: httpx.Response, path: str) -> None:
-    """
-    Raises:
-        RefusedError: the server does not take the adapter. ``invalid_parameter``: nor will it when
-            asked again, unless its engine is dying, which vLLM says with a 400 too.
-    """
-    status = answer.status_code
-    if status == 200:
-        return
-    text = f"vLLM did not load {path} ({status}): {_message(answer.content)[:400]}"
-    if status // 100 != 4 or status in (408, 429):
-        raise RefusedError("stopped", text)
-    raise RefusedError("invalid_parameter", f"{text}; {_LOAD_ADVICE}")
+def scoring(model: str, ids: Sequence[int], top: int) -> dict[str, Any]:
+    """Return the body of a request that scores ``ids``."""
+    body = {"model": model, "prompt": list(ids), "prompt_logprobs": top}
+    return body | {"max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+
+
+def structured(grammar: str) -> dict[str, str]:
+    """Return ``structured_outputs``; only llguidance accepts the first line."""
+    return {"grammar": f"%llguidance {{}}\n{grammar}"}
 
 
 def _seed(seed: int) -> int:
-    """Choice i of a request samples from vLLM's seed + i: spread, so that streams do not meet."""
+    """Spread seeds: choice i samples from vLLM's seed + i, so close seeds would share streams."""
     digest = blake2b(str(seed).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
+
+
+def require_prompt(choice: dict[str, Any], prompt: list[int]) -> None:
+    """
+    Raises:
+        VllmError: vLLM consumed a prompt other than the one sent.
+    """
+    consumed = choice.get("prompt_token_ids")
+    if consumed is not None and consumed != prompt:
+        raise VllmError("vLLM consumed a prompt other than the one sent")
 
 
 def tokens(
@@ -219,12 +211,23 @@ def tokens(
         if params.top_logprobs:
             named = found["top_logprobs"][i].items()
             pairs = [(int(name.removeprefix("token_id:")), value) for name, value in named]
-            top = likeliest(pairs, params.top_logprobs)
+            top = _likeliest(pairs, params.top_logprobs)
         yield TokenEvent(choice["index"], token_id, logprob, top, version)
 
 
-def likeliest(pairs: list[tuple[int, float]], count: int) -> list[tuple[int, float]] | None:
-    """vLLM lists the sampled token as well, whether it is one of them or not."""
+def scores(
+    choice: dict[str, Any], ids: Sequence[int], top: int
+) -> list[tuple[float, list[tuple[int, float]] | None]]:
+    """Return (log-prob, ``top`` likeliest tokens) of each scored token but the first."""
+    found: list[tuple[float, list[tuple[int, float]] | None]] = []
+    for token, row in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
+        pairs = [(int(key), entry["logprob"]) for key, entry in row.items()]
+        found.append((row[str(token)]["logprob"], _likeliest(pairs, top)))
+    return found
+
+
+def _likeliest(pairs: list[tuple[int, float]], count: int) -> list[tuple[int, float]] | None:
+    """Drop the sampled token, which vLLM always lists, unless it is among the likeliest."""
     return sorted(pairs, key=lambda pair: -pair[1])[:count] if count else None
 
 
@@ -237,12 +240,6 @@ def finish(choice: dict[str, Any], log_mass: float | None = None) -> FinishEvent
     )
 
 
-def require_prompt(choice: dict[str, Any], prompt: list[int]) -> None:
-    consumed = choice.get("prompt_token_ids")
-    if consumed is not None and consumed != prompt:
-        raise VllmError("vLLM consumed another prompt than it was sent")
-
-
 def refusal(status: int, content: bytes, *, constrained: bool = False) -> Exception:
     message = _message(content)
     if status == 400 and constrained:
@@ -250,6 +247,21 @@ def refusal(status: int, content: bytes, *, constrained: bool = False) -> Except
     if status in (400, 422):
         return RefusedError("invalid_parameter", f"vLLM: {message}")
     return RefusedError("stopped", f"vLLM answered {status}: {message}")
+
+
+def require_loaded(answer: httpx.Response, path: str) -> None:
+    """
+    Raises:
+        RefusedError: the server does not take the adapter. ``invalid_parameter`` if a retry would
+            not help; vLLM answers 400 while its engine is dying, too.
+    """
+    status = answer.status_code
+    if status == 200:
+        return
+    text = f"vLLM did not load {path} ({status}): {_message(answer.content)[:400]}"
+    if status // 100 != 4 or status in (408, 429):
+        raise RefusedError("stopped", text)
+    raise RefusedError("invalid_parameter", f"{text}; {_LOAD_ADVICE}")
 
 
 def _message(content: bytes) -> str:
@@ -260,7 +272,8 @@ def _message(content: bytes) -> str:
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus's text format, summed over engines; only what ``stats`` tells."""
+    """Read the counters that ``stats`` reports from Prometheus's text format, summed over
+    engines."""
     found = dict.fromkeys(_METRICS.values(), 0.0)
     for line in text.splitlines():
         name = _METRICS.get(line.partition("{")[0])

@@ -10,8 +10,6 @@ process that the server started, when it is told to or when the supervisor is go
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import secrets
 import shlex
@@ -28,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.settings import ConfigError, ModelConfig
+from agentrl.samplers.vllm.adapters import adapter_rank
+from agentrl.samplers.vllm.recovery import wait_for_engine_death
 from agentrl.supervisor import SupervisedProcess, python_module
 from agentrl.timing import Waiting
 
@@ -40,8 +40,6 @@ _ENVIRONMENT = {
 _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 _START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_S = 0.1
-_WATCH_S = 1.0  # between looks at its health
-_FAILURES = 3  # in a row, after which a server is ended
 _END_GRACE_S = 8.0  # less than the supervisor's
 _LOAD_GRACE = 4
 """Adapters in one batch: the current version and older ones whose answers are still under way."""
@@ -171,20 +169,6 @@ def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
     )
 
 
-def adapter_rank(folder: str | Path) -> int:
-    """The LoRA rank that a PEFT folder says it has."""
-    return int(json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))["r"])
-
-
-def adapts_experts(folder: str | Path) -> bool:
-    """Whether a PEFT folder holds the LoRA of all of a layer's experts in one tensor.
-
-    vLLM knows another format as well and has to be told, when it is started and with each adapter.
-    """
-    config = json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))
-    return any(name.startswith("experts.") for name in config.get("target_parameters") or ())
-
-
 def server_command(settings: VllmSettings, path: str) -> list[str]:
     return [
         *(settings.python, "-m", "vllm.entrypoints.openai.api_server"),
@@ -243,7 +227,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         end()
 
     def watch_engine() -> None:
-        if _lost_its_engine(path, lambda: server.poll() is not None):
+        if wait_for_engine_death(path, lambda: server.poll() is not None):
             end()
 
     signal.signal(signal.SIGTERM, end)
@@ -252,37 +236,6 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     code = server.wait()
     _kill_group(server)  # what it left behind holds memory, often a GPU's
     return code if code >= 0 else 128 - code
-
-
-def _lost_its_engine(path: str, ended: Callable[[], bool]) -> bool:
-    """Waits until a server that was healthy is no more; False: it ended before that.
-
-    When its engine dies, vLLM closes its socket but may wait for ever for the requests under way.
-    """
-    was_healthy, failures = False, 0
-    while not ended():
-        time.sleep(_WATCH_S)
-        try:
-            healthy = _health(path) == 200
-        except TimeoutError:
-            continue  # busy
-        except (OSError, http.client.HTTPException):
-            healthy = False
-        was_healthy |= healthy
-        failures = 0 if healthy or not was_healthy else failures + 1
-        if failures >= _FAILURES:
-            return True
-    return False
-
-
-def _health(path: str) -> int:
-    with socket.socket(socket.AF_UNIX) as connected:
-        connected.settimeout(10.0)
-        connected.connect(path)
-        client = http.client.HTTPConnection("vllm")
-        client.sock = connected
-        client.request("GET", "/health", headers={"connection": "close"})
-        return client.getresponse().status
 
 
 def _end_group(server: subprocess.Popen[bytes]) -> None:

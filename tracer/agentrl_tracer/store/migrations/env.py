@@ -1,4 +1,4 @@
-"""Alembic's entry point: always run by ``engine.upgrade`` with a connection of its own."""
+"""Run migrations for alembic, on the connection that ``database`` passes."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""Nothing looks calls up by their response, and every call paid for that index."""
+"""Drop an index that no query used and every call paid for."""
 
 from alembic import op
 

@@ -18,14 +18,13 @@ import pytest
 import sqlalchemy as sa
 from running_gateway import restarted, running
 from scripted_sampler import Running
-from test_chat import client
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import MAX_CHOICES
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.requests.idempotency import MAX_ANSWER_BYTES, MAX_REQUESTS, RETRY_WITHIN_S
+from agentrl_proxy.requests.client_retries import RETRY_WITHIN_S
 from agentrl_proxy.sampler import DecodingParams, FinishEvent
-from agentrl_tracer.schemas import Call, CallState, Claim
+from agentrl_tracer.schemas import CallState, Claim, SkipReason
 from agentrl_tracer.store.database import normalize_url
 from agentrl_trainer.data.trajectories import build_trajectories
 
@@ -105,7 +104,7 @@ def test_a_client_that_leaves_during_the_commit(both: Running, model: str, strea
         assert again[0].text == again[1].text
         assert calls[0].response_id in again[0].text
         assert len(calls) == (2 if path == "/completions" else 1)
-        assert gateway.stats["replayed"] == replayed + 2 * len(calls)
+        assert gateway.stats["replayed"] == replayed + 2
 
 
 def test_a_retry_during_the_commit_waits_for_it(gateway: Running) -> None:
@@ -280,13 +279,6 @@ def test_retries_at_once_after_a_restart(
     assert not after.sampler.requests
 
 
-def test_an_answer_that_memory_had_to_drop(gateway: Running) -> None:
-    first = said(gateway)
-    for i in range(MAX_REQUESTS):
-        post(gateway, CHAT, HELLO | {"seed": i}).raise_for_status()
-    assert said(gateway, **RETRY) == first
-
-
 def test_a_request_that_nobody_knows_is_sampled(gateway: Running) -> None:
     claim = gateway.claims[1]
     others = post(gateway, CHAT, HELLO, claim).json()["id"]  # another attempt's
@@ -294,19 +286,6 @@ def test_a_request_that_nobody_knows_is_sampled(gateway: Running) -> None:
     assert [c.attempt_id for c in gateway.calls(gateway.claims[0])] == [
         gateway.claims[0].attempt_id
     ]
-
-
-def test_only_marked_retries_of_unknown_requests_look_into_the_store(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[str] = []
-    look = gateway.store.same_requests
-    monkeypatch.setattr(gateway.store, "same_requests", lambda *a: looked.append(a[0]) or look(*a))
-    said(gateway)
-    assert said(gateway, **RETRY) == said(gateway, **RETRY)
-    assert not looked
-    post(gateway, CHAT, HELLO | {"seed": 5}, headers=RETRY).raise_for_status()
-    assert looked == [gateway.claims[0].attempt_id]
 
 
 # --- what is trained
@@ -367,22 +346,8 @@ def test_a_retry_of_very_many_prompts_trains_once(gateway: Running, again: str) 
     with restarted(gateway) if again == "recalled" else contextlib.nullcontext(gateway) as after:
         for _ in range(2):
             assert post(after, "/completions", asked, headers=RETRY).json() == first
-        assert after.stats["replayed"] == 2 * MAX_CHOICES
+        assert after.stats["replayed"] == 2
     assert len(gateway.calls(gateway.claims[0])) == MAX_CHOICES
-
-
-def test_a_retry_of_prompts_of_which_memory_dropped_some(gateway: Running) -> None:
-    """However its prompts finished: memory has them all, or asks the store for all."""
-    gateway.sampler.script = lambda ids, *_: "said " * (20 - 5 * len(ids))  # the last ends first
-    gateway.sampler.delay = 0.02
-    asked = {"model": "policy", "prompt": [[5], [6, 7], [8, 9, 10]]}
-    first = post(gateway, "/completions", asked).raise_for_status().json()
-    gateway.sampler.delay = 0.0
-    for i in range(MAX_REQUESTS + 1):
-        post(gateway, CHAT, HELLO | {"seed": i, "max_tokens": 2}).raise_for_status()
-        if i >= MAX_REQUESTS - 3:
-            assert post(gateway, "/completions", asked, headers=RETRY).json() == first
-    assert len(gateway.calls(gateway.claims[0])) == 3 + MAX_REQUESTS + 1
 
 
 def test_identical_requests_of_several_prompts_are_not_mixed(gateway: Running) -> None:
@@ -455,35 +420,11 @@ def test_another_client_asks_the_same_after_a_restart(
         else:
             ask()
         assert said(after, **RETRY) == first
-        monkeypatch.setattr(after.store, "same_requests", None)  # it is asked once
         assert said(after, **RETRY) == others[0].result() != first
         assert len(after.sampler.requests) == 1
 
 
-def test_long_answers_are_left_to_the_store(gateway: Running) -> None:
-    gateway.sampler.script = lambda *_: "word " * 100
-    asked = [HELLO | {"logprobs": True, "top_logprobs": 2, "n": 24, "seed": i} for i in range(2)]
-    first = [post(gateway, CHAT, one).raise_for_status().json() for one in asked]
-    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
-    assert 0 < memory.requests.held_bytes <= MAX_ANSWER_BYTES < sum(len(str(one)) for one in first)
-    for _ in range(2):
-        for one, told in zip(asked, first, strict=True):
-            assert post(gateway, CHAT, one, headers=RETRY).json() == told
-            assert memory.requests.held_bytes <= MAX_ANSWER_BYTES
-    assert len(gateway.sampler.requests) == 2
-
-
-def test_an_answer_that_is_too_long_to_be_remembered(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentrl_proxy.requests.idempotency.MAX_ANSWER_BYTES", 100)
-    first = said(gateway)
-    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
-    assert [said(gateway, **RETRY) for _ in range(2)] == [first, first]
-    assert not memory.requests.held_bytes
-
-
-# --- a part of an answer failed: its retry gets the others, and only that one is sampled again
+# --- a part of an answer failed: nothing of it trains, and its retry is sampled anew
 
 
 def failing(gateway: Running, choice: int, prompt: list[int] | None = None) -> None:
@@ -503,23 +444,25 @@ def failing(gateway: Running, choice: int, prompt: list[int] | None = None) -> N
     gateway.sampler.sample = fail  # type: ignore[method-assign]
 
 
-def assert_sampled_once(gateway: Running, texts: dict[int, str], failed: list[int]) -> list[Call]:
-    """What the client heard was sampled, recorded and trained once; of the choices that failed
-    there are rows besides, which are not trained."""
+def assert_only_the_last_answer_trains(
+    gateway: Running, answer: dict[str, Any], failed: int
+) -> None:
     rows = gateway.calls(gateway.claims[0])
-    assert len({row.id for row in rows}) == len(rows)
-    assert len({row.response_id for row in rows}) == 1
     done = [row for row in rows if row.state is CallState.COMPLETED]
-    said = {row.choice: gateway.renderer.decode(row.response_ids) for row in done}
-    assert (len(said), said) == (len(done), texts)
+    assert {row.response_id for row in done} == {answer["id"]}
+    assert {row.choice: gateway.renderer.decode(row.response_ids) for row in done} == texts_of(
+        answer
+    )
     broken = [row for row in rows if row.state is not CallState.COMPLETED]
-    assert sorted(row.choice for row in broken) == failed
+    assert len(broken) == failed
+    assert {row.skip_reason for row in broken} == {SkipReason.SAMPLER_ERROR}
+    assert any(row.response_ids for row in broken)  # whole choices are recorded, and explained
     built = build_trajectories(rows, max_length=10_000)
-    assert len(built.skipped) == len(failed)
-    sampled = sum(len(row.response_ids) for row in done)
-    assert sum(map(sum, (row.mask for row in built.trajectories))) == sampled
+    assert len(built.skipped) == failed
+    assert sum(sum(row.mask) for row in built.trajectories) == sum(
+        len(row.response_ids) for row in done
+    )
     assert gateway.store.accounting(gateway.run_id).adds_up
-    return done
 
 
 def texts_of(answer: dict[str, Any]) -> dict[int, str]:
@@ -527,78 +470,49 @@ def texts_of(answer: dict[str, Any]) -> dict[int, str]:
     return {one["index"]: one["message"]["content"] if t is None else t for one, t in said}
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-def test_of_several_choices_one_fails(gateway: Running, seed: int | None) -> None:
-    failing(gateway, 1)
-    asked: Any = {"messages": USER, "model": "policy", "n": 3, "seed": seed}
-    with client(gateway).with_options(max_retries=2) as api:
-        answer = api.chat.completions.create(**asked)
-    said = answer.to_dict()
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert len(set(texts_of(said).values())) == 3
-    done = assert_sampled_once(gateway, texts_of(said), failed=[1])
-    assert [seen.params.n for seen in gateway.sampler.requests] == [3, 1]
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(done[0].prompt_ids)
-    assert answer.usage.completion_tokens == sum(len(row.response_ids) for row in done)
-    assert post(gateway, CHAT, asked, headers=RETRY).json() == said
-    with restarted(gateway) as after:
-        assert post(after, CHAT, asked, headers=RETRY).json() == said
-
-
 @pytest.mark.parametrize("again", ["remembered", "recalled"])
-def test_of_a_stream_of_several_choices_one_fails(gateway: Running, again: str) -> None:
-    failing(gateway, 0)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    asked = HELLO | {"n": 2} | options
-    assert "sampler_error" in post(gateway, CHAT, asked).text
+@pytest.mark.parametrize(
+    ("path", "prompt", "choice", "asked"),
+    [
+        ("/chat/completions", None, 1, {"messages": USER, "n": 3}),
+        ("/chat/completions", None, 0, {"messages": USER, "n": 3, "seed": 7}),
+        ("/completions", [6], 1, {"prompt": [[5], [6], [12]], "n": 2, "max_tokens": 200}),
+    ],
+)
+def test_of_several_choices_one_fails(
+    gateway: Running, again: str, path: str, prompt: Any, choice: int, asked: dict[str, Any]
+) -> None:
+    failing(gateway, choice, prompt)
+    asked = {"model": "policy"} | asked
+    choices = len(asked.get("prompt", [1])) * asked["n"]
+    assert post(gateway, path, asked).status_code == 503
     with restarted(gateway) if again == "recalled" else contextlib.nullcontext(gateway) as after:
-        lines = post(after, CHAT, asked, headers=RETRY).text.split("\n\n")
-        assert lines[-2:] == ["data: [DONE]", ""]
-        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-        texts = {0: "", 1: ""}
-        for one in (one for chunk in chunks for one in chunk["choices"]):
-            texts[one["index"]] += one["delta"].get("content") or ""
-        done = assert_sampled_once(gateway, texts, failed=[0])
-        assert [seen.params.n for seen in after.sampler.requests][-1] == 1
-        usage = chunks[-1]["usage"]
-        assert usage["prompt_tokens"] == len(done[0].prompt_ids)
-        assert usage["completion_tokens"] == sum(len(row.response_ids) for row in done)
-        assert len({chunk["id"] for chunk in chunks}) == 1
-        twice = post(after, CHAT, asked | {"stream": False}, headers=RETRY).json()
-        assert twice["id"] != chunks[0]["id"]  # not the same request
+        answer = post(after, path, asked, headers=RETRY).raise_for_status().json()
+        assert [one["index"] for one in answer["choices"]] == list(range(choices))
+        assert_only_the_last_answer_trains(gateway, answer, failed=choices)
+        assert post(after, path, asked, headers=RETRY).json() == answer
 
 
-@pytest.mark.parametrize("again", ["remembered", "recalled"])
-def test_of_several_prompts_one_fails(gateway: Running, again: str) -> None:
-    """The others are answered to their end, and what the retry samples is one choice of one."""
-    failing(gateway, 1, [6])
-    gateway.sampler.script = lambda ids, params, choice: f"{ids[0]} {params.seed} " * ids[0]
-    gateway.sampler.delay = 0.002
-    asked = {"model": "policy", "prompt": [[5], [6], [12]], "n": 2, "max_tokens": 200}
-    after = gateway
-    if again == "remembered":
-        with client(gateway).with_options(max_retries=2) as api:
-            answer = api.completions.create(**asked).to_dict()
-    else:
-        assert post(gateway, "/completions", asked).status_code == 503
-        with restarted(gateway) as after:
-            answer = post(after, "/completions", asked, headers=RETRY).json()
-            assert len(after.sampler.requests) == 1
-    done = assert_sampled_once(gateway, texts_of(answer), failed=[3])
-    again_asked = after.sampler.requests[-1]
-    assert (again_asked.prompt_ids, again_asked.params.n) == ([6], 1)
-    assert [one["index"] for one in answer["choices"]] == list(range(6))
-    assert answer["usage"]["prompt_tokens"] == 3
-    assert answer["usage"]["completion_tokens"] == sum(len(row.response_ids) for row in done)
-    if again == "remembered":
-        with client(gateway) as api:
-            replay: Any = api.completions.create(**asked, extra_headers=RETRY)
-        assert replay.to_dict() == answer
+def test_of_a_stream_of_several_choices_one_fails(gateway: Running) -> None:
+    failing(gateway, 0)
+    asked = HELLO | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    assert "sampler_error" in post(gateway, CHAT, asked).text
+    lines = post(gateway, CHAT, asked, headers=RETRY).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    texts = {0: "", 1: ""}
+    for one in (one for chunk in chunks for one in chunk["choices"]):
+        texts[one["index"]] += one["delta"].get("content") or ""
+    said = [{"index": i, "message": {"content": text}} for i, text in texts.items()]
+    answer = {"id": chunks[0]["id"], "choices": said}
+    assert_only_the_last_answer_trains(gateway, answer, failed=2)
+    done = [c for c in gateway.calls(gateway.claims[0]) if c.state is CallState.COMPLETED]
+    assert chunks[-1]["usage"]["completion_tokens"] == sum(len(c.response_ids) for c in done)
 
 
 def test_what_failed_may_fail_again(gateway: Running) -> None:
-    """Part by part, and a retry that is refused takes nothing away."""
+    """A retry that is refused does not use up the failure that it repeats."""
     failing(gateway, 0)
     asked = HELLO | {"n": 3}
     assert post(gateway, CHAT, asked).status_code == 503
@@ -611,8 +525,18 @@ def test_what_failed_may_fail_again(gateway: Running) -> None:
     assert post(gateway, CHAT, asked, headers=RETRY).status_code == 429
     gateway.deps.max_concurrent = 10
     answer = post(gateway, CHAT, asked, headers=RETRY).json()
-    assert_sampled_once(gateway, texts_of(answer), failed=[0, 0])
-    assert [seen.params.n for seen in gateway.sampler.requests] == [3, 1, 1]
+    assert_only_the_last_answer_trains(gateway, answer, failed=6)
+    assert [seen.params.n for seen in gateway.sampler.requests] == [3, 3, 3]
+
+
+def test_a_retry_of_a_failure_is_no_replay_of_an_identical_answer(gateway: Running) -> None:
+    first = said(gateway)
+    gateway.sampler.fail_after = 0
+    assert post(gateway, CHAT, HELLO).status_code == 503
+    gateway.sampler.fail_after = None
+    second = said(gateway, **RETRY)
+    assert second != first
+    assert said(gateway, **RETRY) == second
 
 
 def test_retries_at_once_of_what_failed(gateway: Running) -> None:
@@ -623,7 +547,7 @@ def test_retries_at_once_of_what_failed(gateway: Running) -> None:
     with ThreadPoolExecutor() as pool:
         again = list(pool.map(lambda _: post(gateway, CHAT, asked, headers=RETRY).json(), range(4)))
     assert all(one == again[0] for one in again)
-    assert_sampled_once(gateway, texts_of(again[0]), failed=[2])
+    assert_only_the_last_answer_trains(gateway, again[0], failed=3)
 
 
 def test_of_several_prompts_to_another_model_one_fails(
@@ -632,7 +556,7 @@ def test_of_several_prompts_to_another_model_one_fails(
     with running(tmp_path / "provider", renderer, {}) as provider:
         base, key = provider.base_url(), str(provider.deps.operator_key)
         gateway = start(provider_models={"answerer": ProviderModel("openai/policy", base, key,
-                                                             num_retries=0)})  # fmt: skip
+                                                                   num_retries=0)})  # fmt: skip
         fell: list[Any] = []
 
         def script(ids: Any, *_: Any) -> str:
@@ -645,17 +569,15 @@ def test_of_several_prompts_to_another_model_one_fails(
         asked = {"model": "answerer", "prompt": ["One", "Two", "Three"]}
         assert post(gateway, "/completions", asked).status_code == 503
         answer = post(gateway, "/completions", asked, headers=RETRY).raise_for_status().json()
-        assert len(provider.sampler.requests) == 4
         assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
         assert post(gateway, "/completions", asked, headers=RETRY).json() == answer
         rows = gateway.calls(gateway.claims[0])
         assert [row.state for row in rows].count(CallState.COMPLETED) == 3
-        assert {row.response_id for row in rows} == {answer["id"]}
         with restarted(gateway) as after:
             assert post(after, "/completions", asked, headers=RETRY).json() == answer
 
 
-def test_of_an_answer_of_which_a_choice_was_lost_that_one_is_sampled(gateway: Running) -> None:
+def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) -> None:
     """Its gateway died between two commits."""
     asked = HELLO | {"n": 3}
     first = post(gateway, CHAT, asked).raise_for_status().json()
@@ -666,8 +588,22 @@ def test_of_an_answer_of_which_a_choice_was_lost_that_one_is_sampled(gateway: Ru
         )
     with restarted(gateway) as after:
         again = post(after, CHAT, asked, headers=RETRY).raise_for_status().json()
-        assert again["id"] == first["id"]
-        assert again["choices"][:2] == first["choices"][:2]
-        assert again["choices"][2]["index"] == 2
-        assert again["choices"][2] != first["choices"][2]
-        assert [seen.params.n for seen in after.sampler.requests] == [1]
+        assert again["id"] != first["id"]
+        assert [seen.params.n for seen in after.sampler.requests] == [3]
+
+
+def test_what_is_remembered_of_requests_is_bounded(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl_proxy.requests.client_retries.MAX_REMEMBERED", 4)
+    gateway.sampler.healthy = False
+    for i in range(8):
+        assert post(gateway, CHAT, HELLO | {"seed": i}).status_code == 503
+        assert post(gateway, CHAT, HELLO).status_code == 503
+    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
+    assert len(memory.requests) <= 4
+    assert max(len(one.failed) for one in memory.requests.values()) == 4
+    gateway.sampler.healthy = True
+    said(gateway)
+    post(gateway, CHAT, HELLO | {"seed": -1}).raise_for_status()
+    assert len(memory.requests) <= 4

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import sqlite3
+import subprocess
+import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,7 @@ from agentrl_tracer.schemas import (
     RolloutState,
     SkipReason,
 )
-from agentrl_tracer.store import Store, tables
-from agentrl_tracer.store import database as engine
+from agentrl_tracer.store import Store, database, tables
 from agentrl_tracer.store.writer import TraceWriter
 from agentrl_trainer.data.rewards import rollout_reward
 
@@ -60,21 +62,23 @@ def call_of(claim: Claim, name: str, **changes: object) -> Call:
     return replace(call, **changes)
 
 
-def test_migrations_and_a_new_store_make_the_same_tables(tmp_path: Path) -> None:
-    scripts = ScriptDirectory(str(Path(engine.__file__).parent / "migrations"))
-    assert scripts.get_current_head() == engine.HEAD
-    migrated = engine.open_engine(f"sqlite:///{tmp_path}/migrated.db", pooled=True)
-    with migrated.begin() as connection:
-        engine.upgrade(connection, None)
-    store = Store(str(tmp_path / "new.db"))
-    Store(str(tmp_path / "migrated.db")).close()  # finds nothing left to do
-    for made in (migrated, store.db.engine):
-        with made.connect() as connection:
+def test_an_old_store_is_migrated_to_the_tables_of_a_new_one(tmp_path: Path) -> None:
+    scripts = ScriptDirectory(str(Path(database.__file__).parent / "migrations"))
+    assert scripts.get_current_head() == database.HEAD
+    with closing(sqlite3.connect(tmp_path / "old.db")) as old:
+        old.executescript(Path(__file__).with_name("schema_0001.sql").read_text())
+        old.executescript(
+            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY);"
+            "INSERT INTO alembic_version VALUES ('0001');"
+        )
+    for name in ("old.db", "new.db"):
+        store = Store(str(tmp_path / name))
+        with store.db.read() as connection:
             context = MigrationContext.configure(connection)
             assert compare_metadata(context, tables.metadata) == []
-            assert context.get_current_revision() == engine.HEAD
-    migrated.dispose()
-    store.close()
+            assert context.get_current_revision() == database.HEAD
+        assert len(store.runs()) == 0
+        store.close()
 
 
 def test_ids_are_distinct_and_sort_by_their_moment() -> None:
@@ -117,25 +121,23 @@ def test_what_is_waited_for_is_claimed_first(store: Store) -> None:
     assert [r.id for r in store.rollouts(run_id)][-2:] == last
 
 
-def claim_all(path: str, results: multiprocessing.Queue[list[str]]) -> None:
-    store = Store(path, pooled=False)
-    mine: list[str] = []
-    while claim := store.claim("r", 30):
-        mine.append(claim.rollout_id)
-        store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
-    results.put(mine)
+CLAIM_ALL = """
+import sys
+from agentrl_tracer.schemas import AttemptState
+from agentrl_tracer.store import Store
+
+store = Store(sys.argv[1], pooled=False)
+while claim := store.claim("r", 30):
+    print(claim.rollout_id)
+    store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+"""
 
 
 def test_processes_share_the_queue(store: Store) -> None:
     run_id = start_run(store, rollouts=60)
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[list[str]] = context.Queue()
-    workers = [context.Process(target=claim_all, args=(store.url, results)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    taken = [rollout for _ in workers for rollout in results.get(timeout=60)]
-    for worker in workers:
-        worker.join()
+    command = [sys.executable, "-c", CLAIM_ALL, store.url]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    taken = [line for worker in workers for line in worker.communicate(timeout=60)[0].split()]
     assert sorted(taken) == sorted(r.id for r in store.rollouts(run_id))
     assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
 

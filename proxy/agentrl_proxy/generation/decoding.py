@@ -1,0 +1,86 @@
+"""Decide how a request is sampled: from the rollout, the request and the gateway's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl_proxy.errors import context_length_exceeded, invalid
+from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
+from agentrl_proxy.sampler import DecodingParams
+
+_DEFAULT_MAX_TOKENS = 4096  # where neither a setting nor the context length limits the answer
+_TUNABLE = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+
+
+def decoding_params(
+    request: ChatRequest,
+    rollout: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    room: int | None,
+    vocab_size: int,
+    grammar: str | None,
+) -> DecodingParams:
+    """Take each value from the first source that sets it: the rollout's ``force``, the request, the
+    rollout, the gateway's defaults.
+
+    Args:
+        rollout: the rollout's sampling settings.
+        room: tokens that the context leaves for the answer; None: the sampler knows.
+
+    Raises:
+        ApiError: a value or a token id in ``logit_bias`` is out of range (400).
+    """
+    values: dict[str, Any] = {}
+    for name in _TUNABLE:
+        for source in (rollout.get("force") or {}, request.sampling, rollout, defaults):
+            value = source.get(name)
+            if value is not None:
+                checked = source is request.sampling
+                values[name] = value if checked else sampling_value(name, value)
+                break
+    if request.sampling.get("max_tokens") == 0:  # echo alone; ``force`` must not sample
+        values["max_tokens"] = 0
+    elif room is not None:
+        # max_tokens is a limit, so an answer that fits is better than a refusal.
+        values["max_tokens"] = min(values.get("max_tokens", room), room)
+    values.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
+    if any(token_id >= vocab_size for token_id, _ in request.logit_bias):
+        raise invalid("logit_bias", f"logit_bias: token ids go from 0 to {vocab_size - 1}")
+    return DecodingParams(
+        n=request.n,
+        top_logprobs=request.top_logprobs,
+        logit_bias=request.logit_bias,
+        grammar=grammar,
+        **values,
+    )
+
+
+def answer_room(prompt_tokens: int, context_length: int | None, param: str) -> int | None:
+    """Return how many tokens an answer may have; None: only the sampler knows.
+
+    Raises:
+        ApiError: the prompt leaves no room (400); ``param`` names its field.
+    """
+    if context_length is None:
+        return None
+    if prompt_tokens >= context_length:
+        raise context_length_exceeded(prompt_tokens, context_length, param)
+    return context_length - prompt_tokens
+
+
+def recorded_params(params: DecodingParams) -> dict[str, Any]:
+    """Return what ``Call.params`` says of the sampling."""
+    recorded: dict[str, Any] = {  # by hand: ``asdict`` copies deeply, for every request
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop": list(params.stop),
+        "seed": params.seed,
+        "n": params.n,
+    }
+    if params.logit_bias:
+        recorded["logit_bias"] = {str(i): value for i, value in params.logit_bias}
+    return recorded
