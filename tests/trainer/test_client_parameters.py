@@ -28,14 +28,6 @@ DATUM = Datum(ModelInput.from_ints(ROW[:-1]), {"target_tokens": ROW[1:]})
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
     with ServiceClient(folder=tmp_path_factory.mktemp("client")) as made:

@@ -209,8 +209,7 @@ def _load_config(
     kind = _require_decoder_only(name, config, own)
     # A tokenizer may have code of its own where the model has none (Moonlight's, Kimi K2's).
     tokenizer = _load(
-        name,
-        lambda: AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust),
+        name, lambda: AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust)
     )
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
