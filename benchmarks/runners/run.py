@@ -24,7 +24,7 @@ from typing import Any
 from cpu import cpu_seconds
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
-from test_runner import FakeGateway  # the runners' tests have one
+from fake_gateway import FakeGateway  # the runners' tests have one
 
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl.runs.folder import RunFolder

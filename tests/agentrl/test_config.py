@@ -22,9 +22,8 @@ from agentrl.config.settings import (
 )
 from agentrl.config.tasks import load_tasks, steps_of
 from agentrl.gateway.process import other_model, variables_of
-from agentrl.runner.config import RunnerConfig
-from agentrl.runner.environment import attempt_environment
-from agentrl.runner.pool_client import runner_environment
+from agentrl.runner import RunnerConfig
+from agentrl.runner.agent_process.environment import attempt_environment, runner_environment
 from agentrl.runs.folder import RunFolder
 from agentrl.training.rollout_queue import tasks_in_order
 from agentrl_tracer.schemas import Claim, Purpose

@@ -25,13 +25,13 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 from peer import python_with
+from tinker.proto import tinker_public_pb2 as proto
 
-from agentrl.tinker_server import create_app
-from agentrl.tinker_server import protobuf as wire
-from agentrl.tinker_server.app import TinkerServer
-from agentrl.tinker_server.request_store import Answer, Promises
+from agentrl.tinker_server import create_app, messages
+from agentrl.tinker_server.operations import TinkerServer
+from agentrl.tinker_server.request_store import Answer, RequestStore
 from agentrl.tinker_server.samplers import Samplers
-from agentrl.tinker_server.sessions import Leases
+from agentrl.tinker_server.sessions import Sessions
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import (
     AdamParams,
@@ -40,7 +40,7 @@ from agentrl_trainer.client import (
     ModelInput,
     ServiceClient,
 )
-from agentrl_trainer.client.local.states import read_state
+from agentrl_trainer.client.local.training import read_state
 
 PYTHON = python_with("tinker", "AGENTRL_TEST_TINKER_PYTHON")
 needs_sdk = pytest.mark.skipif(
@@ -88,12 +88,12 @@ def settled(url: str, promise: Any) -> httpx.Response:
 
 
 def request_of(model: str, sequence: int, datum: Datum, loss: str = "cross_entropy") -> bytes:
-    message = wire._CLASS["ForwardBackwardRequest"](model_id=model, seq_id=sequence, loss_fn=loss)
+    message = proto.ForwardBackwardRequest(model_id=model, seq_id=sequence, loss_fn=loss)
     made = message.data.add()
     tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int32).tobytes()
     made.model_input.add().encoded_text.tokens = tokens
     for name, values in datum.loss_fn_inputs.items():
-        tensor = made.loss_fn_inputs.add(key=name).value
+        tensor = made.loss_fn_inputs[name]
         whole = name == "target_tokens"
         tensor.dense = np.asarray(values, dtype=np.int64 if whole else np.float32).tobytes()
         tensor.dtype = 2 if whole else 1
@@ -113,9 +113,9 @@ def test_the_protocol(url: str, tmp_path: Path) -> None:
     again = post(url, "forward_backward", request_of(model, 1, datum))
     assert promise.json() == again.json()  # a retry is not learned from twice
     answer = settled(url, promise)
-    assert answer.headers["content-type"] == wire.PROTOBUF
-    output = wire._CLASS["ForwardBackwardOutput"].FromString(answer.content)
-    loss = {metric.key: metric.value for metric in output.metrics}["loss:sum"]
+    assert answer.headers["content-type"] == messages.PROTOBUF
+    output = proto.ForwardBackwardOutput.FromString(answer.content)
+    loss = output.metrics["loss:sum"]
     adam = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-3}}
     norm = settled(url, post(url, "optim_step", adam)).json()["metrics"]["grad_norm"]
     with ServiceClient(folder=tmp_path / "local") as service:
@@ -127,7 +127,7 @@ def test_the_protocol(url: str, tmp_path: Path) -> None:
     bad = Datum(datum.model_input, {"target_tokens": ROW[:-1]})
     failed = settled(url, post(url, "forward_backward", request_of(model, 3, bad))).json()
     assert failed["category"] == "user"
-    assert "moved by one" in failed["error"]
+    assert "shifted by one" in failed["error"]
     saved = {"model_id": model, "seq_id": 4, "path": "one"}
     path = settled(url, post(url, "save_weights", saved)).json()["path"]
     assert path == f"tinker://{model}/weights/one"
@@ -190,10 +190,10 @@ def test_a_finished_session_leaves_nothing(app: FastAPI, url: str) -> None:
     assert refused.status_code == 422
     assert "no-such-model" in refused.json()["detail"]
     assert httpx.get(f"{url}/api/v1/samplers/s1:sample:0").json()["base_model"] == TINY
-    assert server.promises.kept > 0
+    assert server.requests.kept > 0
     post(url, "sessions/s1/finish", {"reason": {"type": "success"}})
     assert not server.models
-    assert server.promises.kept == 0
+    assert server.requests.kept == 0
     assert not server.samplers.loaded
     assert httpx.get(f"{url}/api/v1/samplers/s1:sample:1").status_code == 404
 
@@ -252,14 +252,14 @@ def test_silence_ends_a_session(tmp_path: Path) -> None:
             promise = say("create_model", begun(session, 0)).json()["request_id"]
             say("retrieve_future", {"request_id": promise})
         assert set(server.models) == {f"{loud}:train:0", f"{silent}:train:0"}
-        with server.leases._lock:  # as if its last word was long ago; the watch comes by in 3 s
-            server.leases._heard[silent] -= 100
+        with server.sessions._lock:  # as if its last word was long ago; the watch comes by in 3 s
+            server.sessions._heard[silent] -= 100
         deadline = time.monotonic() + 30
         while f"{silent}:train:0" in server.models and time.monotonic() < deadline:
             assert say("session_heartbeat", {"session_id": loud}).status_code == 200
             time.sleep(0.1)
         assert set(server.models) == {f"{loud}:train:0"}
-        assert server.promises.owner(promise) is None
+        assert server.requests.owner(promise) is None
         assert say("session_heartbeat", {"session_id": silent}).status_code == 410
         optim = {"model_id": f"{silent}:train:0", "adam_params": {}}
         assert say("optim_step", optim).status_code == 404
@@ -293,7 +293,7 @@ def test_a_session_that_cannot_be_ended_is_no_harm_to_others(
 
     monkeypatch.setattr(server.samplers, "release", fails)
     for session in (bad, good):
-        server.leases._heard[session] -= 10_000
+        server.sessions._heard[session] -= 10_000
     server.finish_silent()
     assert not server.models
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -316,7 +316,7 @@ def test_a_model_that_comes_after_its_session_is_not_kept(
 
     monkeypatch.setattr(server.service, "create_lora_training_client", slow)
     promise = post(url, "create_model", begun("s1", 0)).json()["request_id"]
-    pending = server.promises._made[promise].answer
+    pending = server.requests._requests[promise].answer
     post(url, "sessions/s1/finish", {"reason": {"type": "interrupted"}})
     may_go_on.set()
     answer = pending.result(30)
@@ -328,7 +328,7 @@ def test_a_model_that_comes_after_its_session_is_not_kept(
 
 def test_leases_count_from_what_was_heard_last() -> None:
     now = 0.0
-    leases = Leases(10.0, lambda: now)
+    leases = Sessions(10.0, lambda: now)
     leases.renew("a")
     leases.renew("b")
     now = 9.0
@@ -348,7 +348,7 @@ def done(answer: Answer) -> Future[Answer]:
 
 
 def test_a_repetition_waits_until_the_work_has_its_place() -> None:
-    promises = Promises()
+    promises = RequestStore()
     entered, may_go_on = threading.Event(), threading.Event()
     runs: list[int] = []
 
@@ -359,9 +359,9 @@ def test_a_repetition_waits_until_the_work_has_its_place() -> None:
         return done({"done": True})
 
     with ThreadPoolExecutor(2) as several:
-        first = several.submit(promises.make, "m", 1, work)
+        first = several.submit(promises.submit, "m", 1, work)
         entered.wait(30)
-        second = several.submit(promises.make, "m", 1, work)
+        second = several.submit(promises.submit, "m", 1, work)
         time.sleep(0.1)
         assert not second.done()
         may_go_on.set()
@@ -372,7 +372,7 @@ def test_a_repetition_waits_until_the_work_has_its_place() -> None:
 
 
 async def test_what_work_raises_is_its_result() -> None:
-    promises = Promises()
+    promises = RequestStore()
 
     def raises(error: Exception) -> Any:
         def work() -> Future[Answer]:
@@ -381,23 +381,23 @@ async def test_what_work_raises_is_its_result() -> None:
         return work
 
     for error, category in ((FileExistsError("a"), "user"), (OSError("disk"), "server")):
-        answer = await promises.answer(promises.make("m", None, raises(error)))
+        answer = await promises.answer(promises.submit("m", None, raises(error)))
         assert answer == {"error": f"{type(error).__name__}: {error}", "category": category}
     with pytest.raises(HTTPException):
-        promises.make("m", 1, raises(HTTPException(404, "no model")))
-    again = promises.make("m", 1, lambda: done({"now": "there"}))
+        promises.submit("m", 1, raises(HTTPException(404, "no model")))
+    again = promises.submit("m", 1, lambda: done({"now": "there"}))
     assert await promises.answer(again) == {"now": "there"}
 
 
 async def test_results_are_bounded_delivered_ones_go_first() -> None:
-    promises = Promises(result_bytes=100)
-    first, second = (promises.make("m", i, lambda: done(b"x" * 40)) for i in range(2))
+    promises = RequestStore(result_bytes=100)
+    first, second = (promises.submit("m", i, lambda: done(b"x" * 40)) for i in range(2))
     assert len(await promises.answer(second)) == 40
-    third = promises.make("m", 2, lambda: done(b"x" * 40))
+    third = promises.submit("m", 2, lambda: done(b"x" * 40))
     with pytest.raises(HTTPException, match="no longer"):
         await promises.answer(second)
     assert len(await promises.answer(first)) == len(await promises.answer(third)) == 40
-    assert promises.make("m", 1, lambda: done(b"")) == second  # still not done a second time
+    assert promises.submit("m", 1, lambda: done(b"")) == second  # still not done a second time
 
 
 def test_which_samplers_are_kept(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_which_samplers_are_kept(tmp_path: Path) -> None:
             return service.create_sampling_client(model_path=uri)
 
         samplers = Samplers(load, kept=2)
-        samplers.add_base("s:base", service.create_sampling_client(base_model=TINY))
+        samplers.add("s:base", service.create_sampling_client(base_model=TINY), None, is_base=True)
         for name in "abc":
             samplers.add(f"s:{name}", load(path), path)
         samplers.add("s:1", training.save_weights_and_get_sampling_client(), None)
@@ -428,7 +428,7 @@ def test_which_samplers_are_kept(tmp_path: Path) -> None:
 
 
 def test_an_output_without_rows() -> None:
-    assert wire.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))
+    assert messages.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))
 
 
 SDK = """
@@ -521,7 +521,6 @@ for base_url in (None, url):
         )
         state = client.save_state("s", ttl_seconds=3600, user_metadata={"a": "b"}).result().path
         again = service.create_training_client_from_state_with_optimizer(state)
-        last = sampler.compute_logprobs(row, prompt_logprobs_last_n=2).result()
         client.log(step=1, loss=losses[-1])
         found.append({
             "losses": losses,
@@ -531,7 +530,6 @@ for base_url in (None, url):
             "forward": again.forward([datum]).result().loss_fn_outputs[0]["logprobs"].tolist(),
             "model": client.get_info().model_name,
             "saved": saved.sample(row, 1, params).result().sequences[0].tokens,
-            "last": [x if x is None else round(x, 4) for x in last],
             "models": service.supported_models(),
         })
 print(json.dumps(found))

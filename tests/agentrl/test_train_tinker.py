@@ -27,7 +27,7 @@ from transformers import dynamic_module_utils
 from agentrl.config.settings import ConfigError, TrainConfig
 from agentrl.gateway.process import GatewaySettings, _make_sampler
 from agentrl.runs.folder import find_adapters
-from agentrl.tinker_server.app import TinkerServer
+from agentrl.tinker_server.operations import TinkerServer
 from agentrl.training.clients import TrainingClients, create_clients
 from agentrl.training.session import RunError
 from agentrl_tracer.schemas import SkipReason

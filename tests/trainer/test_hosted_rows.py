@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from agentrl_trainer.client import AdamParams, RefusedRows, ServiceClient
-from agentrl_trainer.client.hosted_rows import (
-    bare,
+from agentrl_trainer.client.tinker.rows import (
     check_rows,
     folded,
     loss_of,
     native_config,
     stats_of,
     trained_logprobs,
+    unweighted,
 )
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
@@ -92,7 +92,7 @@ def test_the_update_is_the_learners(
             return seen[0][0] / tokens, {}
 
         if own is None:
-            client.forward_backward_custom([bare(row) for row in data], custom).result()
+            client.forward_backward_custom([unweighted(row) for row in data], custom).result()
         else:
             sent = [folded(row, tokens) for row in data]
             done = client.forward_backward(sent, loss, own).result()

@@ -81,7 +81,7 @@ def train(
     from agentrl.training.session import Session
 
     config = _with_agent(TrainConfig, agent, settings)
-    validate_agent(config.agent, elsewhere=config.python is not None)
+    validate_agent(config.agent, other_python=config.python is not None)
     tasks = load_tasks(config.tasks, "tasks")
     eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
     check_warmup(config.warmup_steps, steps_of(config, tasks))  # before config.json says so
@@ -123,7 +123,7 @@ def evaluate(agent: Agent = None, *, settings: EvalSettings) -> None:
     from agentrl.runner import validate_agent
 
     config = _with_agent(EvalConfig, agent, settings)
-    validate_agent(config.agent, elsewhere=config.python is not None)
+    validate_agent(config.agent, other_python=config.python is not None)
     run_evaluation(config, console)
 
 
@@ -134,7 +134,7 @@ def run(agent: Agent = None, *, settings: RunSettings) -> None:
     from agentrl.runner import validate_agent
 
     config = _with_agent(RunConfig, agent, settings)
-    validate_agent(config.agent, elsewhere=config.python is not None)
+    validate_agent(config.agent, other_python=config.python is not None)
     if not run_once(config, console):
         sys.exit(1)
 

@@ -1,7 +1,4 @@
-"""Cheap answers to what a worker asks often: is the gateway well, has anything been queued.
-
-Knows ``/healthz`` and the files of an SQLite store.
-"""
+"""Check cheaply, and often, whether the gateway is well and whether the queue has changed."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _LONGEST_SILENCE_S = 1.0
 
 
 class GatewayProbe:
-    """Asks the gateway whether it is well, and which boot of it answers."""
+    """Asks the gateway's ``/healthz`` whether it is well, and which boot of it answers."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -30,7 +27,7 @@ class GatewayProbe:
         self._known: tuple[float, str | None] = (float("-inf"), None)
 
     def boot_id(self, max_age_s: float = 0.0) -> str | None:
-        """The boot id of a healthy gateway; None when it is unreachable or unwell."""
+        """Return the boot id of a healthy gateway; None when it is unreachable or unwell."""
         asked, boot_id = self._known
         if boot_id is None or time.monotonic() - asked > max_age_s:
             boot_id = self._ask()
@@ -51,16 +48,16 @@ class GatewayProbe:
 
 
 def _boot_id(health: dict[str, Any]) -> str:
-    """Of the gateway, and of a sampler that died and came back without it."""
+    """Return the id of the gateway's boot and of its sampler's, which may restart alone."""
     return f"{health['boot_id']}-{health['recoveries']}"
 
 
 class QueueWatch:
-    """Says when an idle worker should look at the queue again.
+    """Tells when an idle worker should look at the queue again.
 
-    A look costs a transaction. With SQLite one ``stat`` of the write-ahead log tells that nobody
-    has written, so an idle worker looks at once when somebody has, and hardly ever when not. Where
-    others write all the time, looks that find nothing become rarer.
+    A look costs a transaction. With SQLite one ``stat`` of the write-ahead log tells whether the
+    store has changed: an idle worker looks at once when it has, and hardly ever when not. Where
+    the store changes all the time, looks that find nothing become rarer.
     """
 
     TICK_S = 0.05
@@ -75,12 +72,12 @@ class QueueWatch:
         self._pause = self._FIRST_S
 
     def due(self) -> bool:
-        """Whether to look now; a look is expected to follow at once."""
+        """Tell whether to look now; the caller is expected to look at once."""
         waited = time.monotonic() - self._looked
         stamp = self._stamp()
         if stamp is not None and stamp == self._seen:
             self._pause = self._FIRST_S
-            # A write within the same tick of the file system's clock may have left no trace.
+            # A write within the same tick of the file system's clock may leave no trace.
             if waited < _LONGEST_SILENCE_S:
                 return False
         elif waited < self._pause:
@@ -91,7 +88,7 @@ class QueueWatch:
         return True
 
     def found(self) -> None:
-        """The last look found a rollout: look again right after it."""
+        """Make the next look due at once, because the last one found a rollout."""
         self._looked = float("-inf")
         self._seen = None
         self._pause = self._FIRST_S

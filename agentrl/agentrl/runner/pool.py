@@ -1,12 +1,11 @@
-"""The pool: learns what to preload, forks the workers, forks again those that die.
+"""The pool: preload modules, fork the workers, fork again those that die.
 
-Knows processes. Single-threaded, because it forks. It ends when its standard input does: the
-trainer holds the other end.
+Single-threaded, because it forks. It ends when its standard input does: the trainer holds the other
+end.
 
-Which modules to preload is learned twice: from a *scout*, a child that only imports the agent while
-the gateway is still starting, and from what the first attempts turn out to import lazily. After
-each lesson the pool rehearses an attempt, and its workers retire after theirs and are forked
-afresh, warm.
+The pool learns twice which modules to preload: from a *scout*, a child that only imports the agent
+while the gateway is still starting, and from what the first attempts turn out to import lazily.
+After each lesson its workers retire after their attempt and are forked again, warm.
 """
 
 from __future__ import annotations
@@ -27,25 +26,35 @@ from typing import NoReturn
 
 # The attempt's own imports, so that every fork has them: OpenTelemetry and the tracer among them.
 import agentrl_tracer.emit  # noqa: F401
-from agentrl.runner.agent import load_agent, parse_agent
-from agentrl.runner.config import RunnerConfig, check_environment
-from agentrl.runner.environment import QUIET, attempt_environment, direct_to_gateway
-from agentrl.runner.preload import StartedThreads, installed_roots, preload, third_party_modules
-from agentrl.runner.subreaper import adopt, kill_children
-from agentrl.runner.warmup import rehearse
+from agentrl.runner.agent_process.environment import (
+    QUIET,
+    attempt_environment,
+    check_environment,
+    direct_to_gateway,
+)
+from agentrl.runner.agent_process.loading import load_agent
+from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.preload import (
+    StartedThreads,
+    installed_roots,
+    preload,
+    third_party_modules,
+    warm_up,
+)
+from agentrl.runner.protocol import RunnerConfig, take_lines
+from agentrl.runner.subreaper import adopt_orphans, kill_children
 from agentrl.runner.worker import run_worker
+from agentrl.supervisor import Backoff
 from agentrl_tracer.schemas import Claim, Purpose
 
 logger = logging.getLogger("agentrl.runner")
 
 _SCOUT_TIMEOUT_S = 120.0
-_PIONEER_S = 1.5  # the others wait so long for the first attempt to end, for its lazy imports
-_MOST_LESSONS = 6  # times that workers are retired for newly learned modules
+_PIONEER_S = 1.5  # longest wait of the other workers for the first attempt's lazy imports
+_MOST_LESSONS = 6  # times that workers retire for newly learned modules
 _STOP_GRACE_S = 5.0
-_FIRST_BACKOFF_S = 0.1
-_LONGEST_BACKOFF_S = 5.0
-_HEALTHY_AFTER_S = 10.0
-_SKIP = "AGENTRL_RUNNER_SKIP"  # modules and packages not to preload, across our own re-execution
+_FORK_AGAIN_S = 5.0
+_SKIP = "AGENTRL_RUNNER_SKIP"  # modules and packages not to preload, across the re-execution
 
 
 @dataclass(slots=True)
@@ -57,7 +66,7 @@ class _Slot:
     control: socket.socket | None = None
     started: float = 0.0
     due: float = 0.0
-    backoff: float = _FIRST_BACKOFF_S
+    backoff: Backoff = field(default_factory=Backoff)
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -76,14 +85,14 @@ class Pool:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # All attempts have these: so the scout and the rehearsal go by them too.
+        # All attempts have these, so scout and warm-up get them, too.
         os.environ.update(QUIET | direct_to_gateway(self.config.gateway))
-        adopt()  # of a worker that is killed, the agent's detached processes come to us
-        installed_roots()  # looked up once, here, rather than in every attempt; likewise:
+        adopt_orphans()  # detached processes of the agents of a worker that is killed
+        # Cached before the fork, rather than computed in every attempt.
+        installed_roots()
         tempfile.gettempdir()
-        # Several processes share this object: it keeps no connection, only compiled statements.
         if self.agent.kind == "command" or self.config.python is not None:
-            self._pioneer_until = 0.0  # its modules are in another process
+            self._pioneer_until = 0.0  # the agent's modules are in another process
             self._learn([])
         else:
             self._learn(self._scout())
@@ -97,7 +106,7 @@ class Pool:
         self._stopping = True
 
     def _scout(self) -> list[str]:
-        """Imports the agent in a child; returns the installed modules which that needed."""
+        """Import the agent in a child; return the installed modules which that needed."""
         read, write = os.pipe()
         known = frozenset(sys.modules)
         pid = _fork()
@@ -133,11 +142,9 @@ class Pool:
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in (0, 1, 2):
                 os.dup2(nothing, fd)
-            # Clients made while the module is imported want a key and a URL.
-            nobody = Claim(
-                "scout", "scout", 0, "", Purpose.TRAIN, 0, "", {}, "sk-agentrl-scout", 0.0
-            )
-            os.environ.update(attempt_environment(self.config, nobody))
+            # Clients made while the module is imported need a key and a URL.
+            claim = Claim("scout", "scout", 0, "", Purpose.TRAIN, 0, "", {}, "sk-scout", 0.0)
+            os.environ.update(attempt_environment(self.config, claim))
             error = None
             try:
                 load_agent(self.config.agent, self.config.python_path)
@@ -150,17 +157,16 @@ class Pool:
             os._exit(0)
 
     def _learn(self, names: list[str]) -> None:
-        """Imports modules, warms up with them, and makes workers that lack all that retire."""
+        """Import modules, warm up with them, and make workers that lack them retire."""
         started = time.monotonic()
         try:
             count = preload(names, self._skip)
             if count == 0 and self._lessons:
                 return
             self._lessons += 1
-            if rehearse.__module__ not in self._skip:
-                rehearse()
-        except StartedThreads as offence:
-            self._begin_again_without(offence.module)
+            warm_up(self._skip)
+        except StartedThreads as error:
+            self._start_over_without(error.module)
         logger.info("preloaded %d modules in %.1f s", count, time.monotonic() - started)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page after the fork
@@ -169,10 +175,10 @@ class Pool:
                 with contextlib.suppress(OSError):
                     slot.control.send(b"r")
 
-    def _begin_again_without(self, module: str) -> NoReturn:
-        """Threads do not survive a fork, and what started them cannot be undone: start over.
+    def _start_over_without(self, module: str) -> NoReturn:
+        """Execute the pool again: threads do not survive a fork, and cannot be ended from here.
 
-        Our pid and standard input stay, so the trainer notices nothing.
+        Pid and standard input stay, so the trainer notices nothing.
         """
         logger.info("%s starts threads in the pool; it is left to the attempts", module)
         self._stop_workers()
@@ -187,7 +193,7 @@ class Pool:
         now = time.monotonic()
         for slot in self._slots:
             if slot.index and now < self._pioneer_until:
-                break  # the first worker goes ahead: see ``_PIONEER_S``
+                break  # the first worker goes ahead
             if slot.pid is None and now >= slot.due:
                 self._fork_worker(slot)
 
@@ -199,11 +205,11 @@ class Pool:
             logger.warning("could not fork a runner: %s", error)
             ours.close()
             theirs.close()
-            slot.due = time.monotonic() + _LONGEST_BACKOFF_S
+            slot.due = time.monotonic() + _FORK_AGAIN_S
             return
         if pid == 0:
             ours.close()
-            for other in self._slots:  # else a worker would not see the end of its own socket
+            for other in self._slots:  # or another worker would not see the end of its socket
                 if other.control is not None:
                     other.control.close()
             nothing = os.open(os.devnull, os.O_RDONLY)
@@ -216,7 +222,7 @@ class Pool:
         slot.received.clear()
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleeps until a worker says something or dies, or the trainer is gone."""
+        """Sleep until a worker says something or dies, or the trainer is gone."""
         slots = {slot.control.fileno(): slot for slot in self._slots if slot.control is not None}
         now = time.monotonic()
         due = [slot.due for slot in self._slots if slot.pid is None]
@@ -232,7 +238,7 @@ class Pool:
     def _check_parent(self, readable: list[int]) -> None:
         if 0 in readable and not os.read(0, 1024):
             self._stopping = True
-        if os.getppid() != self._parent:  # in case a sibling of ours holds the pipe open
+        if os.getppid() != self._parent:  # in case a sibling process holds the pipe open
             self._stopping = True
 
     def _hear(self, slot: _Slot) -> None:
@@ -247,9 +253,7 @@ class Pool:
             self._bury(slot)
             return
         slot.received += chunk
-        *lines, rest = bytes(slot.received).split(b"\n")
-        slot.received[:] = rest
-        for line in lines:
+        for line in take_lines(slot.received):
             message = json.loads(line)
             if self._pioneer_until == float("inf"):
                 self._pioneer_until = time.monotonic() + _PIONEER_S
@@ -264,25 +268,23 @@ class Pool:
         slot.control.close()
         slot.control = None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(slot.pid, signal.SIGKILL)  # without its socket it is of no use
+            os.kill(slot.pid, signal.SIGKILL)  # useless without its socket
         code = os.waitstatus_to_exitcode(os.waitpid(slot.pid, 0)[1])
         now = time.monotonic()
-        if now - slot.started > _HEALTHY_AFTER_S:
-            slot.backoff = _FIRST_BACKOFF_S
         slot.due = now
         if code != 0 and not self._stopping:
             self.deaths += 1
-            slot.due = now + slot.backoff
+            delay = slot.backoff.after(now - slot.started)
+            slot.due = now + delay
             logger.warning(
                 "runner %d (pid %d) ended with %d; number %d to die, again in %.1f s",
-                slot.index, slot.pid, code, self.deaths, slot.backoff,
+                slot.index, slot.pid, code, self.deaths, delay,
             )  # fmt: skip
-            slot.backoff = min(slot.backoff * 2, _LONGEST_BACKOFF_S)
         slot.pid = None
         kill_children(keep={other.pid for other in self._slots if other.pid is not None})
 
     def _stop_workers(self) -> None:
-        """Closes their sockets, which stops them, and waits; the slow ones are killed."""
+        """Close the workers' sockets, which stops them, and wait; kill the slow ones."""
         waiting = [slot for slot in self._slots if slot.pid is not None]
         for slot in waiting:
             if slot.control is not None:
@@ -305,8 +307,8 @@ class Pool:
 
 
 def main() -> int:
-    """Runs a pool; its configuration is the first line of stdin (or of the given descriptor)."""
-    # A handler of our own, not the root's: the agent configures logging as it likes.
+    """Run a pool; its configuration is the first line of stdin (or of the given descriptor)."""
+    # Not on the root logger: the agent configures logging as it likes.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
@@ -330,7 +332,7 @@ def main() -> int:
 
 
 def _read_line(fd: int) -> str:
-    """One line, and not a byte more."""
+    """Read one line, and not a byte more."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(fd, 1)

@@ -1,8 +1,7 @@
 """Runners on a Ray cluster: ``--runners ray:16``.
 
-Ray (https://docs.ray.io) places and revives them; we only start our usual pool inside each of its
-actors. An actor is one runner and asks for one CPU. Knows Ray's actors and ``PoolHandle``; imported
-only when asked for, since Ray is no dependency of ours.
+Ray (https://docs.ray.io) places and revives actors; each actor is one runner, asks for one CPU, and
+starts the usual pool inside. Imported only when asked for: Ray is an optional dependency.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentrl.runner.agent import validate_agent
-from agentrl.runner.config import RunnerConfig, check_environment
+from agentrl.runner.agent_process.environment import check_environment
+from agentrl.runner.agent_spec import validate_agent
+from agentrl.runner.protocol import RunnerConfig
 
 logger = logging.getLogger("agentrl.runner")
 
@@ -29,17 +29,16 @@ _ANSWER_S = 5.0  # longest wait for an actor's answer
 _PLACED_S = 30.0  # after which runners without a place are worth a warning
 _REACH_S = 10.0
 _START_TRIES = 3
-_AGAIN_S = 10.0  # before an actor that is dead for good gets a successor
+_REPLACE_S = 10.0  # before an actor that is dead for good gets a successor
 
 
 class _RayRunner:
-    """The actor: a pool of one runner, for as long as the actor lives."""
+    """The actor: a pool of one runner."""
 
     def __init__(self, config_json: str, search: list[str]) -> None:
         sys.path[:0] = [folder for folder in search if folder not in sys.path]
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [*search, os.environ.get("PYTHONPATH")])
-        )
+        path = [*search, os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         from agentrl.runner.pool_client import start_pool
         from agentrl.runner.ray import check_reach
 
@@ -61,33 +60,39 @@ class _RayRunner:
 
 @dataclass(slots=True)
 class _Place:
-    """A runner's, whichever actor has it."""
+    """A runner's place, whichever actor has it.
+
+    Attributes:
+        answer: to whether the actor is alive; None: it died, and has no successor yet.
+        heard: Ray has found a machine for it.
+        died: it has not worked since its last death.
+    """
 
     actor: Any
-    answer: Any  # to whether it is alive; None: it died, and has no successor yet
-    heard: bool = False  # Ray has found a place for it
-    died: bool = False  # and has not worked since
-    again_at: float = 0.0
+    answer: Any
+    heard: bool = False
+    died: bool = False
+    replace_at: float = 0.0
 
 
 class RayPool:
     """``config.runners`` actors, on the cluster of ``RAY_ADDRESS``, else on one started here.
 
     Args:
-        gateway_host: the address that the gateway listens on; None: nobody can change it.
+        gateway_host: the address that the gateway listens on; None: the command cannot change it.
 
     Raises:
-        ValueError: Ray is not installed or does not start, or the store or gateway is out of the
-            other nodes' reach.
+        ValueError: Ray is not installed or does not start, or other nodes cannot reach the store or
+            the gateway.
     """
 
     def __init__(self, config: RunnerConfig, gateway_host: str | None = None) -> None:
         try:
             import ray  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise ValueError("runners: ray is not installed; pip install 'agentrl[ray]'") from None
+            raise ValueError("runners: ray is not installed; pip install ray") from None
         check_environment()
-        validate_agent(config.agent, config.python_path, elsewhere=True)
+        validate_agent(config.agent, config.python_path, other_python=True)
         self.restarts = 0
         self._ray: Any = ray
         self._started_ray = not ray.is_initialized()
@@ -102,14 +107,14 @@ class RayPool:
         self._start()
 
     def _start(self) -> None:
-        self._places = [_Place(*self._new()) for _ in range(self._config.runners)]
+        self._places = [_Place(*self._new_actor()) for _ in range(self._config.runners)]
         self._some_alive = True
         self._next_look = 0.0
         self._warn_at = time.monotonic() + _PLACED_S
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
-    def _new(self) -> tuple[Any, Any]:
-        """An actor, and its answer to come."""
+    def _new_actor(self) -> tuple[Any, Any]:
+        """Return an actor, and its future answer."""
         search = [folder for folder in sys.path if folder]
         # Ray revives an actor that dies; what its runner had under way loses its lease.
         kind = self._ray.remote(max_restarts=-1, num_cpus=1)(_RayRunner)
@@ -117,7 +122,7 @@ class RayPool:
         return actor, actor.alive.remote()
 
     def alive(self) -> bool:
-        """Whether some runner works, or still waits for Ray to place it."""
+        """Tell whether some runner works, or still waits for Ray to place it."""
         now = time.monotonic()
         if now < self._next_look:
             return self._some_alive
@@ -125,15 +130,15 @@ class RayPool:
         asked = [place.answer for place in self._places if place.answer is not None]
         answered = set(self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ())
         works = False
-        waiting = unplaced = 0
+        waiting: list[_Place] = []
         for place in self._places:
             if place.answer in answered:
                 works |= self._hear(place, now)
-            elif place.answer is None and now > place.again_at:
-                place.actor, place.answer = self._new()
+            elif place.answer is None and now > place.replace_at:
+                place.actor, place.answer = self._new_actor()
             elif place.answer is not None and not place.died:
-                waiting += 1
-                unplaced += not place.heard
+                waiting.append(place)
+        unplaced = sum(not place.heard for place in waiting)
         if unplaced and now > self._warn_at:
             self._warn_at = float("inf")
             cpus = self._ray.cluster_resources().get("CPU", 0)
@@ -141,22 +146,21 @@ class RayPool:
                 "%d of %d runners wait for a place: the Ray cluster has %g CPUs, and a runner "
                 "asks for one", unplaced, len(self._places), cpus,
             )  # fmt: skip
-        self._some_alive = works or waiting > 0
+        self._some_alive = works or bool(waiting)
         return self._some_alive
 
     def _hear(self, place: _Place, now: float) -> bool:
-        """Whether the runner works, by the answer that is there; asks it again."""
+        """Take the actor's answer and ask again; return whether the runner works."""
         try:
             self._ray.get(place.answer)
         except self._ray.exceptions.RayError as error:
-            said = str(error).strip() or type(error).__name__
-            why = said.splitlines()[-1]
-            if why not in self._told:  # once, not every two seconds
-                self._told.add(why)
+            why = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            if why not in self._reported:  # once, not every two seconds
+                self._reported.add(why)
                 logger.warning("a runner on Ray: %s", why)
             if isinstance(error, self._ray.exceptions.ActorDiedError):
                 place.died = True
-                place.answer, place.again_at = None, now + _AGAIN_S
+                place.answer, place.replace_at = None, now + _REPLACE_S
             else:  # Ray is reviving it
                 place.answer = place.actor.alive.remote()
             return False
@@ -174,24 +178,20 @@ class RayPool:
             place.actor.stop.remote()
 
     def stop(self) -> None:
-        self._ray.wait(
-            [place.actor.stop.remote() for place in self._places],
-            num_returns=len(self._places),
-            timeout=_ANSWER_S,
-        )
+        self._answers("stop")
         self._kill()
         if self._started_ray:
             self._ray.shutdown()
 
     def log_tail(self, lines: int = 20) -> str:
-        ready, _ = self._ray.wait(
-            [place.actor.log_tail.remote(lines) for place in self._places],
-            num_returns=len(self._places),
-            timeout=_ANSWER_S,
-        )
         with contextlib.suppress(self._ray.exceptions.RayError):
-            return "\n".join(self._ray.get(ready))
+            return "\n".join(self._ray.get(self._answers("log_tail", lines)))
         return ""
+
+    def _answers(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every actor; return the answers that come in time."""
+        asked = [getattr(place.actor, method).remote(*args) for place in self._places]
+        return self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)[0]
 
     def _kill(self) -> None:
         for place in self._places:
@@ -199,10 +199,10 @@ class RayPool:
 
 
 def _join_or_start(ray: Any, runners: int) -> None:
-    """Joins the cluster there is, else starts one with a place for every runner.
+    """Join the running cluster, else start one with a place for every runner.
 
-    Ray's raylet gives its own helper process 15 seconds, a constant, to import what it needs, and
-    aborts if a busy machine takes longer (ray-project/ray#65983): so it gets several tries.
+    Ray's raylet gives its own helper process 15 seconds to import what it needs, and aborts if a
+    busy machine takes longer (ray-project/ray#65983), so a start is tried several times.
     """
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:
@@ -214,14 +214,10 @@ def _join_or_start(ray: Any, runners: int) -> None:
                 f"runners: no Ray cluster answers at RAY_ADDRESS {address}: {error} Start it, or "
                 "unset RAY_ADDRESS to have one started here"
             ) from error
+    cpus = max(runners, os.cpu_count() or 1)
     for left in reversed(range(_START_TRIES)):
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=max(runners, os.cpu_count() or 1),
-                **settings,
-            )
+            ray.init(address="local", include_dashboard=False, num_cpus=cpus, **settings)
             return
         except Exception as error:  # Ray raises nothing narrower
             ray.shutdown()
@@ -235,7 +231,7 @@ def _join_or_start(ray: Any, runners: int) -> None:
 
 
 def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> RunnerConfig:
-    """The configuration as every node of the cluster can use it.
+    """Return the configuration as every node of the cluster can use it.
 
     Raises:
         ValueError: there are other nodes, and they cannot reach the store or the gateway.
@@ -259,12 +255,12 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
             f"has {count}); set --gateway-host 0.0.0.0, or this machine's address in their network"
         )
     parts = urlsplit(config.gateway)
-    if _is_loopback(parts.hostname or ""):  # it listens everywhere; ours is not their address
-        ours = ray.util.get_node_ip_address()
-        host = f"[{ours}]" if ":" in ours else ours
-        url = parts._replace(netloc=f"{host}:{parts.port}")
-        return replace(config, gateway=url.geturl())
-    return config
+    if not _is_loopback(parts.hostname or ""):
+        return config
+    # It listens everywhere; other nodes need this machine's address.
+    address = ray.util.get_node_ip_address()
+    host = f"[{address}]" if ":" in address else address
+    return replace(config, gateway=parts._replace(netloc=f"{host}:{parts.port}").geturl())
 
 
 def _is_loopback(host: str) -> bool:
@@ -275,21 +271,18 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_reach(config: RunnerConfig) -> None:
-    """Says at once what a runner would otherwise wait for in vain: a node may have joined late.
+    """Refuse a node, which may have joined late, that cannot reach the gateway or the store.
 
     Raises:
-        RuntimeError: the gateway or the store's file cannot be reached from this machine.
+        RuntimeError: names what cannot be reached from this machine.
     """
-    parts = urlsplit(config.gateway)
+    parts, here = urlsplit(config.gateway), socket.gethostname()
     try:
         socket.create_connection((parts.hostname or "", parts.port or 80), _REACH_S).close()
     except OSError as error:
         raise RuntimeError(
-            f"gateway_host: {socket.gethostname()} cannot reach {config.gateway} ({error}); "
-            "see --gateway-host"
+            f"gateway_host: {here} cannot reach {config.gateway} ({error}); see --gateway-host"
         ) from error
     file = config.store.partition("sqlite:///")[2]
     if file and not Path(file).exists():
-        raise RuntimeError(
-            f"store: {socket.gethostname()} has no {file}; other machines need a PostgreSQL store"
-        )
+        raise RuntimeError(f"store: {here} has no {file}; other machines need a PostgreSQL store")

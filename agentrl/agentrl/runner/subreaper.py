@@ -1,8 +1,8 @@
-"""Processes that an agent leaves behind, in its process group or far from it.
+"""Find and kill processes that an agent leaves behind.
 
-A signal to the group reaches all but those that made a session of their own (``setsid``, daemons).
-On Linux whoever calls ``adopt`` becomes the parent of every orphan below it, however it detached
-itself, and ``kill_children`` finds and ends them. Elsewhere the group has to do.
+A signal to the attempt's group reaches all but those that made a session of their own (``setsid``,
+daemons). On Linux a process that calls ``adopt_orphans`` becomes the parent of every orphan below
+it, and ``kill_children`` ends them. Other systems have the group only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _PATIENCE_S = 2.0
 
 
-def adopt() -> bool:
-    """Makes this process the parent of its descendants' orphans, where the system can."""
+def adopt_orphans() -> bool:
+    """Make this process the parent of its descendants' orphans, where the system can."""
     if sys.platform != "linux":
         return False
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 def kill_children(keep: Collection[int] = ()) -> int:
-    """Kills and reaps every child of this process, and theirs, except those to keep; how many.
+    """Kill and reap the children of this process, and theirs; return how many.
 
-    A killed child's own children become ours, so it goes on until there are none.
+    Repeats until there are none, because a killed child's children become this process's.
+
+    Args:
+        keep: pids to leave alone.
     """
     killed = 0
     deadline = time.monotonic() + _PATIENCE_S
@@ -50,7 +53,7 @@ def kill_children(keep: Collection[int] = ()) -> int:
 
 
 def _children() -> list[int]:
-    """Child processes of this one, the dead among them too; [] where nobody tells."""
+    """Return the child processes, dead ones included; [] where the system does not tell."""
     if sys.platform != "linux":
         return []
     try:

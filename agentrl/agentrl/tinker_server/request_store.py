@@ -1,8 +1,7 @@
-"""What the SDK has asked for and fetches later: each request is done once, however often it comes.
+"""Requests whose results the SDK fetches later: each is done once, however often it is sent.
 
-Knows request ids and answers, nothing of what is computed. The SDK repeats a request that was not
-answered in time, under the same number, and asks again for a result whose delivery failed: so an
-answer is kept for a while after it was delivered.
+The SDK repeats a request that was not answered in time, under the same sequence number, and fetches
+a result again if its delivery failed, so a result is kept for a while after it was delivered.
 """
 
 from __future__ import annotations
@@ -25,124 +24,127 @@ Json = dict[str, Any]
 Answer = bytes | Json
 
 _REQUESTS = 20_000
-"""Requests whose repetition is recognised."""
+"""Sequence numbers whose repetition is recognized."""
 _RESULT_BYTES = 256 * 2**20
-_SMALL = 1024  # what an answer that is no array is taken for, in bytes
+_SMALL = 1024  # bytes that a JSON result counts
 _USER_ERRORS = (ValueError, FileExistsError, FileNotFoundError)
 
 
 @dataclass(slots=True)
-class _Promise:
+class _Request:
     owner: str
-    key: tuple[str, int] | None
     answer: Future[Answer] = field(default_factory=Future)
     begun: threading.Event = field(default_factory=threading.Event)
-    """Set when the work has its place in the queue: what is asked for next comes after it."""
+    """Set when the work has its place in the queue, before that of later requests."""
+    size: int | None = None
+    """Bytes of the result; None while there is none."""
+    delivered: bool = False
 
 
-class Promises:
+class RequestStore:
     def __init__(self, result_bytes: int = _RESULT_BYTES) -> None:
         self._result_bytes = result_bytes
         self._lock = threading.Lock()
-        self._made: dict[str, _Promise] = {}
-        self._asked: OrderedDict[tuple[str, int], str] = OrderedDict()
-        # Sizes of finished results, oldest first, and their sum.
-        self._waiting: OrderedDict[str, int] = OrderedDict()
-        self._delivered: OrderedDict[str, int] = OrderedDict()
+        self._requests: dict[str, _Request] = {}  # oldest first
+        self._by_sequence: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._bytes = 0
 
-    def make(self, owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> str:
-        """Begin ``work`` and say what its result is to be asked for by.
+    def submit(self, owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> str:
+        """Start ``work`` and return the id of its result.
 
-        A repetition, which has the number of its first try, begins nothing. What ``work`` raises is
-        its result, but for HTTPException.
+        A repetition of the owner's sequence number starts nothing and returns the same id. An error
+        of ``work`` is its result, except HTTPException, which is raised.
         """
         key = (owner, sequence) if sequence is not None else None
         with self._lock:
-            known = self._asked.get(key) if key is not None else None
+            known = self._by_sequence.get(key) if key is not None else None
+            request_id = known or secrets.token_hex(8)
+            request = self._requests.get(request_id)
             if known is None:
-                request = secrets.token_hex(8)
-                promise = self._made[request] = _Promise(owner, key)
-                promise.answer.set_running_or_notify_cancel()
+                request = self._requests[request_id] = _Request(owner)
+                request.answer.set_running_or_notify_cancel()
                 if key is not None:
-                    self._asked[key] = request
-                    while len(self._asked) > _REQUESTS:
-                        self._asked.popitem(last=False)
-            else:
-                request, promise = known, self._made.get(known)
-        if known is not None:
-            if promise is not None:
-                promise.begun.wait()
-            return request
-
-        assert promise is not None
+                    self._by_sequence[key] = request_id
+                    while len(self._by_sequence) > _REQUESTS:
+                        self._by_sequence.popitem(last=False)
+        if known is not None or request is None:
+            if request is not None:
+                request.begun.wait()
+            return request_id
         try:
-            work().add_done_callback(lambda done: self._finish(request, promise, done))
+            work().add_done_callback(lambda done: self._finish(request, done))
         except HTTPException as error:
             with self._lock:
-                del self._made[request]
+                del self._requests[request_id]
                 if key is not None:
-                    self._asked.pop(key, None)
-            promise.answer.set_result(_error(error))
+                    self._by_sequence.pop(key, None)
+            request.answer.set_result(_error(error))
             raise
         except Exception as error:
             failed: Future[Answer] = Future()
             failed.set_exception(error)
-            self._finish(request, promise, failed)
+            self._finish(request, failed)
         finally:
-            promise.begun.set()
-        return request
+            request.begun.set()
+        return request_id
 
-    def owner(self, request: str) -> str | None:
-        """Whose it is; None where there is no such request, or no longer."""
-        promise = self._made.get(request)
-        return None if promise is None else promise.owner
+    def owner(self, request_id: str) -> str | None:
+        """Return the owner of a request, or None if the request is unknown or forgotten."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.owner
 
-    async def answer(self, request: str, within: float | None = None) -> Answer:
-        """TimeoutError where it is not there ``within`` so many seconds.
+    async def answer(self, request_id: str, within: float | None = None) -> Answer:
+        """Wait for a result.
 
-        HTTPException 410 where there is no such request, or no longer.
+        Raises:
+            TimeoutError: it is not there after ``within`` seconds.
+            HTTPException: 410, the request is unknown or forgotten.
         """
-        promise = self._made.get(request)
-        if promise is None:
-            raise HTTPException(410, f"there is no request {request!r}, or no longer")
-        waiting = asyncio.shield(asyncio.wrap_future(promise.answer))
+        request = self._requests.get(request_id)
+        if request is None:
+            raise HTTPException(410, f"there is no request {request_id!r}, or no longer")
+        waiting = asyncio.shield(asyncio.wrap_future(request.answer))
         answer = await asyncio.wait_for(waiting, within)
-        with self._lock:
-            if (size := self._waiting.pop(request, None)) is not None:
-                self._delivered[request] = size
+        request.delivered = True
         return answer
 
     def release(self, owners: str) -> None:
-        """Forget the results of all whose owner begins so, fetched or not."""
+        """Forget the results of all owners that start with ``owners``."""
         with self._lock:
-            for finished in (self._waiting, self._delivered):
-                for request in [r for r in finished if self._made[r].owner.startswith(owners)]:
-                    self._bytes -= finished.pop(request)
-                    del self._made[request]
+            for key, one in [*self._requests.items()]:
+                if one.size is not None and one.owner.startswith(owners):
+                    self._forget(key)
 
     @property
     def kept(self) -> int:
-        """How many requests are under way or have a result that can still be fetched."""
-        return len(self._made)
+        """The number of requests that run, or whose result can be fetched."""
+        return len(self._requests)
 
-    def _finish(self, request: str, promise: _Promise, done: Future[Answer]) -> None:
+    def _finish(self, request: _Request, done: Future[Answer]) -> None:
         try:
             answer = done.result()
         except BaseException as error:
             answer = _error(error)
         with self._lock:
-            size = len(answer) if isinstance(answer, bytes) else _SMALL
-            self._waiting[request] = size
-            self._bytes += size
-            # What was delivered goes first; the newest stays however large it is.
-            while (
-                self._bytes > self._result_bytes and len(self._waiting) + len(self._delivered) > 1
-            ):
-                oldest, size = (self._delivered or self._waiting).popitem(last=False)
-                del self._made[oldest]
-                self._bytes -= size
-        promise.answer.set_result(answer)
+            request.size = len(answer) if isinstance(answer, bytes) else _SMALL
+            self._bytes += request.size
+            while self._bytes > self._result_bytes and self._forget_oldest(keep=request):
+                pass
+        request.answer.set_result(answer)
+
+    def _forget_oldest(self, keep: _Request) -> bool:
+        """Forget the oldest delivered result, else the oldest; False if there is none."""
+        finished = [
+            (not one.delivered, at, key)
+            for at, (key, one) in enumerate(self._requests.items())
+            if one.size is not None and one is not keep
+        ]
+        if finished:
+            self._forget(min(finished)[2])
+        return bool(finished)
+
+    def _forget(self, request_id: str) -> None:
+        self._bytes -= self._requests.pop(request_id).size or 0
 
 
 def _error(error: BaseException) -> Json:

@@ -1,8 +1,4 @@
-"""Which sessions are alive: a session lasts as long as something is heard from it.
-
-Knows session ids and a clock, nothing of what sessions have. The SDK sends a heartbeat every ten
-seconds, and anything else that names the session counts as well.
-"""
+"""Sessions of the SDK's clients: each lives as long as requests of it arrive."""
 
 from __future__ import annotations
 
@@ -11,17 +7,17 @@ import time
 from collections.abc import Callable
 
 
-class Leases:
-    """``seconds`` of silence end a session."""
+class Sessions:
+    """A session ends after ``seconds`` of silence; the SDK sends a heartbeat every ten."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
-        self._clock = clock  # monotonic: a laptop that slept has not been silent
+        self._clock = clock  # monotonic: a suspended machine's sessions have not been silent
         self._lock = threading.Lock()
         self._heard: dict[str, float] = {}
 
     def renew(self, session: str) -> None:
-        """Something was heard. A session that is not known begins, or begins again."""
+        """Note a request of a session. A session that is unknown begins, or begins again."""
         with self._lock:
             self._heard[session] = self._clock()
 
@@ -33,7 +29,7 @@ class Leases:
         return session in self._heard
 
     def take_silent(self) -> list[str]:
-        """The sessions whose time is over; they are ended with this."""
+        """End the sessions that have been silent for too long, and return them."""
         with self._lock:
             now = self._clock()
             silent = [s for s, heard in self._heard.items() if now - heard > self.seconds]

@@ -1,4 +1,4 @@
-"""How sure an evaluation is: success rates and pass@k, each with an interval.
+"""Compute success rates and pass@k, each with a confidence interval.
 
 Tasks are the independent units: they are what was drawn, and samples of one task resemble one
 another. Intervals that count samples as independent are too narrow (Miller 2024, "Adding Error Bars
@@ -14,35 +14,34 @@ _Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 
 
 def wilson(rate: float, trials: float) -> tuple[float, float]:
-    """The 95 % score interval of a success rate (Wilson 1927, "Probable inference").
+    """Return the 95 % score interval of a success rate (Wilson 1927, "Probable inference").
 
     Unlike mean ± 1.96 standard errors it stays within 0..1, and is right for few trials and for
-    rates near 0 and 1. ``trials`` may be an effective number, and then is no whole one.
+    rates near 0 and 1. ``trials`` may be an effective number, hence a fraction.
 
     Raises:
         ValueError: there are no trials.
     """
     if not trials > 0:
-        raise ValueError("trials must be above 0: nothing can be said without any")
+        raise ValueError("trials must be above 0")
     weight = _Z95**2 / trials
-    centre = (rate + weight / 2) / (1 + weight)
+    center = (rate + weight / 2) / (1 + weight)
     half = _Z95 * math.sqrt(rate * (1 - rate) / trials + weight / (4 * trials)) / (1 + weight)
-    # At a rate of 0 or 1 rounding may leave it a hair outside of its own interval.
-    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
+    # At a rate of 0 or 1, rounding may leave the rate a hair outside of its own interval.
+    return max(0.0, min(rate, center - half)), min(1.0, max(rate, center + half))
 
 
 def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:
-    """The 95 % interval of the mean of tasks' values in 0..1, each estimated from ``samples``.
+    """Return the 95 % interval of the mean of tasks' values in 0..1, each of ``samples`` samples.
 
-    Wilson's, with as many trials as the tasks are worth: m (1 - m) / s² per task, where m is the
+    Wilson's interval, where each task counts as m (1 - m) / s² trials and m is the
     mean of the values and s² their variance (Kish 1965, "Survey Sampling": effective sample size;
-    for the score interval: Korn & Graubard 1998). It is 1 where each task has one outcome, and the
-    interval is Wilson's over tasks then; samples that disagree within tasks raise it, up to
-    ``samples``.
+    for the score interval: Korn & Graubard 1998). That is 1 where each task has one outcome;
+    samples that disagree within tasks raise it, up to ``samples``.
 
-    m and s² are taken with two tasks more, one all right and one all wrong. So few tasks that
-    happen to agree do not pretend to be certain: of 24 tasks with all samples right the interval
-    is that of 24 of 24, 86 % to 100 %, where the standard error would be 0. In simulations (some
+    m and s² include two more tasks, one all right and one all wrong, so that a few tasks that
+    agree are not taken for certain: of 24 tasks with all samples right the interval is that of 24
+    of 24, 86 % to 100 %, where the standard error would be 0. In simulations (some
     are tests) it covers the true value in 95 % or more of evaluations, down to 10 tasks, where mean
     ± 1.96 standard errors falls below 80 % near 0 and 1. With one outcome per task it dips as
     Wilson's does, to about 90 % where fewer than one failure (or success) is to be expected.
@@ -51,7 +50,7 @@ def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:
         ValueError: there are no values, or one is outside 0..1.
     """
     if not values:
-        raise ValueError("values are empty: nothing can be said")
+        raise ValueError("values are empty")
     if odd := [value for value in values if not 0 <= value <= 1]:
         raise ValueError(f"values must be in 0..1, not {odd[0]}")
     smoothed = [*values, 0.0, 1.0]
@@ -62,7 +61,7 @@ def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:
 
 
 def pass_at_k(successes: int, samples: int, k: int) -> float:
-    """Chance that one of ``k`` samples of a task succeeds, without bias from ``samples`` ≥ k.
+    """Estimate, without bias, the chance that one of ``k`` ≤ ``samples`` samples succeeds.
 
     1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on
     Code", equation 1.

@@ -15,6 +15,7 @@ from dataclasses import replace
 from agentrl.config.algorithm import update_settings
 from agentrl.runs.summary import Summary
 from agentrl.timing import PhaseTimer
+from agentrl.training.evaluation import evaluate_if_due, reached_goal
 from agentrl.training.metrics import seconds_row
 from agentrl.training.run import TrainingRun
 from agentrl_trainer.client import AdamParams, RefusedRows
@@ -32,20 +33,20 @@ def train(run: TrainingRun) -> Summary:
     run.wait_ready(step)
     publish(run, step)
     run.started()
-    run.held_out.evaluate_if_due(step)
-    while step < run.steps and not run.held_out.reached_goal():
+    evaluate_if_due(run, step)
+    while step < run.steps and not reached_goal(run):
         step += 1
         train_step(run, step)
-        run.held_out.evaluate_if_due(step)
+        evaluate_if_due(run, step)
     return run.finish(step)
 
 
 def train_step(run: TrainingRun, step: int) -> None:
     """Sample groups of rollouts, compute advantages, update each adapter, publish its version."""
-    clock, parts = PhaseTimer(), PhaseTimer()
-    with clock("rollouts"):
+    timer, parts = PhaseTimer(), PhaseTimer()
+    with timer("rollouts"):
         taken = run.sample(step)
-    with clock("update"):
+    with timer("update"):
         calls, batches = run.records.assemble(step, taken.rollouts)
         passes = {
             name: update(run, step, name, batch, parts)
@@ -54,19 +55,19 @@ def train_step(run: TrainingRun, step: int) -> None:
         whole = batches.whole()
         run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
     row = run.row(step, taken=taken, calls=calls, batches=batches, passes=passes)
-    row |= seconds_row(clock) | seconds_row(parts)
-    with clock("checkpoint"):
+    row |= seconds_row(timer) | seconds_row(parts)
+    with timer("checkpoint"):
         run.checkpoint(step, row)
-    with clock("publish"):
+    with timer("publish"):
         publish(run, step)
-    row |= seconds_row(clock)
+    row |= seconds_row(timer)
     run.metrics_log.log(step, row)
-    run.clock.add(clock)
+    run.timer.add(timer)
     run.display.step(row, run.store.accounting(run.run_id))
 
 
 def update(
-    run: TrainingRun, step: int, name: str, batch: StepBatch, clock: PhaseTimer
+    run: TrainingRun, step: int, name: str, batch: StepBatch, timer: PhaseTimer
 ) -> list[StepStats]:
     """Update one adapter; return the statistics of each epoch, the first before any update.
 
@@ -80,7 +81,7 @@ def update(
     adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.max_grad_norm)
     how = update_settings(run.config, epochs=run.config.epochs)
     # What depends on the policy before the update: references, values, advantages of GAE.
-    with clock("prepare"):
+    with timer("prepare"):
         try:
             batch.rows = run.result(client.prepare(batch.rows, how))
         except RefusedRows as why:
@@ -88,7 +89,7 @@ def update(
             batch.refuse("not_supported")
             return passes
     for epoch in range(how.epochs):
-        with clock("forward_backward"):
+        with timer("forward_backward"):
             added = client.forward_backward(
                 batch.rows,
                 how.loss,
@@ -97,7 +98,7 @@ def update(
                 logprobs=False,
             )
             seen = run.result(added).stats
-        with clock("optimizer"):
+        with timer("optimizer"):
             stepped = run.result(client.optim_step(adam)).metrics
         refused = bool(seen.skipped_non_finite or stepped.get("skipped_non_finite"))
         norm = stepped.get("grad_norm")  # not every service returns it

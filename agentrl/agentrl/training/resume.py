@@ -1,7 +1,6 @@
-"""Going on with an earlier run: what may be told anew, and what its state depends on.
+"""Check the settings of a resumed run: which may change, and which its state depends on.
 
-Knows settings as the run's folder keeps them, and the tasks in its store. Loads no torch: a run
-that cannot go on is refused at once.
+Loads no torch: a run that cannot be resumed is refused at once.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ _STATE: dict[str, str] = {
     "store": "its rollouts are there",
     "name": "its folder has that name",
 }
-"""What may not change, and why."""
+"""Settings that may not change, and why."""
 
 
 def check_resume(
     folder: RunFolder, config: TrainConfig, tasks: Sequence[Json], eval_tasks: Sequence[Json]
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs from the settings that the run had: by setting, what it was and what it is.
+    """Return the settings that differ from the run's, each with its old and new value.
 
     Raises:
-        ConfigError: its weights, its optimizer or its records depend on what was changed.
+        ConfigError: the run's weights, optimizer or records depend on a changed setting.
     """
     was, now = folder.read_config(), config.model_dump(mode="json")
     for name, why in _STATE.items():
@@ -81,7 +80,7 @@ def _check_tasks(
     given: Mapping[str, Sequence[Json]],
     was: Mapping[str, Any],
 ) -> None:
-    """Earlier rollouts name their task by its place in the file."""
+    """Refuse other tasks: earlier rollouts name their task by its place in the file."""
     store = Store(config.store or str(folder.store))
     run_id = folder.run_id.read_text().strip()
     try:
@@ -121,7 +120,7 @@ def _shown(value: Any) -> str:
 
 
 def tell_changes(changes: Mapping[str, tuple[Any, Any]], tell: Callable[[str], None]) -> None:
-    """Says what is different from now on, also for later ``--resume``."""
+    """Report the settings that differ from now on, also for later ``--resume``."""
     if changes:
         words = ", ".join(
             f"{name} {'default' if old is None else old} → {new}"

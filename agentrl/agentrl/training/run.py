@@ -20,7 +20,6 @@ from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary, summarise
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
-from agentrl.training.evaluation import HeldOutEvaluation
 from agentrl.training.failures import report_step_failures
 from agentrl.training.metrics import step_row
 from agentrl.training.metrics_log import MetricsLog
@@ -54,12 +53,12 @@ class TrainingRun:
     ) -> None:
         self.config, self.session, self.display = config, session, display
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
-        self.clock = PhaseTimer()
+        self.timer = PhaseTimer()
         self.steps = steps_of(config, tasks)
         if note := greedy_note(config.eval_samples, config.eval_temperature):
             display.note(note)
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
-        self._eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
+        self.eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
         self.metrics_log = MetricsLog(config, self.folder, self.store, self.run_id, display.note)
         self._staleness = StalenessLimit(config.max_staleness, config.stale or "wait")
         self._queue = RolloutQueue(
@@ -72,16 +71,6 @@ class TrainingRun:
             staleness=self._staleness,
             resample=config.resample_zero_variance,
             teaches=lambda step, group: self.records.teaches(step, group),
-        )
-        self.held_out = HeldOutEvaluation(
-            config,
-            self._eval_ids,
-            session=session,
-            display=display,
-            metrics_log=self.metrics_log,
-            clock=self.clock,
-            steps=self.steps,
-            republish=self._load_published,
         )
         self._backend = create_clients(config, config.trained, self.folder.root, display.note)
         self.clients = self._backend.clients
@@ -158,9 +147,10 @@ class TrainingRun:
             saved: by adapter, the path that ``save_weights_for_sampler`` returned.
         """
         self._saved = dict(saved)
-        self._load_published(step)
+        self.load_published(step)
 
-    def _load_published(self, step: int) -> None:
+    def load_published(self, step: int) -> None:
+        """Load the published adapters into the sampler, which empties its prefix cache."""
         for name, path in self._saved.items():
             self.session.publish(name, step, path, step, self.display.note)
 
@@ -219,12 +209,12 @@ class TrainingRun:
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
     def started(self) -> None:
-        self.clock.spent["start"] = time.perf_counter() - self.session.started
+        self.timer.spent["start"] = time.perf_counter() - self.session.started
 
     def finish(self, step: int) -> Summary:
         self._queue.close()
         self.session.begin_stop()  # runners end while the learning curve is drawn
-        with self.clock("picture"):
+        with self.timer("picture"):
             summary = summarise(
                 self.folder,
                 self.store,
@@ -232,8 +222,8 @@ class TrainingRun:
                 step,
                 model=self.config.model,
                 adapters=self.config.trained,
-                eval_ids=self._eval_ids,
-                seconds=self.clock.spent,
+                eval_ids=self.eval_ids,
+                seconds=self.timer.spent,
             )
         self.store.end_run(self.run_id, "finished")
         self.metrics_log.close()

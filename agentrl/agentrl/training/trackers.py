@@ -1,42 +1,42 @@
-"""Experiment trackers beside ``metrics.jsonl`` and the store: TensorBoard, W&B, trackio.
+"""Log metrics to TensorBoard, W&B and trackio, beside ``metrics.jsonl`` and the store.
 
-Optional packages, imported only when asked for. A tracker that fails is given up with a note: it
-must never end a run.
-
-Of a run that is resumed, what was logged after its checkpoint happens again. TensorBoard forgets
-it; W&B and trackio keep what they were told first (for a synchronous run the same numbers).
+Trackers are optional packages, imported only when configured. One that fails is given up with a
+note: it never ends a run. After a resume, TensorBoard drops the steps that are made again; W&B and
+trackio keep what they were told first (the same numbers, for a synchronous run).
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from agentrl.config.settings import ConfigError
 from agentrl.runs.folder import RunFolder
+from agentrl.training.metrics import finite_numbers
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
-
 MAY_HOLD_SECRETS = frozenset({"store", "models", "vllm_url", "forward_otlp"})
-"""Settings with URLs or parameters that people put passwords into: no tracker gets them."""
+"""Settings with URLs or parameters that may hold passwords: no tracker gets them."""
 
 
 class Tracker(Protocol):
     forgets: bool
-    """Whether it can be made to forget what a resumed run repeats; else it is not told again."""
+    """Whether it drops what a resumed run repeats; one that does not is not told again."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class Trackers:
-    """The trackers of a run; ``note`` is told of one that fails.
+    """The trackers of a run.
+
+    Args:
+        note: receives a message when a tracker fails.
 
     Raises:
-        ConfigError: one is asked for whose package is not installed.
+        ConfigError: the package of a configured tracker is not installed.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Trackers:
         self._told: dict[int, set[str]] = {}
 
     def begin(self, step: int | None = None, told: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Opens them.
+        """Open the trackers.
 
         Args:
-            step: the one a resumed run goes on after; None for a new run. Rows of it are told once
-                more, to those that forget: its process may have died while it told them.
+            step: the one that a resumed run continues after; None for a new run. Its rows are told
+                again to trackers that forget: the process may have died while it told them.
             told: the rows that were logged before, those of repeated steps among them.
         """
         for row in told:
@@ -72,12 +72,8 @@ class Trackers:
                 self.log(int(row["step"]), row)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Finite numbers only; the step itself is the axis."""
-        values = {
-            name: float(value)
-            for name, value in row.items()
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-        }
+        """Log a row's finite numbers; the step itself is the axis."""
+        values = {name: value for name, value in finite_numbers(row).items() if name != "step"}
         news = {k: v for k, v in values.items() if k not in self._told.get(step, ())}
         for name, tracker in list(self._open.items()):
             if told := values if tracker.forgets else news:
@@ -117,18 +113,13 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _WandB:
-    forgets = False  # it ignores steps that have been
+class _HostedRun:
+    """A run of W&B or of trackio, which has W&B's interface."""
 
-    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], step: int | None) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
+    forgets = False  # they ignore steps that have been
 
-        # The run's own id: a resumed run goes on in the same place.
-        self._run: Any = wandb.init(
-            project="agentrl", name=folder.name, id=folder.run_id.read_text().strip(),
-            resume="allow", dir=str(folder.root), config=dict(settings),
-            settings={"console": "off"},  # our panel is drawn anew many times a second
-        )  # fmt: skip
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -137,30 +128,32 @@ class _WandB:
         self._run.finish()
 
 
-class _Trackio:
-    forgets = False
+def _wandb(folder: RunFolder, settings: Mapping[str, Any], _step: int | None) -> Tracker:
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], step: int | None) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]
+    # The run's own id: a resumed run continues in the same place.
+    return _HostedRun(wandb.init(
+        project="agentrl", name=folder.name, id=folder.run_id.read_text().strip(), resume="allow",
+        dir=str(folder.root), config=dict(settings),
+        settings={"console": "off"},  # the panel in the terminal is drawn many times a second
+    ))  # fmt: skip
 
-        # It resumes by name, and a folder's name may be another run's as well.
-        name = f"{folder.name}-{folder.run_id.read_text().strip()[-8:]}"
-        self._run: Any = trackio.init(
-            project="agentrl", name=name, resume="allow", config=dict(settings), embed=False,
-            auto_log_cpu=False,
-        )  # fmt: skip
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+def _trackio(folder: RunFolder, settings: Mapping[str, Any], _step: int | None) -> Tracker:
+    import trackio  # pyright: ignore[reportMissingImports]
 
-    def close(self) -> None:
-        self._run.finish()
+    # trackio resumes by name, and another run's folder may have the same one.
+    name = f"{folder.name}-{folder.run_id.read_text().strip()[-8:]}"
+    return _HostedRun(trackio.init(
+        project="agentrl", name=name, resume="allow", config=dict(settings), embed=False,
+        auto_log_cpu=False,
+    ))  # fmt: skip
 
 
 _KINDS: dict[str, Callable[[RunFolder, Mapping[str, Any], int | None], Tracker]] = {
     "tensorboard": _TensorBoard,
-    "wandb": _WandB,
-    "trackio": _Trackio,
+    "wandb": _wandb,
+    "trackio": _trackio,
 }
 
 
@@ -169,6 +162,5 @@ def _require(name: str) -> None:
         importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"trackers: {name} cannot be imported ({error}); "
-            f"`pip install 'agentrl[{name}]'`, or leave it out"
+            f"trackers: {name} cannot be imported ({error}); `pip install {name}`, or leave it out"
         ) from error

@@ -4,10 +4,10 @@ import json
 import sys
 from dataclasses import asdict
 
-from agentrl.runner.attempt import _Host
-from agentrl.runner.config import RunnerConfig
+from agentrl.runner import RunnerConfig
+from agentrl.runner.agent_process.attempt import _AttemptRunner
 from agentrl_tracer.schemas import Claim
 
-host = _Host(RunnerConfig.from_json(sys.argv[1]))
+host = _AttemptRunner(RunnerConfig.from_json(sys.argv[1]))
 report = host.run(Claim(**json.loads(sys.argv[2])))
 sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")

@@ -1,7 +1,6 @@
-"""The ``*_async`` twins of operations, for scripts written when the SDK had no futures to await.
+"""Asynchronous variants (``*_async``) of a client's methods, made from the methods themselves.
 
-Everything that a client returns can be awaited, so they add nothing; but they have the same
-parameters as what they stand for, always, because they are made from it.
+Every result of a client can be awaited; these exist for scripts that call Tinker's ``*_async``.
 """
 
 from __future__ import annotations
@@ -15,42 +14,39 @@ S = TypeVar("S")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Operation = Callable[Concatenate[S, P], T]
-Twin = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
+Variant = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
 
-def awaited(operation: Callable[Concatenate[S, P], Awaitable[T]]) -> Twin[S, P, T]:
-    """``await client.twin()`` is the operation's result."""
+def awaited(
+    method: Callable[Concatenate[S, P], Awaitable[T]], *, on_thread: bool = False
+) -> Variant[S, P, T]:
+    """Return a coroutine function that gives the method's result.
 
-    @functools.wraps(operation)
-    async def twin(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await operation(self, *args, **kwargs)
+    ``on_thread``: call the method on another thread, because it takes a while to return.
+    """
 
-    return _named(twin)
+    async def variant(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        if on_thread:
+            return await (await asyncio.to_thread(method, self, *args, **kwargs))
+        return await method(self, *args, **kwargs)
 
-
-def submitted(operation: Operation[S, P, T]) -> Twin[S, P, T]:
-    """``await client.twin()`` is what the operation returns at once, a future of its result."""
-
-    @functools.wraps(operation)
-    async def twin(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        return operation(self, *args, **kwargs)
-
-    return _named(twin)
+    return _named(method, variant)
 
 
-def made(operation: Callable[Concatenate[S, P], Awaitable[T]]) -> Twin[S, P, T]:
-    """As ``awaited``, for what takes a while before it returns: it does so on another thread."""
+def submitted(method: Callable[Concatenate[S, P], T]) -> Variant[S, P, T]:
+    """Return a coroutine function that gives what the method returns: a future of the result."""
 
-    @functools.wraps(operation)
-    async def twin(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await (await asyncio.to_thread(operation, self, *args, **kwargs))
+    async def variant(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self, *args, **kwargs)
 
-    return _named(twin)
+    return _named(method, variant)
 
 
-def _named(twin: Twin[S, P, T]) -> Twin[S, P, T]:
-    name = twin.__name__
-    twin.__doc__ = f"``{name}``, in a coroutine."
-    twin.__name__, twin.__qualname__ = f"{name}_async", f"{twin.__qualname__}_async"
-    return twin
+def _named(method: Callable[..., Any], variant: Any) -> Any:
+    functools.update_wrapper(variant, method)
+    variant.__name__, variant.__qualname__ = (
+        f"{method.__name__}_async",
+        f"{method.__qualname__}_async",
+    )
+    variant.__doc__ = f"Call ``{method.__name__}`` in a coroutine."
+    return variant

@@ -1,6 +1,6 @@
-"""A result that is still being computed: for ``.result()`` and for ``await``.
+"""Futures of operations: awaitable results, and workers that run operations in order.
 
-Knows concurrent and asyncio futures, nothing of what is computed.
+Knows concurrent and asyncio futures, not what is computed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 S = TypeVar("S")
-_here = threading.local()
+
+_SOURCES = "_agentrl_sources"  # attribute of a pending future: what must be done before it
+_here = threading.local()  # .worker: the Worker whose thread this is
 
 
 class APIFuture(Generic[T]):
-    """What every operation of a client returns at once.
+    """The result of an operation that a client has started.
 
-    ``future.result()`` waits; ``await future`` does so in a coroutine. Either raises what the
-    operation raised. Cancelling a waiting coroutine does not cancel the operation.
+    ``future.result()`` waits; ``await future`` waits in a coroutine. Both raise what the operation
+    raised. Canceling a waiting coroutine does not cancel the operation.
     """
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
     def result(self, timeout: float | None = None) -> T:
-        """Raises TimeoutError after ``timeout`` seconds; the operation goes on then."""
+        """Wait for the result.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds; the operation continues.
+        """
         return wait(self._future, timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - as Tinker
-        """``result``, without blocking the event loop."""
-        _refuse_waiting_for_itself(self._future)
+        """Wait for the result without blocking the event loop."""
+        _refuse_deadlock(self._future)
         waiting = asyncio.shield(asyncio.wrap_future(self._future))
         return await asyncio.wait_for(waiting, timeout)
 
@@ -41,11 +47,11 @@ class APIFuture(Generic[T]):
         return self.result_async().__await__()
 
     async def coroutine(self) -> T:
-        """For what takes coroutines only: ``asyncio.create_task(future.coroutine())``."""
+        """Return the result as a coroutine, for example for ``asyncio.create_task``."""
         return await self
 
     def future(self) -> Future[T]:
-        """For ``concurrent.futures.wait`` and its like."""
+        """Return the underlying future, for example for ``concurrent.futures.wait``."""
         return self._future
 
     def done(self) -> bool:
@@ -53,131 +59,110 @@ class APIFuture(Generic[T]):
 
 
 class Worker:
-    """One thread that does operations in order. There, a wait for one of them would never end."""
+    """One thread that runs operations in order."""
 
     def __init__(self, name: str) -> None:
-        self._token = object()
         self._newest: Future[Any] = finished(None)
         self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix=name, initializer=_work_for, initargs=(self._token,)
+            1, thread_name_prefix=name, initializer=setattr, initargs=(_here, "worker", self)
         )
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        future = self._executor.submit(work)
-        setattr(future, _WORKER, self._token)
-        self._newest = future
-        return future
+        self._newest = depends(self._executor.submit(work), self)
+        return self._newest
 
-    def in_turn(self, ask: Callable[[], Future[T]]) -> Future[T]:
-        """What ``ask`` asks somebody else for: at once, or after what was submitted before."""
-        return ask() if self._newest.done() else flattened(self.submit(ask))
+    def in_turn(self, start: Callable[[], Future[T]]) -> Future[T]:
+        """Call ``start`` at once if the worker is idle, else after what was submitted before."""
+        return start() if self._newest.done() else chain(self.submit(start), lambda inner: inner)
 
     def idle(self) -> None:
-        """Waits for what was submitted so far, however it ends."""
+        """Wait until everything submitted so far has ended, in whatever way."""
         futures.wait([self._newest])
 
     def shutdown(self) -> None:
-        """When everything that was asked for is done."""
+        """End the thread after everything submitted so far."""
         self._executor.shutdown()
 
 
 def wait(future: Future[T], timeout: float | None = None) -> T:
-    """The result; RuntimeError on the thread of the worker that has yet to compute it."""
-    _refuse_waiting_for_itself(future)
+    """Return the result; RuntimeError on the thread of the worker that has yet to compute it."""
+    _refuse_deadlock(future)
     return future.result(timeout)
 
 
-def follows(future: Future[T], *sources: Future[Any]) -> Future[T]:
-    """``future``, which cannot be done before ``sources`` are: ``wait`` then knows."""
+def depends(future: Future[T], *sources: Future[Any] | Worker) -> Future[T]:
+    """Note that ``future`` cannot be done before ``sources``, so that ``wait`` finds deadlocks."""
     setattr(future, _SOURCES, sources)
     future.add_done_callback(lambda done: setattr(done, _SOURCES, ()))
     return future
 
 
-_WORKER, _SOURCES = "_agentrl_worker", "_agentrl_sources"
-
-
-def _work_for(token: object) -> None:
-    _here.worker = token
-
-
-def _refuse_waiting_for_itself(future: Future[Any]) -> None:
-    here = getattr(_here, "worker", None)
-    if here is not None and _needs(future, here):
+def _refuse_deadlock(future: Future[Any]) -> None:
+    worker = getattr(_here, "worker", None)
+    if worker is not None and _needs(future, worker):
         raise RuntimeError(
-            "a loss function may not wait for another operation: it would wait for itself"
+            "a loss function may not wait for another operation of its own training thread: it "
+            "would wait for itself"
         )
 
 
-def _needs(future: Future[Any], worker: object) -> bool:
-    if future.done():
-        return False
-    if getattr(future, _WORKER, None) is worker:
-        return True
-    return any(_needs(source, worker) for source in getattr(future, _SOURCES, ()))
+def _needs(future: Future[Any], worker: Worker) -> bool:
+    return not future.done() and any(
+        source is worker or (isinstance(source, Future) and _needs(source, worker))
+        for source in getattr(future, _SOURCES, ())
+    )
 
 
 def finished(value: T) -> Future[T]:
-    """A result that is there already."""
+    """Return a future that is done already."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 def map_future(future: Future[S], convert: Callable[[S], T]) -> Future[T]:
-    """Another future, of the converted result. What ``convert`` raises, the future raises."""
-    return _follow([future], lambda results: convert(results[0]))
+    """Return a future of the converted result. It raises what ``convert`` raises."""
+    return _after([future], lambda results: finished(convert(results[0])))
 
 
-def flattened(future: Future[Future[T]]) -> Future[T]:
-    """The result of the future that ``future`` will give."""
-    whole: Future[T] = follows(Future(), future)
+def chain(future: Future[S], start: Callable[[S], Future[T]]) -> Future[T]:
+    """Return the result of the future that ``start`` makes of ``future``'s result."""
+    return _after([future], lambda results: start(results[0]))
+
+
+def gather(several: Sequence[Future[T]]) -> Future[list[T]]:
+    """Return one future of all results, in order, or of the first error among them."""
+    return _after(several, finished)
+
+
+def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) -> Future[T]:
+    whole: Future[T] = depends(Future(), *sources)
     whole.set_running_or_notify_cancel()
 
-    def answered(inner: Future[T]) -> None:
+    def copy(inner: Future[T]) -> None:
         try:
             whole.set_result(inner.result())
         except BaseException as error:
             whole.set_exception(error)
 
-    def asked(outer: Future[Future[T]]) -> None:
+    def begin() -> None:
         try:
-            inner = outer.result()
+            inner = start([source.result() for source in sources])
         except BaseException as error:
             whole.set_exception(error)
         else:
-            inner.add_done_callback(answered)
-
-    future.add_done_callback(asked)
-    return whole
-
-
-def gather(futures: Sequence[Future[T]]) -> Future[list[T]]:
-    """One future of all results, in order; of the first error if there is any."""
-    return _follow(futures, lambda results: results)
-
-
-def _follow(futures: Sequence[Future[S]], convert: Callable[[list[S]], T]) -> Future[T]:
-    whole: Future[T] = follows(Future(), *futures)
-    whole.set_running_or_notify_cancel()
-
-    def finish() -> None:
-        try:
-            whole.set_result(convert([future.result() for future in futures]))
-        except BaseException as error:
-            whole.set_exception(error)
-
-    if not futures:
-        finish()
-        return whole
+            setattr(whole, _SOURCES, (inner,))
+            inner.add_done_callback(copy)
 
     # Callbacks may run on several threads; list.pop is atomic, so exactly one finds the last.
-    tickets = list(range(len(futures)))
+    tickets = list(range(max(len(sources), 1)))
 
-    def one_done(_: Future[S]) -> None:
+    def one_done(_: Any) -> None:
         if tickets.pop() == 0:
-            finish()
+            begin()
 
-    for future in futures:
-        future.add_done_callback(one_done)
+    for source in sources:
+        source.add_done_callback(one_done)
+    if not sources:
+        begin()
     return whole

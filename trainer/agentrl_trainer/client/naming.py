@@ -1,11 +1,11 @@
-"""What things are called on disk, whichever backend saves them.
+"""Names on disk of what clients save.
 
-<folder>/<client>/weights/<name>          what ``save_state`` writes
-<folder>/<client>/sampler_weights/<name>  what ``save_weights_for_sampler`` writes
-<folder>/<client>/metrics.jsonl           what ``log`` is given
+<folder>/<client>/weights/<name>          states, from ``save_state``
+<folder>/<client>/sampler_weights/<name>  adapters, from ``save_weights_for_sampler``
+<folder>/<client>/metrics.jsonl           metrics, from ``log``
 
-A folder of sampler weights that are on Tinker holds nothing but POINTER: their ``path`` there, and
-the path of the newest ``state`` before them, which Tinker lets one download.
+If the weights are on Tinker, an adapter's folder holds only POINTER: their ``path`` there, and the
+path of the newest ``state`` before them, which Tinker offers for download.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that is not fit for a folder."""
+    """Raise ValueError for a name that cannot name a folder."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"name: {name!r} must be letters, digits, '-', '_' and '.'")
 
 
 def new_folder(kind: str) -> Path:
-    """Below ``runs/``, named by the time; nothing is made yet."""
+    """Return a path below ``runs/`` named by the time; does not create it."""
     return Path("runs") / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

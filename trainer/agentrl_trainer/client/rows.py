@@ -1,7 +1,6 @@
-"""Datums of the client (inputs, and targets moved by one) to rows of the learner, and back.
+"""Convert the clients' datums (inputs, and targets shifted by one) to the learner's training rows.
 
-Knows both shapes and what a loss needs. With T targets a row has T + 1 tokens; position i of the
-targets is position i + 1 of the row.
+With T targets a row has T + 1 tokens: position i of the targets is position i + 1 of the row.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl_trainer.client.backend import Data
-from agentrl_trainer.client.types import Array, Datum, ModelInput, numbers, whole_numbers
+from agentrl_trainer.client.types import Array, Data, Datum, numbers, whole_numbers
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.loss_options import OPTIONS_OF, LossConfig, parse_loss_options
 from agentrl_trainer.learner.step_stats import StepStats
@@ -24,7 +22,7 @@ _INPUTS = {"target_tokens", "weights", "logprobs", "advantages", "mask", *_EXTRA
 
 
 def check_loss(loss_fn: str, config: LossConfig | None) -> None:
-    """Raises ValueError for a loss, or an option of it, that does not exist."""
+    """Raise ValueError for an unknown loss, or an unknown option of it."""
     if loss_fn not in OPTIONS_OF:
         raise ValueError(f"loss_fn: unknown loss {loss_fn!r}; choose one of {sorted(OPTIONS_OF)}")
     parse_loss_options(loss_fn, config or {})
@@ -33,9 +31,12 @@ def check_loss(loss_fn: str, config: LossConfig | None) -> None:
 def to_rows(
     data: Data, adapter: str, loss_fn: str | None, vocabulary: int, context: int
 ) -> list[TrainingRow]:
-    """The learner's rows; they pass as they are. ``loss_fn`` None: only log-probs are wanted.
+    """Return the learner's rows. Training rows among ``data`` pass unchanged.
 
-    Raises ValueError, naming the datum, the field and the fix.
+    ``loss_fn`` None prepares rows for their log-probs alone.
+
+    Raises:
+        ValueError: names the datum, the field and the fix.
     """
     if not data:
         raise ValueError("data is empty: give at least one Datum")
@@ -53,6 +54,7 @@ def to_rows(
 
 
 def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> TrainingRow:
+    """Return one datum as a training row; ``loss_fn`` as in ``to_rows``."""
     inputs = datum.loss_fn_inputs
     if unknown := set(inputs) - _INPUTS:
         raise ValueError(f"loss_fn_inputs has {sorted(unknown)}, but known are {sorted(_INPUTS)}")
@@ -89,15 +91,14 @@ def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> TrainingRow:
         counts = [value != 0 for value in columns["mask"]]
     if above := [q for q, on in zip(sampled, counts, strict=True) if on and q > 0]:
         raise ValueError(f"logprobs holds {above[0]}: a log-probability is never positive")
-    # A target that is not the next input can be learned from in no row; without weight it is
-    # padding, which nobody looks at.
+    # A target that is not the next input cannot be learned from; without weight it is padding.
     for at, (target, following) in enumerate(zip(targets, read[1:], strict=False)):
         if target == following or not counts[at]:
             continue
         if credit[at] != 0:
             raise ValueError(
                 f"target_tokens[{at}] is {target}, but model_input[{at + 1}] is {following}: "
-                "targets are the inputs moved by one"
+                "targets are the inputs shifted by one"
             )
         counts[at] = False
     return TrainingRow(
@@ -109,42 +110,20 @@ def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> TrainingRow:
         extra={
             own: [0.0, *columns[name]]
             for name, own in _EXTRA.items()
-            if name in columns and loss_fn is not None
+            if name in columns and (loss_fn is not None or name == "length_weights")
         },
     )
 
 
-def length_weighted(row: TrainingRow, datum: Datum | TrainingRow) -> TrainingRow:
-    """A row that was read for its log-probs alone, with the weights of its terms, if it has any."""
-    if isinstance(datum, TrainingRow) or "length_weights" not in datum.loss_fn_inputs:
-        return row
-    weights = _column(datum.loss_fn_inputs, "length_weights", len(row.tokens) - 1)
-    return replace(row, extra={**row.extra, _EXTRA["length_weights"]: [0.0, *weights]})
-
-
-def from_row(row: TrainingRow) -> Datum:
-    """The inverse: what the learner would train on, as the client's datum."""
-    if row.extra.keys() - set(_EXTRA.values()):
-        raise ValueError(f"a client's datum has no place for {sorted(row.extra)}")
-    inputs: dict[str, Array] = {
-        "target_tokens": row.tokens[1:],
-        "mask": row.mask[1:],
-        "logprobs": [q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)][1:],
-        "advantages": row.advantages[1:],
-    }
-    inputs |= {name: row.extra[own][1:] for name, own in _EXTRA.items() if own in row.extra}
-    return Datum(ModelInput.from_ints(row.tokens[:-1]), inputs)
-
-
 def outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, NDArray[np.float32]]]:
-    """Rows of log-probs to ``loss_fn_outputs``."""
+    """Return rows of log-probs as ``loss_fn_outputs``."""
     return [{"logprobs": np.asarray(row[1:], dtype=np.float32)} for row in logprobs]
 
 
 def metrics_of(stats: StepStats, loss_fn: str) -> dict[str, float]:
-    """``metrics``, with the reductions that Tinker names in theirs."""
+    """Return the metrics of a step, each named with its reduction as in Tinker."""
     found = {"loss:sum": stats.loss, "tokens:sum": float(stats.tokens)}
-    if loss_fn == "cross_entropy":  # it compares with no sampler
+    if loss_fn == "cross_entropy":  # has no sampler's log-probs to compare with
         return found
     found |= {
         "entropy:mean": stats.entropy,

@@ -1,7 +1,7 @@
 """What goes into the clients and what comes out: Tinker's names and shapes, plain values.
 
-Knows numpy. Arrays may be given as lists, numpy arrays, torch tensors, or anything else with
-``numpy()`` or ``tolist()`` (Tinker's own TensorData among them); numpy arrays and lists come back.
+Array arguments may be lists, numpy arrays, torch tensors or Tinker's TensorData; results hold numpy
+arrays and lists.
 """
 
 from __future__ import annotations
@@ -12,14 +12,27 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.loss_options import AdamParams as AdamParams
 
 Array: TypeAlias = Any
 """A list of numbers, a numpy array or a torch tensor."""
 
 StopReason: TypeAlias = Literal["stop", "length"]
+
+Folder: TypeAlias = str | Path
+
+Options: TypeAlias = Mapping[str, Any]
+"""Tinker-only parameters of a call, checked by ``parameters.tinker_options``."""
+
+EndStatus: TypeAlias = Literal["success", "errored", "interrupted"]
+
+
+class RefusedRows(ValueError):
+    """The backend cannot learn from these rows; no request was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +76,37 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One row to learn from.
+    """One example to learn from.
 
-    ``model_input`` are the T tokens that are read; ``loss_fn_inputs["target_tokens"]`` the T tokens
-    that they predict, which is the same row moved by one: of a row ``x``, ``x[:-1]`` and ``x[1:]``.
-    The others run parallel to the targets, [T] each:
+    ``model_input`` holds the T tokens that are read, ``loss_fn_inputs["target_tokens"]`` the T
+    tokens that they predict: the same sequence shifted by one. Of a sequence ``x`` they are
+    ``x[:-1]`` and ``x[1:]``. The other inputs are aligned with the targets, [T] each:
 
-        weights     cross_entropy: of each target's log-prob; default 1
-        logprobs    losses of reinforcement learning: the sampler's log-prob; 0 where none sampled
-        advantages  the same losses: of each target; 0 where nothing is to be learned
-        mask        which targets count, as 1 or true. Where it is off nothing is computed, and the
-                    log-prob that comes back is 0. By default the targets with an advantage or a
-                    sampler's log-prob; for cross_entropy and ``forward`` all of them
+        weights     for cross_entropy: of each target's log-prob; default 1
+        logprobs    for losses of reinforcement learning: the sampler's log-prob; 0 for the prompt
+        advantages  for the same losses: of each target; 0 where nothing is to be learned
+        mask        which targets count, as 1 or true. The others are not computed, and their
+                    log-probs come back as 0. Default: the targets with an advantage or a sampler's
+                    log-prob; for cross_entropy and ``forward`` all of them
         proximal, reference   log-probs of other policies, see ``losses.Loss``
-        length_weights        of each target's term in any loss: ``losses.Loss``'s ``weights``
+        length_weights        of each target's term in any loss: ``weights`` of ``losses.Loss``
     """
 
     model_input: ModelInput
     loss_fn_inputs: Mapping[str, Array] = field(default_factory=dict[str, Array])
 
 
+Data: TypeAlias = Sequence[Datum] | Sequence[TrainingRow]
+"""What can be learned from: Tinker's datums, or the trainer's own rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample.
 
-    ``stop``: None ends at the model's own end tokens; token ids replace them; strings come on top
-    of them; an empty list samples until ``max_tokens``. ``max_tokens`` None: as many as the context
-    has room for. ``top_k`` -1 keeps all tokens.
+    ``stop``: None stops at the model's end tokens; token ids replace these; strings are added to
+    them; an empty list samples until ``max_tokens``. ``max_tokens`` None fills the context.
+    ``top_k`` -1 keeps all tokens.
     """
 
     max_tokens: int | None = None
@@ -102,13 +119,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """``tokens`` with the stop token, if one ended it, and the log-prob of each."""
+    """One continuation: its tokens, the stop token included, and the log-prob of each."""
 
     tokens: list[int]
     logprobs: list[float]
     stop_reason: StopReason
     topk_logprobs: list[list[tuple[int, float]]] | None = None
-    """If asked for: the likeliest tokens at each position, (id, log-prob), best first."""
+    """If requested: the likeliest tokens at each position, (id, log-prob), best first."""
 
     @property
     def tokens_np(self) -> NDArray[np.int32]:
@@ -123,9 +140,9 @@ class SampledSequence:
 class SampleResponse:
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
-    """If asked for: of each token of the prompt; None for the first, which nothing precedes."""
+    """If requested: the log-prob of each token of the prompt; None for the first."""
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
-    """Of Tinker, if asked for; this and what follows. Locally it is refused."""
+    """This field and the following ones are Tinker's; the local backend refuses the requests."""
     target_prompt_logprobs: Any = None
     prompt_alt_tokens: Any = None
 
@@ -135,22 +152,22 @@ class ForwardBackwardOutput:
     loss_fn_outputs: list[dict[str, NDArray[np.float32]]]
     """For each datum ``{"logprobs": [T]}``, aligned with its target tokens."""
     metrics: dict[str, float]
-    """Each named ``what:how it adds up``: ``loss:sum``, ``entropy:mean``, ``ratio:max`` ... The
-    entropy is an estimate: minus the mean log-prob of the sampled tokens."""
+    """Named ``name:reduction``: ``loss:sum``, ``entropy:mean``, ``ratio:max`` ... The entropy is
+    an estimate: minus the mean log-prob of the sampled tokens."""
     stats: Any = None
-    """The local backend's ``learner.StepStats``; None from another."""
+    """``learner.StepStats``; over Tinker only for the trainer's own rows."""
     loss_fn_output_type: str = "logprobs"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStepResponse:
     metrics: dict[str, float]
-    """``grad_norm`` before clipping, and ``skipped_non_finite`` 1 where nothing was changed."""
+    """``grad_norm`` before clipping; ``skipped_non_finite`` is 1 if nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPath:
-    """Where weights were saved: a folder of the local backend, ``tinker://...`` of the other."""
+    """Where weights were saved: a local folder, or ``tinker://...``."""
 
     path: str
 
@@ -173,7 +190,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class SupportedModel:
-    """What is not known beforehand is None."""
+    """A base model; None stands for what is not known before it is loaded."""
 
     model_name: str
     max_context_length: int | None = None
@@ -186,76 +203,32 @@ class GetServerCapabilitiesResponse:
     supported_models: list[SupportedModel]
 
 
-# ---- what is asked of a backend beside the work itself
-
-
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """What to train; ``alpha`` and ``targets`` are the local backend's own."""
+    """Which adapter to train. Saved in states, so that ``create_training_client_from_state`` makes
+    the same one; ``alpha`` and ``targets`` are the local backend's own."""
 
     rank: int = 32
     seed: int | None = None
     train_mlp: bool = True
     train_attn: bool = True
-    train_unembed: bool | None = None
-    """None: where the backend can, which locally is not."""
     alpha: float = 32.0
     targets: str | list[str] | None = None
-    user_metadata: Mapping[str, str] | None = None
-    optimizer: Any = None
-    """Tinker's OptimizerConfig; None is AdamW, which is what the local backend has."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateOptions:
-    """How a client is made from a saved state."""
-
-    base_model: str | None = None
-    """In place of the state's own, with which it must be compatible."""
-    user_metadata: Mapping[str, str] | None = None
-    weights_access_token: str | None = None
-    optimizer: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    ttl_seconds: int | None = None
-    """When Tinker deletes what was saved. Local folders stay."""
-    user_metadata: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """Of a sampling client; the first two mean something to Tinker only."""
-
-    retry_config: Any = None
-    record_stability_info: bool = False
-    kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """What ``SamplingClient.sample`` was asked for, beside the prompt. Those from
-    ``topk_prompt_logprobs`` on are Tinker's."""
+    """One request to sample, without its prompt."""
 
     num_samples: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
     include_prompt_logprobs: bool = False
-    prompt_logprobs_last_n: int | None = None
     topk_sample_logprobs: int = 0
-    topk_prompt_logprobs: int = 0
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
-
-
-Folder: TypeAlias = str | Path
-
-
-# ---- plain arrays
+    tinker: Options = field(default_factory=dict[str, Any])
 
 
 def whole_numbers(values: Array, name: str) -> list[int]:
-    """``values`` as a list of ints; ValueError, naming ``name``, if they are none."""
+    """Return token ids as a list; ValueError, with ``name``, for anything else."""
     array = as_array(values, name)
     if array.size == 0:
         return []
@@ -269,7 +242,7 @@ def whole_numbers(values: Array, name: str) -> list[int]:
 
 
 def numbers(values: Array, name: str) -> list[float]:
-    """``values`` as a list of finite floats; ValueError, naming ``name``, if they are none."""
+    """Return finite numbers as a list; ValueError, with ``name``, for anything else."""
     array = as_array(values, name)
     if array.size == 0:
         return []
@@ -283,13 +256,11 @@ def numbers(values: Array, name: str) -> list[float]:
 
 
 def as_array(values: Array, name: str) -> NDArray[Any]:
-    """One-dimensional; ValueError if it is not."""
-    for convert in ("detach", "cpu", "float"):  # a torch tensor, of any device and kind
-        if convert == "float" and not str(getattr(values, "dtype", "")).endswith("bfloat16"):
-            continue
-        if hasattr(values, convert) and hasattr(values, "numpy"):
-            values = getattr(values, convert)()
-    if hasattr(values, "to_numpy"):  # Tinker's TensorData
+    """Return a one-dimensional numpy array; ValueError for other shapes."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values
+    elif hasattr(values, "to_numpy"):  # Tinker's TensorData
         values = values.to_numpy()
     try:
         array = np.asarray(values)

@@ -1,15 +1,10 @@
-"""The local backend: the learner and the embedded sampler of this process.
+"""The local backend: the learner and the embedded sampler in this process.
 
-    service     what ``ServiceClient`` asks for: base models by name, checkpoints of all adapters
-    base        one base model, its learner, its sampler, and the thread on which it learns
+    service     base models by name, checkpoints of all adapters
+    base        one base model: its learner, its sampler, and its training thread
     training    one adapter in training
     sampling    one set of weights to sample with
-    states      what ``save_state`` wrote, read again
 
-Every base model has one thread, on which everything happens that touches its learner, in order;
-sampling has the engine's thread and a copy of the base of its own.
+Everything that touches a base model's learner runs on the base's one thread, in order. Sampling has
+the engine's thread and its own copy of the base.
 """
-
-from agentrl_trainer.client.local.service import LocalService
-
-__all__ = ["LocalService"]

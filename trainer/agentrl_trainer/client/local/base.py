@@ -1,7 +1,5 @@
-"""One base model in this process: who trains over it, and who samples from it.
-
-Knows threads and when weights are loaded; not what is asked of learner and sampler.
-"""
+"""One base model in this process: the adapters that train over it, and the sampler that serves
+them. Knows threads and when weights are loaded, not the operations of learner and sampler."""
 
 from __future__ import annotations
 
@@ -23,42 +21,30 @@ T = TypeVar("T")
 
 
 class LocalBase:
-    """One base model: the adapters that train over it, and the sampler that serves them.
+    """Loads the weights once for training and once for sampling, each at first use.
 
-    ``learner_options`` go to ``Learner``. The weights are loaded once for training and once for
-    sampling, each when it is first asked for.
+    Args:
+        model_options: of ``load_base``.
+        learner_options: of ``Learner``.
     """
 
     def __init__(
-        self,
-        name: str,
-        device: str,
-        dtype: str,
-        load_in_4bit: bool,
-        trust_remote_code: bool,
-        learner_options: Mapping[str, Any],
+        self, name: str, model_options: Mapping[str, Any], learner_options: Mapping[str, Any]
     ) -> None:
         self.name = name
-        self._load = partial(
-            load_base,
-            name,
-            device=device,
-            dtype=dtype,
-            load_in_4bit=load_in_4bit,
-            trust_remote_code=trust_remote_code,
-        )
+        self._load = partial(load_base, name, **model_options)
         self._learner_options = learner_options
         self._worker = Worker(f"agentrl-train-{name}")
         self._lock = threading.Lock()
         self._training: BaseModel | None = None
         self._engine: SamplerEngine | None = None
         self._served = 0
-        self.learner: Learner | None = None
+        self._learner: Learner | None = None
         self.adaptable: list[str] = []
-        """The base's linear layers and experts, by path; known once it is loaded for training."""
+        """Paths of the base's linear layers and experts, once it is loaded for training."""
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """In its turn, on the base's thread."""
+        """Run ``work`` in its turn on the training thread."""
         return self._worker.submit(work)
 
     @property
@@ -70,12 +56,6 @@ class LocalBase:
             return self._training
 
     @property
-    def context_length(self) -> int | None:
-        """None while no weights are loaded."""
-        loaded = self._training or (self._engine.base if self._engine is not None else None)
-        return None if loaded is None else loaded.context_length
-
-    @property
     def sampler(self) -> SamplerEngine:
         with self._lock:
             if self._engine is None:
@@ -83,35 +63,29 @@ class LocalBase:
                 self._engine.start()
             return self._engine
 
-    def add_adapter(
-        self, name: str, rank: int, alpha: float, targets: str | list[str], seed: int
-    ) -> None:
-        """On the base's thread."""
-        if self.learner is None:
-            self.learner = Learner(
-                self.training,
-                adapters=(name,),
-                rank=rank,
-                alpha=alpha,
-                targets=targets,
-                seed=seed,
-                **self._learner_options,
-            )
-        else:
-            self.learner.add_adapter(name, rank=rank, alpha=alpha, targets=targets, seed=seed)
+    @property
+    def context_length(self) -> int | None:
+        """None before any weights are loaded."""
+        loaded = self._training or (self._engine.base if self._engine is not None else None)
+        return None if loaded is None else loaded.context_length
 
-    def remove_adapter(self, name: str) -> None:
-        """On the base's thread."""
-        self.trained().remove_adapter(name)
-
-    def trained(self) -> Learner:
-        """On the base's thread."""
-        if self.learner is None:
+    @property
+    def learner(self) -> Learner:
+        """The learner; use it on the training thread."""
+        if self._learner is None:
             raise ValueError("nothing trains over this model: create a training client first")
-        return self.learner
+        return self._learner
+
+    def add_adapter(self, name: str, **lora: Any) -> None:
+        """Add an adapter to the learner, or make the learner with it; on the training thread."""
+        if self._learner is None:
+            options = {**lora, **self._learner_options}
+            self._learner = Learner(self.training, adapters=(name,), **options)
+        else:
+            self._learner.add_adapter(name, **lora)
 
     def serve(self, folder: Folder) -> str:
-        """Load a PEFT folder into the sampler, under a name of its own."""
+        """Load a PEFT folder into the sampler; return the name it has there."""
         sampler = self.sampler
         with self._lock:
             self._served += 1
@@ -120,7 +94,7 @@ class LocalBase:
         return name
 
     def unload(self, name: str) -> None:
-        """Forget served weights. Takes no lock: finalizers call it, whatever their thread holds."""
+        """Unload served weights. Takes no lock: finalizers call it on any thread."""
         if self._engine is not None:
             with contextlib.suppress(RequestError):  # the sampler has ended
                 self._engine.unload_adapter(name)

@@ -1,7 +1,4 @@
-"""What ``ServiceClient`` asks of this process.
-
-Knows base models by name, which names of clients are taken, and checkpoints of all adapters.
-"""
+"""The local service: base models and training clients by name, checkpoints of all adapters."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import json
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +17,18 @@ from agentrl_trainer.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from agentrl_trainer.client.backend import EndStatus
 from agentrl_trainer.client.futures import finished, wait
 from agentrl_trainer.client.local.base import LocalBase
 from agentrl_trainer.client.local.sampling import LocalSampling
-from agentrl_trainer.client.local.states import read_state
-from agentrl_trainer.client.local.training import LocalTraining
+from agentrl_trainer.client.local.training import LocalTraining, read_state
 from agentrl_trainer.client.naming import check_name, new_folder
 from agentrl_trainer.client.types import (
+    EndStatus,
     Folder,
     GetServerCapabilitiesResponse,
     LoraOptions,
-    SamplerOptions,
+    Options,
     SavedPath,
-    StateOptions,
     SupportedModel,
 )
 from agentrl_trainer.models.loading import TINY_MODEL
@@ -40,6 +36,11 @@ from agentrl_trainer.models.lora import CONFIG_FILE
 
 
 class LocalService:
+    """``learner_options`` are those of ``learner.Learner``; the others but ``folder`` are
+    ``load_base``'s."""
+
+    is_local = True
+
     def __init__(
         self,
         folder: Folder | None = None,
@@ -51,7 +52,13 @@ class LocalService:
         **learner_options: Any,
     ) -> None:
         self.folder = Path(folder) if folder is not None else new_folder("client")
-        self._where = (device, dtype, load_in_4bit, trust_remote_code, learner_options)
+        self._model_options = {
+            "device": device,
+            "dtype": dtype,
+            "load_in_4bit": load_in_4bit,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._learner_options = learner_options
         self._bases: dict[str, LocalBase] = {}
         self._names: set[str] = set()
         self._made = 0
@@ -60,12 +67,14 @@ class LocalService:
     def base(self, name: str) -> LocalBase:
         with self._lock:
             if name not in self._bases:
-                self._bases[name] = LocalBase(name, *self._where)
+                self._bases[name] = LocalBase(name, self._model_options, self._learner_options)
             return self._bases[name]
 
-    def train(self, base_model: str, options: LoraOptions, name: str | None) -> LocalTraining:
+    def train(
+        self, base_model: str, options: LoraOptions, name: str | None, tinker: Options
+    ) -> LocalTraining:
         base = self.base(base_model)
-        base.training  # noqa: B018 - a name that is no model's fails here, not in a future
+        base.training  # noqa: B018 - an unknown model fails here, not in a future
         with self._lock:
             self._made += 1
             name = name or f"model-{self._made}"
@@ -82,31 +91,31 @@ class LocalService:
             raise
 
     def _forget(self, name: str) -> None:
-        """The name of a client that is no more is free."""
+        """Free the name of a closed client."""
         with self._lock:
             self._names.discard(name)
 
     def train_from(
-        self, path: str, *, optimizer: bool, options: StateOptions, name: str | None
+        self, path: str, base_model: str | None, optimizer: bool, name: str | None, tinker: Options
     ) -> LocalTraining:
         meta = read_state(path).meta
-        new = {"user_metadata": options.user_metadata, "optimizer": options.optimizer}
-        lora = LoraOptions(**{**meta["lora"], **new})
-        client = self.train(options.base_model or meta["base_model"], lora, name)
+        known = {field.name for field in fields(LoraOptions)}  # older states hold more
+        lora = LoraOptions(**{name: meta["lora"][name] for name in known})
+        client = self.train(base_model or meta["base_model"], lora, name, tinker)
         try:
-            wait(client.load_state(path, optimizer, options.weights_access_token))
+            wait(client.load_state(path, optimizer, tinker))
         except BaseException:
             wait(client.close())
             raise
         return client
 
     def sampler(
-        self, model_path: str | None, base_model: str | None, options: SamplerOptions
+        self, model_path: str | None, base_model: str | None, tinker: Options
     ) -> LocalSampling:
         if model_path is None:
             assert base_model is not None
             base = self.base(base_model)
-            base.sampler  # noqa: B018 - as above
+            base.sampler  # noqa: B018 - an unknown model fails here
             return LocalSampling(base, finished(None))
         config = Path(model_path) / CONFIG_FILE
         if not config.is_file():
@@ -117,7 +126,7 @@ class LocalService:
         return LocalSampling(base, finished(base.serve(model_path)))
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
-        """The models that are loaded, and the one that comes along."""
+        """Return the loaded models, and the tiny one that is part of the package."""
         known: dict[str, LocalBase | None] = {TINY_MODEL: None, **self._bases}
         return GetServerCapabilitiesResponse(
             [
@@ -132,7 +141,7 @@ class LocalService:
         base = self._only_base()
 
         def work() -> SavedPath:
-            state = base.trained().state_dict()
+            state = base.learner.state_dict()
             return SavedPath(str(save_checkpoint(root, step, tensors=state, meta=meta, keep=keep)))
 
         return base.run(work)
@@ -145,7 +154,7 @@ class LocalService:
             if found.folder is None:
                 return Restored(None, {}, found.torn)
             checkpoint = load_checkpoint(found.folder)
-            base.trained().load_state_dict(checkpoint.tensors)
+            base.learner.load_state_dict(checkpoint.tensors)
             restore_rng(checkpoint.rng)
             return Restored(checkpoint.step, checkpoint.meta, found.torn)
 

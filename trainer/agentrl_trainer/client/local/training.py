@@ -1,6 +1,6 @@
-"""One adapter in training: each operation in its turn on its base's thread.
+"""One adapter in training: every operation runs in its turn on the base's training thread.
 
-Knows the learner, rows, and where states and PEFT folders are written.
+Knows the learner, training rows, and where states and PEFT folders are written.
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from agentrl_trainer.checkpoint import save_checkpoint
-from agentrl_trainer.client.backend import Data
+from agentrl_trainer.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from agentrl_trainer.client.futures import wait
 from agentrl_trainer.client.local.base import LocalBase
 from agentrl_trainer.client.local.sampling import LocalSampling
-from agentrl_trainer.client.local.states import read_state, renamed
 from agentrl_trainer.client.naming import SAMPLERS, STATES, check_name
-from agentrl_trainer.client.rows import (
-    check_loss,
-    length_weighted,
-    metrics_of,
-    outputs,
-    to_rows,
-)
+from agentrl_trainer.client.rows import check_loss, metrics_of, outputs, to_rows
 from agentrl_trainer.client.types import (
     AdamParams,
+    Data,
     Datum,
     ForwardBackwardOutput,
     LoraOptions,
     ModelData,
     ModelInfo,
     OptimStepResponse,
-    SamplerOptions,
+    Options,
     SavedPath,
-    SaveOptions,
 )
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
@@ -54,6 +51,8 @@ T = TypeVar("T")
 class LocalTraining:
     """``forget`` is called with the name when the client is closed."""
 
+    is_local = True
+
     def __init__(
         self,
         base: LocalBase,
@@ -62,12 +61,6 @@ class LocalTraining:
         options: LoraOptions,
         forget: Callable[[str], None],
     ) -> None:
-        if options.train_unembed:
-            raise ValueError(
-                "train_unembed: the output embedding cannot be trained locally; leave it False"
-            )
-        if (kind := getattr(options.optimizer, "type", "adamw")) != "adamw":
-            raise ValueError(f"optimizer: the local backend has AdamW, not {kind!r}; leave it out")
         self.base = base
         self.name = name
         self.folder = folder
@@ -75,85 +68,90 @@ class LocalTraining:
         self._forget = forget
         self._updates = 0
         self._closed = False
-        self._failed: BaseException | None = None  # what left this step's gradients incomplete
+        self._failed: BaseException | None = None  # why this step's gradients are incomplete
         model = base.training
         config = model.model.config
         self._vocabulary = int(model.model.get_input_embeddings().weight.shape[0])  # type: ignore
-        self._context = model.context_length
         self.info = ModelInfo(
             model_id=name,
             model_data=ModelData(str(config.model_type), base.name, base.name),
             model_name=base.name,
             lora_rank=options.rank,
         )
-        targets = _targets(base.adaptable, options)
-        seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-        added = base.run(lambda: base.add_adapter(name, options.rank, options.alpha, targets, seed))
+        lora = {
+            "rank": options.rank,
+            "alpha": options.alpha,
+            "targets": _targets(base.adaptable, options),
+            "seed": secrets.randbelow(2**31) if options.seed is None else options.seed,
+        }
+        added = base.run(lambda: base.add_adapter(name, **lora))
         try:
             wait(added)
         except BaseException:
-            added.cancel()  # where nobody waits, nobody wants it
+            added.cancel()
             raise
 
     @property
     def learner(self) -> Learner:
-        return self.base.trained()
-
-    # ---- learning
-
-    def forward(
-        self, data: Data, loss_fn: str, config: LossConfig | None
-    ) -> Future[ForwardBackwardOutput]:
-        check_loss(loss_fn, config)
-        # What a custom loss is made of may hold any inputs, and asks for the cross-entropy.
-        rows = self._rows(data, None if loss_fn == "cross_entropy" else loss_fn)
-        if loss_fn == "cross_entropy":  # its terms' weights are not read with any inputs
-            rows = [length_weighted(*pair) for pair in zip(rows, data, strict=True)]
-
-        def work() -> ForwardBackwardOutput:
-            found = [[0.0] * len(row.tokens) for row in rows]
-            stats = self.learner.forward_backward(rows, loss_fn, config, 1.0, found, backward=False)
-            return ForwardBackwardOutput(outputs(found), metrics_of(stats, loss_fn), stats)
-
-        return self.base.run(work)
+        return self.base.learner
 
     def forward_backward(
         self,
         data: Data,
         loss_fn: str,
         config: LossConfig | None,
-        normalize_by: float | None,
-        logprobs: bool,
+        normalize_by: float | None = 1.0,
+        logprobs: bool = True,
+        *,
+        backward: bool = True,
     ) -> Future[ForwardBackwardOutput]:
+        """``backward`` False leaves the gradients as they are."""
         check_loss(loss_fn, config)
         if normalize_by is not None and not normalize_by > 0:
             raise ValueError(f"normalize_by must be above 0, or None; not {normalize_by}")
-        rows = self._rows(data, loss_fn)
+        # The log-probs alone may be those of a custom loss, whose data hold any inputs.
+        alone = not backward and loss_fn == "cross_entropy"
+        rows = self._rows(data, None if alone else loss_fn)
 
         def work() -> ForwardBackwardOutput:
             found = [[0.0] * len(row.tokens) for row in rows] if logprobs else None
-            stats = self.learner.forward_backward(rows, loss_fn, config, normalize_by, found)
+            stats = self.learner.forward_backward(
+                rows, loss_fn, config, normalize_by, found, backward=backward
+            )
             return ForwardBackwardOutput(outputs(found or []), metrics_of(stats, loss_fn), stats)
 
-        return self.base.run(self._accumulates(work))
+        return self._accumulate(work) if backward else self.base.run(work)
 
     def forward_backward_custom(
-        self, data: Data, function: CustomLoss[Datum]
+        self, data: Sequence[Datum], function: CustomLoss[Datum], tinker: Options
     ) -> Future[ForwardBackwardOutput]:
-        ours: Any = data
         rows = self._rows(data, None)
         found: list[list[float]] = []
 
         def of_targets(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
             found.extend(row.tolist() for row in logprobs)
-            return function(ours, [row[1:] for row in logprobs])
+            return function(data, [row[1:] for row in logprobs])
 
         def work() -> ForwardBackwardOutput:
             stats, metrics = self.learner.forward_backward_custom(rows, of_targets)
             known = metrics_of(stats, "cross_entropy")
             return ForwardBackwardOutput(outputs(found), {**known, **metrics}, stats)
 
-        return self.base.run(self._accumulates(work))
+        return self._accumulate(work)
+
+    def _accumulate(self, work: Callable[[], T]) -> Future[T]:
+        def guarded() -> T:
+            try:
+                return work()
+            except BaseException as error:
+                self._failed = error
+                raise
+
+        return self.base.run(guarded)
+
+    def _rows(self, data: Data, loss_fn: str | None) -> list[TrainingRow]:
+        context = self.base.training.context_length
+        return to_rows(data, self.name, loss_fn, self._vocabulary, context)
 
     def prepare(
         self, rows: Sequence[TrainingRow], settings: UpdateSettings
@@ -173,38 +171,23 @@ class LocalTraining:
                 ) from failed
             stats = self.learner.optim_step(ours, [self.name])
             self._updates += not stats.skipped_non_finite
-            refused = float(stats.skipped_non_finite)
-            return OptimStepResponse({"grad_norm": stats.grad_norm, "skipped_non_finite": refused})
+            skipped = float(stats.skipped_non_finite)
+            return OptimStepResponse({"grad_norm": stats.grad_norm, "skipped_non_finite": skipped})
 
         return self.base.run(work)
-
-    def _accumulates(self, work: Callable[[], T]) -> Callable[[], T]:
-        def guarded() -> T:
-            try:
-                return work()
-            except BaseException as error:
-                self._failed = error
-                raise
-
-        return guarded
 
     def local(self, work: Callable[[Learner], T]) -> Future[T]:
         return self.base.run(lambda: work(self.learner))
 
-    def _rows(self, data: Data, loss_fn: str | None) -> list[TrainingRow]:
-        return to_rows(data, self.name, loss_fn, self._vocabulary, self._context)
-
-    # ---- weights
-
-    def save_state(self, name: str, overwrite: bool, options: SaveOptions) -> Future[SavedPath]:
+    def save_state(self, name: str, overwrite: bool, tinker: Options) -> Future[SavedPath]:
         target = self._target(STATES, name, overwrite)
 
         def work() -> SavedPath:
             meta = {
                 "base_model": self.base.name,
                 "adapter": self.name,
-                "lora": {**asdict(self._options), "user_metadata": None, "optimizer": None},
-                "user_metadata": dict(options.user_metadata or {}),
+                "lora": asdict(self._options),
+                "user_metadata": dict(tinker.get("user_metadata", {})),
             }
             state = self.learner.state_dict([self.name])
             save_checkpoint(target, self._updates, tensors=state, meta=meta, keep=1)
@@ -212,10 +195,10 @@ class LocalTraining:
 
         return self.base.run(work)
 
-    def load_state(self, path: str, optimizer: bool, access_token: str | None) -> Future[None]:
+    def load_state(self, path: str, optimizer: bool, tinker: Options) -> Future[None]:
         def work() -> None:
             found = read_state(path)
-            ours = renamed(found.tensors, found.meta["adapter"], self.name)
+            ours = _renamed(found.tensors, found.meta["adapter"], self.name)
             if not optimizer:
                 ours = {key: value for key, value in ours.items() if key.startswith("weights/")}
             self.learner.load_state_dict(ours, [self.name])
@@ -224,7 +207,7 @@ class LocalTraining:
 
         return self.base.run(work)
 
-    def save_weights_for_sampler(self, name: str | Path, options: SaveOptions) -> Future[SavedPath]:
+    def save_weights_for_sampler(self, name: str | Path, tinker: Options) -> Future[SavedPath]:
         target = name if isinstance(name, Path) else self._target(SAMPLERS, name, overwrite=True)
 
         def work() -> SavedPath:
@@ -233,13 +216,14 @@ class LocalTraining:
 
         return self.base.run(work)
 
-    def sampler(self, options: SamplerOptions) -> LocalSampling:
-        if options.kind != "snapshot":
-            raise ValueError(
-                f"kind: local sampling clients keep their weights, so not {options.kind!r}; make a "
-                "new one after each update"
-            )
+    def _target(self, kind: str, name: str, overwrite: bool) -> Path:
+        check_name(name)
+        target = self.folder / kind / name
+        if target.exists() and not overwrite:
+            raise FileExistsError(f"{target} exists: take another name, or overwrite=True")
+        return target
 
+    def sampler(self, tinker: Options) -> LocalSampling:
         def work() -> str:
             with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
                 save_adapter(self.learner.model, self.name, Path(folder) / "adapter")
@@ -253,40 +237,53 @@ class LocalTraining:
     def close(self) -> Future[None]:
         def work() -> None:
             if not self._closed:
-                self.base.remove_adapter(self.name)
+                self.learner.remove_adapter(self.name)
                 self._closed = True
                 self._forget(self.name)
 
         return self.base.run(work)
 
-    def _target(self, kind: str, name: str, overwrite: bool) -> Path:
-        check_name(name)
-        target = self.folder / kind / name
-        if target.exists() and not overwrite:
-            raise FileExistsError(f"{target} exists: take another name, or overwrite=True")
-        return target
+
+def read_state(path: str) -> Checkpoint:
+    """Read what ``save_state`` wrote; ValueError if there is no whole state at ``path``."""
+    latest = latest_checkpoint(path)
+    if latest.folder is None:
+        why = "; ".join(f"{folder.name}: {fault}" for folder, fault in latest.torn.items())
+        raise ValueError(
+            f"path: {path} holds no whole state{f' ({why})' if why else ''}; give what save_state "
+            "returned"
+        )
+    return load_checkpoint(latest.folder)
+
+
+def _renamed(state: Mapping[str, Tensor], before: str, after: str) -> dict[str, Tensor]:
+    """Rename the owner in the keys ``kind/owner/key``; an owner is an adapter, or its value
+    function ``value.<adapter>``."""
+    found: dict[str, Tensor] = {}
+    for whole, tensor in state.items():
+        kind, owner, key = whole.split("/", 2)
+        part, dot, adapter = owner.rpartition(".")  # an adapter's name has no dot
+        if adapter == before:
+            found[f"{kind}/{part}{dot}{after}/{key}"] = tensor
+    return found
 
 
 def check_adam(adam: AdamParams) -> AdamParams:
     """Return AdamW's parameters; ValueError for a value that AdamW cannot take.
 
-    Accepts any object with the fields of ``AdamParams``, for example the SDK's.
+    Accepts any object with the fields of ``AdamParams``, such as the SDK's.
     """
-    values: dict[str, float] = {}
-    for name in (field.name for field in fields(AdamParams)):
-        value = getattr(adam, name, None)
-        if value is None:
-            raise ValueError(f"optim_params: AdamW wants a {name}, which {adam!r} lacks")
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"optim_params: {name} must be finite and not negative, not {value}")
-        values[name] = value
-    if adam.beta1 >= 1 or adam.beta2 >= 1:
-        raise ValueError(f"optim_params: betas must be below 1, not {adam.beta1}, {adam.beta2}")
+    values: dict[str, Any] = {f.name: getattr(adam, f.name, None) for f in fields(AdamParams)}
+    for name, value in values.items():
+        if value is None or not 0 <= value < (1 if name.startswith("beta") else float("inf")):
+            raise ValueError(
+                f"optim_params: AdamW needs a finite {name} from 0 (betas below 1), not {value!r}"
+            )
     return AdamParams(**values)
 
 
 def _targets(paths: Sequence[str], options: LoraOptions) -> str | list[str]:
-    """PEFT's target_modules."""
+    """Return PEFT's target_modules."""
     if options.targets is not None:
         return options.targets
     if options.train_mlp and options.train_attn:

@@ -1,0 +1,1 @@
+"""What runs in an agent's own process, and how that process is prepared."""

@@ -1,0 +1,147 @@
+"""Compute the environment in which an unmodified agent finds the gateway.
+
+Knows the variables that clients, OpenTelemetry and frameworks read. Functions return mappings; only
+the attempt's own process puts them into ``os.environ``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import ssl
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from agentrl.runner.protocol import RunnerConfig
+from agentrl_tracer.schemas import Claim
+
+# One variable may hold 128 KiB on Linux; a longer one makes every later subprocess fail to start.
+_LONGEST_TASK = 100_000
+_HASHED_CERTIFICATE = re.compile(r"[0-9a-f]{8}\.[0-9]+")  # the names that `openssl rehash` gives
+
+# Frameworks read these when they are imported: the pool sets them before it preloads.
+QUIET = {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    # Otherwise ``import litellm`` fetches a file from the internet, in every attempt.
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
+
+def check_environment(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse an environment that would silence the agents' spans and rewards.
+
+    Raises:
+        RuntimeError: OTEL_SDK_DISABLED is set.
+    """
+    if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        raise RuntimeError(
+            "OTEL_SDK_DISABLED=true is set: it would silently drop every reward and span of the "
+            "agent. Unset it; to quiet CrewAI use CREWAI_DISABLE_TELEMETRY=true (set for agents)"
+        )
+
+
+def runner_environment(config: RunnerConfig) -> dict[str, str]:
+    """Return what runners, and so agents, inherit: everything but the keys of other models."""
+    return {name: value for name, value in os.environ.items() if name not in config.withheld}
+
+
+def find_certificates_by_name(env: dict[str, str]) -> None:
+    """Make TLS clients find certificates in a hashed folder instead of parsing a whole bundle.
+
+    A bundle costs each new OpenAI client 15 to 25 ms of CPU, even one that speaks plain HTTP with
+    the gateway; a folder costs nothing until a certificate is needed. Changes ``env`` only where
+    the folder is the trust store in use: a bundle from another place stays chosen.
+    """
+    folder = env.get("SSL_CERT_DIR") or ssl.get_default_verify_paths().capath
+    bundle = env.get("SSL_CERT_FILE")
+    if not folder or not Path(folder).is_dir():
+        return
+    if bundle and Path(bundle).parent.resolve() != Path(folder).resolve():
+        return
+    if any(_HASHED_CERTIFICATE.fullmatch(name) for name in os.listdir(folder)):
+        env["SSL_CERT_DIR"] = folder
+        env.pop("SSL_CERT_FILE", None)
+
+
+def direct_to_gateway(gateway: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that keep clients from asking a proxy for the gateway."""
+    direct = ["127.0.0.1", "localhost", "::1", urlsplit(gateway).hostname or ""]
+    env: dict[str, str] = {}
+    for name in ("NO_PROXY", "no_proxy"):
+        present = [host for host in inherited.get(name, "").split(",") if host]
+        env[name] = ",".join(dict.fromkeys([*present, *filter(None, direct)]))
+    return env
+
+
+def shared_environment(
+    config: RunnerConfig, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables of a process that several attempts share: no rollout's URL and key.
+
+    A header names each call's rollout; a call without one is refused rather than misattributed.
+    """
+    return _client_environment(config, config.gateway.rstrip("/"), "sk-shared-process", inherited)
+
+
+def attempt_environment(
+    config: RunnerConfig, claim: Claim, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables to set for one attempt, on top of ``inherited``."""
+    gateway = config.gateway.rstrip("/")
+    base = f"{gateway}/rollouts/{claim.rollout_id}"
+    env = _client_environment(config, base, claim.key, inherited) | {
+        "AGENTRL_ROLLOUT_ID": claim.rollout_id,
+        "AGENTRL_ATTEMPT_ID": claim.attempt_id,
+        "AGENTRL_KEY": claim.key,
+    }
+    # An exporter that the application has configured keeps its backend. A reused process still has
+    # the endpoint of the attempt before.
+    configured = inherited.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if configured is None or configured.startswith(f"{gateway}/rollouts/"):
+        env |= {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": base,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{claim.key}",
+        }
+    task = json.dumps(claim.task)
+    if len(task) <= _LONGEST_TASK:
+        env["AGENTRL_TASK"] = task
+    storage = inherited.get("CREWAI_STORAGE_DIR")
+    if storage is None or _is_storage(Path(storage)):  # none, or that of the attempt before
+        env["CREWAI_STORAGE_DIR"] = str(storage_folder(claim.attempt_id))
+    if config.python_path:
+        path = [*config.python_path, *filter(None, [inherited.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(path)
+    return env
+
+
+def _client_environment(
+    config: RunnerConfig, base: str, key: str, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    env = {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_BASE": f"{base}/v1",  # langchain-openai prefers it, llama-index knows no other
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "AGENTRL_GATEWAY": config.gateway.rstrip("/"),
+        "AGENTRL_MODEL": config.model,
+        **QUIET,
+        **direct_to_gateway(config.gateway, inherited),
+    }
+    if "OTEL_SERVICE_NAME" not in inherited:
+        env["OTEL_SERVICE_NAME"] = "agentrl-agent"
+    return env
+
+
+def storage_folder(attempt_id: str) -> Path:
+    """Return CrewAI's storage of one attempt; concurrent attempts would share one otherwise."""
+    return Path(tempfile.gettempdir()) / f"agentrl-{attempt_id}"
+
+
+def _is_storage(path: Path) -> bool:
+    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith("agentrl-")

@@ -1,0 +1,158 @@
+"""Agent specs: what is understood, what is refused and how, and what an agent is called with."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.runner.agent_process.loading import CommandFailed, load_agent
+from agentrl.runner.agent_spec import AgentSpecError, parse_agent, validate_agent
+
+SOURCE = """
+import functools
+
+def takes(task): return ("takes", task)
+def takes_none(): return "none"
+def optional(verbose=False): return verbose
+def optional_task(task=None): return task
+async def later(task):
+    return ("later", task)
+class Crew:
+    def kickoff(self, inputs): return ("kickoff", inputs)
+class Runner:
+    async def run(self, task): return ("run", task)
+class Box:
+    inner = Runner()
+crew = Crew()
+partial = functools.partial(takes)
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_agent_module.py").write_text(SOURCE)
+    yield tmp_path / "my_agent_module.py"
+    for name in ("my_agent_module", "_agentrl_my_agent_module"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "rest"),
+    [
+        ("pkg.mod:fn", "module", ("pkg.mod", "fn")),
+        ("dir/a.py:obj.method", "file", ("dir/a.py", "obj.method")),
+        ("node agent.js --n {n}", "command", ("node", "agent.js", "--n", "{n}")),
+        ("-- sh", "command", ("sh",)),
+        ("sh", "command", ("sh",)),
+        ("python my.py:f", "command", ("python", "my.py:f")),
+    ],
+)
+def test_specs_are_understood(spec: str, kind: str, rest: tuple[str, ...]) -> None:
+    parsed = parse_agent(spec)
+    assert parsed.kind == kind
+    assert (parsed.argv or (parsed.target, parsed.attribute)) == rest
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("", "empty"),
+        ("my_agent_module.py", "names no function"),
+        ("nothing-like-it", "no such executable"),
+        ("missing.py:run", "no file"),
+        ("my_agent_module.py:nope", "defines no 'nope'"),
+        ("my_agent_module:nope", "defines no 'nope'"),
+        ("no_such_module_xyz:run", "no module 'no_such_module_xyz'"),
+        ("json.nothere:run", "no module 'json.nothere'"),
+        ("no-such-command --flag", "no executable 'no-such-command'"),
+        ("sh 'unclosed", "does not parse"),
+        ("broken.py:run", "syntax error"),
+    ],
+)
+def test_wrong_specs_are_refused_early_and_clearly(file: Path, spec: str, problem: str) -> None:
+    (file.parent / "broken.py").write_text("def run(:\n")
+    with pytest.raises(AgentSpecError) as refused:
+        validate_agent(spec)
+    message = str(refused.value)
+    assert message.startswith(f"agent: got {spec!r}")
+    assert problem in message
+    assert "allowed:" in message
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["my_agent_module:takes", "my_agent_module.py:Crew", "sh -c true", "json:loads"],
+)
+def test_right_specs_pass_without_an_import(file: Path, spec: str) -> None:
+    validate_agent(spec)
+    assert "my_agent_module" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("takes", ("takes", {"q": 1})),
+        ("takes_none", "none"),
+        ("optional", False),
+        ("optional_task", {"q": 1}),
+        ("later", ("later", {"q": 1})),
+        ("Crew", ("kickoff", {"q": 1})),
+        ("crew", ("kickoff", {"q": 1})),
+        ("Runner", ("run", {"q": 1})),
+        ("Box.inner.run", ("run", {"q": 1})),
+        ("partial", ("takes", {"q": 1})),
+    ],
+)
+def test_agents_are_called_with_the_task(file: Path, name: str, result: object) -> None:
+    assert load_agent(f"{file}:{name}").run({"q": 1}) == result
+    sys.modules.pop("my_agent_module", None)
+    assert load_agent(f"my_agent_module:{name}").run({"q": 1}) == result
+
+
+def test_what_cannot_be_called_is_refused(file: Path) -> None:
+    with pytest.raises(AgentSpecError, match="names a int"):
+        load_agent(f"{file}:number")
+    with pytest.raises(AgentSpecError, match="no attribute 'gone'"):
+        load_agent(f"{file}:crew.gone")
+
+
+def test_a_missing_import_of_the_agent_is_its_own_error(file: Path) -> None:
+    file.write_text("import not_installed_xyz\ndef run(task): ...\n")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_xyz"):
+        load_agent("my_agent_module:run")
+
+
+def test_a_file_can_import_what_lies_beside_it(tmp_path: Path, file: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "neighbour_xyz.py").write_text("VALUE = 7\n")
+    (folder / "main_xyz.py").write_text("import neighbour_xyz as n\ndef run(): return n.VALUE\n")
+    assert load_agent("elsewhere/main_xyz.py:run").run({}) == 7
+    for name in ("neighbour_xyz", "main_xyz"):
+        del sys.modules[name]
+
+
+def test_commands_get_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_agent("sh -c 'cat; echo \"$0|$1\"' {a} {b}-{missing}").run({"a": "x y", "b": [1]})
+    assert capfd.readouterr().out == '{"a": "x y", "b": [1]}\nx y|[1]-{missing}\n'
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"), [("exit 3", "exited with code 3"), ("kill -9 $$", "killed by signal 9")]
+)
+def test_a_failing_command_is_an_error(command: str, problem: str) -> None:
+    with pytest.raises(CommandFailed, match=problem):
+        load_agent(f"sh -c '{command}'").run({})
+
+
+def test_the_trainer_and_the_cli_can_import_the_package_cheaply() -> None:
+    code = (
+        "import sys, agentrl.runner\n"
+        "heavy = {'sqlalchemy', 'opentelemetry', 'torch', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

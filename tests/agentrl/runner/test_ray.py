@@ -1,0 +1,187 @@
+"""Runners as actors of local Ray clusters, of one node and of two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gateway import FakeGateway, until
+
+from agentrl.config.settings import TrainConfig
+from agentrl.runner import RunnerConfig
+from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
+from agentrl_tracer.store import Store
+
+AGENT = """
+import os, time
+def agent(task):
+    time.sleep(0.2)
+    return task["n"]
+"""
+
+
+# Of Ray's own.
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore::ResourceWarning",
+        "ignore::pytest.PytestUnraisableExceptionWarning",
+    ),
+]
+
+
+def test_runners_on_a_local_ray_cluster(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from agentrl.runner.ray import RayPool
+
+    (tmp_path / "agents.py").write_text(AGENT)
+    store = Store(str(tmp_path / "store.db"))
+    gateway = FakeGateway(store)
+    run_id = store.create_run("ray", "train", {})
+    [task] = store.add_tasks(run_id, "train", [{"n": 3}])
+    ids = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, i, i) for i in range(8)])
+    pool = RayPool(
+        RunnerConfig(
+            store=store.url,
+            gateway=gateway.url,
+            run_id=run_id,
+            agent=f"{tmp_path / 'agents.py'}:agent",
+            model="policy",
+            logs=str(tmp_path / "logs"),
+            runners=2,
+            lease_s=4.0,
+        )
+    )
+    try:
+        [attempt] = until(lambda: store.attempts(ids)[:1], 120)
+        # A runner is killed; Ray's actor or our pool starts another, and the rollout runs again.
+        os.kill(int(attempt.runner.rsplit("-", 2)[1]), signal.SIGKILL)
+        until(lambda: store.unfinished(ids) == 0 or (store.expire_leases() and False), 60)
+        assert pool.alive()
+    finally:
+        pool.stop()
+    assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
+    assert [r.value for r in store.rewards(ids)] == [3.0] * 8
+    gateway.close()
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with two CPUs and another node with two."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    for left in (2, 1, 0):  # see ``_join_or_start`` on why a start may fail
+        built = Cluster()
+        try:
+            built.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
+            built.other = built.add_node(num_cpus=2, object_store_memory=80 << 20)  # type: ignore[attr-defined]
+            break
+        except Exception:
+            built.shutdown()
+            if not left:
+                raise
+    yield built
+    built.shutdown()
+
+
+@pytest.fixture
+def joined(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """That cluster is the one which a pool joins."""
+    import ray
+
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("store", "gateway_host", "complaint"),
+    [
+        ("sqlite:////tmp/store.db", "0.0.0.0", r"store: .* 2 nodes.*PostgreSQL URL with --store"),
+        ("postgresql+psycopg://somewhere/x", "127.0.0.1", r"gateway_host: .*--gateway-host 0\.0"),
+        ("postgresql+psycopg://somewhere/x", None, r"only `agentrl train`"),
+    ],
+)
+def test_what_other_nodes_cannot_reach_is_refused(
+    joined: Any, tmp_path: Path, store: str, gateway_host: str | None, complaint: str
+) -> None:
+    from agentrl.runner.ray import RayPool
+
+    (tmp_path / "agents.py").write_text(AGENT)
+    spec = f"{tmp_path / 'agents.py'}:agent"
+    config = RunnerConfig(store, "http://127.0.0.1:1", None, spec, "policy", str(tmp_path / "logs"))
+    with pytest.raises(ValueError, match=complaint):
+        RayPool(config, gateway_host)
+
+
+def test_two_nodes_share_the_work_and_one_of_them_may_die(
+    joined: Any, tmp_path: Path, postgres: str
+) -> None:
+    import ray
+
+    from agentrl.runner.ray import RayPool
+
+    (tmp_path / "agents.py").write_text(AGENT)
+    store = Store(postgres)
+    gateway = FakeGateway(store, host="0.0.0.0")
+    run_id = store.create_run("two-nodes", "train", {})
+    [task] = store.add_tasks(run_id, "train", [{"n": 3}])
+    ids = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, i, i) for i in range(60)])
+    config = RunnerConfig(
+        store=store.url,
+        gateway=gateway.url,  # http://127.0.0.1:…, which the pool must not hand on
+        run_id=run_id,
+        agent=f"{tmp_path / 'agents.py'}:agent",
+        model="policy",
+        logs=str(tmp_path / "logs"),
+        runners=4,
+        lease_s=3.0,
+    )
+    pool = RayPool(config, "0.0.0.0")
+    try:
+        assert pool._config.gateway.startswith(f"http://{ray.util.get_node_ip_address()}:")
+        until(lambda: len({a.runner for a in store.attempts(ids)}) == 4, 100, pool.log_tail)
+        joined.remove_node(joined.other, allow_graceful=False)
+        killed = time.time()
+        until(lambda: store.unfinished(ids) == 0 or (store.expire_leases() and False), 100)
+        assert pool.alive()
+    finally:
+        pool.stop()
+    rollouts = store.rollouts(run_id)
+    assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
+    winners = {r.winner for r in rollouts}  # a lost attempt may have got its reward out, too
+    assert [r.value for r in store.rewards(ids) if r.attempt_id in winners] == [3.0] * 60
+    later = {a.runner for a in store.attempts(ids) if a.started_at > killed + config.lease_s}
+    assert 1 <= len(later) <= 2  # what fits on the node that is left
+    gateway.close()
+    store.close()
+
+
+def test_a_node_that_cannot_reach_the_gateway_says_so(tmp_path: Path) -> None:
+    from agentrl.runner.ray import check_reach
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gateway = f"http://127.0.0.1:{server.getsockname()[1]}"
+        config = RunnerConfig("sqlite:////nowhere/x.db", gateway, None, "a", "policy", "logs")
+        with pytest.raises(RuntimeError, match=r"store: .*no /nowhere/x\.db"):
+            check_reach(config)
+    with pytest.raises(RuntimeError, match=r"cannot reach .*see --gateway-host"):
+        check_reach(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "count"), [("ray", "ray", 8), ("ray:3", "ray", 3), (5, "here", 5)]
+)
+def test_runners_say_where_they_run(tmp_path: Path, given: object, where: str, count: int) -> None:
+    config = TrainConfig(agent="x:y", tasks=tmp_path, runners=given)  # type: ignore[arg-type]
+    assert (config.runners_on, config.runners) == (where, count)

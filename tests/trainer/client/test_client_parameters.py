@@ -1,0 +1,108 @@
+"""Parameters that scripts for Tinker's SDK pass: accepted or refused by one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from client_data import ROW, TINY, supervised
+
+from agentrl_trainer.client import AdamParams, SamplingParams, ServiceClient, TrainingClient
+from agentrl_trainer.client.local.training import read_state
+from agentrl_trainer.client.parameters import TINKER_ONLY, tinker_options
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+LOCAL, TINKER = SimpleNamespace(is_local=True), SimpleNamespace(is_local=False)
+REFUSED = [
+    (method, name, local)
+    for method, parameters in TINKER_ONLY.items()
+    for name, local in parameters.items()
+    if local.refusal
+]
+
+
+@pytest.mark.parametrize(("method", "name", "local"), REFUSED)
+def test_a_refused_parameter_is_named_locally_and_sent_to_tinker(
+    method: str, name: str, local: Any
+) -> None:
+    special = SimpleNamespace(type="dimuon") if name == "optimizer" else 2
+    with pytest.raises(ValueError, match=f"{name}: "):
+        tinker_options(method, {name: special}, LOCAL)
+    for usual in (None, 0, False, local.accepted, SimpleNamespace(type=local.accepted)):
+        tinker_options(method, {name: usual}, LOCAL)
+    assert tinker_options(method, {name: special}, TINKER) == {name: special}
+
+
+def test_an_unknown_parameter_is_an_error_and_none_is_not_sent() -> None:
+    with pytest.raises(TypeError, match=r"sample\(\) got an unexpected keyword argument 'temp'"):
+        tinker_options("sample", {"temp": 1}, TINKER)
+    assert tinker_options("save_state", {"ttl_seconds": None}, TINKER) == {}
+
+
+async def test_every_method_takes_the_parameters_of_its_table(tmp_path: Path) -> None:
+    """With values that ask for nothing special; a method without its table would fail."""
+
+    def usual(method: str) -> dict[str, Any]:
+        return {name: local.accepted for name, local in TINKER_ONLY[method].items()}
+
+    with ServiceClient(folder=tmp_path, **usual("ServiceClient")) as service:
+        client = await service.create_lora_training_client_async(
+            TINY, rank=4, **usual("create_lora_training_client")
+        )
+        client.forward_backward_custom(
+            [supervised()], lambda _, lp: (lp[0].sum(), {}), **usual("forward_backward_custom")
+        )
+        state = await client.save_state("s", **usual("save_state"))
+        client.load_state(state.path, **usual("load_state"))
+        client.load_state_with_optimizer(state.path, **usual("load_state_with_optimizer"))
+        for method in (
+            "create_training_client_from_state",
+            "create_training_client_from_state_with_optimizer",
+        ):
+            again = getattr(service, method)(state.path, TINY, **usual(method))
+            assert again.get_info().lora_rank == 4
+        path = (
+            await client.save_weights_for_sampler("w", **usual("save_weights_for_sampler"))
+        ).path
+        live = client.save_weights_and_get_sampling_client(
+            **usual("save_weights_and_get_sampling_client")
+        )
+        assert live.compute_logprobs(ROW, **usual("compute_logprobs")).result()[0] is None
+        sampling = usual("create_sampling_client")
+        made = [
+            live,
+            await client.save_weights_and_get_sampling_client_async(name="ignored"),
+            client.create_sampling_client(path, **sampling),
+            await client.create_sampling_client_async(path),
+            await service.create_sampling_client_async(path, **sampling),
+        ]
+        answers = [one.sample(ROW, 1, GREEDY, **usual("sample")).result() for one in made]
+        assert len({tuple(answer.sequences[0].tokens) for answer in answers}) == 1
+        with pytest.raises(ValueError, match="kind: local sampling clients keep their weights"):
+            client.save_weights_and_get_sampling_client(kind="inflight")
+        service.close("success", detail="done").result()
+
+
+def test_a_state_keeps_its_metadata(shared: TrainingClient) -> None:
+    saved = shared.save_state("s", overwrite=True, user_metadata={"note": "first"}).result()
+    assert read_state(saved.path).meta["user_metadata"] == {"note": "first"}
+
+
+def test_optimizer_parameters_by_either_name(shared: TrainingClient) -> None:
+    still = AdamParams(learning_rate=0)
+    norms = []
+    for step in ({"optim_params": still}, {"adam_params": still}):
+        shared.forward_backward([supervised()], "cross_entropy")
+        norms.append(shared.optim_step(**step).result().metrics["grad_norm"])
+    assert norms[0] == norms[1] > 0
+    with pytest.raises(ValueError, match="not both"):
+        shared.optim_step(still, adam_params=still)
+    # The SDK's own object has the same fields; another optimizer's has others.
+    fields = {name: getattr(still, name) for name in AdamParams.__slots__}
+    theirs: Any = SimpleNamespace(**fields)
+    assert shared.optim_step(theirs).result().metrics["skipped_non_finite"] == 0
+    dimuon: Any = SimpleNamespace(type="dimuon", learning_rate=0.1, beta1=0.9)
+    with pytest.raises(ValueError, match="optim_params: AdamW needs a finite beta2"):
+        shared.optim_step(dimuon)

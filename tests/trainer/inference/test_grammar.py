@@ -1,0 +1,270 @@
+"""Grammars and biases while sampling: answers conform, and their neighbors do not change."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from llguidance import LLMatcher
+from small_models import Asked, running_engine, settle, worst_difference
+
+from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine
+from agentrl_trainer.models.loading import BaseModel, load_base
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "enum": {
+        "type": "object",
+        "properties": {
+            "brief_reason": {"type": "string", "maxLength": 30},
+            "yes_or_no": {"enum": ["yes", "no", "n/a"]},
+            "correct": {"type": "boolean"},
+        },
+        "required": ["brief_reason", "yes_or_no", "correct"],
+        "additionalProperties": False,
+    },
+    "nested": {
+        "type": "object",
+        "properties": {
+            "who": {
+                "type": "object",
+                "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}},
+                "required": ["age"],
+                "additionalProperties": False,
+            },
+            "next": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]},
+        },
+        "required": ["who", "next"],
+        "additionalProperties": False,
+        "$defs": {
+            "point": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "maximum": 9, "minimum": -9}},
+                "required": ["x"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "array": {
+        "type": "array",
+        "items": {"enum": ["red", "green", 3, None]},
+        "minItems": 2,
+        "maxItems": 4,
+    },
+    "pattern": {
+        "type": "object",
+        "properties": {"code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}},
+        "required": ["code"],
+        "additionalProperties": False,
+    },
+}
+
+
+def grammar(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+
+
+@pytest.fixture(scope="module")
+def base() -> BaseModel:
+    return load_base("agentrl-tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def reference(base: BaseModel) -> Any:
+    return copy.deepcopy(base.model)
+
+
+@pytest.fixture(scope="module")
+def engine(base: BaseModel) -> Iterator[SamplerEngine]:
+    with running_engine(base) as started:
+        yield started
+
+
+def ids_of(base: BaseModel, text: str) -> list[int]:
+    chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    return base.tokenizer.encode(chat, add_special_tokens=False)
+
+
+def params(base: BaseModel, **changed: Any) -> SampleParams:
+    return SampleParams(**({"max_tokens": 300, "stop_ids": base.eos_ids} | changed))
+
+
+def text_of(base: BaseModel, ids: list[int]) -> str:
+    assert ids[-1] in base.eos_ids
+    return str(base.tokenizer.decode(ids[:-1]))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_sample_conforms(engine, base, reference, name) -> None:
+    schema = SCHEMAS[name]
+    asked = Asked(
+        engine,
+        ids_of(base, "Who are you?"),
+        params(base, n=24, seed=5, grammar=grammar(schema)),
+    )
+    said = set[str]()
+    for answer in asked.wait():
+        assert answer.end.reason == "stop"
+        text = text_of(base, answer.ids)
+        jsonschema.validate(json.loads(text), schema)
+        said.add(text)
+        assert answer.end.log_mass is not None
+        assert math.isfinite(answer.end.log_mass)
+        assert answer.end.log_mass < -1  # the tiny model does not speak JSON by itself
+    assert len(said) > 5
+    # What is reported is what the unmasked model gives each token.
+    assert worst_difference(reference, asked.prompt, asked.answers[0]) < 1e-4
+
+
+def test_log_mass_is_what_the_mask_left(engine, base, reference) -> None:
+    """One token from two: their raw probabilities sum to the mass, and the draw follows them."""
+    tokenizer = base.tokenizer
+    [no], [yes] = (tokenizer.encode(w, add_special_tokens=False) for w in ("n", "y"))
+    prompt = ids_of(base, "Is it a cat?")
+    asked = Asked(engine, prompt, params(base, n=100, seed=1, grammar='start: "n" | "y"'))
+    with torch.inference_mode():
+        raw = reference(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+    counts = {no: 0, yes: 0}
+    for answer in asked.wait():
+        first, last = answer.tokens
+        counts[first.token_id] += 1
+        assert math.isclose(first.logprob, raw[first.token_id].log().item(), abs_tol=1e-4)
+        assert last.token_id in base.eos_ids
+        with torch.inference_mode():
+            after = reference(torch.tensor([[*prompt, first.token_id]])).logits[0, -1]
+        ends = after.double().softmax(-1)[sorted(base.eos_ids)].sum().log().item()
+        assert answer.end.log_mass is not None
+        left = (raw[no] + raw[yes]).log().item() + ends
+        assert math.isclose(answer.end.log_mass, left, abs_tol=1e-3)
+    share = (raw[no] / (raw[no] + raw[yes])).item()
+    assert abs(counts[no] / 100 - share) < 4 * math.sqrt(share * (1 - share) / 100) + 1e-6
+
+
+def test_neighbors_get_the_same_tokens_and_logprobs(engine, base) -> None:
+    free = params(base, n=3, seed=9, max_tokens=40, stop_ids=frozenset())
+    warm = params(base, n=3, seed=8, temperature=0.7, top_p=0.9, max_tokens=40)
+    prompts = [ids_of(base, f"Say you are {i}.") for i in range(8)]
+
+    def together(grammar_: str | None) -> list[list[tuple[int, float]]]:
+        others = params(base, n=4, seed=2, grammar=grammar_, max_tokens=40, stop_ids=frozenset())
+        asked = [Asked(engine, p, free if i % 2 else warm) for i, p in enumerate(prompts)]
+        crowd = Asked(engine, ids_of(base, "Hello"), others)
+        out = [
+            [(t.token_id, t.logprob) for t in answer.tokens] for a in asked for answer in a.wait()
+        ]
+        crowd.wait()
+        settle(engine)
+        return out
+
+    # The letters "a" never end: as long-lived a neighbour as the unconstrained one.
+    without, among = together(None), together("start: /a{200}/")
+    assert [[i for i, _ in row] for row in without] == [[i for i, _ in row] for row in among]
+    for before, after in zip(without, among, strict=True):
+        assert max(abs(a - b) for (_, a), (_, b) in zip(before, after, strict=True)) < 1e-5
+
+
+def test_a_pick_leaves_other_rows_bit_identical() -> None:
+    from agentrl_trainer.inference.sampling import Steering, Uniforms, pick
+
+    torch.manual_seed(0)
+    logits = torch.randn(6, 500) * 3
+    settings = [
+        SampleParams(1), SampleParams(1, temperature=0.5), SampleParams(1, top_p=0.8, top_k=40),
+        SampleParams(1, temperature=0), SampleParams(1), SampleParams(1),
+    ]  # fmt: skip
+    allowed = torch.zeros(1, 500, dtype=torch.bool)
+    allowed[0, 77] = True
+    for step in range(50):
+        plain = pick(logits, settings, [Uniforms(step, i) for i in range(6)])
+        steering = Steering({5: (torch.tensor([3]), torch.tensor([100.0]))}, [4], allowed)
+        steered = pick(logits, settings, [Uniforms(step, i) for i in range(6)], steering)
+        assert steered.ids[:4] == plain.ids[:4]
+        assert steered.logprobs[:4] == plain.logprobs[:4]
+        assert steered.ids[4:] == [77, 3]
+        raw = logits.log_softmax(-1)
+        assert steered.logprobs[4:] == [raw[4, 77].item(), raw[5, 3].item()]
+
+
+def test_greedy_filters_stops_seed_and_siblings(engine, base) -> None:
+    prompt, rules = ids_of(base, "Hi"), grammar(SCHEMAS["array"])
+    for changed in (
+        {"temperature": 0.0},
+        {"top_k": 1, "seed": 3},
+        {"top_p": 0.3, "temperature": 1.7, "seed": 4},
+    ):
+        first, again = (
+            Asked(engine, prompt, params(base, grammar=rules, n=2, **changed)).wait()
+            for _ in range(2)
+        )
+        assert [a.ids for a in first] == [a.ids for a in again]
+        for answer in first:
+            jsonschema.validate(json.loads(text_of(base, answer.ids)), SCHEMAS["array"])
+    cut = Asked(engine, prompt, params(base, grammar=rules, stop=(",",), seed=1)).one()
+    assert (cut.end.reason, cut.end.stop) == ("stop", ",")
+    short = Asked(engine, prompt, params(base, grammar=rules, max_tokens=2)).one()
+    assert short.end.reason == "length"
+
+
+def test_a_complete_answer_ends_without_stop_ids(engine, base) -> None:
+    asked = Asked(
+        engine, ids_of(base, "Hi"), params(base, grammar='start: "yes"', stop_ids=frozenset())
+    )
+    answer = asked.one()
+    assert answer.end.reason == "stop"
+    assert text_of(base, answer.ids) == "yes"
+
+
+def test_preempted_answers_still_conform(base, reference) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 12, "maxItems": 14}
+    rules = grammar(schema)
+    with running_engine(copy.copy(base), kv_tokens=500) as engine:
+        asked = []
+        for i in range(10):
+            own = params(base, seed=i, grammar=rules, max_tokens=120)
+            asked.append(Asked(engine, ids_of(base, f"Count from {i}."), own))
+        for a in asked:
+            answer = a.one()
+            if answer.end.reason == "stop":
+                jsonschema.validate(json.loads(text_of(base, answer.ids)), schema)
+            assert worst_difference(reference, a.prompt, answer) < 1e-4
+        assert engine.stats().preemptions > 0
+
+
+def test_logit_bias(engine, base, reference) -> None:
+    prompt = ids_of(base, "Who are you?")
+    [wanted] = base.tokenizer.encode("z", add_special_tokens=False)
+    first = Asked(engine, prompt, params(base, max_tokens=1, temperature=0)).one()
+    banned = params(base, max_tokens=1, n=50, logit_bias=((first.ids[0], -100.0),))
+    assert first.ids[0] not in {a.ids[0] for a in Asked(engine, prompt, banned).wait()}
+    forced = Asked(engine, prompt, params(base, max_tokens=4, logit_bias=((wanted, 100.0),)))
+    answer = forced.one()
+    assert answer.ids == [wanted] * 4
+    assert answer.end.log_mass is None
+    assert worst_difference(reference, prompt, answer) < 1e-4
+    # A grammar rules over a bias.
+    both = params(base, grammar='start: "yes"', logit_bias=((wanted, 100.0),))
+    assert text_of(base, Asked(engine, prompt, both).one().ids) == "yes"
+
+
+def test_what_cannot_be_used_is_refused(engine, base) -> None:
+    for bad in ("start: (", '{"grammars": [{"json_schema": {"type": "strin"}}]}'):
+        with pytest.raises(RequestError) as refused:
+            Asked(engine, ids_of(base, "Hi"), params(base, grammar=bad))
+        assert refused.value.code == "invalid_grammar"
+    with pytest.raises(RequestError, match="logit_bias"):
+        Asked(engine, ids_of(base, "Hi"), params(base, logit_bias=((10**6, 1.0),)))
+
+
+def test_a_grammar_without_a_way_on_fails_alone(engine, base) -> None:
+    """Nothing matches both: an error for this answer, none for its neighbour."""
+    stuck = Asked(engine, ids_of(base, "Hi"), params(base, grammar="start: A\nA: /a+/ & /b+/"))
+    fine = Asked(engine, ids_of(base, "Hi"), params(base, max_tokens=5, stop_ids=frozenset()))
+    answer = stuck.one()
+    assert answer.end.reason == "error"
+    assert "grammar" in (answer.end.error or "")
+    assert len(fine.one().ids) == 5

@@ -1,0 +1,155 @@
+"""The decoder of the Llama family: which models it decodes, and that adapters reach it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import Asked, as_base, make_adapter, qwen3, worst_difference
+from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from agentrl_trainer.inference import SampleParams, SamplerEngine, batched_forward, llama_cpu
+from agentrl_trainer.inference.batched_forward import BLOCK, split_blocks
+from agentrl_trainer.inference.llama_cpu import FusedLinear, RmsNorm, can_pack
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config).eval()
+
+
+def gemma() -> PreTrainedModel:
+    """Of the same parts as Llama, with another meaning: norms of 1 + weight, scaled embeddings."""
+    config = GemmaConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, intermediate_size=48, hidden_act="silu",
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return GemmaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "why_not"),
+    [(gpt2, "its decoder has other parts"), (gemma, "its logits differ by")],
+)
+def test_other_families_are_not_decoded_by_it(make, why_not: str) -> None:
+    engine = SamplerEngine(as_base(make()))
+    assert engine.strategy == "batched"
+    assert engine.why_not_lean.startswith(why_not)
+
+
+def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert can_pack(qwen3())
+    monkeypatch.setattr(llama_cpu, "_onednn", SimpleNamespace())
+    base = as_base(qwen3())
+    plain = copy.deepcopy(base.model)
+    engine = engine_of(base)
+    assert all(product._packed is None for product in engine._forward.decoder.base_products)
+    answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
+    assert worst_difference(plain, list(range(20)), answer) < 1e-5
+
+
+def test_adapters_that_are_not_merged_need_the_models_own_modules() -> None:
+    large = SamplerEngine(as_base(qwen3()), merge_below=0)
+    assert large.strategy == "batched"
+    assert "million parameters" in (large.why_not_lean or "")
+    half = SamplerEngine(as_base(qwen3().to(torch.bfloat16)))
+    assert half.strategy == "batched"
+    assert half.why_not_lean == "its weights are bfloat16"
+
+
+def test_an_adapter_of_some_layers_comes_and_goes(engine_of, base, tmp_path: Path) -> None:
+    """Of the layers whose weights are joined, only some are adapted."""
+    plain = copy.deepcopy(base.model)
+    adapted = make_adapter(base, tmp_path / "v1", 0, ["k_proj", "up_proj"])
+    engine = engine_of(base)
+    engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+    for name, reference in (("policy", adapted), (None, plain), ("policy", adapted)):
+        answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=150, seed=1), name).one()
+        assert worst_difference(reference, [1, 2, 3], answer) < 2e-5
+    assert worst_difference(plain, [1, 2, 3], answer) > 0.1  # it is no small adapter
+
+
+def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
+    engine_of, base, tmp_path: Path, monkeypatch
+) -> None:
+    """Products by oneDNN (where there is AVX-512), attention in blocks, versions side by side."""
+    split: list[int] = []
+    disordered: list[str] = []
+
+    def blocks(lengths, view):
+        found = split_blocks(lengths, view)
+        split.append(len(found))
+        return found
+
+    def look() -> None:
+        for lane in engine._scheduler.adapters.lanes:
+            lengths = [len(s.tokens) for s in lane.decoding]
+            chunks = [lengths[i : i + BLOCK] for i in range(0, len(lengths), BLOCK)]
+            if any(max(a) > min(b) for a, b in itertools.pairwise(chunks)):
+                disordered.append(f"{lane.version}: {chunks}")
+
+    monkeypatch.setattr(batched_forward, "split_blocks", blocks)
+    references = {v: make_adapter(base, tmp_path / f"v{v}", seed=v) for v in (1, 2)}
+    engine = engine_of(base, after_round=look, prefill_chunk=1024)
+    draw = random.Random(0)
+    asked: list[Asked] = []
+    for version in (1, 2):
+        engine.load_adapter("policy", version, tmp_path / f"v{version}").result(30)
+        for _ in range(40):
+            length = draw.choice((draw.randint(1, 30), draw.randint(200, 300)))
+            ids = [draw.randrange(256) for _ in range(length)]
+            asked.append(
+                Asked(engine, ids, SampleParams(max_tokens=draw.randint(10, 60)), "policy")
+            )
+        asked[-1 if version == 2 else 20].first.wait(30)
+    for a in asked:
+        answer = a.one()
+        (version,) = answer.versions
+        assert worst_difference(references[version], a.prompt, answer) < 1e-5
+    assert set().union(*(a.one().versions for a in asked)) == {1, 2}
+    assert max(split) > 1
+    assert not disordered
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=70))
+def test_blocks_reach_every_token_of_their_rows(lengths: list[int]) -> None:
+    view = max(lengths) + 9
+    blocks = split_blocks(lengths, view)
+    assert blocks[0][0] == 0
+    ends = [first for first, _ in blocks[1:]] + [len(lengths)]
+    for (first, reach), end in zip(blocks, ends, strict=True):
+        assert first < end
+        assert max(lengths[first:end]) < reach <= view
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_norm_is_rms_norm(scale: float) -> None:
+    x = torch.randn(5, 3, 16) * scale
+    weight = torch.randn(3, 16)
+    expected = F.rms_norm(x, (16,), None, 1e-6) * weight
+    torch.testing.assert_close(RmsNorm(weight, 1e-6)(x), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 70])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_are_linear_layers(rows: int, bias: bool) -> None:
+    weights = [torch.randn(8, 24), torch.randn(16, 24)]
+    shift = torch.randn(24) if bias else None
+    x, more = torch.randn(rows, 24), torch.randn(rows, 24)
+    expected = F.linear(x, torch.cat(weights), shift)
+    for packed in {False, torch.backends.cpu.get_cpu_capability().startswith("AVX")}:
+        product = FusedLinear(weights, shift, packed=packed)
+        torch.testing.assert_close(product(x), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(product.plus(x, more), expected + more, rtol=1e-5, atol=1e-5)
+        assert all(map(torch.equal, product.parts, weights))

@@ -1,0 +1,193 @@
+"""The trainer's own rows over Tinker's API, which has no masks, no weights and no means.
+
+Pure functions: rows and the log-probs that the service computed for them in, datums and statistics
+out.
+
+The losses of ``NATIVE`` are linear in the advantages. So each token's weight, and one over the
+number of the step's tokens, are multiplied into its advantage; and a target without an advantage
+has neither value nor gradient, so no mask is needed. Every other loss, and what surrounds losses
+(the KL to a reference, corrections), is our own formula on the service's log-probs, through
+``forward_backward_custom``: the same gradient, for the price of another forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrl_trainer.client.types import Array, Datum, ModelInput, RefusedRows
+from agentrl_trainer.data.packing import count_rows
+from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
+from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
+from agentrl_trainer.learner.losses import LOSSES, Sums
+from agentrl_trainer.learner.step_stats import StepStats, step_stats
+
+_Logprobs = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
+
+NATIVE: dict[str, tuple[str, ...]] = {
+    "importance_sampling": (),
+    "ppo": ("clip_low_threshold", "clip_high_threshold"),
+    "cispo": ("clip_low_threshold", "clip_high_threshold"),
+}
+"""Tinker's losses that are linear in the advantages, and the options that they have there. Its
+``dro`` is not linear: its square would keep even prompt tokens near probability one."""
+
+
+def native_config(
+    loss: str, config: LossConfig, rows: Sequence[TrainingRow] = ()
+) -> dict[str, float] | None:
+    """Return the options for Tinker's own loss; None if it cannot compute this one.
+
+    Tinker's ratios are against the sampler, so it cannot use ``rows`` with a proximal policy.
+    """
+    if loss not in NATIVE or any("proximal" in row.extra for row in rows):
+        return None
+    options = parse_loss_options(loss, config)
+    corrects = options.correction.correction != "none"
+    if options.kl.kl_coef or corrects or getattr(options.own, "dual_clip_threshold", 0.0):
+        return None
+    return {name: float(getattr(options.own, name)) for name in NATIVE[loss]}
+
+
+def folded(row: TrainingRow, divisor: float) -> Datum:
+    """Return a row as a datum for a native loss, with advantages times weights over ``divisor``."""
+    weights = row.extra.get("weights", [1.0] * len(row.tokens))
+    columns: dict[str, Array] = {
+        "logprobs": [q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)][1:],
+        "advantages": [
+            a * w / divisor if on else 0.0
+            for a, w, on in zip(row.advantages, weights, row.mask, strict=True)
+        ][1:],
+    }
+    return _datum(row, columns)
+
+
+def unweighted(row: TrainingRow) -> Datum:
+    """Return a row as a datum for log-probs alone; Tinker's cross_entropy requires weights."""
+    return _datum(row, {"weights": [0.0] * (len(row.tokens) - 1)})
+
+
+def _datum(row: TrainingRow, columns: dict[str, Array]) -> Datum:
+    inputs = {"target_tokens": row.tokens[1:], **columns}
+    return Datum(ModelInput.from_ints(row.tokens[:-1]), inputs)
+
+
+def loss_of(
+    rows: Sequence[TrainingRow], logprobs: Sequence[Tensor], loss: str, config: LossConfig
+) -> tuple[Tensor, Sums]:
+    """Compute the loss's sum over the rows' trained tokens, and the sums that it reports.
+
+    Args:
+        logprobs: of each row's targets, [tokens of the row - 1].
+    """
+    masks = [torch.tensor(row.mask[1:]) for row in rows]
+
+    def flat(columns: Sequence[Sequence[float]]) -> Tensor:
+        kept = [
+            torch.tensor(column[1:], dtype=torch.float32)[mask]
+            for column, mask in zip(columns, masks, strict=True)
+        ]
+        return torch.cat(kept)
+
+    of_tokens = torch.cat([row[mask] for row, mask in zip(logprobs, masks, strict=True)])
+    counts = torch.tensor([int(mask.sum()) for mask in masks])
+    return LOSSES[loss](
+        of_tokens,
+        flat([row.logprobs for row in rows]),
+        flat([row.advantages for row in rows]),
+        torch.ones_like(of_tokens, dtype=torch.bool),
+        config,
+        sequences=torch.repeat_interleave(torch.arange(len(rows)), counts),
+        **{
+            name: flat([row.extra[name] for row in rows])
+            for name in LOSS_EXTRA
+            if any(name in row.extra for row in rows)
+        },
+    )
+
+
+def stats_of(
+    rows: Sequence[TrainingRow], loss: Tensor, sums: Sums, divisor: float, started: float
+) -> StepStats:
+    """Return the statistics of ``Learner.forward_backward`` for the same rows, except that each row
+    counts by itself: what the service shares among rows is unknown."""
+    return step_stats(loss.item() / divisor, sums, count_rows(rows), started)
+
+
+def trained_logprobs(
+    rows: Sequence[TrainingRow], computed: Iterable[NDArray[np.float32]]
+) -> list[dict[str, NDArray[np.float32]]]:
+    """Return ``loss_fn_outputs`` as the local backend does: 0 where nothing trains.
+
+    Args:
+        computed: for each row that trains, its targets' log-probs.
+    """
+    found = iter(computed)
+    outputs: list[dict[str, NDArray[np.float32]]] = []
+    for row in rows:
+        mask = np.asarray(row.mask[1:], dtype=bool)
+        values = next(found) if row.trained else np.zeros(len(mask), dtype=np.float32)
+        outputs.append({"logprobs": np.where(mask, values, np.float32(0))})
+    return outputs
+
+
+def check_rows(rows: Sequence[TrainingRow]) -> None:
+    """Check that Tinker can learn from the rows.
+
+    Raises:
+        RefusedRows: it cannot, for a reason that the message gives.
+        ValueError: a column is missing in some of the rows.
+    """
+    for name, why in _IMPOSSIBLE.items():
+        if any(name in row.extra for row in rows):
+            raise RefusedRows(why)
+    for name in LOSS_EXTRA:
+        if len({name in row.extra for row in rows if row.trained}) > 1:
+            raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
+
+
+_IMPOSSIBLE = {
+    "temperature": "temperature: these answers were sampled at another than 1, and Tinker computes "
+    'log-probs at temperature 1 only. Let the agent set none, or train with backend = "local"',
+    "returns": "estimator: Tinker has no value function; choose another than gae",
+}
+
+
+class TinkerPolicy:
+    """The ``Policy`` of ``prepare_batch``, by the service's log-probs.
+
+    ``forward`` and ``reference`` return log-probs of each row's targets, [tokens of the row - 1].
+    """
+
+    def __init__(self, forward: _Logprobs, reference: _Logprobs) -> None:
+        self._forward = forward
+        self._reference = reference
+
+    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        check_rows(rows)
+        return list(rows)
+
+    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        raise ValueError(_IMPOSSIBLE["returns"])
+
+    def with_reference(
+        self, rows: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[TrainingRow]:
+        if adapter is not None:
+            raise ValueError("kl_reference: over Tinker the reference is the base model")
+        return with_extra(rows, reference=_aligned(rows, self._reference(rows)))
+
+    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        return with_extra(rows, proximal=_aligned(rows, self._forward(rows)))
+
+
+def _aligned(rows: Sequence[TrainingRow], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return log-probs as the learner does: one for each token of a row, 0 where nothing trains."""
+    return [
+        [0.0, *(lp if on else 0.0 for lp, on in zip(found, row.mask[1:], strict=True))]
+        for row, found in zip(rows, logprobs, strict=True)
+    ]
