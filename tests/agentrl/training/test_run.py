@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_metrics import call
+from sampled_call import call
 
 from agentrl.config.settings import TrainConfig
 from agentrl.timing import PhaseTimer
