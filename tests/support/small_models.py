@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -69,10 +71,9 @@ def llama() -> PreTrainedModel:
 
 
 def as_base(model: PreTrainedModel) -> BaseModel:
-    tokenizer = byte_tokenizer()
     return BaseModel(
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=byte_tokenizer(),
         name="test-model",
         device=torch.device("cpu"),
         dtype=model.dtype,
@@ -97,14 +98,23 @@ def make_adapter(
     return peft_model
 
 
-@dataclass
 class Answer:
-    tokens: list[Token] = field(default_factory=list)
-    end: Finished | None = None
+    def __init__(self) -> None:
+        self.tokens: list[Token] = []
+        self.ends: list[Finished] = []
 
     @property
     def ids(self) -> list[int]:
         return [t.token_id for t in self.tokens]
+
+    @property
+    def end(self) -> Finished:
+        (end,) = self.ends
+        return end
+
+    @property
+    def versions(self) -> set[int | None]:
+        return {t.adapter_version for t in self.tokens}
 
 
 class Asked:
@@ -129,12 +139,12 @@ class Asked:
 
     def _event(self, event: Event) -> None:
         answer = self.answers[event.index]
-        assert answer.end is None, "an event after Finished"
+        assert not answer.ends, "an event after Finished"
         if isinstance(event, Token):
             answer.tokens.append(event)
             self.first.set()
             return
-        answer.end = event
+        answer.ends.append(event)
         self._left -= 1
         if not self._left:
             self._done.set()
@@ -142,6 +152,20 @@ class Asked:
     def wait(self) -> list[Answer]:
         assert self._done.wait(60), "no answer in 60 s"
         return self.answers
+
+    def one(self) -> Answer:
+        (answer,) = self.wait()
+        return answer
+
+
+@contextmanager
+def running_engine(base: BaseModel, **options: Any) -> Iterator[SamplerEngine]:
+    engine = SamplerEngine(base, **options)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
 
 
 def worst_difference(model: PreTrainedModel, prompt: list[int], answer: Answer) -> float:

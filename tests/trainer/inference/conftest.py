@@ -1,0 +1,29 @@
+"""Sampler engines over small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from small_models import as_base, qwen3, running_engine
+
+from agentrl_trainer.inference import SamplerEngine
+from agentrl_trainer.models.loading import BaseModel
+
+
+@pytest.fixture
+def base() -> BaseModel:
+    return as_base(qwen3())
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Callable[..., SamplerEngine]]:
+    """Starts engines that stop with the test."""
+    with ExitStack() as stack:
+
+        def start(base: BaseModel, **options: Any) -> SamplerEngine:
+            return stack.enter_context(running_engine(base, **options))
+
+        yield start

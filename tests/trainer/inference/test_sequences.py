@@ -1,0 +1,51 @@
+"""Stop strings, and how much of several prompts is computed at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import byte_tokenizer
+
+from agentrl_trainer.inference.sequences import StopStrings, _chunk_size
+from agentrl_trainer.models.common_prefix import common_prefix
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_stop_strings(slow) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("aé€b. STOP it", add_special_tokens=False)
+    for stop, expected in (
+        (("STOP",), ("STOP", "aé€b. STOP")),
+        (("€",), ("€", "aé€")),
+        (("it", ". "), (". ", "aé€b. ")),
+        (("STOPS", "x"), None),
+    ):
+        watch = StopStrings(tokenizer, stop)
+        if slow:
+            watch._backend = None
+        hit = None
+        fed: list[int] = []
+        while hit is None and len(fed) < len(ids):
+            fed.append(ids[len(fed)])
+            hit = watch.push(fed[-1])
+        assert (hit and (hit, tokenizer.decode(fed))) == expected
+
+
+def test_a_special_token_can_be_a_stop_string() -> None:
+    watch = StopStrings(byte_tokenizer(), ("<|end|>",))
+    assert watch.push(10) is None
+    assert watch.push(256) == "<|end|>"
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
+def test_common_prefix(a: list[int], b: list[int]) -> None:
+    slow = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    assert common_prefix(a, b) == (min(len(a), len(b)) if slow is None else slow)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(16, 1024))
+def test_chunk_size_bounds_the_work(left: list[int], most: int) -> None:
+    size = _chunk_size(left, most)
+    assert 1 <= size <= max(left)
+    assert size * len(left) <= max(most, len(left))
