@@ -20,11 +20,13 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from settings import nested
 from test_tinker_server import PYTHON, app, one_thread, url  # noqa: F401 - fixtures
 from training_run import SUPPORT, Run
 from transformers import dynamic_module_utils
 
-from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
 from agentrl.gateway.process import GatewaySettings, _make_sampler
 from agentrl.runs.folder import find_adapters
 from agentrl.tinker_server.operations import TinkerServer
@@ -56,7 +58,9 @@ def sdk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def config(**settings: Any) -> TrainConfig:
     agent = f"{SUPPORT / 'train_agents.py'}:steady"
-    return TrainConfig(agent=agent, tasks=Path("tasks.jsonl"), backend="tinker", **settings)
+    return TrainConfig(
+        **nested(agent=agent, tasks=Path("tasks.jsonl"), backend="tinker", **settings)
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +69,8 @@ def config(**settings: Any) -> TrainConfig:
         ({"estimator": "gae"}, "estimator"),
         ({"temperature": 0.7}, "temperature"),
         ({"alpha": 16}, "alpha"),
-        ({"kl_coef": 0.1, "kl_reference": "here"}, "kl_reference"),
-        ({"sampler": "vllm"}, "sampler"),
+        ({"kl_coef": 0.1, "kl_reference": "here"}, "kl.reference"),
+        ({"sampler": "vllm"}, "sampler.kind"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"load_in_4bit": True}, "load_in_4bit"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
@@ -78,9 +82,11 @@ def test_what_it_cannot_do_is_refused_by_name(settings: dict[str, Any], named: s
 
 
 def test_its_settings_mean_nothing_elsewhere() -> None:
-    with pytest.raises(ValidationError, match="tinker_base_url: has no effect without backend"):
+    with pytest.raises(ValidationError, match=r"tinker\.base_url: has no effect without"):
         TrainConfig(
-            agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
+            **nested(
+                agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
+            )
         )
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from settings import flags
 
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import SkipReason
@@ -208,8 +209,7 @@ def training(folder: Path, port: int, **settings: object) -> list[str]:
     return [
         *(sys.executable, str(EXAMPLE / "answerer.py"), "--port", str(port), "--"),
         *(sys.executable, "-m", "agentrl", "train", f"{EXAMPLE / 'agent.py'}:simple"),
-        *(part for key, value in settings.items()
-          for part in (f"--{key.replace('_', '-')}", str(value))),
+        *flags(**settings),
     ]  # fmt: skip
 
 
