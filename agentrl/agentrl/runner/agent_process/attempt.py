@@ -173,7 +173,7 @@ def load_traced_agent(config: RunnerConfig) -> LoadedAgent:
     """Load the agent with tracing around it."""
     active = rollout_tracing()  # before the import: calls and threads are watched from then on
     assert active is not None
-    agent = load_agent(config.agent, config.python_path)
+    agent = load_agent(config.agent)
     # After the import: a provider that the user's module sets is kept, and ours joins it.
     active.install_globally()
     return agent
