@@ -121,7 +121,7 @@ async def test_memory_of_sealed_attempts_is_dropped(gateway: Running) -> None:
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
-            "messages[0].tool_calls[0]",
+            "messages[0].tool_calls[0].function.name",
         ),
         ({"model": None}, "model"),
         ({"temperature": "hot"}, "temperature"),
@@ -142,7 +142,7 @@ async def test_memory_of_sealed_attempts_is_dropped(gateway: Running) -> None:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": []}, "stream_options"),
         ({"tools": {}}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ],

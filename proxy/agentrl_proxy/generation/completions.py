@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl_proxy.generation.decoding import answer_room
-from agentrl_proxy.generation.service import TextPrompt
+from agentrl_proxy.generation.response import TextPrompt
 from agentrl_proxy.protocols.completions import CompletionRequest
 
 

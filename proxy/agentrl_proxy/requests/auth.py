@@ -97,7 +97,7 @@ class Credentials:
             self._stats.refused += 1
             raise
 
-    def may_look(self, headers: Mapping[str, str]) -> bool:
+    def may_read_stats(self, headers: Mapping[str, str]) -> bool:
         """Whether the gateway's counters are for this caller: the operator, where there is one."""
         key = _key_in(headers)
         return self._operator is None or (key is not None and self._is_operator(_digest(key)))

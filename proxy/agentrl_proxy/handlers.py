@@ -1,0 +1,250 @@
+"""Handle the gateway's routes: read the request, find its service, write the answer.
+
+Handlers read raw bodies and return ready bytes: FastAPI's parameters and models would cost more
+than everything else here together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agentrl_proxy.dependencies import GatewayDependencies
+from agentrl_proxy.errors import invalid, model_not_found, refused_by_sampler, unavailable
+from agentrl_proxy.generation.completions import text_prompts
+from agentrl_proxy.generation.service import ChatService
+from agentrl_proxy.protocols import openapi, translation
+from agentrl_proxy.protocols.chat import ChatRequest, chat_request
+from agentrl_proxy.protocols.chat_objects import Dialect
+from agentrl_proxy.protocols.completions import completion_request
+from agentrl_proxy.protocols.fields import read_object
+from agentrl_proxy.protocols.messages import count_request, messages_request
+from agentrl_proxy.protocols.models import model_card, model_list
+from agentrl_proxy.protocols.responses import responses_request
+from agentrl_proxy.providers.requests import (
+    ProviderCountWork,
+    chat_elsewhere,
+    of_completion,
+    of_message,
+    of_response,
+)
+from agentrl_proxy.providers.service import ProviderRequest, ProviderService
+from agentrl_proxy.requests.attempts import AttemptMemories
+from agentrl_proxy.requests.auth import Caller, Credentials, ask
+from agentrl_proxy.requests.client_retries import ClientRetries, identify
+from agentrl_proxy.requests.lifecycle import ClientRequest, RequestLifecycle, Service
+from agentrl_proxy.requests.rate_limits import Admission
+from agentrl_proxy.requests.recording import trace_context
+from agentrl_proxy.sampler import RefusedError
+from agentrl_proxy.server.request_body import BodyReader
+from agentrl_proxy.server.sse import WorkResponse, json_response
+from agentrl_proxy.stats import GatewayStats
+from agentrl_proxy.telemetry import otlp_ingest
+from agentrl_proxy.telemetry.otlp_export import ExportingSink
+from agentrl_tracer.schemas import AttemptState
+
+log = logging.getLogger("agentrl.proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """A model request whose caller is known and whose body is a JSON object."""
+
+    caller: Caller
+    body: bytes
+    raw: dict[str, Any]
+    headers: Mapping[str, str]
+
+
+class Handlers:
+    """The handlers of one gateway, and the parts that they share."""
+
+    def __init__(self, deps: GatewayDependencies) -> None:
+        self.forward = deps.forward
+        if self.forward is not None:
+            deps = replace(deps, writer=ExportingSink(deps.writer, self.forward))
+        self.deps = deps
+        self.stats = GatewayStats()
+        self.attempts = AttemptMemories()
+        self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
+        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
+        admission = Admission(deps, self.stats)
+        self.chat = ChatService(deps, self.attempts, self.stats, admission)
+        self.providers = ProviderService(deps, self.attempts, self.stats, admission)
+        retries = ClientRetries(deps.store, self.attempts)
+        self.lifecycle = RequestLifecycle(retries, self.attempts, self.stats)
+
+    # --- about the gateway
+
+    async def healthz(self, request: Request) -> Response:
+        """Report health and identity to everyone, counters to the operator."""
+        sampler = self.deps.sampler
+        healthy, sampler_stats = sampler.healthy, sampler.stats()
+        report: dict[str, Any] = {
+            "status": "ok" if healthy else "unhealthy",
+            "version": request.app.version,
+            "boot_id": self.deps.boot_id,
+            "recoveries": sampler_stats.get("recoveries", 0),
+        }
+        if self.credentials.may_read_stats(request.headers):
+            report |= {
+                "pid": os.getpid(),
+                "adapters": dict(sampler.adapters),
+                "in_flight": self.stats.in_flight,
+                "gateway": self.stats.as_dict(),
+                "sampler": sampler_stats,
+            }
+            if self.forward is not None:
+                report["forward_otlp"] = self.forward.stats()
+        return json_response(report, 200 if healthy else 503)
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi.document(request.app.version))
+
+    async def models(self, request: Request) -> Response:
+        await self._caller(request)
+        names = sorted({*self.deps.models, *self.deps.provider_models})
+        return json_response(model_list(names, anthropic=speaks_anthropic(request)))
+
+    async def model(self, request: Request) -> Response:
+        """Describe a listed model. ``accept_any_model`` lists no further names."""
+        await self._caller(request)
+        name = request.path_params["model"]
+        if name not in self.deps.models and name not in self.deps.provider_models:
+            raise model_not_found(name)
+        return json_response(model_card(name, anthropic=speaks_anthropic(request)))
+
+    # --- model requests
+
+    async def chat_completions(self, request: Request) -> Response:
+        received = await self._received(request)
+        provider = self.providers.named(received.raw)
+        convert = chat_request if provider is None else chat_elsewhere
+        return self._reply(received, convert(received.raw))
+
+    async def responses(self, request: Request) -> Response:
+        received = await self._received(request)
+        raw, provider = received.raw, self.providers.named(received.raw)
+        await translation.load()
+        asked = responses_request(raw) if provider is None else of_response(raw, provider)
+        return self._reply(received, asked)
+
+    async def messages(self, request: Request) -> Response:
+        received = await self._received(request)
+        raw, provider = received.raw, self.providers.named(received.raw)
+        await translation.load()
+        asked = messages_request(raw) if provider is None else of_message(raw, provider)
+        return self._reply(received, asked)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the prompt tokens of a Messages request. Nothing is sampled."""
+        received = await self._received(request)
+        raw, provider = received.raw, self.providers.named(received.raw)
+        await translation.load()
+        if provider is not None:
+            asked = of_message(raw, provider, counted=True)
+            return WorkResponse(ProviderCountWork(self.providers, asked, provider), stream=False)
+        prompt = self.chat.render(count_request(raw), received.caller, received.headers)
+        return json_response({"input_tokens": len(prompt.ids)})
+
+    async def completions(self, request: Request) -> Response:
+        received = await self._received(request)
+        raw, provider = received.raw, self.providers.named(received.raw)
+        if provider is not None:
+            prompts, dialect = of_completion(raw, provider)
+            return self._answer(received, self.providers, prompts, dialect, prompts[0].n)
+        asked = completion_request(raw, self.deps.renderer)
+        parts = text_prompts(asked, self.deps.context_length)
+        return self._answer(received, self.chat, parts, asked.dialect, asked.common.n)
+
+    async def _received(self, request: Request) -> _Received:
+        caller = await self._caller(request)
+        body = await self.bodies.read(request)
+        return _Received(caller, body, read_object(body), request.headers)
+
+    def _reply(self, received: _Received, asked: ChatRequest | ProviderRequest) -> Response:
+        service = self.chat if isinstance(asked, ChatRequest) else self.providers
+        return self._answer(received, service, [asked], asked.dialect, asked.n)
+
+    def _answer(
+        self,
+        received: _Received,
+        service: Service,
+        parts: Sequence[Any],
+        dialect: Dialect,
+        n: int,
+    ) -> Response:
+        raw, headers = received.raw, received.headers
+        identity = identify(raw, received.body, dialect, headers, len(parts), n)
+        work = ClientRequest(self.lifecycle, service, parts, identity, received.caller, headers)
+        return WorkResponse(work, stream=bool(raw.get("stream")))
+
+    # --- spans, rewards, adapters
+
+    async def traces(self, request: Request) -> Response:
+        caller = await self._caller(request, may_be_sealed=True)
+        body = await self.bodies.read(request)
+        content_type = request.headers.get("content-type", "")
+        return await otlp_ingest.traces(self.deps.writer, caller, body, content_type)
+
+    async def rewards(self, request: Request) -> Response:
+        caller = await self._caller(request, may_be_sealed=True)
+        body = await self.bodies.read(request)
+        key = request.headers.get("idempotency-key")
+        _, span_id = trace_context(request.headers)
+        return await otlp_ingest.reward(self.deps.writer, caller, body, key, span_id)
+
+    async def load_adapter(self, request: Request) -> Response:
+        await self.credentials.operator_only(request.headers)
+        body = read_object(await self.bodies.read(request))
+        name, version, path = body.get("name"), body.get("version"), body.get("path")
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise invalid("name", "name must be a non-empty string without NUL characters")
+        if type(version) is not int or not 0 <= version < 2**31:  # the store's integers
+            raise invalid("version", "version must be an integer from 0 to 2147483647")
+        if not isinstance(path, str) or not path:
+            raise invalid("path", "path must be a non-empty string")
+        try:
+            await self.deps.sampler.load_adapter(name, version, path)
+        except RefusedError as error:  # 400 is final; on 503 the trainer tries again
+            log.warning("adapter %s@%d is not loaded: %s", name, version, error)
+            raise refused_by_sampler(error.code, str(error)) from error
+        except Exception as error:
+            log.exception("loading adapter %s@%d failed", name, version)
+            text = f"adapter {name}@{version} was not loaded: {type(error).__name__}: {error}"
+            raise unavailable(text, "adapter_not_loaded") from error
+        return json_response({"name": name, "version": version})
+
+    # --- inside
+
+    async def forget_sealed(self) -> None:
+        """Drop the memory of attempts that the store says are over."""
+        store = self.deps.store
+        for attempt_id in self.attempts.quiet():
+            if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
+                self.attempts.forget(attempt_id)
+            await asyncio.sleep(0)  # there may be thousands
+
+    async def _caller(self, request: Request, *, may_be_sealed: bool = False) -> Caller:
+        rollout_id = request.path_params.get("rollout_id")
+        return await self.credentials.caller(
+            request.headers, rollout_id, may_be_sealed=may_be_sealed
+        )
+
+    def _count_overload(self) -> None:
+        self.stats.overloaded += 1
+
+
+def speaks_anthropic(request: Request) -> bool:
+    """Return whether the client uses Anthropic's API; on shared paths its version header tells."""
+    path = request.url.path
+    return "/v1/messages" in path or (
+        "/v1/models" in path and "anthropic-version" in request.headers
+    )
