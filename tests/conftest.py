@@ -21,11 +21,14 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return
     if not real_vllm.PYTHON:
         pytest.skip("AGENTRL_TEST_VLLM_PYTHON names no interpreter with vLLM")
-    from agentrl.config.settings import ServeConfig
+    from agentrl.config.commands import ServeConfig
     from agentrl.samplers.vllm.server import VllmServer, vllm_settings
 
     config = ServeConfig.model_validate(
-        {"sampler": "vllm", "vllm_python": real_vllm.PYTHON, "device": "cpu"}
+        {
+            "sampler": {"kind": "vllm", "vllm": {"python": real_vllm.PYTHON}},
+            "model": {"device": "cpu"},
+        }
     )
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     server = VllmServer(vllm_settings(config, max_rank=8), log)

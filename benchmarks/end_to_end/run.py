@@ -119,7 +119,7 @@ def run_agentrl(options: argparse.Namespace, seed: int, folder: Path) -> Run:
         "--runs", str(folder.parent), "--name", folder.name,
     ]  # fmt: skip
     if options.stop_at <= 1:
-        command += ["--stop-at", str(options.stop_at)]
+        command += ["--evaluation.stop-at", str(options.stop_at)]
     wall, cpu = measured(command, folder.with_suffix(".log"))
     found = json.loads((folder / "summary.json").read_text())
     if not found["calls"]["adds_up"]:
@@ -196,7 +196,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--stop-at", type=float, default=0.95, help="above 1: never, for a fixed number of steps"
+        "--evaluation.stop-at",
+        type=float,
+        default=0.95,
+        help="above 1: never, for a fixed number of steps",
     )
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
     parser.add_argument("--results", type=Path, default=HERE / "results")

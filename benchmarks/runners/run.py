@@ -122,10 +122,10 @@ def from_train_to_crewai() -> Row:
         tasks = folder / "tasks.jsonl"
         tasks.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(8)))
         settings = {
-            "tasks": tasks, "runs": folder, "name": "run", "runners": CREWAI_RUNNERS, "steps": 1,
-            "batch_size": 8, "group_size": 4,
+            "--tasks": tasks, "--runs": folder, "--name": "run", "--runners": CREWAI_RUNNERS,
+            "--steps": 1, "--batch-size": 8, "--group-size": 4,
         }  # fmt: skip
-        flags = (part for k, v in settings.items() for part in (f"--{k.replace('_', '-')}", str(v)))
+        flags = (part for flag, value in settings.items() for part in (flag, str(value)))
         started = time.time()
         done = subprocess.run(
             [sys.executable, "-m", "agentrl", "train", f"{folder / 'agents.py'}:agent", *flags],

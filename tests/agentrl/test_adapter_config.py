@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from settings import nested
 
-from agentrl.config.settings import ConfigError, EvalConfig, TrainConfig, explain, tables_as_json
+from agentrl.config.commands import EvalConfig, TrainConfig
+from agentrl.config.errors import ConfigError, explain
 from agentrl.runs.folder import adapter_folders
 
 
 def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(agent="json:loads", tasks=Path("t"), **settings)
+    return TrainConfig(**nested(agent="json:loads", tasks=Path("t"), **settings))
 
 
 def test_one_adapter_is_the_default_and_answers_every_name() -> None:
@@ -37,7 +39,7 @@ def test_the_table_says_who_trains_what_on_which_reward() -> None:
     assert given.trained["asker"].agents == ["Asker"]
     assert given.trained["asker"].rewards == ["question"]
     # A resumed run reads back what the first one wrote.
-    again = TrainConfig(**tables_as_json(given.model_dump(mode="json")))
+    again = TrainConfig(**given.model_dump(mode="json"))
     assert again == given
 
 
@@ -78,7 +80,7 @@ def test_folders_are_found_by_name(tmp_path: Path) -> None:
     two = [peft_folder(tmp_path / "both" / name) for name in ("answerer", "asker")]
 
     def evaluation(**settings: Any) -> EvalConfig:
-        return EvalConfig(agent="json:loads", tasks=Path("t"), **settings)
+        return EvalConfig(**nested(agent="json:loads", **{"evaluation.tasks": "t"}, **settings))
 
     assert adapter_folders(one, evaluation()) == {"policy": one}
     assert adapter_folders(one, evaluation(adapter="player")) == {"player": one}

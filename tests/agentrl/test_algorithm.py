@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from settings import nested
 
-from agentrl.config.algorithm import (
-    LOSS_OPTIONS,
-    AlgorithmConfig,
-    correction,
-    step_settings,
-    update_settings,
-    value_params,
-)
-from agentrl.config.settings import TrainConfig
+from agentrl.config.algorithm import step_settings, update_settings, value_params
+from agentrl.config.checks import LOSS_TABLES, correction_mode
+from agentrl.config.commands import TrainConfig
+from agentrl.config.settings import AlgorithmSettings
 from agentrl_trainer.learner.loss_options import (
     OPTIONS_OF,
     CorrectionOptions,
@@ -29,28 +24,27 @@ from agentrl_trainer.learner.loss_options import (
 
 
 def config(**options: Any) -> TrainConfig:
-    return TrainConfig(agent="x:y", tasks=Path("tasks.jsonl"), **options)
+    """Options of the algorithm, by their names in its table, or of another one, by dotted names."""
+    tables = ("rollouts.", "sampler.", "learning.")
+    named = {k if k.startswith(tables) else f"algorithm.{k}": v for k, v in options.items()}
+    return TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", **named))
 
 
 def settings(**options: Any) -> Any:
-    return step_settings(
-        config(**options),
-        adapters=frozenset({"policy"}),
-        max_length=100,
-        min_group=2,
-        max_tokens=77,
-    )
+    return step_settings(config(**options), adapters=frozenset({"policy"}), max_length=100)
 
 
-def test_the_table_of_options_is_that_of_the_losses() -> None:
-    for name, options in LOSS_OPTIONS.items():
-        assert set(options) == {field.name for field in fields(OPTIONS_OF[name])}
-    # All but the one that is not for rewards.
-    assert LOSS_OPTIONS.keys() == OPTIONS_OF.keys() - {"cross_entropy"}
+def test_a_losss_table_has_its_options_and_their_defaults() -> None:
+    for name in LOSS_TABLES:
+        table: BaseModel = getattr(AlgorithmSettings(), name)
+        defaults = {key: value or 0.0 for key, value in table.model_dump().items()}
+        assert defaults == asdict(OPTIONS_OF[name]())
+    # All but importance_sampling, which has none, and the one that is not for rewards.
+    assert {*LOSS_TABLES} == OPTIONS_OF.keys() - {"importance_sampling", "cross_entropy"}
 
 
 def test_the_defaults_change_nothing() -> None:
-    done = update_settings(config(), epochs=1)
+    done = update_settings(config())
     assert done.loss == "importance_sampling"
     assert done.gae is None
     assert parse_loss_options(done.loss, done.loss_config) == parse_loss_options(done.loss, {})
@@ -61,22 +55,35 @@ def test_the_defaults_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "dro", "clip_low_threshold": 0.8}, "'dro': it belongs to ppo, cispo, gspo"),
-        ({"beta": 0.1}, "beta does not go with loss 'importance_sampling'"),
-        ({"loss": "ppo", "dual_clip_threshold": 1.1}, "must exceed clip_high_threshold 1.2"),
-        ({"kl_estimator": "k2"}, "kl_estimator has no effect: it needs a kl_coef above 0"),
-        ({"kl_reference": Path("somewhere")}, "kl_reference has no effect"),
-        ({"correction_high": 3.0}, "needs correction truncate or mask"),
-        ({"std_ddof": 0}, "needs normalize_std"),
-        ({"discount": 0.9}, "needs estimator turn, gigpo or gae"),
-        ({"estimator": "turn", "step_weight": 1.0}, "needs estimator gigpo"),
-        ({"value_lr": 0.1}, "needs estimator gae"),
+        (
+            {"loss": "dro", "ppo.clip_low_threshold": 0.8},
+            "with loss 'dro'; set algorithm.loss = \"ppo\"",
+        ),
+        ({"dro.beta": 0.1}, "algorithm.dro.beta: has no effect with loss 'importance_sampling'"),
+        ({"turn.discount": 0.9}, "turn.discount: has no effect with estimator 'grpo'"),
+        ({"loss": "ppo", "ppo.dual_clip_threshold": 1.1}, "must exceed clip_high_threshold 1.2"),
+        (
+            {"kl.estimator": "k2"},
+            "kl.estimator: has no effect; it needs .*kl.coef above 0",
+        ),
+        ({"kl.reference": "somewhere"}, "kl.reference: has no effect"),
+        ({"correction.high": 3.0}, "it needs mode truncate or mask"),
+        ({"grpo.std_ddof": 0}, "it needs algorithm.grpo.normalize_std"),
         ({"length_constant": 5}, "needs length_normalization constant"),
-        ({"estimator": "maxrl", "normalize_std": True}, "it goes with grpo, rloo"),
-        ({"estimator": "dr_grpo", "normalize_std": True}, "it goes with grpo"),
-        ({"off_policy": "skip", "temperature": 0}, "would skip every answer"),
-        ({"clip_low_threshold": 1.2, "loss": "ppo"}, "less than or equal to 1"),
-        ({"estimator": "gigpo", "group_size": 1}, "group_size 1 is too small"),
+        ({"estimator": "maxrl", "grpo.normalize_std": True}, "no effect with estimator 'maxrl'"),
+        ({"off_policy": "skip", "sampler.temperature": 0}, "would skip every answer"),
+        ({"ppo.clip_low_threshold": 1.2, "loss": "ppo"}, "less than or equal to 1"),
+        ({"estimator": "gigpo", "rollouts.group_size": 1}, "group_size: 1 is too small"),
+        ({"rollouts.stale": "drop"}, "it needs a max_staleness above 0"),
+        (
+            {"rollouts.max_staleness": 1, "rollouts.stale": "correct", "correction.mode": "none"},
+            "none contradicts rollouts.stale correct",
+        ),
+        (
+            {"rollouts.resample_zero_variance": 1, "estimator": "gae"},
+            "does not go with estimator 'gae'",
+        ),
+        ({"rollouts.max_staleness": -1}, "greater than or equal to 0"),
     ],
 )
 def test_combinations_without_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -85,23 +92,23 @@ def test_combinations_without_sense_are_refused(options: dict[str, Any], message
 
 
 def test_settings_reach_the_trainer() -> None:
-    done = update_settings(
-        config(
-            loss="ppo",
-            clip_high_threshold=1.28,
-            kl_coef=0.1,
-            kl_estimator="k2",
-            correction="mask",
-            correction_level="sequence",
-            estimator="gae",
-            discount=0.99,
-            gae_lambda=0.9,
-            normalize_std=True,
-            std_ddof=0,
-            std_epsilon=1e-4,
-        ),
-        epochs=3,
-    )
+    given = {
+        "loss": "ppo",
+        "ppo.clip_high_threshold": 1.28,
+        "kl.coef": 0.1,
+        "kl.estimator": "k2",
+        "correction.mode": "mask",
+        "correction.level": "sequence",
+        "estimator": "gae",
+        "gae.discount": 0.99,
+        "gae.gae_lambda": 0.9,
+        "gae.normalize_std": True,
+        "gae.std_ddof": 0,
+        "gae.std_epsilon": 1e-4,
+        "learning.epochs": 3,
+    }
+    done = update_settings(config(**given))
+    assert done.epochs == 3
     options = parse_loss_options("ppo", done.loss_config)
     assert options.own == PpoOptions(0.8, 1.28)
     assert options.kl == KlOptions(0.1, "k2")
@@ -109,35 +116,50 @@ def test_settings_reach_the_trainer() -> None:
     assert done.gae is not None
     assert (done.gae.discount, done.gae.trace, done.gae.whiten) == (0.99, 0.9, True)
     assert (done.gae.scaling.ddof, done.gae.scaling.epsilon) == (0, 1e-4)
-    assert value_params(config(estimator="gae", value_lr=0.5)) == ValueParams(lr=0.5)
+    valued = config(**{"estimator": "gae", "gae.value_lr": 0.5})
+    assert value_params(valued) == ValueParams(lr=0.5)
 
-    step = settings(estimator="dr_grpo", truncated="skip", skip_agents=["title"])
+    step = settings(
+        **{"estimator": "dr_grpo", "truncated": "skip", "sampler.max_tokens": 77},
+        skip_agents=["title"],
+    )
     assert (step.length_normalization, step.length_constant) == ("constant", 77)
     assert (step.rules.truncated, step.rules.skip_agents) == ("skip", ("title",))
-    scaled = settings(normalize_std=True, std_ddof=0, std_epsilon=1e-4).scaling
-    assert (scaled.ddof, scaled.epsilon) == (0, 1e-4)
-    assert config(estimator="gae", group_size=1).group_size == 1
-    assert AlgorithmConfig(estimator="turn").compares
+    scaled = settings(**{"grpo.normalize_std": True, "grpo.std_ddof": 0, "grpo.std_epsilon": 1e-4})
+    assert (scaled.normalize_std, scaled.scaling.ddof, scaled.scaling.epsilon) == (True, 0, 1e-4)
+    assert (
+        settings(**{"estimator": "reinforce++", "reinforce_plus_plus.std_ddof": 0}).scaling.ddof
+        == 0
+    )
+    stepwise = settings(**{"estimator": "gigpo", "gigpo.discount": 0.5, "gigpo.step_weight": 2.0})
+    assert (stepwise.discount, stepwise.step_weight) == (0.5, 2.0)
+    assert config(**{"estimator": "gae", "rollouts.group_size": 1}).rollouts.group_size == 1
 
 
-def test_asynchronous_settings() -> None:
-    done = config(max_staleness=1)
-    assert update_settings(done, epochs=1).loss_config["correction"] == "truncate"
+def test_what_a_run_records_has_the_chosen_tables_only_and_reads_back() -> None:
+    given = config(**{"loss": "ppo", "ppo.clip_low_threshold": 0.7, "estimator": "turn"})
+    recorded = given.model_dump(mode="json")
+    tables = {name for name, value in recorded["algorithm"].items() if isinstance(value, dict)}
+    assert tables == {"ppo", "turn", "kl", "correction"}
+    assert TrainConfig.model_validate(recorded) == given
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({}, "none"),
+        ({"max_staleness": 1}, "truncate"),
+        ({"max_staleness": 1, "high": 5}, "truncate"),
+        ({"max_staleness": 1, "stale": "wait"}, "truncate"),
+        ({"max_staleness": 1, "mode": "none"}, "none"),
+        ({"max_staleness": 1, "stale": "drop"}, "none"),
+        ({"max_staleness": 1, "stale": "drop", "mode": "mask"}, "mask"),
+    ],
+)
+def test_stale_answers_that_train_are_corrected(options: dict[str, Any], mode: str) -> None:
+    places = {"max_staleness": "rollouts.", "stale": "rollouts."}
+    done = config(**{places.get(k, "correction.") + k: v for k, v in options.items()})
+    assert correction_mode(done) == mode
+    assert update_settings(done).loss_config["correction"] == mode
     again = TrainConfig.model_validate(done.model_dump())  # as a resumed run reads it
-    assert correction(again) == "truncate"
-    assert correction(config(max_staleness=1, correction_high=5)) == "truncate"
-    assert correction(config(max_staleness=1, stale="wait")) == "truncate"
-    assert correction(config(max_staleness=1, correction="none")) == "none"
-    assert correction(config(max_staleness=1, stale="drop")) == "none"
-    assert correction(config(max_staleness=1, stale="drop", correction="mask")) == "mask"
-    assert correction(config()) == "none"
-    resumed = TrainConfig.model_validate(config().model_dump() | {"max_staleness": 1})
-    assert correction(resumed) == "truncate"
-    for options, message in (
-        ({"stale": "drop"}, "it needs a max_staleness above 0"),
-        ({"max_staleness": 1, "stale": "correct", "correction": "none"}, "contradict each other"),
-        ({"resample_zero_variance": 1, "estimator": "gae"}, "does not go with estimator 'gae'"),
-        ({"max_staleness": -1}, "greater than or equal to 0"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            config(**options)
+    assert correction_mode(again) == mode

@@ -20,7 +20,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from agentrl.config.settings import ConfigError
+from agentrl.config.errors import ConfigError
 from agentrl.export.adapter import export, ollama
 from agentrl.runs.folder import RunFolder, find_adapters
 from agentrl_tracer.schemas import Call
@@ -209,7 +209,9 @@ def test_a_base_that_the_adapter_was_not_trained_on_is_not_taken(
 def test_what_serves_a_trusted_model_says_so(run: RunFolder, tmp_path: Path, merged: bool) -> None:
     shutil.copytree(run.root, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
-    folder.write_json(folder.config, folder.read_config() | {"trust_remote_code": True})
+    settings = folder.read_config()
+    settings["model"]["trust_remote_code"] = True
+    folder.write_json(folder.config, settings)
     trusted = export(
         str(folder.root), tmp_path / "trusted", merged=merged, model=None, adapter=None
     )
@@ -282,8 +284,9 @@ def served(tmp_path: Path) -> Iterator[str]:
 def test_other_models_are_evaluated_with_intervals(served: str, tmp_path: Path) -> None:
     config = tmp_path / "eval.toml"
     config.write_text(
-        f'agent = "{HELLO / "agent.py"}:agent"\ntasks = "{HELLO / "held_out.jsonl"}"\n'
-        f'runs = "{tmp_path}"\nsamples = 2\nrunners = 2\ntemperature = 0.5\n'
+        f'[agent]\nentrypoint = "{HELLO / "agent.py"}:agent"\n[rollouts]\nrunners = 2\n'
+        f'[evaluation]\ntasks = "{HELLO / "held_out.jsonl"}"\nsamples = 2\ntemperature = 0.5\n'
+        f'[run]\nfolder = "{tmp_path}"\n'
         f'[models.theirs]\nmodel = "openai/agentrl-tiny"\napi_base = "{served}/v1"\n'
     )
     said = cli("eval", "--config", config, "--answered-by", "theirs")

@@ -98,7 +98,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 
 def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Served]) -> None:
-    served = serve("--grace", "30")
+    served = serve("--gateway.grace", "30")
     assert served.ask().status_code == 200
     first = served.gateway()
     # As a gateway ends whose engine has died (see test_supervision.py).
@@ -137,8 +137,12 @@ def test_a_gateway_that_dies_again_and_again_ends_it(serve: Callable[..., Served
     [
         ("--model", "/nowhere/at/all", "/nowhere/at/all"),
         ("--store", "postgresql://u@127.0.0.1:1/x", "store: connection failed"),
-        ("--vllm-url", "<a locked one>", "vllm: the server wants an API key"),
-        ("--vllm-url", "http://127.0.0.1:1", "no vLLM server is ready at http://127.0.0.1:1: "),
+        ("--sampler.vllm.url", "<a locked one>", "vllm: the server wants an API key"),
+        (
+            "--sampler.vllm.url",
+            "http://127.0.0.1:1",
+            "no vLLM server is ready at http://127.0.0.1:1",
+        ),
     ],
     ids=["model", "store", "vllm", "nobody"],
 )
@@ -146,9 +150,9 @@ def test_settings_that_no_gateway_can_use_end_it_at_once(
     serve: Callable[..., Served], setting: str, value: str, why: str
 ) -> None:
     with contextlib.ExitStack() as stack:
-        if setting == "--vllm-url":
+        if setting == "--sampler.vllm.url":
             url = value if "://" in value else stack.enter_context(locked_vllm())
-            served = serve("--sampler", "vllm", setting, url, "--vllm-wait", "0")
+            served = serve("--sampler", "vllm", setting, url, "--sampler.vllm.wait", "0")
         else:
             served = serve(setting, value)
         assert served.process.wait(60) == 2

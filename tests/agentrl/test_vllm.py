@@ -17,10 +17,12 @@ from typing import Any
 import httpx
 import pytest
 import real_vllm
+from settings import flags, nested
 from tiny_policy import RANK, Policy
 
 from agentrl import timing
-from agentrl.config.settings import ConfigError, ServeConfig
+from agentrl.config.commands import ServeConfig
+from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import VllmServer, VllmSettings, planned_server, vllm_settings
 from agentrl_tracer.schemas import Call
@@ -33,17 +35,17 @@ CLI = [sys.executable, "-m", "agentrl"]
 
 
 def config(**settings: Any) -> ServeConfig:
-    return ServeConfig.model_validate(settings)
+    return ServeConfig.model_validate(nested(**settings))
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"vllm_url": "http://gpu:8000"}, 'without sampler = "vllm"'),
-        ({"sampler": "vllm", "vllm_url": "gpu:8000"}, "vllm_url"),
+        ({"vllm_url": "http://gpu:8000"}, 'without sampler.kind = "vllm"'),
+        ({"sampler": "vllm", "vllm_url": "gpu:8000"}, "sampler\\nvllm.url|vllm.url"),
         ({"sampler": "vllm", "vllm_url": "http://gpu:8000", "vllm_args": "-x"}, "runs already"),
         ({"sampler": "vllm", "vllm_key_env": "HOME"}, "needs no key"),
-        ({"sampler": "vllm", "vllm_wait": 5}, "vllm_wait: is for vllm_url"),
+        ({"sampler": "vllm", "vllm_wait": 5}, "vllm.wait: is for sampler.vllm.url"),
         ({"sampler": "vllm", "vllm_url": "http://gpu", "vllm_key_env": "NOT_SET"}, "NOT_SET"),
         ({"sampler": "triton"}, "embedded"),
     ],
@@ -171,13 +173,9 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def flags(settings: dict[str, Any]) -> list[str]:
-    return [part for n, v in settings.items() for part in (f"--{n.replace('_', '-')}", str(v))]
-
-
 def started(command: str, settings: dict[str, Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*CLI, command, *flags(settings)],
+        [*CLI, command, *flags(command, **settings)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -354,7 +352,9 @@ def test_eval_through_a_vllm_that_runs_already(vllm_url: str, tmp_path: Path) ->
         "sampler": "vllm",
         "vllm_url": vllm_url,
     }
-    done = subprocess.run([*CLI, "eval", *flags(settings)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*CLI, "eval", *flags("eval", **settings)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [folder] = (tmp_path / "runs").glob("eval-*")
     summary = json.loads((folder / "summary.json").read_text())
@@ -384,7 +384,7 @@ def test_two_adapters_train_through_one_vllm(vllm_url: str, tmp_path: Path) -> N
         "group_size": 8,
         "runners": 2,
     }
-    done = subprocess.run([*CLI, "train", *flags(settings)], capture_output=True, text=True)
+    done = subprocess.run([*CLI, "train", *flags(**settings)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = RunFolder(tmp_path / "run")
     rows = [row for row in folder.read_metrics() if "reward/mean" in row]

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from settings import nested
 
 from agentrl import timing
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.gateway.process import Gateway, GatewaySettings
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm import adapters, client, recovery
@@ -331,12 +332,14 @@ def test_a_publication_that_is_refused_for_good_ends_the_run(
     monkeypatch.setattr(timing, "FIRST_NOTICE_S", 1.0)
     monkeypatch.setattr(session, "_REFUSED_S", 0.5)
     config = TrainConfig(
-        agent="agents:mixed",
-        tasks=tmp_path / "tasks.jsonl",
-        sampler="vllm",
-        vllm_url=f"http://127.0.0.1:{server.server_address[1]}",
-        device="cpu",
-        runners=1,
+        **nested(
+            agent="agents:mixed",
+            tasks=tmp_path / "tasks.jsonl",
+            sampler="vllm",
+            vllm_url=f"http://127.0.0.1:{server.server_address[1]}",
+            device="cpu",
+            runners=1,
+        )
     )
     told: list[str] = []
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from settings import flags
 from sqlalchemy.exc import OperationalError
 
 from agentrl.runs.folder import RunFolder
@@ -213,8 +214,7 @@ def training(folder: Path, port: int, **settings: object) -> list[str]:
     return [
         *(sys.executable, str(EXAMPLE / "answerer.py"), "--port", str(port), "--"),
         *(sys.executable, "-m", "agentrl", "train", f"{EXAMPLE / 'agent.py'}:simple"),
-        *(part for key, value in settings.items()
-          for part in (f"--{key.replace('_', '-')}", str(value))),
+        *flags(**settings),
     ]  # fmt: skip
 
 

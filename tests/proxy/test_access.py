@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from official_clients import TOOLS, USER, client
 from scripted_sampler import OPERATOR_KEY, Running
-from test_chat import TOOLS, USER, client
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.server.uvicorn import bind, is_loopback, serving

@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from official_clients import TOOLS, client
 from scripted_sampler import Running
-from test_chat import TOOLS, client
 
 from agentrl_proxy.rendering.continuity import (
     Branch,

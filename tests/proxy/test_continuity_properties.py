@@ -16,8 +16,8 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from official_clients import TOOLS
 from scripted_sampler import Running
-from test_chat import TOOLS
 
 from agentrl_proxy.protocols.messages import messages_request
 from agentrl_proxy.protocols.responses import responses_request

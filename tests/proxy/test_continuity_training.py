@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from official_clients import TOOLS, client, streamed
 from scripted_sampler import Running
-from test_chat import TOOLS, client, streamed
 from test_continuity import ODD_CALL, echo, one_by_one
 
 from agentrl_proxy.app import create_app

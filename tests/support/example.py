@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from settings import flags
+
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Accounting, Call, Purpose
 from agentrl_tracer.store import Store
@@ -35,8 +37,7 @@ class Example:
         return self.agentrl(
             "train", "--config", f"examples/{self.name}/train.toml",
             "--runs", str(self.runs), "--name", "run",
-            *(part for key, value in self.settings.items()
-              for part in (f"--{key.replace('_', '-')}", str(value))),
+            *flags(**self.settings),
         )  # fmt: skip
 
     def agentrl(self, *arguments: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from settings import flags
 from sqlalchemy.exc import OperationalError
 
 from agentrl.runs.folder import RunFolder
@@ -37,8 +38,7 @@ class Run:
             "batch_size": 4, "group_size": 4, "steps": 2, "runners": 2, "lease": 2,
         } | settings  # fmt: skip
         self.arguments = ["train", f"{SUPPORT / 'train_agents.py'}:{agent}"]
-        for name, value in settings.items():
-            self.arguments += [f"--{name.replace('_', '-')}", str(value)]
+        self.arguments += flags(**settings)
         self.folder = RunFolder(folder / "run")
         self.output = ""
 

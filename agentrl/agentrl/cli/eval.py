@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from agentrl.config.settings import EvalConfig, greedy_note
+from agentrl.config.checks import greedy_note
+from agentrl.config.commands import EvalConfig
 from agentrl.config.tasks import load_tasks
 from agentrl.console.report import evaluation_report
 from agentrl.runs.folder import RunFolder, adapters_to_serve
@@ -48,42 +49,43 @@ def evaluate(config: EvalConfig, console: Console) -> None:
         ConfigError: the tasks or the adapter are not there.
         RunError: nothing can be executed.
     """
-    tasks = load_tasks(config.tasks, "tasks")
+    how = config.evaluation
+    tasks = load_tasks(how.tasks, "evaluation.tasks")
     adapters = adapters_to_serve(config)
-    if note := greedy_note(config.samples, config.temperature):
+    if note := greedy_note(how.samples, how.temperature):
         console.print(f"note: {note}", soft_wrap=True)
-    folder = RunFolder.create(config.runs, None, "eval")
+    folder = RunFolder.create(config.run.folder, None, "eval")
     session = Session(
         folder,
         config,
         "eval",
         base_only=not adapters,
         adapter_paths=adapters,
-        asks_for=config.adapter if config.answered_by else None,
+        asks_for=config.model.adapter if config.model.answered_by else None,
     )
     store, run_id = session.store, session.run_id
     task_ids = store.add_tasks(run_id, "eval", tasks)
     with session, Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=len(tasks) * config.samples)
+        bar = progress.add_task("starting", total=len(tasks) * how.samples)
         session.wait_ready(progress.console.print)
         rollouts = session.execute(
-            plan_evaluation(task_ids, 0, config.samples, config.seed, config.temperature),
+            plan_evaluation(task_ids, 0, how.samples, config.run.seed, how.temperature),
             lambda done, total: progress.update(bar, completed=done, description="rollouts"),
         )
     ids = [rollout.id for rollout in rollouts]
     calls = store.calls(rollout_ids=ids)
     store.settle(trained={}, skipped=evaluation_reasons(calls))
-    scores = score(rollouts, store.rewards(ids), config.success_reward)
+    scores = score(rollouts, store.rewards(ids), how.success_reward)
     store.end_run(run_id, "finished")
     store.close()
     problems = count_failures(rollouts)
-    refused = not_enforced(calls, config.adapter) if config.answered_by else {}
+    refused = not_enforced(calls, config.model.adapter) if config.model.answered_by else {}
     summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
     folder.write_json(folder.summary, summary)
     console.print(evaluation_report(scores, problems))
     for name, count in refused.items():
         console.print(
-            f"[yellow]{config.answered_by} refuses {name} {getattr(config, name):g}: "
+            f"[yellow]{config.model.answered_by} refuses {name} {how.temperature:g}: "
             f"{count} answers were sampled at its own {name}[/]"
         )
     console.print(f"[dim]recorded in {folder.root}[/]")

@@ -10,34 +10,21 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import cyclopts
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
-from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.panel import Panel
 from rich.text import Text
 
 from agentrl import __version__
-from agentrl.config.settings import (
-    AGENT_HELP,
-    ConfigError,
-    EvalConfig,
-    EvalSettings,
-    JoinSettings,
-    RunConfig,
-    RunSettings,
-    ServeConfig,
-    TrainConfig,
-    TrainSettings,
-    check_warmup,
-    explain,
-    tables_as_json,
-)
+from agentrl.cli.help import command_help
+from agentrl.config.commands import COMMANDS
+from agentrl.config.errors import ConfigError
+from agentrl.config.recorded import recorded
 from agentrl.timing import heavy_imports
 
 console = Console()
@@ -54,16 +41,11 @@ app = App(
 runs_app = App(name="runs", help="Look at earlier runs.")
 app.command(runs_app)
 
-Agent = Annotated[str | None, Parameter(help=AGENT_HELP)]
+Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
 
-@app.command
-def train(
-    agent: Agent = None,
-    *,
-    settings: TrainSettings,
-    resume: Annotated[Path | None, Parameter(help="Go on with an earlier run: its folder.")] = None,
-) -> None:
+@app.command(help_flags=[], version_flags=[])
+def train(*tokens: Tokens) -> None:
     """Train a LoRA adapter for an agent.
 
     Runs the agent on tasks against the model, compares the rewards it emits, updates the
@@ -72,6 +54,9 @@ def train(
     It learns on this machine, with torch and PEFT, or with --backend tinker on Tinker, or any
     server that speaks its protocol; docs/client.md says what differs.
     """
+    from agentrl.config.checks import check_warmup
+    from agentrl.config.commands import TrainConfig
+    from agentrl.config.loading import load, parse_flags
     from agentrl.config.tasks import load_tasks, steps_of
     from agentrl.console.live import TrainDisplay
     from agentrl.console.report import serve_command, training_report
@@ -80,18 +65,23 @@ def train(
     from agentrl.training.resume import check_resume, tell_changes
     from agentrl.training.session import Session
 
-    config = _with_agent(TrainConfig, agent, settings)
-    validate_agent(config.agent, other_python=config.python is not None)
-    tasks = load_tasks(config.tasks, "tasks")
-    eval_tasks = load_tasks(config.eval_tasks, "eval_tasks") if config.eval_tasks else []
-    check_warmup(config.warmup_steps, steps_of(config, tasks))  # before config.json says so
+    flags = parse_flags(TrainConfig, tokens)
+    config, resume = load(TrainConfig, flags), flags.resume
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
+    tasks = load_tasks(config.agent.tasks, "tasks")
+    eval_tasks = (
+        load_tasks(config.evaluation.tasks, "eval_tasks") if config.evaluation.tasks else []
+    )
+    check_warmup(
+        config.learning.warmup_steps, steps_of(config, tasks)
+    )  # before config.json says so
     if resume is not None:
         folder = RunFolder.existing(resume)
         folder.lock()
         changes = check_resume(folder, config, tasks, eval_tasks)
         tell_changes(changes, lambda said: console.print(said, markup=False, highlight=False))
     else:
-        folder = RunFolder.create(config.runs, config.name, "train")
+        folder = RunFolder.create(config.run.folder, config.run.name, "train")
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
     console.print("[dim]loading torch, the gateway and the runners[/]")
     with (
@@ -112,39 +102,47 @@ def train(
         for command in fetched:
             console.print(f"it is on Tinker; fetch it:  [b cyan]{command}[/]", soft_wrap=True)
         return
-    command = serve_command(summary, config.model, trust_remote_code=config.trust_remote_code)
+    command = serve_command(
+        summary, config.model.name, trust_remote_code=config.model.trust_remote_code
+    )
     console.print(f"serve it:  [b cyan]{command}[/]", soft_wrap=True)
 
 
-@app.command(name="eval")
-def evaluate(agent: Agent = None, *, settings: EvalSettings) -> None:
+@app.command(name="eval", help_flags=[], version_flags=[])
+def evaluate(*tokens: Tokens) -> None:
     """Run an agent on tasks and count its successes."""
     from agentrl.cli.eval import evaluate as run_evaluation
+    from agentrl.config.commands import EvalConfig
+    from agentrl.config.loading import load, parse_flags
     from agentrl.runner import validate_agent
 
-    config = _with_agent(EvalConfig, agent, settings)
-    validate_agent(config.agent, other_python=config.python is not None)
+    config = load(EvalConfig, parse_flags(EvalConfig, tokens))
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     run_evaluation(config, console)
 
 
-@app.command
-def run(agent: Agent = None, *, settings: RunSettings) -> None:
+@app.command(help_flags=[], version_flags=[])
+def run(*tokens: Tokens) -> None:
     """Run an agent on one task and print its trace: spans, calls, rewards, output, errors."""
     from agentrl.cli.run import run_once
+    from agentrl.config.commands import RunConfig
+    from agentrl.config.loading import load, parse_flags
     from agentrl.runner import validate_agent
 
-    config = _with_agent(RunConfig, agent, settings)
-    validate_agent(config.agent, other_python=config.python is not None)
+    config = load(RunConfig, parse_flags(RunConfig, tokens))
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     if not run_once(config, console):
         sys.exit(1)
 
 
-@app.command
-def runner(agent: Agent = None, *, settings: JoinSettings) -> None:
+@app.command(help_flags=[], version_flags=[])
+def runner(*tokens: Tokens) -> None:
     """Join a run that is under way with more runners, from this or another machine."""
     from agentrl.cli.runner import join
+    from agentrl.config.commands import JoinConfig
+    from agentrl.config.loading import load, parse_flags
 
-    join(agent, settings, console)
+    join(load(JoinConfig, parse_flags(JoinConfig, tokens)), console)
 
 
 @app.command(name="tinker-server")
@@ -176,26 +174,34 @@ def tinker_server(
     uvicorn.run(create_app(folder, named), host=host, port=port, log_level="warning")
 
 
-@app.command
-def serve(*, settings: ServeConfig | None = None) -> None:
+@app.command(help_flags=[], version_flags=[])
+def serve(*tokens: Tokens) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""
-    settings = settings or ServeConfig()  # pyright: ignore[reportCallIssue]
-    from agentrl.gateway.process import Gateway, GatewaySettings
+    from agentrl.config.commands import ServeConfig
+    from agentrl.config.loading import load, parse_flags
+    from agentrl.gateway.process import GATEWAY_LIMITS, Gateway, GatewaySettings
     from agentrl.runs.folder import adapter_folders
     from agentrl.samplers.vllm.server import planned_server
     from agentrl_proxy.server.uvicorn import bind, url_of
 
-    adapters = adapter_folders(settings.adapter_path, settings) if settings.adapter_path else {}
+    settings = load(ServeConfig, parse_flags(ServeConfig, tokens))
+    adapters = (
+        adapter_folders(settings.model.adapter_path, settings)
+        if settings.model.adapter_path
+        else {}
+    )
     try:
-        sock = bind(settings.host, settings.port, operator_key=settings.operator_key)
+        sock = bind(
+            settings.gateway.host, settings.gateway.port, operator_key=settings.gateway.operator_key
+        )
     except (ValueError, OSError) as error:
-        raise ConfigError(f"host/port: {error}") from error
+        raise ConfigError(f"gateway.host/gateway.port: {error}") from error
     url = url_of(sock)
-    name = next(iter(adapters), settings.model)
-    names = " and ".join(adapters) or settings.model
+    name = next(iter(adapters), settings.model.name)
+    names = " and ".join(adapters) or settings.model.name
     console.print(f"[b]{names}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. Try:\n")
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}]})
-    authorization = " -H 'authorization: Bearer '$KEY" if settings.operator_key else ""
+    authorization = " -H 'authorization: Bearer '$KEY" if settings.gateway.operator_key else ""
     # No panel: a command that people copy must not be wrapped into a frame.
     console.print(
         f"curl {url}/v1/chat/completions{authorization} -H 'content-type: application/json' "
@@ -204,28 +210,30 @@ def serve(*, settings: ServeConfig | None = None) -> None:
         markup=False,
         highlight=False,
     )
-    log = Path("vllm.log") if "://" in settings.store else Path(f"{settings.store}.vllm.log")
+    log = (
+        Path("vllm.log") if "://" in settings.run.store else Path(f"{settings.run.store}.vllm.log")
+    )
     vllm = planned_server(settings, log, max_rank=None, adapters=adapters.values())
     gateway = Gateway(
         GatewaySettings(
-            store=settings.store,
-            model=settings.model,
+            store=settings.run.store,
+            model=settings.model.name,
             adapter=name if len(adapters) == 1 else None,
             adapters=tuple(adapters),
             agents=settings.adapter_of_agent,
-            device=settings.device,
-            dtype=settings.dtype,
-            load_in_4bit=settings.load_in_4bit,
-            trust_remote_code=settings.trust_remote_code,
-            operator_key=settings.operator_key,
+            device=settings.model.device,
+            dtype=settings.model.dtype,
+            load_in_4bit=settings.model.load_in_4bit,
+            trust_remote_code=settings.model.trust_remote_code,
+            operator_key=settings.gateway.operator_key,
             run_id=None,
-            max_tokens=settings.max_tokens,
+            max_tokens=settings.sampler.max_tokens,
             models=settings.model_dump(mode="json")["models"],
             adapter_paths={name: str(path) for name, path in adapters.items()},
-            **settings.gateway_limits(),
-            vllm_url=vllm.url if vllm else settings.vllm_url,
-            vllm_key_env=settings.vllm_key_env,
-            vllm_wait=None if vllm else settings.vllm_wait,
+            **settings.gateway.model_dump(include=GATEWAY_LIMITS),
+            vllm_url=vllm.url if vllm else settings.sampler.vllm.url,
+            vllm_key_env=settings.sampler.vllm.key_env,
+            vllm_wait=None if vllm else settings.sampler.vllm.wait,
         ),
         None,
         sock,
@@ -307,7 +315,7 @@ def show_run(
 
     folder = RunFolder.existing(run)
     settings = json.loads(folder.config.read_text(encoding="utf-8"))
-    store = Store(settings.get("store") or str(folder.store))
+    store = Store(recorded(settings, "run.store") or str(folder.store))
     run_id = folder.run_id.read_text().strip()
     if rollout is not None:
         from agentrl.console.trace_tree import rollout_tree
@@ -324,28 +332,17 @@ def show_run(
     store.close()
 
 
-@app.meta.default
-def launch(
-    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    config: Annotated[Path | None, Parameter(help="TOML or YAML file of settings.")] = None,
-) -> None:
-    """Runs a command; its settings come from flags, else environment, else file, else resumed."""
-    sources: list[Any] = [cyclopts.config.Env("AGENTRL_", command=False)]
-    if config is not None:
-        sources.append(_config_file(config))
-    if resumed := _resumed_settings(tokens):
-        sources.append(_source(resumed, "resume"))
-    app.config = tuple(sources)
-    app(tokens)
-
-
 def main() -> None:
     """The ``agentrl`` command."""
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=stderr)]
     )
     try:
-        app.meta(exit_on_error=False, print_error=False)
+        tokens = sys.argv[1:]
+        if tokens and tokens[0] in COMMANDS and {"-h", "--help", "--help-all"} & {*tokens}:
+            command_help(tokens[0], app[tokens[0]].help, console, everything="--help-all" in tokens)
+        else:
+            app(tokens, exit_on_error=False, print_error=False)
     except KeyboardInterrupt:
         sys.exit(130)
     except CycloptsError as error:
@@ -368,63 +365,10 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _with_agent(kind: type[Any], agent: str | None, settings: BaseModel) -> Any:
-    try:
-        return kind(**{**settings.model_dump(), "agent": agent or ""})
-    except ValidationError as error:
-        raise ConfigError(explain(error, kind)) from error
-
-
-def _config_file(path: Path) -> Any:
-    kinds = {
-        ".toml": cyclopts.config.Toml,
-        ".yaml": cyclopts.config.Yaml,
-        ".yml": cyclopts.config.Yaml,
-    }
-    kind = kinds.get(path.suffix)
-    if kind is None:
-        raise ConfigError(f"config: {str(path)!r} must end in .toml, .yaml or .yml")
-    if not path.is_file():
-        raise ConfigError(f"config: there is no file {str(path)!r}")
-    settings = kind(path, use_commands_as_keys=False, must_exist=True).config
-    return _source(tables_as_json(settings), str(path))
-
-
-def _source(settings: Mapping[str, Any], name: str) -> Any:
-    """Settings that hold for every command.
-
-    One copy under each command's name: of flat ones Cyclopts silently ignores those that are called
-    like a command, and ``runs`` is both.
-    """
-    return cyclopts.config.Dict(dict.fromkeys(app, settings), source=name)
-
-
-def _resumed_settings(tokens: tuple[str, ...]) -> dict[str, Any]:
-    """What the run to resume was started with; flags given now come before it."""
-    for i, token in enumerate(tokens):
-        name, equals, value = token.partition("=")
-        if name == "--resume" and (equals or i + 1 < len(tokens)):
-            from agentrl.runs.folder import RunFolder
-
-            folder = RunFolder.existing(Path(value if equals else tokens[i + 1]))
-            settings = json.loads(folder.config.read_text(encoding="utf-8"))
-            return tables_as_json({k: v for k, v in settings.items() if v is not None})
-    return {}
-
-
 def _cyclopts_message(error: CycloptsError) -> str:
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.argument.name.lstrip("-").replace("-", "_")
         return f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ValidationError):
-            kinds = {
-                k.__name__: k
-                for k in (TrainSettings, EvalSettings, RunSettings, JoinSettings, ServeConfig)
-            }
-            return explain(cause, kinds.get(cause.title, TrainSettings))
-        cause = cause.__cause__ or cause.__context__
     return str(error)
 
 

@@ -7,7 +7,8 @@ import time
 from rich.console import Console
 from rich.text import Text
 
-from agentrl.config.settings import OtherModelConfig, RunConfig
+from agentrl.config.commands import RunConfig
+from agentrl.config.settings import OtherModelSettings
 from agentrl.console.trace_tree import rollout_tree
 from agentrl.runs.folder import RunFolder, adapters_to_serve
 from agentrl.training.rollout_queue import rollout_seed
@@ -19,10 +20,10 @@ from agentrl_trainer.tiny import MODEL_DIR
 
 def run_once(config: RunConfig, console: Console) -> bool:
     """Runs the agent on the task and prints its trace; True if the rollout succeeded."""
-    asks_for = config.model if config.base_url else None
-    config = _asking_elsewhere(config, config.base_url) if config.base_url else config
+    asks_for = config.model.name if config.model.base_url else None
+    config = _asking_elsewhere(config, config.model.base_url) if config.model.base_url else config
     adapters = adapters_to_serve(config)
-    folder = RunFolder.create(config.runs, None, "run")
+    folder = RunFolder.create(config.run.folder, None, "run")
     session = Session(
         folder,
         config,
@@ -32,8 +33,8 @@ def run_once(config: RunConfig, console: Console) -> bool:
         asks_for=asks_for,
     )
     store, run_id = session.store, session.run_id
-    [task_id] = store.add_tasks(run_id, "run", [config.task])
-    seed = rollout_seed(config.seed, "run")
+    [task_id] = store.add_tasks(run_id, "run", [config.agent.task])
+    seed = rollout_seed(config.run.seed, "run")
     plan = [NewRollout(task_id, "run", Purpose.EVAL, step=0, index=0, seed=seed)]
     with session, console.status("starting") as status:
         session.wait_ready(status.update)
@@ -56,15 +57,16 @@ def _asking_elsewhere(config: RunConfig, base_url: str) -> RunConfig:
     The gateway wants a model of its own all the same: the built-in one, under a name (its folder)
     that is nobody else's, as is the adapter's.
     """
-    elsewhere = OtherModelConfig(
-        model=f"openai/{config.model}", api_base=base_url, api_key_env=config.api_key_env
-    )  # pyright: ignore[reportCallIssue]
+    elsewhere = OtherModelSettings(
+        model=f"openai/{config.model.name}", api_base=base_url, api_key_env=config.model.api_key_env
+    )
     return config.model_copy(
         update={
-            "model": str(MODEL_DIR),
-            "adapter": "no-adapter",
-            "models": {**config.models, config.model: elsewhere},
+            "model": config.model.model_copy(
+                update={"name": str(MODEL_DIR), "adapter": "no-adapter"}
+            ),
+            "models": {**config.models, config.model.name: elsewhere},
             # An agent that asks for something else shall hear so: not the built-in model.
-            "accept_any_model": False,
+            "gateway": config.gateway.model_copy(update={"accept_any_model": False}),
         }
     )

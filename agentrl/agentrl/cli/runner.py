@@ -12,7 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from agentrl.config.settings import ConfigError, JoinSettings
+from agentrl.config.commands import JoinConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.recorded import recorded
 from agentrl.gateway.process import FORWARD_HEADERS, TINKER_KEY, variables_of
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
@@ -20,15 +22,15 @@ from agentrl_tracer.store import Store
 _LOOK_S = 1.0
 
 
-def join(agent: str | None, settings: JoinSettings, console: Console) -> None:
+def join(settings: JoinConfig, console: Console) -> None:
     """Runs rollouts until the run is over.
 
     Raises:
         ConfigError: there is no such run, or it says not what its agent is.
     """
-    store = Store(settings.store)
-    run = _find_run(store, settings.run)
-    config = runner_config(agent, settings, run)
+    store = Store(settings.run.store)
+    run = _find_run(store, settings.run.id)
+    config = runner_config(settings, run)
     pool = start_pool(config)
     console.print(
         f"{config.runners} runners for {run['name']} ({run['id']}), agent {config.agent}; "
@@ -48,30 +50,26 @@ def join(agent: str | None, settings: JoinSettings, console: Console) -> None:
         store.close()
 
 
-def runner_config(agent: str | None, settings: JoinSettings, run: dict[str, Any]) -> RunnerConfig:
+def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     """What was told here comes before what the run was started with."""
     started: dict[str, Any] = run["config"]
-    spec = agent or started.get("agent")
+    spec = settings.agent.entrypoint or recorded(started, "agent.entrypoint")
     if not spec:
         raise ConfigError(f"agent: is missing, and the run {run['id']} names none")
 
-    def told(name: str) -> Any:
-        value = getattr(settings, name)
-        return value if value is not None else started.get(name)
-
     return RunnerConfig(
-        store=settings.store,
-        gateway=settings.gateway,
+        store=settings.run.store,
+        gateway=settings.gateway.url,
         run_id=run["id"],
         agent=spec,
         model=_model_name(run),
-        logs=str(settings.logs.absolute()),
-        runners=settings.runners,
-        timeout_s=told("timeout") or 300.0,
-        lease_s=started.get("lease") or 15.0,
-        rollouts_per_process=started.get("rollouts_per_process") or 1,
-        concurrency=told("concurrency") or 1,
-        python=settings.python,  # of this machine
+        logs=str(settings.run.logs.absolute()),
+        runners=settings.rollouts.runners,
+        timeout_s=settings.rollouts.timeout or recorded(started, "rollouts.timeout", 300.0),
+        lease_s=recorded(started, "rollouts.lease", 15.0),
+        rollouts_per_process=recorded(started, "rollouts.rollouts_per_process", 1),
+        concurrency=settings.rollouts.concurrency or recorded(started, "rollouts.concurrency", 1),
+        python=settings.agent.python,  # of this machine
         withheld=_withheld(started),
     )
 
@@ -79,17 +77,19 @@ def runner_config(agent: str | None, settings: JoinSettings, run: dict[str, Any]
 def _model_name(run: dict[str, Any]) -> str:
     """What the run's own runners tell agents to ask for, see ``Session``."""
     started: dict[str, Any] = run["config"]
-    if run["kind"] != "train" and not started.get("adapter_path"):
-        asked = started.get("adapter") if started.get("answered_by") else started.get("model")
-        return asked or "policy"
+    if run["kind"] != "train" and not recorded(started, "model.adapter_path"):
+        answered = recorded(started, "model.answered_by")
+        return recorded(started, "model.adapter" if answered else "model.name", "policy")
     adapters: dict[str, Any] = started.get("adapters") or {}
-    return (next(iter(adapters)) if len(adapters) == 1 else started.get("adapter")) or "policy"
+    return (
+        next(iter(adapters)) if len(adapters) == 1 else recorded(started, "model.adapter")
+    ) or "policy"
 
 
 def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
     """Environment variables with keys: on the trainer's machine agents would inherit them."""
     models: dict[str, Any] = started.get("models") or {}
-    names = (FORWARD_HEADERS, TINKER_KEY, started.get("vllm_key_env"))
+    names = (FORWARD_HEADERS, TINKER_KEY, recorded(started, "sampler.vllm.key_env"))
     return tuple(name for name in (*names, *variables_of(models)) if name)
 
 

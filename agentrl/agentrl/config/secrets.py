@@ -7,6 +7,7 @@ they are for.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -20,6 +21,38 @@ _SECRET = re.compile(
     r"secret[-_]access[-_]key)$"
 )
 _SECRET_HEADER = re.compile(rf"{_SECRET.pattern}|[-_]?key$")
+
+
+def check_variable(name: str) -> str:
+    """Return the name of an environment variable that is set.
+
+    Raises:
+        ValueError: it is not set, or empty.
+    """
+    if not os.environ.get(name):
+        raise ValueError(f"the environment variable {name} is not set")
+    return name
+
+
+def check_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Return LiteLLM parameters that hold no secret and name only variables that are set.
+
+    Raises:
+        ValueError: names the parameter and the fix.
+    """
+    for name in params:
+        if name in ("model", "api_base", "api_key_env", "timeout", "num_retries", "fallbacks"):
+            raise ValueError(f"{name} belongs beside params, not into it")
+        if name == "api_key":
+            raise ValueError("a key must not be in the file: name its variable in api_key_env")
+    if where := written_out(params):
+        raise ValueError(
+            f"{where} is a secret, which must not be in the file: write os.environ/NAME in its "
+            "place, where NAME is the environment variable that holds it"
+        )
+    for name in variables_in(params):
+        check_variable(name)
+    return params
 
 
 def variables_in(settings: object) -> list[str]:

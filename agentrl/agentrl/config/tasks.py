@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
 from agentrl_tracer.schemas import Json
 
 
@@ -42,4 +43,4 @@ def load_tasks(path: Path, field: str) -> list[Json]:
 
 def steps_of(config: TrainConfig, tasks: Sequence[Json]) -> int:
     """By default those of one epoch."""
-    return config.steps or math.ceil(len(tasks) / config.batch_size)
+    return config.run.steps or math.ceil(len(tasks) / config.rollouts.batch_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,7 +144,7 @@ def show_run(
     metrics: dict[int, dict[str, float]],
     accounting: Accounting,
     outcomes: Outcomes,
-    continuity: dict[str, dict[str, int]],
+    continuity: Mapping[str, Mapping[str, int]],
 ) -> None:
     """One run: steps, how rollouts ended, where calls went, and how their prompts began.
 
@@ -197,7 +197,7 @@ _BEGINNINGS = ("first_call", "new_conversation", "no_rollout")
 _MOST_BRANCHED = 20
 
 
-def _show_continuity(console: Console, continuity: dict[str, dict[str, int]]) -> None:
+def _show_continuity(console: Console, continuity: Mapping[str, Mapping[str, int]]) -> None:
     """How prompts began: in all, and in the rollouts that branched most."""
     total = Counter[str]()
     for counts in continuity.values():

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.config.settings import ConfigError
+from agentrl.config.errors import ConfigError
+from agentrl.config.recorded import recorded
 from agentrl.export import ollama
 from agentrl.runs.folder import find_adapters, run_and_step
 from agentrl.samplers.vllm.adapters import adapts_experts
@@ -105,7 +106,7 @@ def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
 def _run_trusts(source: str) -> bool:
     """Whether the run behind ``source``, if it is one, ran the code that comes with its model."""
     run, _ = run_and_step(source)
-    return run.config.is_file() and bool(run.read_config().get("trust_remote_code"))
+    return run.config.is_file() and bool(recorded(run.read_config(), "model.trust_remote_code"))
 
 
 def _trusting(trusted: bool) -> list[str]:
@@ -126,7 +127,7 @@ def _base_of(source: str, peft: Path) -> str | None:
     trained_on: str | None = written.get("base_model_name_or_path")
     if not run.config.is_file():
         return trained_on
-    named: str = run.read_config()["model"]
+    named: str = recorded(run.read_config(), "model.name")
     places = {named}
     with contextlib.suppress(ModelError):  # a folder that is not there
         places.add(resolve_model(named))

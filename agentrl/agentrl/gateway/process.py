@@ -46,6 +46,11 @@ log = logging.getLogger("agentrl")
 _SETTINGS = "AGENTRL_GATEWAY_SETTINGS"
 FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
 TINKER_KEY = "TINKER_API_KEY"
+GATEWAY_LIMITS = {
+    "max_concurrent", "max_queued", "receive_timeout", "receive_mib", "stall_timeout", "grace",
+    "accept_any_model", "forward_otlp",
+}  # fmt: skip
+"""Settings of the [gateway] table that are fields of ``GatewaySettings``."""
 _LOOK_AFTER_SAMPLER_S = 0.25
 _NOT_READY = 78  # its exit code (EX_CONFIG) where it has not come as far as serving
 _HOPELESS_DEATHS = 5  # in a row

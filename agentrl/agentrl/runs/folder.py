@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.config.settings import AdapterConfig, ConfigError, EvalConfig, ModelConfig, RunConfig
+from agentrl.config.commands import EvalConfig, ModelCommand, RunConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.settings import AdapterSettings
 from agentrl.runs.lock import LockedError, RunLock
 
 POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
@@ -175,7 +177,7 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
 
 
 def adapter_folders(
-    source: str | Path, config: ModelConfig, *, field: str = "adapter_path"
+    source: str | Path, config: ModelCommand, *, field: str = "adapter_path"
 ) -> dict[str, Path]:
     """The same, by the names that the configuration gives them.
 
@@ -201,9 +203,11 @@ def adapter_folders(
 
 def adapters_to_serve(config: EvalConfig | RunConfig) -> dict[str, Path]:
     """The fixed adapters of ``adapter_path``; the configuration learns the names that are there."""
-    adapters = adapter_folders(config.adapter_path, config) if config.adapter_path else {}
+    adapters = (
+        adapter_folders(config.model.adapter_path, config) if config.model.adapter_path else {}
+    )
     if not config.adapters:
-        config.adapters = {name: AdapterConfig() for name in adapters}  # pyright: ignore[reportCallIssue]
+        config.adapters = {name: AdapterSettings() for name in adapters}
     return adapters
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.algorithm import REFERENCE, value_params
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.schedules import default_learning_rate
@@ -51,7 +51,7 @@ def create_clients(
     import torch
 
     torch.set_num_threads(1)  # gateway and runners need the other cores
-    if config.backend == "tinker":
+    if config.run.backend == "tinker":
         return _on_tinker(config, adapters, folder)
     return _on_this_machine(config, adapters, folder, note)
 
@@ -61,17 +61,21 @@ def _on_this_machine(
 ) -> TrainingClients:
     service = ServiceClient(
         folder=folder,
-        device=config.device,
-        dtype=config.dtype,
-        load_in_4bit=config.load_in_4bit,
-        trust_remote_code=config.trust_remote_code,
-        token_budget=config.micro_batch_tokens,
-        gradient_checkpointing=config.gradient_checkpointing,
+        device=config.model.device,
+        dtype=config.model.dtype,
+        load_in_4bit=config.model.load_in_4bit,
+        trust_remote_code=config.model.trust_remote_code,
+        token_budget=config.learning.micro_batch_tokens,
+        gradient_checkpointing=config.learning.gradient_checkpointing,
         value=value_params(config),
     )
     clients = {
         name: service.create_lora_training_client(
-            config.model, config.rank, config.seed + index, alpha=config.alpha, name=name
+            config.model.name,
+            config.learning.rank,
+            config.run.seed + index,
+            alpha=config.learning.alpha,
+            name=name,
         )
         for index, name in enumerate(adapters)
     }
@@ -82,7 +86,7 @@ def _on_this_machine(
             note(f"{name}: {said}")
     if why := client.local(lambda learner: learner.why_not_shared).result():
         note(f"shared prefixes are computed again for each row: {why}")
-    if (reference := config.kl_reference) is not None:
+    if (reference := config.algorithm.kl.reference) is not None:
         client.local(lambda learner: learner.add_reference(REFERENCE, reference)).result()
 
     # The default rate depends on the base model and one adapter, however many are trained.
@@ -92,36 +96,37 @@ def _on_this_machine(
         for name, parameter in base.model.named_parameters()
         if not any(other in name for other in others)
     )
-    rate = config.learning_rate or default_learning_rate(parameters, config.alpha)
+    rate = config.learning.learning_rate or default_learning_rate(parameters, config.learning.alpha)
     return TrainingClients(service, clients, base.context_length, rate)
 
 
 def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> TrainingClients:
     import tinker
 
-    source = config.tinker_tokenizer or config.model
-    facts = load_facts(source, trust_remote_code=config.trust_remote_code)
-    rate = config.learning_rate
+    model = config.model.name
+    source = config.tinker.tokenizer or model
+    facts = load_facts(source, trust_remote_code=config.model.trust_remote_code)
+    rate = config.learning.learning_rate
     if rate is None:
-        parameters = count_parameters(source, config.rank) or parameters_in_name(config.model)
+        parameters = count_parameters(source, config.learning.rank) or parameters_in_name(model)
         if parameters is None:
             raise RunError(
                 "learning_rate: is missing, and its default depends on the size of "
-                f"{config.model}, which is not known; give learning_rate"
+                f"{config.model.name}, which is not known; give learning.learning_rate"
             )
         rate = default_learning_rate(parameters)
     failures = (tinker.TinkerError, ConnectionError)
     try:
-        service = ServiceClient(backend="tinker", base_url=config.tinker_base_url, folder=folder)
+        service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
         clients = {
             name: service.create_lora_training_client(
-                config.model, config.rank, config.seed + index, name=name
+                config.model.name, config.learning.rank, config.run.seed + index, name=name
             )
             for index, name in enumerate(adapters)
         }
     except (ValueError, *failures) as error:
-        raise RunError(f"backend: Tinker refuses to train {config.model}: {error}") from error
-    limit = served[config.model].max_context_length if config.model in served else None
+        raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
+    limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, rate, failures)

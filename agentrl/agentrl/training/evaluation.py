@@ -45,7 +45,7 @@ def plan_evaluation(
 def evaluate_if_due(run: TrainingRun, step: int) -> None:
     """Run the held-out tasks after ``step``, if they are due and were not run before a resume."""
     config, display = run.config, run.display
-    due = step % config.eval_every == 0 or step == run.steps
+    due = step % config.evaluation.every == 0 or step == run.steps
     if not run.eval_ids or not due:
         return
     if (known := run.metrics_log.held_out().get(step)) is not None:
@@ -55,12 +55,16 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
     with timer("evaluation"):
         rollouts = run.session.execute(
             plan_evaluation(
-                run.eval_ids, step, config.eval_samples, config.seed, config.eval_temperature
+                run.eval_ids,
+                step,
+                config.evaluation.samples,
+                config.run.seed,
+                config.evaluation.temperature,
             ),
             lambda done, total: display.phase("evaluation", done, total),
         )
-        accuracy, mean = _score(run.store, rollouts, config.success_reward)
-        if not config.max_staleness:
+        accuracy, mean = _score(run.store, rollouts, config.evaluation.success_reward)
+        if not config.rollouts.max_staleness:
             # What it leaves in the sampler's prefix cache would change the last bits of later
             # log-probs, and a run that is resumed here does not evaluate again.
             run.load_published(step)
@@ -73,7 +77,7 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
 
 def reached_goal(run: TrainingRun) -> bool:
     """Tell whether the newest held-out accuracy has reached ``stop_at``."""
-    goal, measured = run.config.stop_at, run.metrics_log.held_out()
+    goal, measured = run.config.evaluation.stop_at, run.metrics_log.held_out()
     return goal is not None and bool(measured) and measured[max(measured)] >= goal
 
 

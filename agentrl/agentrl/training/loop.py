@@ -78,8 +78,8 @@ def update(
     if not batch.rows:
         return passes
     client = run.clients[name]
-    adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.max_grad_norm)
-    how = update_settings(run.config, epochs=run.config.epochs)
+    adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
+    how = update_settings(run.config)
     # What depends on the policy before the update: references, values, advantages of GAE.
     with timer("prepare"):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl.training.metrics import finite_numbers
@@ -34,8 +34,8 @@ class MetricsLog:
         self._folder = folder
         self._store = store
         self._run_id = run_id
-        settings = config.model_dump(mode="json", exclude=set(MAY_HOLD_SECRETS))
-        self._trackers = Trackers(config.trackers, folder, settings, note)
+        settings = config.model_dump(mode="json", exclude=MAY_HOLD_SECRETS)
+        self._trackers = Trackers(config.run.trackers, folder, settings, note)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         self._folder.append_metrics(row)

@@ -9,24 +9,28 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.recorded import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store
 
 _SAME_MODEL = " (the same model in another place? write that into config.json)"
 _STATE: dict[str, str] = {
-    "model": f"its adapter fits no other model{_SAME_MODEL}",
-    "load_in_4bit": "its adapter was learned on that base model",
-    "backend": "its weights and optimizer are there",
-    "rank": "its adapter has that rank",
-    "alpha": "its adapter is scaled by it",
+    "model.name": f"its adapter fits no other model{_SAME_MODEL}",
+    "model.load_in_4bit": "its adapter was learned on that base model",
+    "run.backend": "its weights and optimizer are there",
+    "learning.rank": "its adapter has that rank",
+    "learning.alpha": "its adapter is scaled by it",
     "adapters": "its weights and optimizer are of these",
-    "seed": "its order of tasks follows from it",
-    "store": "its rollouts are there",
-    "name": "its folder has that name",
+    "run.seed": "its order of tasks follows from it",
+    "run.store": "its rollouts are there",
+    "run.name": "its folder has that name",
 }
 """Settings that may not change, and why."""
+_ELSEWHERE = ("agent.tasks", "evaluation.tasks", "run.folder")
+"""Files and folders that may be in another place now."""
 
 
 def check_resume(
@@ -37,39 +41,40 @@ def check_resume(
     Raises:
         ConfigError: the run's weights, optimizer or records depend on a changed setting.
     """
-    was, now = folder.read_config(), config.model_dump(mode="json")
+    was, now = flattened(folder.read_config()), flattened(config.model_dump(mode="json"))
     for name, why in _STATE.items():
         before, after = _compared(name, was), _compared(name, now)
         if not _same(name, before, after):
             if name == "adapters" and not config.adapters:
-                name = "adapter"
+                name = "model.adapter"
             raise _refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
-    if (was.get("estimator") == "gae") != (config.estimator == "gae"):
+    before, after = was["algorithm.estimator"], config.algorithm.estimator
+    if (before == "gae") != (after == "gae"):
         raise _refusal(
             folder,
-            "estimator",
-            f"{was.get('estimator')}, not {config.estimator}",
+            "algorithm.estimator",
+            f"{before}, not {after}",
             "only gae keeps a value function beside its adapter",
         )
-    _check_tasks(folder, config, {"tasks": tasks, "eval_tasks": eval_tasks}, was)
+    _check_tasks(folder, config, {"agent.tasks": tasks, "evaluation.tasks": eval_tasks}, was)
     return {
         name: (was.get(name), value)
         for name, value in now.items()
-        if name not in ("tasks", "eval_tasks", "runs") and was.get(name, value) != value
+        if name not in _ELSEWHERE and was.get(name, value) != value
     }
 
 
 def _compared(name: str, settings: Mapping[str, Any]) -> Any:
     if name == "adapters":  # their names; which agents and rewards train them may change
-        return sorted(settings.get("adapters") or [settings["adapter"]])
-    return settings.get(name, TrainConfig.model_fields[name].default)
+        return sorted(settings.get("adapters") or [settings["model.adapter"]])
+    return settings.get(name)
 
 
 def _same(name: str, before: Any, after: Any) -> bool:
-    if name == "model" and before != after:
+    if name == "model.name" and before != after:
         here, there = Path(before).expanduser(), Path(after).expanduser()
         return here.is_dir() and there.is_dir() and here.samefile(there)
-    if name == "store" and before and after and "://" not in before:
+    if name == "run.store" and before and after and "://" not in before:
         return Path(before).absolute() == Path(after).absolute()
     return before == after
 
@@ -81,7 +86,8 @@ def _check_tasks(
     was: Mapping[str, Any],
 ) -> None:
     """Refuse other tasks: earlier rollouts name their task by its place in the file."""
-    store = Store(config.store or str(folder.store))
+    places = {"agent.tasks": config.agent.tasks, "evaluation.tasks": config.evaluation.tasks}
+    store = Store(config.run.store or str(folder.store))
     run_id = folder.run_id.read_text().strip()
     try:
         for (field, tasks), split in zip(given.items(), ("train", "eval"), strict=True):
@@ -91,7 +97,7 @@ def _check_tasks(
                     folder,
                     field,
                     f"{len(stored)} tasks of {was.get(field)}, not the {len(tasks)} that are in "
-                    f"{getattr(config, field)} now{_first_difference(stored, tasks)}",
+                    f"{places[field]} now{_first_difference(stored, tasks)}",
                     "its rollouts belong to them",
                 )
     finally:

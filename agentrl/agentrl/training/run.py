@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.config.algorithm import step_settings
-from agentrl.config.settings import TrainConfig, greedy_note
+from agentrl.config.checks import greedy_note
+from agentrl.config.commands import TrainConfig
 from agentrl.config.tasks import steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.folder import strict
@@ -55,26 +56,28 @@ class TrainingRun:
         self.folder, self.store, self.run_id = session.folder, session.store, session.run_id
         self.timer = PhaseTimer()
         self.steps = steps_of(config, tasks)
-        if note := greedy_note(config.eval_samples, config.eval_temperature):
+        if note := greedy_note(config.evaluation.samples, config.evaluation.temperature):
             display.note(note)
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self.eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
         self.metrics_log = MetricsLog(config, self.folder, self.store, self.run_id, display.note)
-        self._staleness = StalenessLimit(config.max_staleness, config.stale or "wait")
+        self._staleness = StalenessLimit(
+            config.rollouts.max_staleness, config.rollouts.stale or "wait"
+        )
         self._queue = RolloutQueue(
             session,
             task_ids,
             steps=self.steps,
-            batch_size=config.batch_size,
-            group_size=config.group_size,
-            seed=config.seed,
+            batch_size=config.rollouts.batch_size,
+            group_size=config.rollouts.group_size,
+            seed=config.run.seed,
             staleness=self._staleness,
-            resample=config.resample_zero_variance,
+            resample=config.rollouts.resample_zero_variance,
             teaches=lambda step, group: self.records.teaches(step, group),
         )
         self._backend = create_clients(config, config.trained, self.folder.root, display.note)
         self.clients = self._backend.clients
-        max_length = config.max_length or self._backend.context_length
+        max_length = config.learning.max_length or self._backend.context_length
         self.records = StepRecords(config, self.store, self._staleness, max_length)
         self._saved: dict[str, str] = {}  # path of each adapter's newest version
 
@@ -90,7 +93,8 @@ class TrainingRun:
 
     def learning_rate(self, step: int) -> float:
         config = self.config
-        factor = schedule_factor(config.schedule, step, self.steps, config.warmup_steps)
+        learning = config.learning
+        factor = schedule_factor(learning.schedule, step, self.steps, learning.warmup_steps)
         return self._backend.peak_learning_rate * factor
 
     def result(self, asked: APIFuture[T]) -> T:
@@ -103,7 +107,7 @@ class TrainingRun:
             return self.session.result(asked.future())
         except self._backend.failures as error:
             raise RunError(
-                f"{self.config.backend}: {error}\nThe checkpoints are kept: continue with "
+                f"{self.config.run.backend}: {error}\nThe checkpoints are kept: continue with "
                 f"--resume {self.folder.root}"
             ) from error
 
@@ -159,7 +163,7 @@ class TrainingRun:
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
         meta = {"run_id": self.run_id, "rollouts": self._queue.state(), "row": strict(row)}
         saved = self._backend.service.save_checkpoint(
-            self.folder.checkpoints, step, meta=meta, keep=self.config.keep_checkpoints
+            self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
         )
         self.result(saved)
 
@@ -220,7 +224,7 @@ class TrainingRun:
                 self.store,
                 self.run_id,
                 step,
-                model=self.config.model,
+                model=self.config.model.name,
                 adapters=self.config.trained,
                 eval_ids=self.eval_ids,
                 seconds=self.timer.spent,
@@ -254,8 +258,6 @@ class StepRecords:
             config,
             adapters=frozenset(self._rules),
             max_length=max_length,
-            min_group=config.min_group,
-            max_tokens=config.max_tokens,
         )
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:

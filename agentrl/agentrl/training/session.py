@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from agentrl.config.settings import EvalConfig, RunConfig, TrainConfig
+from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway.process import (
     FORWARD_HEADERS,
+    GATEWAY_LIMITS,
     TINKER_KEY,
     Gateway,
     GatewaySettings,
@@ -76,41 +77,41 @@ class Session:
         folder.lock()
         self.folder = folder
         self.config = config
-        shared = config.store if isinstance(config, TrainConfig) else None
+        shared = config.run.store if isinstance(config, TrainConfig) else None
         self.store = Store(shared or str(folder.store))
         self.run_id = self._register(kind)
         self._vllm = planned_server(
             config,
             folder.logs / "vllm.log",
-            max_rank=config.rank if isinstance(config, TrainConfig) else None,
+            max_rank=config.learning.rank if isinstance(config, TrainConfig) else None,
             adapters=(adapter_paths or {}).values(),
         )
         # While another model is evaluated, no unknown name may mean the base model.
-        evaluated = isinstance(config, EvalConfig) and config.answered_by is not None
+        evaluated = isinstance(config, EvalConfig) and config.model.answered_by is not None
         only_known: dict[str, Any] = {"accept_any_model": False} if evaluated else {}
         self._settings = GatewaySettings(
             store=self.store.url,
-            model=config.model,
+            model=config.model.name,
             adapter=None if base_only else config.sole_adapter,
             adapters=() if base_only else tuple(config.trained),
             agents={} if base_only else config.adapter_of_agent,
-            device=config.device,
-            dtype=config.dtype,
-            load_in_4bit=config.load_in_4bit,
-            trust_remote_code=config.trust_remote_code,
+            device=config.model.device,
+            dtype=config.model.dtype,
+            load_in_4bit=config.model.load_in_4bit,
+            trust_remote_code=config.model.trust_remote_code,
             operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
             run_id=self.run_id,
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
+            max_tokens=config.sampler.max_tokens,
+            temperature=config.sampler.temperature,
             models=_other_models(config),
             adapter_paths={name: str(path) for name, path in (adapter_paths or {}).items()},
-            **config.gateway_limits() | only_known,
-            max_calls_per_rollout=config.max_calls_per_rollout,
-            max_tokens_per_rollout=config.max_tokens_per_rollout,
-            vllm_url=self._vllm.url if self._vllm else config.vllm_url,
-            vllm_key_env=config.vllm_key_env,
+            **config.gateway.model_dump(include=GATEWAY_LIMITS) | only_known,
+            max_calls_per_rollout=config.rollouts.max_calls_per_rollout,
+            max_tokens_per_rollout=config.rollouts.max_tokens_per_rollout,
+            vllm_url=self._vllm.url if self._vllm else config.sampler.vllm.url,
+            vllm_key_env=config.sampler.vllm.key_env,
             **_tinker_settings(config),
-            vllm_wait=None if self._vllm else config.vllm_wait,
+            vllm_wait=None if self._vllm else config.sampler.vllm.wait,
         )
         self._asks_for = asks_for
         self._imports_torch = imports_torch
@@ -125,10 +126,10 @@ class Session:
         """Return the run's id, new or as the folder has it, and store its settings."""
         config = self.config
         policies = Policies(
-            on_error=config.on_error,
-            on_timeout=config.on_timeout,
-            on_missing_reward=config.on_missing_reward,
-            max_attempts=config.max_attempts,
+            on_error=config.rollouts.on_error,
+            on_timeout=config.rollouts.on_timeout,
+            on_missing_reward=config.rollouts.on_missing_reward,
+            max_attempts=config.rollouts.max_attempts,
         )
         settings = config.model_dump(mode="json")
         if self.folder.config.exists():
@@ -146,7 +147,7 @@ class Session:
     def __enter__(self) -> Self:
         config = self.config
         where = (
-            (config.gateway_host, config.gateway_port)
+            (config.gateway.host, config.gateway.port)
             if isinstance(config, TrainConfig)
             else ("127.0.0.1", 0)
         )
@@ -154,7 +155,7 @@ class Session:
             listening = socket.create_server(where, backlog=1024)
             self.gateway = Gateway(self._settings, self.folder.logs / "gateway.log", listening)
         except OSError as error:
-            raise RunError(f"gateway_host/gateway_port: cannot listen there: {error}") from error
+            raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
         self.pool = self._start_runners()
         try:
             if self._imports_torch:  # the runners load meanwhile
@@ -171,27 +172,27 @@ class Session:
 
     def _start_runners(self) -> PoolHandle | RayPool:
         config = self.config
-        secrets = (FORWARD_HEADERS, TINKER_KEY, config.vllm_key_env)
+        secrets = (FORWARD_HEADERS, TINKER_KEY, config.sampler.vllm.key_env)
         runners = RunnerConfig(
             store=self.store.url,
             gateway=self.gateway.url,
             run_id=self.run_id,
-            agent=config.agent,
+            agent=config.agent.entrypoint,
             model=self._asks_for or self._model_name(),
-            runners=config.runners,
-            timeout_s=config.timeout,
-            lease_s=config.lease,
+            runners=config.rollouts.runners,
+            timeout_s=config.rollouts.timeout,
+            lease_s=config.rollouts.lease,
             logs=str(self.folder.logs),
-            concurrency=config.concurrency,
-            python=config.python,
-            rollouts_per_process=config.rollouts_per_process,
+            concurrency=config.rollouts.concurrency,
+            python=config.agent.python,
+            rollouts_per_process=config.rollouts.rollouts_per_process,
             withheld=tuple(filter(None, (*secrets, *variables_of(self._settings.models)))),
         )
-        if config.runners_on != "ray":
+        if config.rollouts.runners_on != "ray":
             return start_pool(runners)
         from agentrl.runner.ray import RayPool
 
-        host = config.gateway_host if isinstance(config, TrainConfig) else None
+        host = config.gateway.host if isinstance(config, TrainConfig) else None
         return RayPool(runners, host)
 
     def __exit__(
@@ -220,8 +221,8 @@ class Session:
         With several adapters it is a name that the role of each agent resolves.
         """
         if not self._settings.adapters:
-            return self.config.model
-        return self.config.sole_adapter or self.config.adapter
+            return self.config.model.name
+        return self.config.sole_adapter or self.config.model.adapter
 
     def begin_stop(self) -> None:
         """Ask the runners to end, without waiting."""
@@ -350,18 +351,18 @@ class Session:
 
 
 def _tinker_settings(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, Any]:
-    if not isinstance(config, TrainConfig) or config.backend == "local":
+    if not isinstance(config, TrainConfig) or config.run.backend == "local":
         return {}
     return {
         "tinker": True,
-        "tinker_base_url": config.tinker_base_url,
-        "tinker_tokenizer": config.tinker_tokenizer,
+        "tinker_base_url": config.tinker.base_url,
+        "tinker_tokenizer": config.tinker.tokenizer,
     }
 
 
 def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dict[str, Any]]:
     """Return the table of other models; an evaluated one also stands under the policy's name."""
     models = config.model_dump(mode="json")["models"]
-    if isinstance(config, EvalConfig) and config.answered_by is not None:
-        models[config.adapter] = models[config.answered_by] | {"is_policy": True}
+    if isinstance(config, EvalConfig) and config.model.answered_by is not None:
+        models[config.model.adapter] = models[config.model.answered_by] | {"is_policy": True}
     return models

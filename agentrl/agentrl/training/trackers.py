@@ -11,13 +11,19 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from agentrl.config.settings import ConfigError
+from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 from agentrl.training.metrics import finite_numbers
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
-MAY_HOLD_SECRETS = frozenset({"store", "models", "vllm_url", "forward_otlp"})
+
+MAY_HOLD_SECRETS: dict[str, Any] = {
+    "run": {"store"},
+    "models": True,
+    "sampler": {"vllm": {"url"}},
+    "gateway": {"forward_otlp"},
+}
 """Settings with URLs or parameters that may hold passwords: no tracker gets them."""
 
 
@@ -162,5 +168,6 @@ def _require(name: str) -> None:
         importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"trackers: {name} cannot be imported ({error}); `pip install {name}`, or leave it out"
+            f"run.trackers: {name} cannot be imported ({error}); "
+            f"`pip install {name}`, or leave it out"
         ) from error

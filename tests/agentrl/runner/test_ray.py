@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from fake_gateway import FakeGateway, until
+from settings import nested
 
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.runner import RunnerConfig
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
 from agentrl_tracer.store import Store
@@ -183,5 +184,5 @@ def test_a_node_that_cannot_reach_the_gateway_says_so(tmp_path: Path) -> None:
     ("given", "where", "count"), [("ray", "ray", 8), ("ray:3", "ray", 3), (5, "here", 5)]
 )
 def test_runners_say_where_they_run(tmp_path: Path, given: object, where: str, count: int) -> None:
-    config = TrainConfig(agent="x:y", tasks=tmp_path, runners=given)  # type: ignore[arg-type]
-    assert (config.runners_on, config.runners) == (where, count)
+    config = TrainConfig(**nested(agent="x:y", tasks=tmp_path, runners=given))
+    assert (config.rollouts.runners_on, config.rollouts.runners) == (where, count)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from settings import nested
 from training_run import Run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl.config.settings import ServeConfig
+from agentrl.config.commands import ServeConfig
 from agentrl.export.adapter import export
 from agentrl.samplers.vllm import adapters as vllm_adapters
 from agentrl.samplers.vllm import server as vllm_server
@@ -94,7 +95,7 @@ def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
     assert lora["path"] == str(tmp_path / "out")
     assert lora["is_3d_lora_weight"] is True
     for model, expected in ((str(mixture), True), (str(MODEL_DIR), False)):
-        asked = {"sampler": "vllm", "model": model, "vllm_python": fake_vllm(tmp_path)}
+        asked = nested(sampler="vllm", model=model, vllm_python=fake_vllm(tmp_path))
         settings = vllm_server.vllm_settings(ServeConfig.model_validate(asked), max_rank=8)
         flags = vllm_server.server_command(settings, "socket")
         assert ("--enable-mixed-moe-lora-format" in flags) is expected

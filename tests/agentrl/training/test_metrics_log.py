@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from settings import nested
 
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.runs.folder import RunFolder
 from agentrl.training.metrics_log import MetricsLog
 from agentrl_tracer.store import Store
@@ -22,7 +23,9 @@ def test_the_checkpoints_row_stands_in_where_none_was_logged(
     """A row without a mean reward counts, too."""
     folder = RunFolder.create(tmp_path, "run", "train")
     run_id = store.create_run("run", "train", {})
-    log = MetricsLog(TrainConfig(agent="x:y", tasks=tmp_path), folder, store, run_id, print)
+    log = MetricsLog(
+        TrainConfig(**nested(agent="x:y", tasks=tmp_path)), folder, store, run_id, print
+    )
     earlier, evaluated = {"step": 1, "reward/mean": 0.5}, {"step": 2, "eval/accuracy": 1.0}
     rows = [earlier, *([ROW | {"seconds/publish": 1.0}] if logged else []), evaluated]
     for row in [*rows, {"step": 3, "reward/mean": 0.0}]:

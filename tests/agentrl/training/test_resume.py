@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from settings import changed, dotted, nested
 
-from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.recorded import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl.training.resume import check_resume
 from agentrl.training.session import Session
@@ -26,7 +29,7 @@ def started(root: Path, **settings: Any) -> RunFolder:
     folder = RunFolder.create(root, "before", "train")
     (root / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     kept = {"agent": "json:loads", "tasks": root / "tasks.jsonl", "runs": root, "name": "before"}
-    config = TrainConfig(**kept | settings).model_dump(mode="json")
+    config = TrainConfig(**nested(**kept | settings)).model_dump(mode="json")
     store = Store(str(folder.store))
     run_id = store.create_run("before", "train", config)
     store.add_tasks(run_id, "train", TASKS)
@@ -37,7 +40,7 @@ def started(root: Path, **settings: Any) -> RunFolder:
 
 
 def resumed_with(folder: RunFolder, tasks: list[Any] = TASKS, **settings: Any) -> dict[str, Any]:
-    config = TrainConfig(**folder.read_config() | settings)
+    config = TrainConfig(**changed(folder.read_config(), **settings))
     return check_resume(folder, config, tasks, [])
 
 
@@ -55,9 +58,9 @@ def test_new_settings_are_kept_before_anything_runs(tmp_path: Path) -> None:
     """So they outlive the next kill."""
     folder = started(tmp_path, learning_rate=1e-3)
     new = {"steps": 3, "learning_rate": 5e-4, "on_error": -1, "max_attempts": 2}
-    session = Session(folder, TrainConfig(**folder.read_config() | new), "train")
+    session = Session(folder, TrainConfig(**changed(folder.read_config(), **new)), "train")
     kept = folder.read_config()
-    assert {name: kept[name] for name in new} == new
+    assert {name: flattened(kept)[dotted(name)] for name in new} == new
     (row,) = session.store.runs()
     session.store.close()
     assert row["policies"]["on_error"] == -1.0
@@ -69,23 +72,23 @@ def test_what_may_change_is_told(tmp_path: Path) -> None:
     folder = started(tmp_path, learning_rate=1e-3)
     assert resumed_with(folder) == {}
     assert resumed_with(folder, steps=40, learning_rate=5e-4) == {
-        "steps": (None, 40),
-        "learning_rate": (1e-3, 5e-4),
+        "run.steps": (None, 40),
+        "learning.learning_rate": (1e-3, 5e-4),
     }
     # The same model by another path, and the same tasks in another file.
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("model")
     folder = started(tmp_path / "other", model=str(tmp_path / "model"))
-    assert resumed_with(folder, model=str(tmp_path / "link")).keys() == {"model"}
+    assert resumed_with(folder, model=str(tmp_path / "link")).keys() == {"model.name"}
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "/other"}, ["model: ", "agentrl-tiny, not /other", "leave --model"]),
-        ({"rank": 8}, ["rank: ", "with 32, not 8", "leave --rank"]),
+        ({"model": "/other"}, ["model.name: ", "agentrl-tiny, not /other", "leave --model.name"]),
+        ({"rank": 8}, ["learning.rank: ", "with 32, not 8", "leave --learning.rank"]),
         ({"alpha": 8.0}, ["alpha: ", "with 32.0, not 8.0"]),
-        ({"adapter": "other"}, ["adapter: ", "with policy, not other", "leave --adapter as"]),
+        ({"adapter": "other"}, ["adapter: ", "with policy, not other", "leave --model.adapter as"]),
         ({"adapters": "policy,other"}, ["adapters: ", "with policy, not other, policy"]),
         ({"seed": 1}, ["seed: ", "with 0, not 1"]),
         ({"estimator": "gae"}, ["estimator: ", "with grpo, not gae"]),
@@ -117,7 +120,9 @@ def test_the_command_refuses_before_it_changes_anything(tmp_path: Path) -> None:
     (tmp_path / "others.jsonl").write_text('{"n": 4}\n')
     assert "tasks: " in refused_by_command(folder, "--tasks", str(tmp_path / "others.jsonl"))
     # A setting that does not fit the tasks: kept, it would refuse every later --resume.
-    assert "warmup_steps: 50 leave none" in refused_by_command(folder, "--warmup-steps", "50")
+    assert "warmup_steps: 50 leave none" in refused_by_command(
+        folder, "--learning.warmup-steps", "50"
+    )
     store = Store(str(folder.store))
     assert store.tasks(folder.run_id.read_text(), "train") == TASKS
     store.close()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from settings import nested
 from test_metrics import call
 
-from agentrl.config.settings import TrainConfig
+from agentrl.config.commands import TrainConfig
 from agentrl.timing import PhaseTimer
 from agentrl.training.loop import update
 from agentrl.training.run import StepRecords
@@ -49,11 +50,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
         store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
         version_of[one.id] = version
     config = TrainConfig(
-        agent="x:y",
-        tasks=Path("tasks.jsonl"),
-        adapter="policy",
-        max_staleness=max_staleness,
-        stale="drop",
+        **nested(agent="x:y", tasks="tasks.jsonl", max_staleness=max_staleness, stale="drop")
     )
     records = StepRecords(config, store, StalenessLimit(max_staleness, "drop"), max_length=64)
     calls, batches = records.assemble(4, store.rollouts(run_id, ids=ids))
@@ -68,7 +65,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
 def test_max_grad_norm_reaches_the_optimizer(tmp_path: Path, bound: float) -> None:
     """AdamW's first momentum is a tenth of the gradient that it was given."""
     row = TrainingRow([5, 6, 7, 8], [False, True, True, True], [-1.0] * 4, [0.0, 1.0, -2.0, 1.0])
-    config = TrainConfig(agent="x:y", tasks=Path("tasks.jsonl"), max_grad_norm=bound)
+    config = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", max_grad_norm=bound))
     with ServiceClient(folder=tmp_path) as service:
         client = service.create_lora_training_client("agentrl-tiny", rank=4, seed=1)
         run: Any = SimpleNamespace(

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.settings import ConfigError
+from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
 from agentrl.training.trackers import Trackers
 

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.config.settings import ConfigError, ModelConfig
+from agentrl.config.commands import ModelCommand
+from agentrl.config.errors import ConfigError
 from agentrl.samplers.vllm.adapters import adapter_rank
 from agentrl.samplers.vllm.recovery import wait_for_engine_death
 from agentrl.supervisor import SupervisedProcess, python_module
@@ -114,7 +115,7 @@ class VllmServer:
 
 
 def planned_server(
-    config: ModelConfig, log: Path, *, max_rank: int | None, adapters: Iterable[Path] = ()
+    config: ModelCommand, log: Path, *, max_rank: int | None, adapters: Iterable[Path] = ()
 ) -> VllmServer | None:
     """The server that the configuration wants started, not started yet; None: it wants none.
 
@@ -124,14 +125,14 @@ def planned_server(
     Raises:
         ConfigError: as ``vllm_settings``.
     """
-    if config.sampler != "vllm" or config.vllm_url is not None:
+    if config.sampler.kind != "vllm" or config.sampler.vllm.url is not None:
         return None
     if max_rank is None:
         max_rank = max(map(adapter_rank, adapters), default=_RANKS[0])
     return VllmServer(vllm_settings(config, max_rank), log)
 
 
-def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
+def vllm_settings(config: ModelCommand, max_rank: int) -> VllmSettings:
     """How the configuration wants its server.
 
     Raises:
@@ -139,7 +140,7 @@ def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
     """
     from agentrl_trainer.models.loading import resolve_model
 
-    python = str(config.vllm_python or sys.executable)
+    python = str(config.sampler.vllm.python or sys.executable)
     found = subprocess.run(
         [python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"],
         check=False,
@@ -147,24 +148,26 @@ def vllm_settings(config: ModelConfig, max_rank: int) -> VllmSettings:
     )
     if found.returncode:
         raise ConfigError(
-            f"vllm_python: {python!r} has no vLLM. Install it there, or name the interpreter of an "
-            "environment that has it (its own is best: vLLM pins torch)"
+            f"sampler.vllm.python: {python!r} has no vLLM. Install it there, or name the "
+            "interpreter of an environment that has it (its own is best: vLLM pins torch)"
         )
     rank = next((r for r in _RANKS if r >= max_rank), None)
     if rank is None:
-        raise ConfigError(f"rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
-    on_cpu = _on_cpu(config.device)
+        raise ConfigError(
+            f"learning.rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}"
+        )
+    on_cpu = _on_cpu(config.model.device)
     return VllmSettings(
         python=python,
-        model=resolve_model(config.model),
+        model=resolve_model(config.model.name),
         # As the trainer loads the model: the two must be one policy.
-        dtype="float32" if on_cpu and config.dtype == "auto" else config.dtype,
+        dtype="float32" if on_cpu and config.model.dtype == "auto" else config.model.dtype,
         max_lora_rank=rank,
         on_cpu=on_cpu,
-        has_experts=_has_experts(resolve_model(config.model), config.trust_remote_code),
+        has_experts=_has_experts(resolve_model(config.model.name), config.model.trust_remote_code),
         more=(
-            *(["--trust-remote-code"] if config.trust_remote_code else []),
-            *shlex.split(config.vllm_args),
+            *(["--trust-remote-code"] if config.model.trust_remote_code else []),
+            *shlex.split(config.sampler.vllm.args),
         ),
     )
 

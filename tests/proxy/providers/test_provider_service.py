@@ -1,150 +1,26 @@
-"""Other models through LiteLLM: a second gateway is the provider, the official client asks."""
+"""Providers' models through LiteLLM: a second gateway is the provider, the official client asks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from running_gateway import running
+from official_clients import CALL, TOOLS, USER, client, streamed
+from provider_servers import SECRET, answerer, assert_no_key, only_call, said, trouble
 from scripted_sampler import OPERATOR_KEY, Running
-from test_chat import CALL, TOOLS, USER, client, streamed
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.providers.redaction import Redaction
-from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_tracer.schemas import Call, CallState, SkipReason
-
-pytestmark = [  # LiteLLM's use of pydantic
-    pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
-]
-
-SECRET = "sk-provider-secret-0123456789"
+from agentrl_tracer.schemas import CallState, SkipReason
 
 
-@pytest.fixture
-def provider(tmp_path: Path, renderer: Renderer) -> Iterator[Running]:
-    """An OpenAI-compatible server that wants a key."""
-    folder = tmp_path / "provider"
-    folder.mkdir()
-    with running(folder, renderer, {}, operator_key=SECRET) as serving:
-        yield serving
-
-
-def answerer(provider: Running, **more: Any) -> ProviderModel:
-    settings: dict[str, Any] = {"num_retries": 0, "timeout": 20.0, "api_key": SECRET}
-    return ProviderModel("openai/policy", f"{provider.url}/v1", **(settings | more))
-
-
-@pytest.fixture
-def gateway(start: Any, provider: Running) -> Running:
-    return start(provider_models={"answerer": answerer(provider)})
-
-
-class Faulty:
-    """An HTTP server that answers with what it is given, in turn; the last one for good. Bytes are
-    an event stream."""
-
-    def __init__(self, *answers: tuple[int, Any]) -> None:
-        self.answers = list(answers)
-        self.seen: list[dict[str, Any]] = []
-        faulty = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                faulty.seen.append(
-                    {
-                        "body": json.loads(body),
-                        "headers": {k.lower(): v for k, v in self.headers.items()},
-                    }
-                )
-                at = min(len(faulty.seen), len(faulty.answers)) - 1
-                status, said = faulty.answers[at]
-                if callable(said):
-                    said = said(self.headers)
-                kind = "text/event-stream" if isinstance(said, bytes) else "application/json"
-                data = said if isinstance(said, bytes) else json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("content-type", kind)
-                self.send_header("content-length", str(len(data)))
-                if status == 429:
-                    self.send_header("retry-after", "7")
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        self.thread = Thread(target=self.server.serve_forever, daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
-@pytest.fixture
-def faulty() -> Iterator[Any]:
-    servers: list[Faulty] = []
-
-    def make(*answers: tuple[int, Any]) -> Faulty:
-        servers.append(Faulty(*answers))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
-
-
-def said(text: str) -> dict[str, Any]:
-    return {
-        "id": "chatcmpl-provider",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "gpt-9",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": "stop",
-            }
-        ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
-    }
-
-
-def trouble(message: str, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "x", "param": None, "code": code}}
-
-
-def only_call(gateway: Running) -> Call:
-    [call] = gateway.calls(gateway.claims[0])
-    assert (call.prompt_ids, call.response_ids, call.adapter) == ([], [], None)
-    assert gateway.store.accounting(gateway.run_id).adds_up
-    return call
-
-
-def assert_no_key(gateway: Running, log: str = "", *more: str) -> None:
-    for text in (log, *more):
-        assert SECRET not in text
-    for path in Path(gateway.store.url.removeprefix("sqlite:///")).parent.glob("trace.db*"):
-        assert SECRET.encode() not in path.read_bytes()
-
-
-def test_answer_is_recorded_and_not_trained(gateway: Running, provider: Running) -> None:
+def test_answer_is_recorded_and_not_trained(start: Any, provider: Running) -> None:
+    gateway: Running = start(provider_models={"answerer": answerer(provider)})
     with client(gateway) as api:
         answer = api.chat.completions.create(
             model="answerer", messages=USER, seed=5, max_tokens=9, user="u", extra_body={"odd": 1}
@@ -350,27 +226,6 @@ def test_retries_are_the_routers(start: Any, faulty: Any, stream: bool) -> None:
     assert len(upstream.seen) == 3
 
 
-def test_fallback(start: Any, faulty: Any, provider: Running) -> None:
-    upstream = faulty((500, trouble("out of order")))
-    gateway: Running = start(
-        provider_models={
-            "answerer": ProviderModel(
-                "openai/x", upstream.url, SECRET, num_retries=1, fallbacks=("spare",)
-            ),
-            "spare": answerer(provider),
-        }
-    )
-    with client(gateway) as api:
-        answer = api.chat.completions.create(model="answerer", messages=USER)
-    assert len(upstream.seen) == 2
-    [asked] = provider.sampler.requests
-    assert answer.choices[0].message.content == provider.renderer.decode(asked.sampled[0])
-    call = only_call(gateway)
-    assert call.model == "answerer"
-    assert call.params["provider_model"] == "policy"
-    assert call.params["fallbacks"] == 1
-
-
 FORCED = {"force": {"temperature": 0.25}}
 
 
@@ -430,211 +285,6 @@ def test_an_agents_own_temperature_is_refused_as_ever(start: Any, faulty: Any) -
     assert not upstream.seen
 
 
-def test_timeout(start: Any, provider: Running) -> None:
-    provider.sampler.delay = 0.5
-    gateway: Running = start(provider_models={"answerer": answerer(provider, timeout=0.7)})
-    begun = time.monotonic()
-    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
-        api.chat.completions.create(model="answerer", messages=USER)
-    assert time.monotonic() - begun < 8  # the import of LiteLLM is in it
-    assert caught.value.status_code == 504
-    assert caught.value.code == "provider_timeout"
-    assert "'answerer' did not answer in time" in str(caught.value)
-    assert only_call(gateway).state is CallState.ERROR
-
-
-def test_provider_down(start: Any) -> None:
-    gateway: Running = start(
-        provider_models={
-            "answerer": ProviderModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
-        }
-    )
-    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
-        api.chat.completions.create(model="answerer", messages=USER)
-    assert (caught.value.status_code, caught.value.code) == (502, "provider_unreachable")
-    assert "the provider of 'answerer' cannot be reached" in str(caught.value)
-    call = only_call(gateway)
-    assert (call.state, call.skip_reason) == (CallState.ERROR, SkipReason.NOT_TRAINABLE_MODEL)
-    assert call.error is not None
-    assert "cannot be reached" in call.error
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("status", "kind", "code"),
-    [
-        (400, "invalid_request_error", "context_length_exceeded"),
-        (401, "authentication_error", "invalid_api_key"),
-        (429, "rate_limit_error", "rate_limit_exceeded"),
-        (403, "permission_error", "provider_error"),
-        (503, "server_error", "provider_error"),
-    ],
-)
-def test_a_providers_refusal_in_openais_shape(
-    start: Any, faulty: Any, caplog: Any, status: int, kind: str, code: str, stream: bool
-) -> None:
-    def quoting(headers: Any) -> dict[str, Any]:  # the worst provider: it says what it was sent
-        return trouble(f"no: {headers['authorization']}", None if code[:4] == "prov" else code)
-
-    upstream = faulty((status, quoting))
-    gateway: Running = start(
-        provider_models={"answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)}
-    )
-    caplog.set_level(logging.DEBUG)
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", "messages": USER, "stream": stream},
-        headers={"authorization": f"Bearer {claim.key}"},
-        timeout=30,
-    )
-    assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
-    assert response.status_code == status
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"]) == (kind, code)
-    assert "[key]" in error["message"]
-    assert response.headers.get("retry-after") == ("7" if status == 429 else None)
-    call = only_call(gateway)
-    assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
-    assert_no_key(gateway, caplog.text, response.text, call.error or "")
-    assert claim.key not in json.dumps(upstream.seen)
-
-
-@pytest.mark.parametrize("place", ["header", "parameter", "code"])
-def test_secrets_beside_the_key_are_not_quoted_either(
-    start: Any, faulty: Any, caplog: Any, place: str
-) -> None:
-    hidden = "hunter2-very-secret"
-    code = hidden.replace("-", "_") if place == "code" else None
-    hidden = code or hidden
-    upstream = faulty((400, lambda _: trouble(f"model gpt-4o-mini, us-east-1: {hidden}", code)))
-    params: dict[str, Any] = {
-        "extra_headers": {"authorization": f"Bearer {hidden}", "x-team": hidden},
-        "base_model": "gpt-4o-mini",
-    }
-    if place == "parameter":
-        params = {"organization": hidden, "aws_region_name": "us-east-1"}
-    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0, params=params)
-    gateway: Running = start(provider_models={"answerer": other})
-    caplog.set_level(logging.DEBUG)
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", "messages": USER},
-        headers={"authorization": f"Bearer {claim.key}"},
-        timeout=90,  # LiteLLM is imported
-    )
-    assert len(upstream.seen) == 1
-    assert response.status_code == 400
-    assert "model gpt-4o-mini, us-east-1: [key]" in response.json()["error"]["message"]
-    call = only_call(gateway)
-    stored = [call.error or "", json.dumps(call.params), json.dumps(call.response)]
-    assert not [text for text in (response.text, caplog.text, *stored) if hidden in text]
-
-
-def test_what_is_taken_for_a_secret() -> None:
-    models = [
-        ProviderModel(
-            "azure/x",
-            "https://me:pa55-word-secret@host/v1?sig=a-signature",
-            "sk-the-key",
-            params={
-                "extra_headers": {"x-team": "Bearer some-words", "x-short": "short"},
-                "vertex_credentials": {"private": ["an-rsa-key"]},
-                "organization": "org-AbCdEf",
-                "api_version": "2024-10-21",
-                "base_model": "azure/gpt-4o-mini",
-            },
-        )
-    ]
-    quoted = (
-        "pa55-word-secret a-signature sk-the-key some-words short an-rsa-key org-AbCdEf "
-        "2024-10-21 azure/gpt-4o-mini host/v1"
-    )
-    assert Redaction(models).clean(quoted) == (
-        "[key] [key] [key] [key] short [key] [key] 2024-10-21 azure/gpt-4o-mini host/v1"
-    )
-
-
-def test_a_key_that_litellm_finds_in_the_environment(
-    start: Any, faulty: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upstream = faulty((400, lambda headers: trouble(f"no: {headers['authorization']}")))
-    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    monkeypatch.setenv("OPENAI_BASE_URL", upstream.url)
-    gateway: Running = start(
-        provider_models={"answerer": ProviderModel("openai/gpt-4o-mini", num_retries=0)}
-    )
-    caplog.set_level(logging.DEBUG)
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", "messages": USER},
-        headers={"authorization": f"Bearer {claim.key}"},
-        timeout=90,  # LiteLLM is imported
-    )
-    assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
-    assert response.status_code == 400
-    assert "[key]" in response.json()["error"]["message"]
-    assert_no_key(gateway, caplog.text, response.text, only_call(gateway).error or "")
-    assert Redaction([]).clean(SECRET) == SECRET  # nobody else's model, nobody's secrets
-
-
-def test_a_request_cannot_lead_the_key_elsewhere(
-    gateway: Running, provider: Running, faulty: Any
-) -> None:
-    trap = faulty((200, said("caught")))
-    with client(gateway) as api:
-        answer = api.chat.completions.create(
-            model="answerer",
-            messages=USER,
-            extra_body={
-                "api_base": trap.url,
-                "base_url": trap.url,
-                "api_key": "other",
-                "fallbacks": [{"model": "openai/y", "api_base": trap.url}],
-                "mock_response": "mocked",
-                "extra_headers": {"x": "y"},
-                "num_retries": 99,
-            },
-        )
-    assert trap.seen == []
-    assert len(provider.sampler.requests) == 1
-    assert answer.choices[0].message.content != "mocked"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_vanished_client_cancels(gateway: Running, provider: Running, stream: bool) -> None:
-    with client(gateway) as api:  # LiteLLM is imported
-        api.chat.completions.create(model="answerer", messages=USER)
-    provider.sampler.delay = 0.1
-    claim = gateway.claims[1]
-    async with openai.AsyncOpenAI(
-        base_url=gateway.base_url(claim), api_key=claim.key, max_retries=0
-    ) as api:
-
-        async def ask() -> None:
-            made = await api.chat.completions.create(model="answerer", messages=USER, stream=stream)  # type: ignore[call-overload]
-            if stream:
-                async for _ in made:
-                    pass
-
-        task = asyncio.create_task(ask())
-        await asyncio.sleep(0.8)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    for _ in range(250):
-        if provider.sampler.requests[-1].cancelled and gateway.calls(claim)[0].ended_at:
-            break
-        await asyncio.sleep(0.02)
-    assert provider.sampler.requests[-1].cancelled
-    [call] = gateway.calls(claim)
-    assert (call.state, call.skip_reason) == (CallState.CANCELLED, SkipReason.NOT_TRAINABLE_MODEL)
-    assert (call.response is not None) is stream  # the part that had come
-    assert gateway.store.accounting(gateway.run_id).adds_up
-
-
 def test_a_marked_retry_is_replayed(gateway: Running, provider: Running) -> None:
     retry = {"x-stainless-retry-count": "1"}
     with client(gateway) as api:
@@ -653,7 +303,8 @@ def test_a_marked_retry_is_replayed(gateway: Running, provider: Running) -> None
     assert len(gateway.calls(gateway.claims[0])) == 3
 
 
-def test_a_sealed_attempt_gets_no_answer(gateway: Running, provider: Running) -> None:
+def test_a_sealed_attempt_gets_no_answer(start: Any, provider: Running) -> None:
+    gateway: Running = start(provider_models={"answerer": answerer(provider)})
     provider.sampler.script = lambda *_: gateway.seal(gateway.claims[0]) or "late"
     with client(gateway) as api, pytest.raises(openai.ConflictError):
         api.chat.completions.create(model="answerer", messages=USER)
@@ -722,7 +373,8 @@ async def test_overload_is_refused_and_every_place_comes_back(start: Any, faulty
     assert gateway.store.accounting(gateway.run_id).adds_up
 
 
-def test_outside_a_rollout(gateway: Running) -> None:
+def test_outside_a_rollout(start: Any, provider: Running) -> None:
+    gateway: Running = start(provider_models={"answerer": answerer(provider)})
     with openai.OpenAI(base_url=gateway.base_url(), api_key=OPERATOR_KEY) as api:
         api.chat.completions.create(model="answerer", messages=USER)
     sums = gateway.store.accounting(gateway.run_id)
@@ -760,23 +412,3 @@ def test_what_the_gateway_itself_refuses(gateway: Running, body: Any, param: str
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert gateway.calls(claim) == []
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_on_request(start: Any, stream: bool) -> None:
-    gateway: Running = start()
-    wanted = {"return_token_ids": True}
-    with client(gateway) as api:
-        made = api.chat.completions.create(
-            model="policy", messages=USER, n=2, stream=stream, extra_body=wanted
-        )
-        if stream:
-            ends = [c for c in made if c.choices and c.choices[0].finish_reason]
-            prompts = [end.prompt_token_ids for end in ends]
-            answers = [end.choices[0].token_ids for end in ends]
-        else:
-            prompts = [made.prompt_token_ids]
-            answers = [choice.token_ids for choice in made.choices]
-    [seen] = gateway.sampler.requests
-    assert all(prompt == seen.prompt_ids for prompt in prompts)
-    assert answers == [seen.sampled[0], seen.sampled[1]]

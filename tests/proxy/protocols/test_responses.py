@@ -13,11 +13,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from gateway_client import wait_until
+from official_clients import CALL, client
 from scripted_sampler import Running
 
 from agentrl_proxy.protocols import translation
 from agentrl_proxy.protocols.responses import responses_request
-from agentrl_tracer.schemas import CallState, Claim, SkipReason
+from agentrl_tracer.schemas import CallState, SkipReason
 
 TOOLS: Any = [
     {
@@ -28,21 +30,7 @@ TOOLS: Any = [
         "strict": False,
     }
 ]
-CALL = '<tool_call>\n{"name":"search",  "arguments": {"q": "köln", "k":3}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "search", "arguments": {"q": "bonn"}}\n</tool_call>'
-
-
-def client(gateway: Running, claim: Claim | None = None, **more: Any) -> openai.OpenAI:
-    claim = claim or gateway.claims[0]
-    settings = {"api_key": claim.key, "max_retries": 0, "timeout": 30}
-    return openai.OpenAI(base_url=gateway.base_url(claim), **(settings | more))
-
-
-def wait_for(condition: Any, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
 
 
 def plain(items: Any) -> list[dict[str, Any]]:
@@ -367,8 +355,8 @@ def test_a_client_that_leaves_cancels_the_sampling(gateway: Running) -> None:
             if event.type == "response.output_text.delta":
                 break
         stream.close()
-        wait_for(lambda: gateway.sampler.requests[0].cancelled)
-    wait_for(lambda: gateway.calls(gateway.claims[0])[0].ended_at)
+        wait_until(lambda: gateway.sampler.requests[0].cancelled)
+    wait_until(lambda: gateway.calls(gateway.claims[0])[0].ended_at)
     [call] = gateway.calls(gateway.claims[0])
     assert call.state is CallState.CANCELLED
     assert call.skip_reason is SkipReason.CLIENT_DISCONNECTED

@@ -1,4 +1,4 @@
-"""Unmodified agents of the common frameworks: span trees, and whose each call is."""
+"""Unmodified agents of the common frameworks: span trees, and the agent of each call."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ class Trace:
 
 
 @pytest.fixture
-def attempt(start: Callable[..., Running], tmp_path: Path) -> Callable[..., Trace]:
+def attempt(shared_gateway: Running, tmp_path: Path) -> Callable[..., Trace]:
     def run(agent: str, said: list[str]) -> Trace:
-        gateway = start(context_length=32768)
-        claim = gateway.claims[0]
+        gateway = shared_gateway
+        gateway.deps.context_length = 32768
+        [claim] = gateway.new_claims()
         turns = iter(said)
         gateway.sampler.script = lambda *_: next(turns)
         config = RunnerConfig(
@@ -85,10 +86,8 @@ def attempt(start: Callable[..., Running], tmp_path: Path) -> Callable[..., Trac
         report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         assert report["ok"], done.stderr[-3000:]
         assert not report["incomplete"]
-        rollouts = claim.rollout_id
-        found = Trace(
-            gateway.calls(claim), gateway.store.spans(rollouts), gateway.store.rewards([rollouts])
-        )
+        rollout, store = claim.rollout_id, gateway.store
+        found = Trace(gateway.calls(claim), store.spans(rollout), store.rewards([rollout]))
         assert len({span.trace_id for span in found.spans.values()}) == 1
         assert not [s for s in found.spans.values() if "agentrl.unfinished" in s.attributes]
         for call in found.calls:  # linked to the span that made it, by both keys

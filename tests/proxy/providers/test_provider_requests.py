@@ -1,48 +1,35 @@
-"""Somebody else's models in every protocol: a second gateway is the provider, official SDKs ask."""
-
-# ruff: noqa: F811  (fixtures come from test_other_models)
+"""Providers' models in every protocol: a second gateway is the provider, official SDKs ask."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Event
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 from gateway_client import connected, head, wait_until
-from scripted_sampler import Running
-from test_chat import CALL, TOOLS, USER, client
-from test_other_models import (  # noqa: F401
+from official_clients import CALL, TOOLS, USER, claude, client
+from provider_servers import (
     SECRET,
     answerer,
     assert_no_key,
-    faulty,
-    gateway,
     only_call,
-    provider,
+    recorded,
     said,
+    streaming,
     trouble,
 )
+from scripted_sampler import Running
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-
-pytestmark = [  # LiteLLM's use of pydantic
-    pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 THOUGHT = "<think>\nlet me see\n</think>\n\n"
 SEARCH = {"name": "search", "parameters": TOOLS[0]["function"]["parameters"]}
@@ -52,48 +39,28 @@ ARGUMENTS = {"q": "köln", "k": 3}
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 
 
-@pytest.fixture(autouse=True)
-def forget_clients() -> Iterator[None]:
-    """LiteLLM's HTTP sessions belong to a gateway's event loop and are closed by nobody. They end
-    here, where the warning about it is ignored, and not in somebody else's test."""
-    yield
-    import litellm
-
-    litellm.in_memory_llm_clients_cache.flush_cache()
-    gc.collect()
-
-
-def streaming(*deltas: dict[str, Any], logprobs: Any = None) -> bytes:
-    """OpenAI's chunks of these deltas, of a provider that does not tell its usage."""
-    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "gpt-9"}
-    choices = [
-        *({"delta": delta, "logprobs": logprobs, "finish_reason": None} for delta in deltas),
-        {"delta": {}, "finish_reason": "stop"},
-    ]
-    chunks = [{**heading, "choices": [{"index": 0, **one}]} for one in choices]
-    return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks).encode() + b"data: [DONE]\n\n"
-
-
-def claude(running: Running) -> anthropic.Anthropic:
-    claim = running.claims[0]
-    url = running.base_url(claim).removesuffix("/v1")
-    return anthropic.Anthropic(base_url=url, api_key=claim.key, max_retries=0, timeout=60)
-
-
-def recorded(running: Running, count: int) -> list[Call]:
-    """Every call so far: whole, without tokens, never trained, nothing lost."""
-    calls = running.calls(running.claims[0])
-    assert len(calls) == count
-    for call in calls:
-        assert call.state is CallState.COMPLETED
-        assert call.skip_reason is SkipReason.NOT_TRAINABLE_MODEL
-        assert (call.prompt_ids, call.response_ids, call.adapter) == ([], [], None)
-    assert running.store.accounting(running.run_id).adds_up
-    return calls
-
-
 def total(call: Call) -> int:
     return call.params["usage"]["total_tokens"]
+
+
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/chat/completions", {"messages": USER}),
+    "responses": ("/responses", {"input": "hi"}),
+    "messages": ("/messages", {"messages": USER, "max_tokens": 50}),
+    "completions": ("/completions", {"prompt": "hi"}),
+}
+# Each protocol once, and both kinds of answer.
+WHOLE_OR_STREAMED = [
+    ("chat", True), ("responses", False), ("messages", True), ("completions", False),
+    ("completions", True),
+]  # fmt: skip
+
+
+def post(running: Running, protocol: str, model: str = "answerer", **more: Any) -> httpx.Response:
+    claim, (path, body) = running.claims[0], ASKED[protocol]
+    headers = {"authorization": f"Bearer {claim.key}"}
+    asked = {"model": model, **body, **more}
+    return httpx.post(running.base_url(claim) + path, json=asked, headers=headers, timeout=60)
 
 
 # --- Responses
@@ -391,33 +358,33 @@ def test_a_count_has_bounds(start: Any, faulty: Any) -> None:
     recorded(gateway, 0)
 
 
-@pytest.mark.parametrize(
-    ("model", "thinking", "told"),
-    [
+def test_effort_is_handed_on(start: Any, faulty: Any) -> None:
+    upstream = faulty((500, trouble("what it was asked is enough")))
+    base = upstream.url.removesuffix("/v1")
+    names = ["openai/x", "anthropic/claude-opus-4-6", "anthropic/claude-opus-4-5"]
+    models = {name: ProviderModel(name, base, SECRET, num_retries=0) for name in names}
+    gateway: Running = start(provider_models=models)
+    for model, thinking, told in (
         ("openai/x", None, {"reasoning_effort": "low"}),
         ("openai/x", {"type": "adaptive"}, {"reasoning_effort": "low"}),
         ("openai/x", {"type": "enabled", "budget_tokens": 9000}, {"reasoning_effort": "low"}),
         ("openai/x", {"type": "disabled"}, {"reasoning_effort": "none"}),
-        ("anthropic/claude-opus-4-6", None, {"output_config": {"effort": "low"}}),
-        ("anthropic/claude-opus-4-6", {"type": "adaptive"}, {"output_config": {"effort": "low"}}),
+        (names[1], None, {"output_config": {"effort": "low"}}),
+        (names[1], {"type": "adaptive"}, {"output_config": {"effort": "low"}}),
         (
-            "anthropic/claude-opus-4-5",
+            names[2],
             {"type": "enabled", "budget_tokens": 1024},
             {"output_config": {"effort": "low"}},
         ),
-    ],
-)
-def test_effort_is_handed_on(
-    start: Any, faulty: Any, model: str, thinking: Any, told: dict[str, Any]
-) -> None:
-    upstream = faulty((500, trouble("what it was asked is enough")))
-    other = ProviderModel(model, upstream.url.removesuffix("/v1"), SECRET, num_retries=0)
-    gateway: Running = start(provider_models={"answerer": other})
-    body = {"model": "answerer", "max_tokens": 2000, "messages": USER, "thinking": thinking}
-    assert post(gateway, "/messages", {**body, "output_config": {"effort": 3}}).status_code == 400
-    post(gateway, "/messages", {**body, "output_config": {"effort": "low"}})
-    [sent] = [one["body"] for one in upstream.seen]
-    assert {k: sent[k] for k in ("reasoning_effort", "output_config") if k in sent} == told
+    ):
+        more = {"max_tokens": 2000, "thinking": thinking}
+        wrong = post(gateway, "messages", model, output_config={"effort": 3}, **more)
+        assert wrong.status_code == 400
+        upstream.seen.clear()
+        post(gateway, "messages", model, output_config={"effort": "low"}, **more)
+        [sent] = [one["body"] for one in upstream.seen]
+        fields = ("reasoning_effort", "output_config")
+        assert {k: sent[k] for k in fields if k in sent} == told, (model, thinking)
 
 
 # --- Completions
@@ -515,8 +482,8 @@ def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, ent
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1], [2]], [], None, [""] * 200])
-def test_prompts_that_somebody_else_cannot_take(gateway: Running, prompt: Any) -> None:
-    response = post(gateway, "/completions", {"model": "answerer", "prompt": prompt})
+def test_prompts_that_a_provider_cannot_take(gateway: Running, prompt: Any) -> None:
+    response = post(gateway, "completions", prompt=prompt)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "prompt"
     recorded(gateway, 0)
@@ -525,32 +492,19 @@ def test_prompts_that_somebody_else_cannot_take(gateway: Running, prompt: Any) -
 # --- what is the provider's to judge, and what goes wrong
 
 
-def post(running: Running, path: str, body: Any) -> httpx.Response:
-    claim = running.claims[0]
-    headers = {"authorization": f"Bearer {claim.key}"}
-    return httpx.post(running.base_url(claim) + path, json=body, headers=headers, timeout=60)
-
-
-BODIES: list[tuple[str, dict[str, Any]]] = [
-    ("/responses", {"input": "hi"}),
-    ("/messages", {"max_tokens": 9, "messages": USER}),
-    ("/completions", {"prompt": "hi"}),
-]
-
-
 def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
     upstream = faulty((200, said("a cat")))
     other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
     gateway: Running = start(provider_models={"answerer": other})
     source = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
     shown = [
-        ("/responses", "input", {"type": "input_image", "image_url": PICTURE, "detail": "auto"}),
-        ("/messages", "messages", {"type": "image", "source": source}),
+        ("responses", "input", {"type": "input_image", "image_url": PICTURE, "detail": "auto"}),
+        ("messages", "messages", {"type": "image", "source": source}),
     ]
-    for path, field, part in shown:
+    for protocol, field, part in shown:
         for model, status in (("answerer", 200), ("policy", 400)):
-            body = {"model": model, "max_tokens": 9, field: [{"role": "user", "content": [part]}]}
-            assert post(gateway, path, body).status_code == status
+            more = {field: [{"role": "user", "content": [part]}]}
+            assert post(gateway, protocol, model, **more).status_code == status
     for one in upstream.seen:
         [message] = one["body"]["messages"]
         [seen] = message["content"]
@@ -558,14 +512,12 @@ def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
     assert len(upstream.seen) == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize(("protocol", "stream"), WHOLE_OR_STREAMED)
 def test_retries_and_fallbacks_are_the_routers(
     start: Any,
     faulty: Any,
     provider: Running,
-    path: str,
-    body: Any,
+    protocol: str,
     stream: bool,
 ) -> None:
     upstream = faulty((500, trouble("a bad day")))
@@ -576,55 +528,61 @@ def test_retries_and_fallbacks_are_the_routers(
         "b": answerer(provider),
     }
     gateway: Running = start(provider_models=others)
-    response = post(gateway, path, {"model": "answerer", "stream": stream, **body})
+    response = post(gateway, protocol, stream=stream)
     assert response.status_code == 200
     assert len(upstream.seen) == 2
     assert len(provider.sampler.requests) == 1
     [call] = recorded(gateway, 1)
-    assert (call.model, call.params["fallbacks"]) == ("answerer", 1)
+    assert (call.model, call.params["provider_model"]) == ("answerer", "policy")
+    assert call.params["fallbacks"] == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize(("protocol", "stream"), WHOLE_OR_STREAMED)
 def test_a_refusal_is_said_in_the_clients_protocol(
     start: Any,
     faulty: Any,
-    path: str,
-    body: Any,
+    protocol: str,
     stream: bool,
 ) -> None:
     upstream = faulty((429, trouble(f"slow down, {SECRET}")))
     other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
     gateway: Running = start(provider_models={"answerer": other})
-    response = post(gateway, path, {"model": "answerer", "stream": stream, **body})
+    response = post(gateway, protocol, stream=stream)
     assert response.status_code == 429
     assert response.headers["retry-after"] == "7"
     error = response.json()["error"]
     assert error["type"] == ("rate_limit_error")
     assert "slow down, [key]" in error["message"]
-    if path == "/messages":
+    if protocol == "messages":
         assert response.json()["type"] == "error"
     call = only_call(gateway)
     assert (call.state, call.params["provider_status"]) == (CallState.ERROR, 429)
     assert_no_key(gateway, response.text, call.error or "")
 
 
-@pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_a_vanished_client_cancels(
-    gateway: Running,
-    provider: Running,
-    path: str,
-    body: Any,
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("protocol", ASKED)
+async def test_a_client_that_leaves_cancels_the_call(
+    gateway: Running, provider: Running, protocol: str, stream: bool
 ) -> None:
-    assert (await asyncio.to_thread(post, gateway, path, {"model": "answerer", **body})).is_success
     provider.sampler.delay = 0.1
-    claim = gateway.claims[0]
+    claim, (path, body) = gateway.claims[0], ASKED[protocol]
     headers = {"authorization": f"Bearer {claim.key}"}
     async with httpx.AsyncClient(base_url=gateway.base_url(claim), headers=headers) as api:
-        asked = {"model": "answerer", "stream": True, **body}
-        async with api.stream("POST", path, json=asked, timeout=60) as response:
-            async for _ in response.aiter_lines():
-                break
+
+        async def ask() -> None:
+            asked = {"model": "answerer", "stream": stream, **body}
+            async with api.stream("POST", path, json=asked, timeout=60) as response:
+                async for _ in response.aiter_lines():
+                    break
+
+        asking = asyncio.create_task(ask())
+        if stream:
+            await asking
+        else:
+            await asyncio.to_thread(wait_until, lambda: provider.sampler.requests)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
     for _ in range(500):
         calls = gateway.calls(claim)
         if provider.sampler.requests[-1].cancelled and calls[-1].ended_at:
@@ -633,7 +591,7 @@ async def test_a_vanished_client_cancels(
     assert provider.sampler.requests[-1].cancelled
     call = gateway.calls(claim)[-1]
     assert (call.state, call.skip_reason) == (CallState.CANCELLED, SkipReason.NOT_TRAINABLE_MODEL)
-    assert call.response is not None  # the part that had come
+    assert (call.response is not None) is stream  # the part that had come
     assert call.params["usage_unknown"] == "the answer did not come to its end"
     wait_until(lambda: gateway.stats["in_flight"] == 0)
     assert gateway.store.accounting(gateway.run_id).adds_up
@@ -642,39 +600,22 @@ async def test_a_vanished_client_cancels(
 def test_a_marked_retry_is_replayed_in_every_protocol(gateway: Running, provider: Running) -> None:
     claim = gateway.claims[0]
     with httpx.Client(headers={"authorization": f"Bearer {claim.key}"}, timeout=60) as api:
-        for path, body in BODIES:
+        for path, body in ASKED.values():
             url = gateway.base_url(claim) + path
             asked = {"model": "answerer", **body}
             first = api.post(url, json=asked)
             again = api.post(url, json=asked, headers={"x-stainless-retry-count": "1"})
             assert first.is_success
             assert first.json() == again.json()
-    assert len(provider.sampler.requests) == 3
-    recorded(gateway, 3)
+    assert len(provider.sampler.requests) == 4
+    recorded(gateway, 4)
 
 
 # --- budgets
 
 
-ASKS: dict[str, Callable[[str, bool], tuple[str, dict[str, Any]]]] = {
-    "chat": lambda model, stream: (
-        "/chat/completions", {"model": model, "messages": USER, "stream": stream}
-    ),
-    "responses": lambda model, stream: (
-        "/responses", {"model": model, "input": "hi", "stream": stream}
-    ),
-    "messages": lambda model, stream: (
-        "/messages", {"model": model, "messages": USER, "max_tokens": 50, "stream": stream}
-    ),
-    "completions": lambda model, stream: (
-        "/completions", {"model": model, "prompt": "hi", "stream": stream}
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("protocol", ASKS)
-def test_tokens_of_other_models_count(
+@pytest.mark.parametrize(("protocol", "stream"), WHOLE_OR_STREAMED)
+def test_tokens_of_providers_models_count(
     start: Any,
     provider: Running,
     protocol: str,
@@ -685,7 +626,7 @@ def test_tokens_of_other_models_count(
         provider_models={"answerer": answerer(provider)}, max_tokens_per_rollout=100
     )
     claim = gateway.claims[0]
-    answers = [post(gateway, *ASKS[protocol]("answerer", stream)) for _ in range(8)]
+    answers = [post(gateway, protocol, stream=stream) for _ in range(8)]
     good = [answer for answer in answers if answer.is_success]
     assert 0 < len(good) < 8
     calls = recorded(gateway, len(good))
@@ -697,12 +638,12 @@ def test_tokens_of_other_models_count(
     refused = answers[-1]
     assert refused.status_code == 429
     assert f"used {sum(used)} tokens of the 100" in refused.json()["error"]["message"]
-    assert post(gateway, *ASKS[protocol]("policy", stream)).status_code == 429
+    assert post(gateway, protocol, "policy", stream=stream).status_code == 429
     with serving(create_app(gateway.deps)) as url:  # it remembers nothing
-        path, body = ASKS[protocol]("answerer", stream)
+        path, body = ASKED[protocol]
         again = httpx.post(
             f"{url}/rollouts/{claim.rollout_id}/v1{path}",
-            json=body,
+            json={"model": "answerer", "stream": stream, **body},
             headers={"authorization": f"Bearer {claim.key}"},
         )
     assert again.status_code == 429
@@ -727,10 +668,10 @@ def test_no_usage_is_made_up(start: Any, faulty: Any, stream: bool) -> None:
         else:
             answer = api.chat.completions.create(model="answerer", messages=USER)
             assert answer.usage is None
-        spoken = post(gateway, *ASKS["responses"]("answerer", stream))
+        spoken = post(gateway, "responses", stream=stream)
         assert spoken.is_success
         assert '"usage":null' in spoken.text
-        assert post(gateway, *ASKS["messages"]("answerer", stream)).is_success
+        assert post(gateway, "messages", stream=stream).is_success
     for call in recorded(gateway, 3):
         assert "usage" not in call.params
         assert call.params["usage_unknown"] == "the provider did not tell it"

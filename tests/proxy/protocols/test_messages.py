@@ -11,11 +11,12 @@ import anthropic
 import httpx
 import openai
 import pytest
+from gateway_client import wait_until
+from official_clients import CALL, USER, claude
 from scripted_sampler import Running
 
-from agentrl_tracer.schemas import CallState, Claim, SkipReason
+from agentrl_tracer.schemas import CallState, SkipReason
 
-USER: Any = [{"role": "user", "content": "Say you are 7."}]
 TOOLS: Any = [
     {
         "name": "search",
@@ -23,23 +24,7 @@ TOOLS: Any = [
         "input_schema": {"type": "object", "properties": {"q": {"type": "string"}}},
     }
 ]
-CALL = '<tool_call>\n{"name":"search",  "arguments": {"q": "köln", "k":3}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "search", "arguments": {"q": "bonn"}}\n</tool_call>'
-
-
-def client(gateway: Running, claim: Claim | None = None, **more: Any) -> anthropic.Anthropic:
-    claim = claim or gateway.claims[0]
-    # The SDK adds /v1 itself.
-    url = gateway.base_url(claim).removesuffix("/v1")
-    settings = {"api_key": claim.key, "max_retries": 0, "timeout": 30}
-    return anthropic.Anthropic(base_url=url, **(settings | more))
-
-
-def wait_for(condition: Any, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
 
 
 def blocks(message: Any) -> list[dict[str, Any]]:
@@ -47,7 +32,7 @@ def blocks(message: Any) -> list[dict[str, Any]]:
 
 
 def test_message_is_recorded_token_for_token(gateway: Running) -> None:
-    with client(gateway) as api:
+    with claude(gateway) as api:
         message = api.messages.create(
             model="claude-sonnet-5", max_tokens=99, messages=USER, system="Be brief.",
             metadata={"user_id": "u"},
@@ -86,7 +71,7 @@ def test_stream_says_what_the_whole_message_says(gateway: Running, seed: int) ->
         f"{CALL}",
     ][seed]
     asked: Any = {"model": "policy", "max_tokens": 200, "messages": USER, "tools": TOOLS}
-    with client(gateway) as api:
+    with claude(gateway) as api:
         whole = api.messages.create(**asked)
         with api.messages.stream(**asked) as stream:
             kinds = [event.type for event in stream]
@@ -131,7 +116,7 @@ def test_stream_says_what_the_whole_message_says(gateway: Running, seed: int) ->
 
 def test_text_arrives_as_it_is_sampled(gateway: Running) -> None:
     gateway.sampler.delay = 0.03
-    with client(gateway) as api:
+    with claude(gateway) as api:
         started = time.monotonic()
         times = [
             time.monotonic() - started
@@ -149,7 +134,7 @@ def test_stop_sequences(gateway: Running) -> None:
     asked: Any = {
         "model": "policy", "max_tokens": 99, "messages": USER, "stop_sequences": [" four", " thr"],
     }  # fmt: skip
-    with client(gateway) as api:
+    with claude(gateway) as api:
         message = api.messages.create(**asked)
         with api.messages.stream(**asked) as stream:
             streamed = stream.get_final_message()
@@ -171,7 +156,7 @@ def test_tools_and_their_choice_reach_the_model(gateway: Running) -> None:
             },
         }
     ]
-    with client(gateway) as api:
+    with claude(gateway) as api:
         for choice in ("auto", "any", "none"):
             asked: Any = {"tools": TOOLS, "tool_choice": {"type": choice}}
             api.messages.create(model="policy", max_tokens=9, messages=USER, **asked)
@@ -192,7 +177,7 @@ def test_long_tool_names_come_back_whole(gateway: Running) -> None:
 
     gateway.sampler.script = script
     tools: Any = [{**TOOLS[0], "name": name}]
-    with client(gateway) as api:
+    with claude(gateway) as api:
         message = api.messages.create(model="policy", max_tokens=200, messages=USER, tools=tools)
         with api.messages.stream(
             model="policy", max_tokens=200, messages=USER, tools=tools
@@ -215,7 +200,7 @@ def test_a_tool_conversation_keeps_its_exact_tokens(gateway: Running, stream: bo
     said = iter(turns)
     gateway.sampler.script = lambda *_: next(said)
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Find 7."}]}]
-    with client(gateway) as api:
+    with claude(gateway) as api:
         for turn in range(len(turns)):
             asked: Any = {
                 "model": "policy", "max_tokens": 200, "messages": messages, "tools": TOOLS,
@@ -245,7 +230,7 @@ def test_a_tool_conversation_keeps_its_exact_tokens(gateway: Running, stream: bo
 def test_a_conversation_may_change_protocol(gateway: Running) -> None:
     gateway.sampler.script = lambda *_: f"Hm.\n{CALL}"
     claim = gateway.claims[0]
-    with client(gateway) as api:
+    with claude(gateway) as api:
         message = api.messages.create(model="policy", max_tokens=99, messages=USER, tools=TOOLS)
     call = message.content[1]
     assert call.type == "tool_use"
@@ -283,7 +268,7 @@ def test_a_conversation_may_change_protocol(gateway: Running) -> None:
 
 
 def test_count_tokens(gateway: Running) -> None:
-    with client(gateway) as api:
+    with claude(gateway) as api:
         counted = api.messages.count_tokens(
             model="policy", messages=USER, system="Be brief.", tools=TOOLS
         )
@@ -327,7 +312,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 )
 def test_bad_fields_are_named(gateway: Running, more: dict[str, Any], named: str) -> None:
     body = {"model": "policy", "max_tokens": 9, "messages": USER} | more
-    with client(gateway) as api, pytest.raises(anthropic.BadRequestError) as caught:
+    with claude(gateway) as api, pytest.raises(anthropic.BadRequestError) as caught:
         api.post("/v1/messages", body=body, cast_to=httpx.Response)
     assert caught.value.body["type"] == "error"  # type: ignore[index]
     assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
@@ -338,16 +323,16 @@ def test_bad_fields_are_named(gateway: Running, more: dict[str, Any], named: str
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_are_anthropics(gateway: Running, stream: bool) -> None:
     asked: Any = {"model": "policy", "max_tokens": 9, "messages": USER, "stream": stream}
-    api = client(gateway, api_key="sk-agentrl-wrong")
+    api = claude(gateway, api_key="sk-agentrl-wrong")
     with api, pytest.raises(anthropic.AuthenticationError) as unknown:
         api.messages.create(**asked)
     assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-    api = client(gateway, api_key=gateway.claims[1].key)
+    api = claude(gateway, api_key=gateway.claims[1].key)
     with api, pytest.raises(anthropic.PermissionDeniedError) as others:
         api.messages.create(**asked)
     assert others.value.body["error"]["type"] == "permission_error"  # type: ignore[index]
     gateway.sampler.fail_after = 0
-    with client(gateway) as api:
+    with claude(gateway) as api:
         with pytest.raises(anthropic.InternalServerError) as broken:
             api.messages.create(**asked)
         assert broken.value.status_code == 503
@@ -361,7 +346,7 @@ def test_refusals_are_anthropics(gateway: Running, stream: bool) -> None:
 
 def test_an_error_in_mid_stream(gateway: Running) -> None:
     gateway.sampler.fail_after = 4
-    with client(gateway) as api, pytest.raises(anthropic.APIStatusError) as caught:
+    with claude(gateway) as api, pytest.raises(anthropic.APIStatusError) as caught:
         list(api.messages.create(model="policy", max_tokens=99, messages=USER, stream=True))
     assert caught.value.body["error"]["type"] == "api_error"  # type: ignore[index]
     [call] = gateway.calls(gateway.claims[0])
@@ -372,14 +357,14 @@ def test_an_error_in_mid_stream(gateway: Running) -> None:
 def test_a_client_that_leaves_cancels_the_sampling(gateway: Running) -> None:
     gateway.sampler.delay = 0.02
     gateway.sampler.script = lambda *_: "word " * 200
-    with client(gateway) as api:
+    with claude(gateway) as api:
         stream = api.messages.create(model="policy", max_tokens=256, messages=USER, stream=True)
         for event in stream:
             if event.type == "content_block_delta":
                 break
         stream.close()
-        wait_for(lambda: gateway.sampler.requests[0].cancelled)
-    wait_for(lambda: gateway.calls(gateway.claims[0])[0].ended_at)
+        wait_until(lambda: gateway.sampler.requests[0].cancelled)
+    wait_until(lambda: gateway.calls(gateway.claims[0])[0].ended_at)
     [call] = gateway.calls(gateway.claims[0])
     assert call.state is CallState.CANCELLED
     assert call.skip_reason is SkipReason.CLIENT_DISCONNECTED
@@ -392,7 +377,7 @@ def test_a_marked_retry_is_replayed(gateway: Running) -> None:
     gateway.sampler.script = lambda *_: f"Let me look.\n{CALL}\n{OTHER}"
     marked = {"x-stainless-retry-count": "1"}
     asked: Any = {"model": "policy", "max_tokens": 200, "messages": USER, "tools": TOOLS}
-    with client(gateway) as api:
+    with claude(gateway) as api:
         first = api.messages.create(**asked)
         again = api.messages.create(**asked, extra_headers=marked)
         made = [api.messages.create(**asked, stream=True, extra_headers=marked) for _ in range(2)]
@@ -427,7 +412,7 @@ def test_a_call_that_breaks_after_its_beginning_was_streamed(gateway: Running) -
         '<tool_call>\n{"name": "search", "arguments": {"q": "a", "k": oops}}\n</tool_call>'
     )
     claim = gateway.claims[0]
-    with client(gateway, claim) as api:
+    with claude(gateway, claim) as api:
         events = list(
             api.messages.create(
                 model="policy",
@@ -464,7 +449,7 @@ def test_the_model_sees_that_a_tool_failed(gateway: Running, content: Any, told:
             {"role": "assistant", "content": [call]},
             {"role": "user", "content": [result]},
         ]
-        with client(gateway) as api:
+        with claude(gateway) as api:
             api.messages.create(model="policy", max_tokens=5, messages=messages)
         return gateway.renderer.decode_raw(gateway.sampler.requests[-1].prompt_ids)
 

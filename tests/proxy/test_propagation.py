@@ -1,4 +1,4 @@
-"""Whose is what, when rollouts share a process."""
+"""Rollouts that share a process: calls, spans and rewards stay apart."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from agentrl_tracer.schemas import Claim
 from agentrl_tracer.tracing import attributed
 
 AGENTS = Path(__file__).parent / "clients" / "many_rollouts.py"
-MANY = 64
+MANY = 24
 
 
-def test_64_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
-    claims = gateway.new_claims(MANY)
-    gateway.sampler.delay = 0.001
-    env = {
+def environment(gateway: Running) -> dict[str, str]:
+    return {
         **os.environ,
         "AGENTRL_GATEWAY": gateway.url,
         "OPENAI_BASE_URL": f"{gateway.url}/v1",
         "OPENAI_API_KEY": "nobody",
     }
+
+
+def test_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
+    claims = gateway.new_claims(MANY)
+    gateway.sampler.delay = 0.001
     subprocess.run(
         [sys.executable, AGENTS],
         input=json.dumps([asdict(claim) for claim in claims]),
         text=True,
-        env=env,
+        env=environment(gateway),
         check=True,
         timeout=120,
     )
@@ -49,7 +52,7 @@ def test_64_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
         rewards = gateway.store.rewards([claim.rollout_id])
         names = {"thread", "callback"}
         names |= {"task"} if number % 2 == 0 else set()
-        names |= {"subprocess"} if number % 16 == 0 else set()
+        names |= {"subprocess"} if number % 8 == 0 else set()
         assert sorted((r.name, r.value) for r in rewards) == sorted((n, number) for n in names)
 
         spans = {span.span_id: span for span in gateway.store.spans(claim.rollout_id)}
@@ -80,7 +83,7 @@ def test_64_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
         ("https://api.openai.com", False),
     ],
 )
-def test_only_the_gateway_is_told(url: str, ours: bool) -> None:
+def test_only_requests_to_the_gateway_are_marked(url: str, ours: bool) -> None:
     with attributed("sk-agentrl-k", "r", "a", gateway="http://127.0.0.1:8123"):
         found = rollout_headers(url, lambda: None)
         assert (found is not None) == ours
@@ -96,18 +99,13 @@ def test_names_survive_a_header() -> None:
         assert agent_name({"x-agentrl-agent": encoded}) == " ".join(name.split())
 
 
-def test_a_consumer_thread_works_as_who_started_it(gateway: Running) -> None:
-    """The one hole of a shared process, and its edges: see docs/attribution.md."""
+def test_a_consumer_thread_works_as_the_rollout_that_started_it(gateway: Running) -> None:
+    """The limit of attribution in a shared process: see docs/attribution.md."""
     starter, other = claims = gateway.new_claims(2)
-    env = {
-        **os.environ,
-        "AGENTRL_GATEWAY": gateway.url,
-        "OPENAI_BASE_URL": f"{gateway.url}/v1",
-        "OPENAI_API_KEY": "nobody",
-    }
     with subprocess.Popen(
         [sys.executable, AGENTS.with_name("consumer_thread.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment(gateway),
     ) as script:  # fmt: skip
         assert script.stdin is not None
         assert script.stdout is not None
@@ -122,9 +120,9 @@ def test_a_consumer_thread_works_as_who_started_it(gateway: Running) -> None:
         calls = sorted(gateway.calls(claim), key=lambda call: call.seq)
         return [call.request["messages"][0]["content"] for call in calls if call.request]
 
-    # While its starter runs, the thread's calls are its starter's, whoever queued the work.
+    # While its starter runs, the thread's calls are its starter's, whichever rollout queued them.
     assert said(starter) == ["of the starter", "of the other, while the starter runs"]
-    # After that they are refused and counted, never recorded as somebody's.
+    # After that they are refused and counted, never recorded.
     assert gateway.stats["sealed"] == 1
-    # What carries the context of who queued it is that one's: executors do, and this did.
+    # Work that carries its rollout's context, as executors do, belongs to that rollout.
     assert said(other) == ["of the other, carried"]

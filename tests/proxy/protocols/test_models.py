@@ -8,8 +8,8 @@ import anthropic
 import httpx
 import openai
 import pytest
+from official_clients import claude, client
 from scripted_sampler import OPERATOR_KEY, Running
-from test_chat import client
 
 NAMES = {"policy": "policy", "base": None, "org/name-1.5": "policy"}
 
@@ -17,12 +17,6 @@ NAMES = {"policy": "policy", "base": None, "org/name-1.5": "policy"}
 @pytest.fixture
 def gateway(start: Any) -> Running:
     return start(models=NAMES)
-
-
-def claude(gateway: Running, key: str | None = None) -> anthropic.Anthropic:
-    claim = gateway.claims[0]
-    url = gateway.base_url(claim).removesuffix("/v1")
-    return anthropic.Anthropic(base_url=url, api_key=key or claim.key, max_retries=0)
 
 
 def test_openai(gateway: Running) -> None:
@@ -48,7 +42,10 @@ def test_anthropic(gateway: Running) -> None:
         with pytest.raises(anthropic.NotFoundError) as caught:
             api.models.retrieve("nobody")
     assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-    with claude(gateway, "sk-wrong") as api, pytest.raises(anthropic.AuthenticationError) as caught:
+    with (
+        claude(gateway, api_key="sk-wrong") as api,
+        pytest.raises(anthropic.AuthenticationError) as caught,
+    ):
         api.models.retrieve("policy")
     assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 

@@ -1,54 +1,37 @@
-"""``agentrl train --backend tinker``, against our own server by the official SDK.
-
-The SDK is taken from here or, where it is not installed, from AGENTRL_TEST_TINKER_PYTHON's
-environment.
-"""
+"""``agentrl train --backend tinker`` against our own server, through the official SDK."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from test_tinker_server import PYTHON, app, one_thread, url  # noqa: F401 - fixtures
+from settings import nested
 from training_run import SUPPORT, Run
 from transformers import dynamic_module_utils
 
-from agentrl.config.settings import ConfigError, TrainConfig
+from agentrl.config.commands import TrainConfig
+from agentrl.config.errors import ConfigError
 from agentrl.gateway.process import GatewaySettings, _make_sampler
 from agentrl.runs.folder import find_adapters
-from agentrl.tinker_server.operations import TinkerServer
 from agentrl.training.clients import TrainingClients, create_clients
 from agentrl.training.session import RunError
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer import tiny
 from agentrl_trainer.models.loading import ModelError
 
-INSTALLED = importlib.util.find_spec("tinker") is not None
-needs_sdk = pytest.mark.skipif(
-    not INSTALLED and PYTHON is None,
-    reason="install agentrl[tinker], or set AGENTRL_TEST_TINKER_PYTHON",
-)
+pytestmark = [pytest.mark.tinker, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def sdk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Here and in every process that is started."""
-    path = [p for p in sys.path if p]
-    if not INSTALLED:
-        packages = next((Path(str(PYTHON)).parent.parent / "lib").glob("python*/site-packages"))
-        path.append(str(packages))  # ours first, with its own versions
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -56,7 +39,9 @@ def sdk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def config(**settings: Any) -> TrainConfig:
     agent = f"{SUPPORT / 'train_agents.py'}:steady"
-    return TrainConfig(agent=agent, tasks=Path("tasks.jsonl"), backend="tinker", **settings)
+    return TrainConfig(
+        **nested(agent=agent, tasks=Path("tasks.jsonl"), backend="tinker", **settings)
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +50,8 @@ def config(**settings: Any) -> TrainConfig:
         ({"estimator": "gae"}, "estimator"),
         ({"temperature": 0.7}, "temperature"),
         ({"alpha": 16}, "alpha"),
-        ({"kl_coef": 0.1, "kl_reference": "here"}, "kl_reference"),
-        ({"sampler": "vllm"}, "sampler"),
+        ({"kl_coef": 0.1, "kl_reference": "here"}, "kl.reference"),
+        ({"sampler": "vllm"}, "sampler.kind"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"load_in_4bit": True}, "load_in_4bit"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
@@ -78,9 +63,11 @@ def test_what_it_cannot_do_is_refused_by_name(settings: dict[str, Any], named: s
 
 
 def test_its_settings_mean_nothing_elsewhere() -> None:
-    with pytest.raises(ValidationError, match="tinker_base_url: has no effect without backend"):
+    with pytest.raises(ValidationError, match=r"tinker\.base_url: has no effect without"):
         TrainConfig(
-            agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
+            **nested(
+                agent="a:b", tasks=Path("t"), tinker_base_url="http://127.0.0.1:1", backend="local"
+            )
         )
 
 
@@ -93,9 +80,8 @@ class Own(Qwen3ForCausalLM):
 """
 
 
-@needs_sdk
 def test_trusted_code_of_a_model_is_run_here(
-    sdk: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the trainer, which then misses the size that it will not ask such code for, and by the
     gateway. No server is asked."""
@@ -147,9 +133,6 @@ def weights(run: Run, served: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.tinker
-@needs_sdk
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("agent", "settings", "moment"),
     [
@@ -166,21 +149,21 @@ def weights(run: Run, served: Path) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_run_on_tinker_is_the_run_here(
-    url: str,  # noqa: F811
-    sdk: None,
+    served: Any,
+    key: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     agent: str,
     settings: dict[str, Any],
     moment: str | None,
 ) -> None:
-    """One runner, so that both sample in one order."""
+    """With one runner both runs sample in one order."""
     settings = {
         "runners": 1, "steps": 2, "seed": 5, "eval_every": 9, "batch_size": 2, "group_size": 3,
         "lease": 5,
     } | settings  # fmt: skip
     here = Run(tmp_path / "here", agent, **settings).finish()
-    monkeypatch.setenv("TINKER_BASE_URL", url)
+    monkeypatch.setenv("TINKER_BASE_URL", served.url)
     there = Run(tmp_path / "there", agent, backend="tinker", **settings)
     if moment is None:
         there.finish()
@@ -196,7 +179,7 @@ def test_a_run_on_tinker_is_the_run_here(
         assert row.keys() == other.keys()
         for name in {name for name in row if not name.endswith(of_sharing)}:
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
-    ours, theirs = weights(here, tmp_path), weights(there, tmp_path)
+    ours, theirs = weights(here, served.folder), weights(there, served.folder)
     assert ours.keys() == theirs.keys()
     # B begins at zero, so this is the update. Adam magnifies the last bits of small gradients.
     updates = [key for key in ours if "lora_B" in key]
@@ -206,27 +189,10 @@ def test_a_run_on_tinker_is_the_run_here(
         find_adapters(there.folder.root, "adapter_path")
 
 
-def checked(script: str, *args: str) -> None:
-    """In a process of its own: the SDK leaves its connections to the end of the process."""
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / script), *args],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.tinker
-@needs_sdk
 def test_what_it_cannot_learn_from_is_counted_and_the_run_goes_on(
-    url: str,  # noqa: F811
-    sdk: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    served: Any, key: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TINKER_BASE_URL", url)
+    monkeypatch.setenv("TINKER_BASE_URL", served.url)
     run = Run(
         tmp_path, "warm", backend="tinker", runners=1, steps=2, batch_size=1, group_size=3,
         eval_every=9,
@@ -241,43 +207,3 @@ def test_what_it_cannot_learn_from_is_counted_and_the_run_goes_on(
     assert books.skipped[SkipReason.OFF_POLICY] >= 3  # a group may have earned the same
     assert {row["step"] for row in run.curve()} == {0, 1, 2}
     assert "temperature: these answers were sampled at another" in " ".join(run.output.split())
-
-
-@pytest.mark.tinker
-@needs_sdk
-def test_a_loss_that_is_not_finite_is_not_applied(
-    app: FastAPI,  # noqa: F811
-    url: str,  # noqa: F811
-    sdk: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Our server would refuse it itself; another one need not, so it must not be asked."""
-    server: TinkerServer = app.state.server
-    asked: list[Any] = []
-    step = server.optim_step
-    monkeypatch.setattr(server, "optim_step", lambda body: asked.append(body) or step(body))
-    checked("tinker_rows_checks.py", "non_finite", url, str(tmp_path))
-    assert len(asked) == 1
-
-
-@pytest.mark.tinker
-@needs_sdk
-@pytest.mark.parametrize("check", ["forward", "in_order"])
-def test_rows_there_are_rows_here(
-    url: str,  # noqa: F811
-    sdk: None,
-    tmp_path: Path,
-    check: str,
-) -> None:
-    checked("tinker_rows_checks.py", check, url, str(tmp_path))
-
-
-@pytest.mark.tinker
-@needs_sdk
-def test_its_sampler_gives_what_the_client_does(
-    url: str,  # noqa: F811
-    sdk: None,
-    tmp_path: Path,
-) -> None:
-    checked("tinker_sampler_checks.py", url, str(tmp_path))

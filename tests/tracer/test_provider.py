@@ -1,4 +1,4 @@
-"""An application with OpenTelemetry of its own: both get every span, whoever came first."""
+"""Our provider beside an application's: both get every span, whichever is set first."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from test_emit import Collector, collector
-
-__all__ = ["collector"]
+from otlp_collector import Collector
 
 # What an application does: a tracer taken at import, a provider and exporter of its own.
 APPLICATION = """
@@ -41,7 +39,7 @@ def done():
 
 
 def run(collector: Collector, agent: str, **env: str) -> tuple[list[str], list[str]]:
-    """Names of the spans that the application's exporter got, and that we got."""
+    """The names of the spans that the application's exporter got, and those that we got."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", APPLICATION + textwrap.dedent(agent)],
         capture_output=True,

@@ -27,14 +27,6 @@ from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import CHAT
 from agentrl_proxy.rendering.renderer import Renderer
 
-pytestmark = [  # LiteLLM's connections, which it closes too late
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
-]
-
 PATHS = ["chat/completions", "completions", "responses", "messages", "messages/count_tokens"]
 EXAMPLES = int(os.environ.get("AGENTRL_FUZZ_EXAMPLES", "6"))
 KEY = "sk-of-the-provider"

@@ -1,0 +1,255 @@
+"""The settings of each command: which tables it has, and its short flags.
+
+The tables, with every default, are ``settings``'s; what does not go together is ``checks``'s.
+"""
+
+# pyright: reportIncompatibleVariableOverride=false
+# A command narrows the tables that it shares with others; nothing assigns to them.
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from agentrl.config import checks, settings
+from agentrl.config.setting_names import tables_of
+from agentrl.config.settings import (
+    Adapters,
+    AdapterSettings,
+    Count,
+    OtherModels,
+    OtherModelSettings,
+    Positive,
+    Table,
+)
+from agentrl.config.tinker import check_backend
+
+
+class _Command(Table):
+    short_flags: ClassVar[dict[str, str | list[str]]] = {}
+    """By setting, its short flag without dashes; the short help shows these, in this order."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _missing_tables_are_empty(cls, given: Any) -> Any:
+        return {name: {} for name in tables_of(cls)} | given if isinstance(given, dict) else given
+
+
+class ModelCommand(_Command):
+    """What every command has that loads a model."""
+
+    model: settings.ModelSettings = settings.ModelSettings()
+    adapters: Adapters = Field(default_factory=dict[str, AdapterSettings])
+    """Several adapters, trained together, instead of one: NAME,NAME or, for which agents and
+    rewards train each, [adapters.NAME] in a file. Agents request them by name."""
+    models: OtherModels = Field(default_factory=dict[str, OtherModelSettings])
+    """Other models by the name that the agent requests, recorded and never trained: [models.NAME]
+    in a file, JSON in a flag."""
+    sampler: settings.SamplerSettings = settings.SamplerSettings()
+    gateway: settings.GatewaySettings = settings.GatewaySettings()
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        checks.check_models(self)
+        return self
+
+    @property
+    def trained(self) -> dict[str, AdapterSettings]:
+        """The adapters, by the names that agents request."""
+        return self.adapters or {self.model.adapter: AdapterSettings()}
+
+    @property
+    def adapter_of_agent(self) -> dict[str, str]:
+        """By role, where an adapter names its agents."""
+        return {agent: name for name, one in self.trained.items() for agent in one.agents or []}
+
+    @property
+    def sole_adapter(self) -> str | None:
+        """The one that answers every requested name; None if there are several."""
+        return next(iter(self.trained)) if len(self.trained) == 1 else None
+
+
+class TrainConfig(ModelCommand):
+    """A training run."""
+
+    short_flags: ClassVar[dict[str, str | list[str]]] = {
+        "agent.tasks": "tasks",
+        "evaluation.tasks": "eval-tasks",
+        "agent.python": "python",
+        "model.name": "model",
+        "sampler.kind": "sampler",
+        "run.backend": "backend",
+        "rollouts.runners": "runners",
+        "rollouts.rollouts_per_process": "rollouts-per-process",
+        "rollouts.timeout": "timeout",
+        "sampler.max_tokens": "max-tokens",
+        "sampler.temperature": "temperature",
+        "rollouts.batch_size": "batch-size",
+        "rollouts.group_size": "group-size",
+        "rollouts.max_staleness": "max-staleness",
+        "algorithm.loss": "loss",
+        "algorithm.estimator": "estimator",
+        "learning.learning_rate": "learning-rate",
+        "learning.rank": "rank",
+        "run.steps": "steps",
+        "run.seed": "seed",
+        "run.name": "name",
+        "run.folder": "runs",
+    }
+
+    agent: settings.TrainAgentSettings
+    evaluation: settings.TrainEvaluationSettings = settings.TrainEvaluationSettings()
+    rollouts: settings.RolloutSettings = settings.RolloutSettings()
+    algorithm: settings.AlgorithmSettings = settings.AlgorithmSettings()
+    learning: settings.LearningSettings = settings.LearningSettings()
+    gateway: settings.TrainGatewaySettings = settings.TrainGatewaySettings()
+    tinker: settings.TinkerSettings = settings.TinkerSettings()
+    run: settings.TrainRunSettings = settings.TrainRunSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.check_train(self)
+        check_backend(self)
+        if self.evaluation.samples > 1 and "temperature" not in self.evaluation.model_fields_set:
+            self.evaluation.temperature = self.sampler.temperature
+        return self
+
+
+class EvalConfig(ModelCommand):
+    """An evaluation."""
+
+    short_flags: ClassVar[dict[str, str | list[str]]] = {
+        "evaluation.tasks": "tasks",
+        "evaluation.samples": "samples",
+        "evaluation.temperature": "temperature",
+        "evaluation.success_reward": "success-reward",
+        "agent.python": "python",
+        "model.name": "model",
+        "model.adapter_path": "adapter-path",
+        "model.answered_by": "answered-by",
+        "sampler.kind": "sampler",
+        "sampler.max_tokens": "max-tokens",
+        "rollouts.runners": "runners",
+        "rollouts.rollouts_per_process": "rollouts-per-process",
+        "rollouts.timeout": "timeout",
+        "run.seed": "seed",
+        "run.folder": "runs",
+    }
+
+    agent: settings.AgentSettings
+    evaluation: settings.EvalEvaluationSettings
+    rollouts: settings.RunnerSettings = settings.RunnerSettings()
+    model: settings.EvalModelSettings = settings.EvalModelSettings()
+    run: settings.RunFolderSettings = settings.RunFolderSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.check_answered_by(self)
+        if self.evaluation.samples > 1 and "temperature" not in self.evaluation.model_fields_set:
+            self.evaluation.temperature = self.sampler.temperature
+        return self
+
+
+class RunConfig(ModelCommand):
+    """A run of one task. A failure is shown, not retried."""
+
+    short_flags: ClassVar[dict[str, str | list[str]]] = {
+        "agent.task": "task",
+        "agent.python": "python",
+        "model.name": "model",
+        "model.adapter_path": "adapter-path",
+        "model.base_url": ["base-url", "gateway"],
+        "model.api_key_env": "api-key-env",
+        "sampler.kind": "sampler",
+        "sampler.max_tokens": "max-tokens",
+        "sampler.temperature": "temperature",
+        "rollouts.timeout": "timeout",
+        "run.seed": "seed",
+        "run.folder": "runs",
+    }
+
+    agent: settings.RunAgentSettings
+    rollouts: settings.SingleRunnerSettings = settings.SingleRunnerSettings()
+    model: settings.RunModelSettings = settings.RunModelSettings()
+    run: settings.RunFolderSettings = settings.RunFolderSettings()
+
+
+class ServeConfig(ModelCommand):
+    """A served model."""
+
+    short_flags: ClassVar[dict[str, str | list[str]]] = {
+        "model.name": "model",
+        "model.adapter_path": "adapter-path",
+        "model.device": "device",
+        "gateway.host": "host",
+        "gateway.port": "port",
+        "gateway.operator_key": "operator-key",
+        "sampler.kind": "sampler",
+        "sampler.max_tokens": "max-tokens",
+        "run.store": "store",
+    }
+
+    model: settings.ServeModelSettings = settings.ServeModelSettings()
+    gateway: settings.ServeGatewaySettings = settings.ServeGatewaySettings()
+    run: settings.ServeRunSettings = settings.ServeRunSettings()
+
+
+class JoinAgentSettings(Table):
+    entrypoint: str | None = None
+    """What to run; by default the run's agent."""
+    python: str | None = None
+    """Interpreter that runs the agent, of another environment."""
+
+
+class JoinRolloutSettings(Table):
+    runners: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Worker processes that run the agent."""
+    timeout: Positive | None = None
+    """Seconds after which an attempt is killed; by default the run's."""
+    concurrency: Count | None = None
+    """Rollouts of an async agent in one process; by default the run's."""
+
+
+class JoinGatewaySettings(Table):
+    url: settings.HttpUrl
+    """URL of the run's gateway, as this machine reaches it (see gateway.host)."""
+
+
+class JoinRunSettings(Table):
+    store: Annotated[str, Field(min_length=1)]
+    """The run's store: a PostgreSQL URL, or on the same machine its file."""
+    id: str | None = None
+    """Id or name of the run; by default the newest one in progress."""
+    logs: Path = Path("runner-logs")
+    """Folder for the logs of this machine's runners."""
+
+
+class JoinConfig(_Command):
+    """More runners for a run in progress."""
+
+    short_flags: ClassVar[dict[str, str | list[str]]] = {
+        "run.store": "store",
+        "gateway.url": "gateway",
+        "run.id": "run",
+        "rollouts.runners": "runners",
+        "rollouts.timeout": "timeout",
+        "rollouts.concurrency": "concurrency",
+        "agent.python": "python",
+        "run.logs": "logs",
+    }
+
+    agent: JoinAgentSettings = JoinAgentSettings()
+    rollouts: JoinRolloutSettings = JoinRolloutSettings()
+    gateway: JoinGatewaySettings
+    run: JoinRunSettings
+
+
+COMMANDS: dict[str, type[_Command]] = {
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "run": RunConfig,
+    "serve": ServeConfig,
+    "runner": JoinConfig,
+}

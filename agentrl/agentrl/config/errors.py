@@ -1,0 +1,46 @@
+"""The error for settings that cannot be used, and its words for a failed validation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentrl.config.renamed_settings import RENAMED
+from agentrl.config.setting_names import Setting, field_at, nearest, settings_of
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+
+class ConfigError(ValueError):
+    """The settings cannot be used; the message names each field, its value and the fix."""
+
+
+def explain(error: ValidationError, command: type[BaseModel]) -> str:
+    """Describe a validation error, a line for each wrong setting: name, value, what is allowed."""
+    return "\n".join(dict.fromkeys(_explain_one(one, command) for one in error.errors()))
+
+
+def unknown_setting(name: str, command: type[BaseModel]) -> str:
+    """Say that no setting has this name; name its new place or the nearest one."""
+    if name in RENAMED:
+        return f"{name}: is now {' or '.join(RENAMED[name])}"
+    near = nearest(name, [setting.name for setting in settings_of(command)])
+    return f"{name}: there is no such setting.{near or ' --help-all shows all there are.'}"
+
+
+def _explain_one(problem: ErrorDetails, command: type[BaseModel]) -> str:
+    said = problem["msg"].removeprefix("Value error, ")
+    field, name = field_at(command, problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return unknown_setting(name, command)
+    if problem["type"] in ("model_type", "model_attributes_type") and name in RENAMED:
+        return f"{name}: is a table now; write {' or '.join(RENAMED[name])}"
+    if field is None:  # the check of a whole table, which names its settings itself
+        return said if problem["type"] == "value_error" else f"{name}: {said}"
+    meaning = Setting(name, field).meaning
+    if problem["type"] == "missing":
+        return f"{name}: is missing. {meaning}"
+    # A user may have written a key into these.
+    got = "" if name.endswith((".api_key_env", ".params")) else f"got {problem['input']!r}, but "
+    return f"{name}: {got}{said[0].lower()}{said[1:]}. {meaning}"

@@ -1,0 +1,44 @@
+"""Settings in tests: by their dotted names, or by the last part where it is clear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.config.commands import COMMANDS
+from agentrl.config.recorded import flattened
+from agentrl.config.renamed_settings import RENAMED
+
+
+def dotted(name: str) -> str:
+    """The dotted name of a setting that is named by its short name."""
+    return name if "." in name else RENAMED.get(name, (name,))[0]
+
+
+def nested(**settings: Any) -> dict[str, Any]:
+    """Settings as a command's model takes them."""
+    tables: dict[str, Any] = {}
+    for name, value in settings.items():
+        *path, key = dotted(name).split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        table[key] = value
+    return tables
+
+
+def changed(recorded: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A run's recorded settings with others in place of some."""
+    kept = {name: value for name, value in flattened(recorded).items() if value is not None}
+    if "estimator" in settings:  # its options go with it, as when a run is resumed
+        kept = {name: value for name, value in kept.items() if ".grpo." not in name}
+    return nested(**kept | {dotted(name): value for name, value in settings.items()})
+
+
+def flags(_command: str = "train", **settings: Any) -> list[str]:
+    """Settings as a command's flags: the short one where there is one."""
+    given: list[str] = []
+    for name, value in settings.items():
+        short = name.replace("_", "-")
+        is_short = any(short in (flag, *flag) for flag in COMMANDS[_command].short_flags.values())
+        given += ["--" + (short if is_short else dotted(name).replace("_", "-")), str(value)]
+    return given
