@@ -111,8 +111,8 @@ class EmbeddedSampler:
             on_event=lambda event: self._round.append((events, event)),
         )
         try:
-            if params.grammar is not None and not self.engine.knows_grammar(params.grammar):
-                await asyncio.to_thread(self.engine.compile_grammar, params.grammar)
+            if params.grammar is not None and not self.engine.grammars.knows(params.grammar):
+                await asyncio.to_thread(self.engine.grammars.start, params.grammar)
             handle = self.engine.submit(request)
         except RequestError as error:
             raise _refusal(error) from error
