@@ -373,7 +373,8 @@ def test_agents_do_not_get_other_models_keys(tmp_path: Path, monkeypatch: Any) -
     monkeypatch.setenv("ANSWERER_KEY", "sk-secret-key")
     config = RunnerConfig(
         store=str(tmp_path / "s.db"), gateway="http://127.0.0.1:9", run_id="r", agent="json:loads",
-        model="policy", runners=1, logs=str(tmp_path), withheld=("ANSWERER_KEY",),
+        model="policy", runners=1, timeout_s=9.0, lease_s=9.0, logs=str(tmp_path),
+        withheld=("ANSWERER_KEY",),
     )  # fmt: skip
     assert RunnerConfig.from_json(config.to_json()) == config
     assert "ANSWERER_KEY" not in runner_environment(config)
@@ -382,7 +383,15 @@ def test_agents_do_not_get_other_models_keys(tmp_path: Path, monkeypatch: Any) -
 
 def test_an_application_keeps_its_otlp_backend(tmp_path: Path) -> None:
     config = RunnerConfig(
-        store="", gateway="http://g:1", run_id=None, agent="a:b", model="m", logs=str(tmp_path)
+        store="",
+        gateway="http://g:1",
+        run_id=None,
+        agent="a:b",
+        model="m",
+        logs=str(tmp_path),
+        runners=1,
+        timeout_s=9.0,
+        lease_s=9.0,
     )
     claim = Claim("r", "a", 1, "run", Purpose.TRAIN, 0, "t", {}, "key", 0.0)
     name = "OTEL_EXPORTER_OTLP_ENDPOINT"

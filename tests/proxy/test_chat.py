@@ -11,46 +11,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from gateway_client import HTTP
+from official_clients import CALL, TOOLS, USER, client, streamed
 from scripted_sampler import Running
 
 from agentrl_proxy.requests.recording import derived_seed
-from agentrl_tracer.schemas import CallState, Claim, SkipReason
-
-USER = [{"role": "user", "content": "Say you are 7."}]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "looks things up",
-            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
-        },
-    }
-]
-CALL = '<tool_call>\n{"name":"search",  "arguments": {"q": "köln", "k":3}}\n</tool_call>'
-
-
-def client(gateway: Running, claim: Claim | None = None, **more: Any) -> openai.OpenAI:
-    claim = claim or gateway.claims[0]
-    return openai.OpenAI(
-        base_url=gateway.base_url(claim), api_key=claim.key, max_retries=0, timeout=30, **more
-    )
-
-
-def streamed(stream: Any) -> tuple[str, list[Any], str | None, Any]:
-    """Text, tool calls, finish reason and usage of a stream's chunks."""
-    text, calls, finish, usage = "", list[Any](), None, None
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-            for piece in choice.delta.tool_calls or []:
-                if piece.index == len(calls):
-                    calls.append(piece)
-                else:
-                    calls[piece.index].function.arguments += piece.function.arguments
-            finish = choice.finish_reason or finish
-    return text, calls, finish, usage
+from agentrl_tracer.schemas import CallState, SkipReason
 
 
 def read(made: Any) -> None:
@@ -424,7 +390,7 @@ def test_unhealthy_sampler_refuses_without_a_row(gateway: Running) -> None:
         api.chat.completions.create(model="policy", messages=USER)
     assert caught.value.status_code == 503
     assert gateway.calls(gateway.claims[0]) == []
-    assert httpx.get(f"{gateway.url}/healthz").status_code == 503
+    assert HTTP.get(f"{gateway.url}/healthz").status_code == 503
 
 
 def test_trace_context_and_agent(gateway: Running) -> None:
@@ -495,3 +461,23 @@ def test_what_auto_does_not_enforce_is_recorded(gateway: Running) -> None:
     plain, asked = gateway.calls(gateway.claims[0])
     assert "not_enforced" not in plain.params
     assert asked.params["not_enforced"] == ["strict"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_on_request(start: Any, stream: bool) -> None:
+    gateway: Running = start()
+    wanted = {"return_token_ids": True}
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="policy", messages=USER, n=2, stream=stream, extra_body=wanted
+        )
+        if stream:
+            ends = [c for c in made if c.choices and c.choices[0].finish_reason]
+            prompts = [end.prompt_token_ids for end in ends]
+            answers = [end.choices[0].token_ids for end in ends]
+        else:
+            prompts = [made.prompt_token_ids]
+            answers = [choice.token_ids for choice in made.choices]
+    [seen] = gateway.sampler.requests
+    assert all(prompt == seen.prompt_ids for prompt in prompts)
+    assert answers == [seen.sampled[0], seen.sampled[1]]

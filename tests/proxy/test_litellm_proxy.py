@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from official_clients import CALL, TOOLS, USER, streamed
 from scripted_sampler import OPERATOR_KEY, Running
-from test_chat import CALL, TOOLS, USER, streamed
 
 ROOT = Path(__file__).parents[2]
 MASTER_KEY = "sk-litellm-master"

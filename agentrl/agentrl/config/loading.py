@@ -220,9 +220,10 @@ def _of_another_command(name: str) -> bool:
 
 def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the run to resume, without the options of what another loss replaces."""
-    from agentrl.runs.folder import RunFolder
-
-    settings = json.loads(RunFolder.existing(folder).config.read_text(encoding="utf-8"))
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"resume: {str(folder)!r} is no run folder: it has no config.json")
+    settings = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(settings.get("agent"), dict):
         raise ConfigError(
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "
