@@ -110,7 +110,7 @@ def create_app(deps: GatewayDependencies) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(_warm_up, deps.renderer)
         sweeper = asyncio.create_task(_sweep(handlers))
-        handlers.providers.begin()
+        handlers.providers.start()
         yield
         sweeper.cancel()
         if handlers.forward is not None:

@@ -29,11 +29,11 @@ from agentrl_proxy.protocols.messages import count_request, messages_request
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
-    ProviderCountWork,
-    chat_elsewhere,
-    of_completion,
-    of_message,
-    of_response,
+    CountWork,
+    provider_chat_request,
+    provider_completion_requests,
+    provider_message_request,
+    provider_response_request,
 )
 from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import AttemptMemories
@@ -125,40 +125,44 @@ class Handlers:
 
     async def chat_completions(self, request: Request) -> Response:
         received = await self._received(request)
-        provider = self.providers.named(received.raw)
-        convert = chat_request if provider is None else chat_elsewhere
+        provider = self.providers.model_of(received.raw)
+        convert = chat_request if provider is None else provider_chat_request
         return self._reply(received, convert(received.raw))
 
     async def responses(self, request: Request) -> Response:
         received = await self._received(request)
-        raw, provider = received.raw, self.providers.named(received.raw)
+        raw, provider = received.raw, self.providers.model_of(received.raw)
         await translation.load()
-        asked = responses_request(raw) if provider is None else of_response(raw, provider)
+        asked = (
+            responses_request(raw) if provider is None else provider_response_request(raw, provider)
+        )
         return self._reply(received, asked)
 
     async def messages(self, request: Request) -> Response:
         received = await self._received(request)
-        raw, provider = received.raw, self.providers.named(received.raw)
+        raw, provider = received.raw, self.providers.model_of(received.raw)
         await translation.load()
-        asked = messages_request(raw) if provider is None else of_message(raw, provider)
+        asked = (
+            messages_request(raw) if provider is None else provider_message_request(raw, provider)
+        )
         return self._reply(received, asked)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
         received = await self._received(request)
-        raw, provider = received.raw, self.providers.named(received.raw)
+        raw, provider = received.raw, self.providers.model_of(received.raw)
         await translation.load()
         if provider is not None:
-            asked = of_message(raw, provider, counted=True)
-            return WorkResponse(ProviderCountWork(self.providers, asked, provider), stream=False)
+            asked = provider_message_request(raw, provider, counted=True)
+            return WorkResponse(CountWork(self.providers, asked), stream=False)
         prompt = self.chat.render(count_request(raw), received.caller, received.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def completions(self, request: Request) -> Response:
         received = await self._received(request)
-        raw, provider = received.raw, self.providers.named(received.raw)
+        raw, provider = received.raw, self.providers.model_of(received.raw)
         if provider is not None:
-            prompts, dialect = of_completion(raw, provider)
+            prompts, dialect = provider_completion_requests(raw, provider)
             return self._answer(received, self.providers, prompts, dialect, prompts[0].n)
         asked = completion_request(raw, self.deps.renderer)
         parts = text_prompts(asked, self.deps.context_length)

@@ -1,24 +1,24 @@
-"""Our gateway as a provider of LiteLLM, so that an existing LiteLLM proxy can stand in front of it.
+"""Serve our gateway as a provider of LiteLLM, behind an existing LiteLLM proxy.
 
-Knows LiteLLM's ``CustomLLM`` and our chat endpoint over HTTP. Does not know the gateway's insides:
-LiteLLM's process imports this module, perhaps on another machine, and needs nothing else of ours.
-In LiteLLM's configuration::
+Knows LiteLLM's ``CustomLLM`` and our chat endpoint over HTTP. LiteLLM's process imports this
+module, perhaps on another machine, and needs nothing else of ours. In LiteLLM's configuration::
 
     litellm_settings:
       custom_provider_map:
         - {provider: agentrl, custom_handler: agentrl_proxy.litellm_frontend.agentrl_llm}
 
-Who is calling: a rollout's key in the header ``x-agentrl-key`` (LiteLLM's proxy passes ``x-``
-headers on with ``forward_client_headers_to_llm_api``), else the model's ``api_key``.
+A request's rollout is known by its key: in the header ``x-agentrl-key`` (LiteLLM's proxy passes
+``x-`` headers on with ``forward_client_headers_to_llm_api``), else the model's ``api_key``.
 
-The token ids are ``token_ids`` and ``prompt_token_ids`` in ``choices[i].provider_specific_fields``
-of a whole answer; of a stream, in ``choices[0].delta.provider_specific_fields`` of one of the last
-chunks. LiteLLM streams one choice: with ``n`` above 1 do not stream.
+Token ids are ``token_ids`` and ``prompt_token_ids`` in ``choices[i].provider_specific_fields`` of a
+whole answer; of a stream, in ``choices[0].delta.provider_specific_fields`` of one of the last
+chunks. LiteLLM streams one choice: do not stream with ``n`` above 1.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -35,80 +35,67 @@ _TIMEOUT_S = 600.0
 
 
 class AgentRLLLM(CustomLLM):
-    """Asks the gateway; its errors keep their status and text."""
+    """Sends LiteLLM's requests to the gateway. Its errors keep their status and text."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._client: httpx.Client | None = None
+        self._client = httpx.Client(timeout=_TIMEOUT_S)
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
             weakref.WeakKeyDictionary()
         )
 
-    # LiteLLM passes everything by name; what is left out here is in ``arguments`` too.
+    # LiteLLM passes all arguments by name.
 
     def completion(self, **arguments: Any) -> ModelResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
-        request = _request(self._sync_client(), arguments, stream=False)
-        try:
-            answer = self._sync_client().send(request)
-        except httpx.HTTPError as error:
-            raise _unreachable(error) from error
-        return _whole(answer)
+        with _reachable():
+            return _whole(self._client.send(_request(self._client, arguments, stream=False)))
 
     async def acompletion(self, **arguments: Any) -> ModelResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
         client = self._async_client()
-        try:
-            answer = await client.send(_request(client, arguments, stream=False))
-        except httpx.HTTPError as error:
-            raise _unreachable(error) from error
-        return _whole(answer)
+        with _reachable():
+            return _whole(await client.send(_request(client, arguments, stream=False)))
 
     def streaming(self, **arguments: Any) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        client, end = self._sync_client(), _End()
-        try:
-            answer = client.send(_request(client, arguments, stream=True), stream=True)
-            try:
-                if answer.status_code != 200:
-                    answer.read()
-                    raise _refused(answer)
-                for line in answer.iter_lines():
-                    yield from _chunks(line, end)
-            finally:
-                answer.close()
-        except httpx.HTTPError as error:
-            raise _unreachable(error) from error
+        request, end = _request(self._client, arguments, stream=True), _End()
+        with _reachable(), contextlib.closing(self._client.send(request, stream=True)) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                raise _refused(answer)
+            for line in answer.iter_lines():
+                yield from _chunks(line, end)
 
     async def astreaming(self, **arguments: Any) -> AsyncIterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         client, end = self._async_client(), _End()
-        try:
-            answer = await client.send(_request(client, arguments, stream=True), stream=True)
-            try:
+        request = _request(client, arguments, stream=True)
+        with _reachable():
+            async with contextlib.aclosing(await client.send(request, stream=True)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
                     raise _refused(answer)
                 async for line in answer.aiter_lines():
                     for chunk in _chunks(line, end):
                         yield chunk
-            finally:
-                await answer.aclose()
-        except httpx.HTTPError as error:
-            raise _unreachable(error) from error
-
-    def _sync_client(self) -> httpx.Client:
-        if self._client is None:
-            self._client = httpx.Client(timeout=_TIMEOUT_S)
-        return self._client
 
     def _async_client(self) -> httpx.AsyncClient:
-        """One of each event loop: connections cannot be shared between loops."""
+        """Return the client of this event loop: loops cannot share connections."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = httpx.AsyncClient(timeout=_TIMEOUT_S)
         return self._clients[loop]
 
 
+@contextlib.contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPError as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CustomLLMError(503, f"the gateway does not answer: {said}") from error
+
+
 @dataclass(slots=True)
 class _End:
-    """The chunk that ends the choice, held until usage is known: LiteLLM hears nothing after it."""
+    """The chunk that ends the choice, held until usage is known: LiteLLM reads nothing later."""
 
     chunk: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
@@ -165,7 +152,7 @@ def _whole(answer: httpx.Response) -> ModelResponse:
 
 
 def _chunks(line: str, end: _End) -> Iterator[ModelResponseStream]:
-    """LiteLLM's chunks for one line of our event stream."""
+    """Return LiteLLM's chunks for one line of our event stream."""
     if not line.startswith("data: "):
         return
     data = line.removeprefix("data: ")
@@ -195,10 +182,6 @@ def _refused(answer: httpx.Response) -> CustomLLMError:
     except (ValueError, LookupError, TypeError):
         message = answer.text[:500]
     return CustomLLMError(answer.status_code, message)
-
-
-def _unreachable(error: httpx.HTTPError) -> CustomLLMError:
-    return CustomLLMError(503, f"the gateway does not answer: {type(error).__name__}: {error}")
 
 
 agentrl_llm = AgentRLLLM()

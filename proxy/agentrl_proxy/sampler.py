@@ -115,7 +115,7 @@ class Sampler(Protocol):
     def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
-        """Yield the events of ``params.n`` choices. Closing the iterator cancels the sample.
+        """Yield interleaved events of ``params.n`` choices; closing the iterator cancels them.
 
         Raises:
             ContextLengthError: prompt or answer do not fit.

@@ -13,6 +13,22 @@ from scripted_sampler import Running
 
 from agentrl_proxy.rendering.renderer import Renderer
 
+_OF_LITELLM = (  # its use of pydantic, and connections that it closes too late
+    "ignore:.*using the `ReadOnly` qualifier:UserWarning",
+    "ignore:Accessing the 'model_:DeprecationWarning",
+    "ignore:Pydantic serializer warnings:UserWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = [Path(__file__).parent / name for name in ("providers", "protocols")]
+    for item in items:
+        if any(folder in item.path.parents for folder in folders):
+            for one in _OF_LITELLM:
+                item.add_marker(pytest.mark.filterwarnings(one))
+
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:

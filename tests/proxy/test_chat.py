@@ -461,3 +461,23 @@ def test_what_auto_does_not_enforce_is_recorded(gateway: Running) -> None:
     plain, asked = gateway.calls(gateway.claims[0])
     assert "not_enforced" not in plain.params
     assert asked.params["not_enforced"] == ["strict"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_on_request(start: Any, stream: bool) -> None:
+    gateway: Running = start()
+    wanted = {"return_token_ids": True}
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="policy", messages=USER, n=2, stream=stream, extra_body=wanted
+        )
+        if stream:
+            ends = [c for c in made if c.choices and c.choices[0].finish_reason]
+            prompts = [end.prompt_token_ids for end in ends]
+            answers = [end.choices[0].token_ids for end in ends]
+        else:
+            prompts = [made.prompt_token_ids]
+            answers = [choice.token_ids for choice in made.choices]
+    [seen] = gateway.sampler.requests
+    assert all(prompt == seen.prompt_ids for prompt in prompts)
+    assert answers == [seen.sampled[0], seen.sampled[1]]

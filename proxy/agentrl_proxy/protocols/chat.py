@@ -14,6 +14,7 @@ Knows OpenAI's field names, their types and ranges. Does not know templates or t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ from agentrl_proxy.protocols.fields import (
     NONEMPTY,
     NUMBER,
     OBJECT,
+    STRING_OR_OBJECT,
     TEXT,
     Array,
     Either,
@@ -36,6 +38,7 @@ from agentrl_proxy.protocols.fields import (
     Object,
     Tagged,
     Value,
+    WrongValue,
     check_body,
     integer,
     is_integer,
@@ -60,11 +63,23 @@ def _is_bias(value: Any) -> bool:
     )
 
 
-def _is_tool_choice(value: Any) -> bool:
-    if isinstance(value, dict) and value.get("type") == "function":
-        function = value.get("function")
-        return isinstance(function, dict) and isinstance(function.get("name"), str)
-    return value in ("none", "auto", "required")
+def tool_choice(named: dict[str, Object], example: str) -> Value:
+    """``named``: the object that chooses one tool, by its type."""
+    kinds = Tagged("type", named)
+
+    def accepts(value: Any) -> bool:
+        if isinstance(value, dict):
+            with contextlib.suppress(WrongValue):
+                kinds.check(value, True)
+                return True
+        return value in ("none", "auto", "required")
+
+    return Value(
+        accepts,
+        f"none, auto, required or an object like {example}",
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, kinds.schema]},
+        STRING_OR_OBJECT,
+    )
 
 
 MAX_TOKENS = integer(1)
@@ -144,18 +159,12 @@ def _message(required: list[str]) -> Object:
 
 
 MESSAGE = Tagged("role", dict.fromkeys(ROLES, _message(["content"])) | {"assistant": _message([])})
-_FUNCTION = Object(
-    ["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN
-)
+FUNCTION = Object(["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN)
+SCHEMA_FORMAT = Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN)
 _RESPONSE_FORMAT = Tagged(
     "type",
     dict.fromkeys(("text", "json_object"), Object([]))
-    | {
-        "json_schema": Object(
-            ["json_schema"],
-            json_schema=Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN),
-        )
-    },
+    | {"json_schema": Object(["json_schema"], json_schema=SCHEMA_FORMAT)},
     provider_kinds={},
 )
 CHAT = Object(
@@ -182,29 +191,14 @@ CHAT = Object(
     tools=Array(
         Tagged(
             "type",
-            {"function": Object(["function"], function=_FUNCTION)},
+            {"function": Object(["function"], function=FUNCTION)},
             default="",  # some providers' own tools have none
             provider_kinds={},
         )
     ),
-    tool_choice=Value(
-        _is_tool_choice,
-        'none, auto, required or an object like {"type": "function", "function": {"name": "..."}}',
-        {"description": "required or a named tool: there must be tools"}
-        | {
-            "anyOf": [
-                {"enum": ["none", "auto", "required"]},
-                {
-                    "type": "object",
-                    "required": ["type", "function"],
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": Object(["name"], name=NONEMPTY).schema,
-                    },
-                },
-            ]
-        },
-        Value(lambda v: isinstance(v, str | dict), "a string or an object", {}),
+    tool_choice=tool_choice(
+        {"function": Object(["function"], function=Object(["name"], name=NONEMPTY))},
+        '{"type": "function", "function": {"name": "..."}}',
     ),
     response_format=_RESPONSE_FORMAT,
 )
@@ -220,7 +214,7 @@ PROVIDER_CHAT = Object(
     ),
     **dict.fromkeys(
         ("function_call", "reasoning_effort"),
-        Value(lambda v: isinstance(v, str | dict), "a string or an object", {}),
+        STRING_OR_OBJECT,
     ),
     functions=Array(Object(["name"], name=TEXT)),
 )

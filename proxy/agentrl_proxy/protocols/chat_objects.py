@@ -1,9 +1,8 @@
-"""OpenAI's chat completion objects, whole and in chunks, and what a dialect is.
+"""Write OpenAI's chat completion objects, whole and in chunks, and define what a dialect is.
 
-Knows their fields. Does not know how tokens are sampled or recorded.
-
-Inside, every answer is a chat completion. A ``Dialect`` says it in the protocol that the client
-speaks: ``ChatDialect`` as it is; completions.py, responses.py and messages.py have the others.
+Inside the gateway every answer is a chat completion. A ``Dialect`` writes it in the client's
+protocol: ``ChatDialect`` as it is; completions.py, responses_events.py and messages_events.py have
+the others. Does not know how tokens are sampled or recorded.
 """
 
 from __future__ import annotations
@@ -29,20 +28,30 @@ def sse(value: Any) -> bytes:
 
 @dataclass(slots=True)
 class Heading:
-    """What every object and chunk of one answer repeats."""
+    """The fields that every object and chunk of one answer repeats."""
 
     id: str
     model: str
     fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    prompt_tokens: int = 0  # said before the first token, in some protocols
+    prompt_tokens: int = 0  # some protocols report it before the first token
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
 
 class Dialect(Protocol):
-    """How one answer is said. Made for one request, as some count events or keep blocks open."""
+    """Writes one answer in a client's protocol. It belongs to one request: some dialects count
+    events or keep blocks open."""
 
     id_prefix: str
-    names: Names  # for errors: what of a chat request is called otherwise
+    names: Names  # for errors: the protocol's names of chat completions' fields
 
     def chunk(
         self,
@@ -53,52 +62,98 @@ class Dialect(Protocol):
         logprobs: list[dict[str, Any]] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:
-        """A piece of a streamed answer; ``delta`` is that of a chat completion chunk."""
+        """Write a piece of a streamed answer; ``delta`` is that of a chat completion chunk."""
         ...
 
     def end(self, response: dict[str, Any]) -> bytes:
-        """What follows the last chunk. ``response`` is the whole chat completion."""
+        """Write what follows the last chunk. ``response`` is the whole chat completion."""
         ...
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
-        """The answer as one JSON body, made of a chat completion."""
+        """Return a chat completion as the protocol's JSON body."""
         ...
 
     def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        """The chat completion that such a body of our own model's was made of."""
+        """Return the chat completion of a body that ``whole`` made of our own model's answer."""
         ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The event that ends a stream which cannot go on."""
+        """Write the event that ends a failed stream."""
         ...
 
 
-def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
-    """The assistant's message.
+class ChatDialect:
+    """Writes chat completions as they are."""
 
-    Args:
-        reply: what was said.
-        withdrawn: calls that a stream began and never finished: its client has them.
-    """
-    calls = [*reply.tool_calls, *withdrawn]
-    out: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.reasoning:
-        out["reasoning_content"] = reply.reasoning
-    if calls:
-        out["content"] = reply.content or None
-        out["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
-    return out
+    id_prefix = "chatcmpl-"
+    names: Names = ()
+
+    def __init__(self, *, include_usage: bool) -> None:
+        self._include_usage = include_usage
+
+    def chunk(
+        self,
+        heading: Heading,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: list[dict[str, Any]] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        said = None if logprobs is None else {"content": logprobs, "refusal": None}
+        one = {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish_reason}
+        return sse({**heading.fields("chat.completion.chunk"), "choices": [one]})
+
+    def end(self, response: dict[str, Any]) -> bytes:
+        if not self._include_usage or not response["usage"]:  # not every provider reports it
+            return DONE
+        heading = heading_of(response).fields("chat.completion.chunk")
+        return sse({**heading, "choices": [], "usage": response["usage"]}) + DONE
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        return response if response["usage"] else {**response, "usage": None}
+
+    def read(self, said: dict[str, Any]) -> dict[str, Any]:
+        return said
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
+
+def last_chunk(
+    dialect: Dialect, heading: Heading, choice: dict[str, Any], prompt_ids: Sequence[int] | None
+) -> bytes:
+    """Write how a choice ended, and its token ids if a chat client asked for them."""
+    reason = choice["finish_reason"]
+    if "token_ids" not in choice or not isinstance(dialect, ChatDialect):
+        return dialect.chunk(heading, choice["index"], {}, finish_reason=reason)
+    one = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": reason}
+    fields = {**heading.fields("chat.completion.chunk"), "prompt_token_ids": prompt_ids}
+    return sse({**fields, "choices": [{**one, "token_ids": choice["token_ids"]}]})
+
+
+def completion(
+    heading: Heading, choices: list[dict[str, Any]], usage: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a whole answer. ``usage`` is empty where a provider did not report it."""
+    return {**heading.fields("chat.completion"), "choices": choices, "usage": usage}
+
+
+def heading_of(response: dict[str, Any]) -> Heading:
+    return Heading(
+        response["id"],
+        response["model"],
+        response["system_fingerprint"],
+        response["created"],
+        response["usage"].get("prompt_tokens", 0),
+    )
 
 
 def choice(
-    index: int, message: dict[str, Any], finish_reason: str, logprobs: list[dict[str, Any]] | None
+    index: int,
+    message: dict[str, Any],
+    finish_reason: str | None,
+    logprobs: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     return {
         "index": index,
@@ -106,6 +161,32 @@ def choice(
         "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
         "finish_reason": finish_reason,
     }
+
+
+def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    """Return the assistant's message.
+
+    Args:
+        withdrawn: calls that a stream began and never finished: its client has them.
+    """
+    out: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        out["reasoning_content"] = reply.reasoning
+    calls = [(call.id, call.name, call.arguments) for call in (*reply.tool_calls, *withdrawn)]
+    return with_tool_calls(out, calls)
+
+
+def with_tool_calls(
+    message: dict[str, Any], calls: Sequence[tuple[str, str, str]]
+) -> dict[str, Any]:
+    """Add calls (id, name, arguments) to a message, whose empty content becomes null."""
+    if not calls:
+        return message
+    written = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, name, arguments in calls
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": written}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -116,66 +197,8 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-def completion(
-    heading: Heading, choices: list[dict[str, Any]], usage: dict[str, Any]
-) -> dict[str, Any]:
-    """The whole answer. ``usage`` is empty where somebody else's model did not tell it."""
-    return {
-        "id": heading.id,
-        "object": "chat.completion",
-        "created": heading.created,
-        "model": heading.model,
-        "system_fingerprint": heading.fingerprint,
-        "choices": choices,
-        "usage": usage,
-    }
-
-
-def chunk(
-    heading: Heading,
-    index: int,
-    delta: dict[str, Any],
-    *,
-    logprobs: list[dict[str, Any]] | None = None,
-    finish_reason: str | None = None,
-) -> bytes:
-    return sse(
-        {
-            "id": heading.id,
-            "object": "chat.completion.chunk",
-            "created": heading.created,
-            "model": heading.model,
-            "system_fingerprint": heading.fingerprint,
-            "choices": [
-                {
-                    "index": index,
-                    "delta": delta,
-                    "logprobs": (
-                        None if logprobs is None else {"content": logprobs, "refusal": None}
-                    ),
-                    "finish_reason": finish_reason,
-                }
-            ],
-        }
-    )
-
-
-def usage_chunk(heading: Heading, usage: dict[str, int]) -> bytes:
-    """The extra last chunk that stream_options.include_usage asks for."""
-    return sse(
-        {
-            "id": heading.id,
-            "object": "chat.completion.chunk",
-            "created": heading.created,
-            "model": heading.model,
-            "system_fingerprint": heading.fingerprint,
-            "choices": [],
-            "usage": usage,
-        }
-    )
-
-
 def reply_delta(reply: ParsedReply) -> dict[str, Any]:
+    """Return a piece of a reply as the delta of a chunk."""
     delta: dict[str, Any] = {}
     if reply.reasoning:
         delta["reasoning_content"] = reply.reasoning
@@ -193,58 +216,15 @@ def _call_piece(piece: CallPiece) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-def tool_call_delta(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    return {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
-
-
-class ChatDialect:
-    """Chat completions as they are."""
-
-    id_prefix = "chatcmpl-"
-    names: Names = ()
-
-    def __init__(self, *, include_usage: bool) -> None:
-        self._include_usage = include_usage
-
-    chunk = staticmethod(chunk)
-
-    def end(self, response: dict[str, Any]) -> bytes:
-        if not self._include_usage:
-            return DONE
-        if not response["usage"]:  # somebody else's model, and its provider did not tell
-            return DONE
-        return usage_chunk(heading_of(response), response["usage"]) + DONE
-
-    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
-        return response if response["usage"] else {**response, "usage": None}
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        return said
-
-    def failed(self, error: ApiError) -> bytes:
-        return sse(error.body())
-
-
-def heading_of(response: dict[str, Any]) -> Heading:
-    return Heading(
-        response["id"],
-        response["model"],
-        response["system_fingerprint"],
-        response["created"],
-        response["usage"].get("prompt_tokens", 0),  # not every provider tells
-    )
-
-
 def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
-    """Whole choices as the stream that a client asked for, but for its end."""
+    """Write whole choices as a stream, without its end."""
     heading = heading_of(response)
     for one in response["choices"]:
         text = {k: v for k, v in one["message"].items() if k != "tool_calls"}
         logprobs = None if one["logprobs"] is None else one["logprobs"]["content"]
         yield dialect.chunk(heading, one["index"], text, logprobs=logprobs)
-        delta = tool_call_delta(one["message"])
-        if delta:
+        if calls := one["message"].get("tool_calls"):
+            delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
             yield dialect.chunk(heading, one["index"], delta)
         yield last_chunk(dialect, heading, one, response.get("prompt_token_ids"))
 
@@ -263,34 +243,6 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**parts[0], "choices": choices, "usage": said}
 
 
-def last_chunk(
-    dialect: Dialect, heading: Heading, choice: dict[str, Any], prompt_ids: Sequence[int] | None
-) -> bytes:
-    """How a choice ended, and its token ids where a chat client asked for them."""
-    reason = choice["finish_reason"]
-    if "token_ids" not in choice or not isinstance(dialect, ChatDialect):
-        return dialect.chunk(heading, choice["index"], {}, finish_reason=reason)
-    return sse(
-        {
-            "id": heading.id,
-            "object": "chat.completion.chunk",
-            "created": heading.created,
-            "model": heading.model,
-            "system_fingerprint": heading.fingerprint,
-            "prompt_token_ids": prompt_ids,
-            "choices": [
-                {
-                    "index": choice["index"],
-                    "delta": {},
-                    "logprobs": None,
-                    "finish_reason": reason,
-                    "token_ids": choice["token_ids"],
-                }
-            ],
-        }
-    )
-
-
 def logprob_entries(
     renderer: Renderer,
     ids: Sequence[int],
@@ -299,15 +251,21 @@ def logprob_entries(
     *,
     hidden: bool = False,
 ) -> list[dict[str, Any]]:
-    """Tokens in OpenAI's format; those that carry no text (the stop token) are left out, unless
-    ``hidden``: who scores a prompt finds its tokens by counting."""
+    """Return tokens with their log-probs as OpenAI writes them.
+
+    Args:
+        tops: the most likely tokens at each position; may be shorter than ``ids``.
+        hidden: include tokens without text (the stop token), as scores of a prompt do: their
+            reader counts tokens.
+    """
     entries: list[dict[str, Any]] = []
     for i, token_id in enumerate(ids):
         if not hidden and renderer.is_hidden(token_id):
             continue
-        top = tops[i] if i < len(tops) else ()
         entry = _token(renderer, token_id, logprobs[i])
-        entry["top_logprobs"] = [_token(renderer, *pair) for pair in top]
+        entry["top_logprobs"] = [
+            _token(renderer, *pair) for pair in (tops[i] if i < len(tops) else ())
+        ]
         entries.append(entry)
     return entries
 

@@ -193,18 +193,18 @@ def _prompt(value: Any, i: int, renderer: Renderer, vocabulary: int) -> list[int
 
 @dataclass(slots=True)
 class _Said:
-    """What has been streamed of one choice."""
+    """How far one choice has been streamed."""
 
     begun: bool = False
     offset: int = 0  # characters in tokens with log-probs
 
 
 class CompletionDialect:
-    """OpenAI's text_completion objects.
+    """Writes OpenAI's text_completion objects.
 
     Args:
         n: choices per prompt.
-        echoed: the text of each prompt, to begin its choices with; empty: nothing is echoed.
+        echoed: the text of each prompt, which begins its choices; empty for no echo.
     """
 
     id_prefix = "cmpl-"
@@ -241,12 +241,12 @@ class CompletionDialect:
             "logprobs": legacy,
             "finish_reason": finish_reason,
         }
-        return chat_objects.sse({**_heading(heading), "choices": [choice]})
+        return chat_objects.sse({**heading.fields("text_completion"), "choices": [choice]})
 
     def end(self, response: dict[str, Any]) -> bytes:
         if not self._include_usage or not response["usage"]:
             return chat_objects.DONE
-        heading = _heading(chat_objects.heading_of(response))
+        heading = chat_objects.heading_of(response).fields("text_completion")
         return (
             chat_objects.sse({**heading, "choices": [], "usage": response["usage"]})
             + chat_objects.DONE
@@ -267,7 +267,7 @@ class CompletionDialect:
             if "stop_reason" in one:
                 choice["stop_reason"] = one["stop_reason"]
             choices.append(choice)
-        heading = _heading(chat_objects.heading_of(response))
+        heading = chat_objects.heading_of(response).fields("text_completion")
         return {**heading, "choices": choices, "usage": response["usage"] or None}
 
     def read(self, said: dict[str, Any]) -> dict[str, Any]:
@@ -290,22 +290,12 @@ class CompletionDialect:
         return self._echoed[index // self._n] if self._echoed else ""
 
 
-def _heading(heading: chat_objects.Heading) -> dict[str, Any]:
-    return {
-        "id": heading.id,
-        "object": "text_completion",
-        "created": heading.created,
-        "model": heading.model,
-        "system_fingerprint": heading.fingerprint,
-    }
-
-
 def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[str, Any], int]:
-    """Chat's log-prob entries as the legacy object, and the offset at which the next begin."""
+    """Return chat's log-prob entries as the legacy object, and the text offset after them."""
     offsets: list[int] = []
     for entry in entries:
         data = entry["bytes"]
-        inside = bool(data) and _continues(data[0])  # the token goes on with a character begun
+        inside = bool(data) and _continues(data[0])  # the token continues a character
         offsets.append(max(offset - inside, 0))
         offset += sum(not _continues(byte) for byte in data)
     legacy = {
@@ -323,8 +313,8 @@ def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[s
 
 
 def legacy_entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
-    """The log-probs of a text completion, as chat's. Of a character split over several tokens it
-    does not say the bytes."""
+    """Return the log-probs of a text completion as chat's entries. The bytes of a character that
+    several tokens share are lost."""
     tops = legacy.get("top_logprobs") or []
     entries: list[dict[str, Any]] = []
     for i, (token, logprob) in enumerate(

@@ -287,6 +287,7 @@ NAME = Value(  # PostgreSQL takes no NUL
     "a non-empty string without NUL characters",
     {"type": "string", "minLength": 1, "pattern": "^[^\\x00]*$"},
 )
+STRING_OR_OBJECT = Value(lambda v: isinstance(v, str | dict), "a string or an object", {})
 OBJECT = Value(lambda v: isinstance(v, dict), "an object", {"type": "object"})
 LIST = Value(lambda v: isinstance(v, list), "a list", {"type": "array"})
 INTEGER = Value(

@@ -6,6 +6,7 @@ request to chat completions (translation.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy.errors import invalid
@@ -27,7 +28,6 @@ from agentrl_proxy.protocols.fields import (
     Array,
     Object,
     Tagged,
-    Value,
     check_body,
     text_or,
 )
@@ -84,6 +84,9 @@ _TOOL = Tagged(
 )
 _FORMAT = Tagged("type", {"json_schema": Object(["schema"], schema=JSON_SCHEMA)})
 _MAY_CALL = Object([], disable_parallel_tool_use=BOOLEAN)
+_THINKING = Tagged(
+    "type", {"enabled": Object([], budget_tokens=MAX_TOKENS), "disabled": Object([])}
+)
 COUNT = Object(
     ["model", "messages"],
     model=NAME,
@@ -99,14 +102,7 @@ COUNT = Object(
             "tool": Object(["name"], name=TEXT, disable_parallel_tool_use=BOOLEAN),
         },
     ),
-    thinking=Value(  # our model ignores it
-        lambda v: isinstance(v, dict),
-        "an object",
-        Tagged(
-            "type",
-            {"enabled": Object([], budget_tokens=MAX_TOKENS), "disabled": Object([])},
-        ).schema,
-    ),
+    thinking=replace(OBJECT, schema=_THINKING.schema),  # our model ignores it
     output_config=Object([], format=_FORMAT, effort=TEXT),
     output_format=_FORMAT,  # its older name
 )

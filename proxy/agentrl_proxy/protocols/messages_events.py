@@ -53,10 +53,10 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 class MessagesDialect:
-    """A message whole, or as message_start, content blocks, message_delta and message_stop.
+    """Writes a message whole, or as message_start, content blocks, message_delta and message_stop.
 
     Args:
-        names: full names of tools, by those the model was told.
+        names: full names of tools, by the shortened ones that the model saw.
     """
 
     id_prefix = "msg_"
@@ -66,7 +66,7 @@ class MessagesDialect:
         self._names = names
         self._begun = False
         self._index = -1  # of the latest block
-        self._open: str | None = None  # its type, while it is open
+        self._open: str | None = None  # the type of the open block
 
     def chunk(
         self,
@@ -88,7 +88,7 @@ class MessagesDialect:
             for name, kind in (("thinking", "thinking_delta"), ("signature", "signature_delta")):
                 if block.get(name) and block["type"] == "thinking":
                     out += self._grow(begun, {"type": kind, name: block[name]})
-                    if name == "signature":  # it ends a block: what thinking follows is another
+                    if name == "signature":  # it ends the block
                         out += self._close()
         if delta.get("content"):
             out += self._grow(
@@ -137,20 +137,19 @@ class MessagesDialect:
     def read(self, said: dict[str, Any]) -> dict[str, Any]:
         told = {full: name for name, full in self._names.items()}
         message: dict[str, Any] = {"role": "assistant", "content": ""}
-        calls: list[dict[str, Any]] = []
+        calls: list[tuple[str, str, str]] = []
         for block in said["content"]:
             if block["type"] == "thinking":
                 message["reasoning_content"] = block["thinking"]
             elif block["type"] == "text":
                 message["content"] = block["text"]
             else:
-                name, arguments = told.get(block["name"], block["name"]), block["input"]
+                arguments = block["input"]
                 if not isinstance(arguments, str):
                     arguments = json.dumps(arguments, ensure_ascii=False)
-                function = {"name": name, "arguments": arguments}
-                calls.append({"id": block["id"], "type": "function", "function": function})
-        if calls:
-            message |= {"content": message["content"] or None, "tool_calls": calls}
+                name = str(block["name"])
+                calls.append((block["id"], told.get(name, name), arguments))
+        message = chat_objects.with_tool_calls(message, calls)
         choice = chat_objects.choice(0, message, _FINISH_REASONS[said["stop_reason"]], None)
         if said["stop_sequence"] is not None:
             choice["stop_reason"] = said["stop_sequence"]
@@ -177,14 +176,14 @@ class MessagesDialect:
         return _event("message_start", message=message)
 
     def _grow(self, block: dict[str, Any], delta: dict[str, Any] | None) -> bytes:
-        """Adds to the open block, if it is of this type, or to a new one."""
+        """Extend the open block if it has this type, else a new one."""
         out = b""
         if self._open != block["type"]:
             out = self._close()
             self._open = block["type"]
             self._index += 1
             out += _event("content_block_start", index=self._index, content_block=block)
-        if delta is None:  # a block that comes whole
+        if delta is None:  # the block came whole
             return out
         return out + _event("content_block_delta", index=self._index, delta=delta)
 
@@ -200,8 +199,8 @@ class MessagesDialect:
 
 
 def _thinking(said: dict[str, Any]) -> list[dict[str, Any]]:
-    """The thinking in a message or delta as blocks: a provider's own, whose signatures it wants
-    back (LiteLLM hands them on beside the text), or plain reasoning."""
+    """Return the thinking of a message or delta as blocks: a provider's own, whose signatures it
+    wants back, or plain reasoning."""
     if said.get("thinking_blocks"):
         return [block for block in said["thinking_blocks"] if block.get("type")]
     if said.get("reasoning_content"):
@@ -210,8 +209,8 @@ def _thinking(said: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _input(call: dict[str, Any]) -> Any:
-    """A call's arguments. Those of a call that broke off in a stream, whose client has them so
-    already, stay text: only the record sees them here."""
+    """Return a call's arguments. Those of a call that broke off in a stream stay text; only the
+    record has them here."""
     arguments = call["function"]["arguments"]
     try:
         return orjson.loads(arguments)
@@ -227,18 +226,18 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     stopped_by = choice.get("stop_reason")
     if stopped_by is not None and choice["finish_reason"] == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-    # A provider's reason may be one that Anthropic's API has no word for.
+    # Anthropic's API has no word for some reasons.
     reason = _STOP_REASONS.get(choice["finish_reason"], "end_turn")
     return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
-    """Zeros where a provider did not tell: the protocol demands numbers. (The call's record says
-    that they are none.)"""
+    """Return zeros for what a provider did not report: the protocol demands numbers. The call's
+    record has none."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     written = usage.get("cache_creation_input_tokens") or 0
     return {
-        # Anthropic counts what came from or went into a cache apart, OpenAI and LiteLLM within.
+        # Anthropic counts cached tokens apart; OpenAI and LiteLLM include them.
         "input_tokens": max(usage.get("prompt_tokens", 0) - cached - written, 0),
         "output_tokens": usage.get("completion_tokens", 0),
         "cache_creation_input_tokens": written,

@@ -1,24 +1,21 @@
-"""Models as OpenAI's and Anthropic's clients list them.
-
-Knows both APIs' objects. Does not know which models there are.
-"""
+"""Write models as OpenAI's and Anthropic's clients list them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_NEVER = "1970-01-01T00:00:00Z"  # Anthropic's stand-in, too, for a release date nobody knows
+_UNKNOWN = "1970-01-01T00:00:00Z"  # Anthropic's own stand-in for an unknown release date
 
 
 def model_card(name: str, *, anthropic: bool) -> dict[str, Any]:
     if anthropic:
-        return {"type": "model", "id": name, "display_name": name, "created_at": _NEVER}
+        return {"type": "model", "id": name, "display_name": name, "created_at": _UNKNOWN}
     return {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
 
 
 def model_list(names: Sequence[str], *, anthropic: bool) -> dict[str, Any]:
-    """All of them: there are never so many that a client would want pages."""
+    """List all models. There are too few for pages."""
     cards = [model_card(name, anthropic=anthropic) for name in names]
     if not anthropic:
         return {"object": "list", "data": cards}

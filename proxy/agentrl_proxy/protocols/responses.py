@@ -13,23 +13,26 @@ from typing import Any
 from agentrl_proxy.errors import invalid
 from agentrl_proxy.protocols import translation
 from agentrl_proxy.protocols.chat import (
+    FUNCTION,
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
     SAMPLING,
+    SCHEMA_FORMAT,
     ChatRequest,
+    tool_choice,
     translated_request,
 )
 from agentrl_proxy.protocols.fields import (
     BOOLEAN,
-    JSON_SCHEMA,
+    LIST,
     NAME,
     NONEMPTY,
+    OBJECT,
     TEXT,
     Array,
     Either,
     Object,
     Tagged,
-    Value,
     check_body,
     integer,
     one_of,
@@ -73,26 +76,13 @@ _ITEM = Tagged(
 )
 _TOOL = Tagged(
     "type",
-    {
-        "function": Object(
-            ["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN
-        )
-    },
+    {"function": FUNCTION},
     refusal=("unsupported_tool", "this model has no built-in tools"),
 )
 _FORMAT = Tagged(
     "type",
-    dict.fromkeys(("text", "json_object"), Object([]))
-    | {"json_schema": Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN)},
+    dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT},
 )
-
-
-def _is_tool_choice(value: Any) -> bool:
-    if isinstance(value, dict):
-        return value.get("type") == "function" and isinstance(value.get("name"), str)
-    return value in ("none", "auto", "required")
-
-
 RESPONSES = Object(
     ["model", "input"],
     model=NAME,
@@ -103,33 +93,15 @@ RESPONSES = Object(
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
     tools=Array(_TOOL),
-    tool_choice=Value(
-        _is_tool_choice,
-        'none, auto, required or an object like {"type": "function", "name": "..."}',
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required"]},
-                Tagged("type", {"function": Object(["name"], name=TEXT)}).schema,
-            ]
-        },
-        Value(lambda v: isinstance(v, str | dict), "a string or an object", {}),
+    tool_choice=tool_choice(
+        {"function": Object(["name"], name=TEXT)}, '{"type": "function", "name": "..."}'
     ),
     text=Object([], format=_FORMAT),
-    include=Value(
-        lambda v: isinstance(v, list),
-        "a list",
-        {"type": "array", "items": {"enum": [_WITH_LOGPROBS]}},
+    include=replace(LIST, schema={"type": "array", "items": {"enum": [_WITH_LOGPROBS]}}),
+    reasoning=replace(
+        OBJECT, schema=Object([], effort=one_of("minimal", "low", "medium", "high")).schema
     ),
-    reasoning=Value(
-        lambda v: isinstance(v, dict),
-        "an object",
-        Object([], effort=one_of("minimal", "low", "medium", "high")).schema,
-    ),
-    metadata=Value(
-        lambda v: isinstance(v, dict),
-        "an object",
-        {"type": "object", "additionalProperties": TEXT.schema},
-    ),
+    metadata=replace(OBJECT, schema={"type": "object", "additionalProperties": TEXT.schema}),
     **SAMPLING,
     top_logprobs=integer(0, MAX_TOP_LOGPROBS),
     stream=BOOLEAN,

@@ -60,7 +60,7 @@ class ResponsesDialect:
         } | _ALWAYS
         self._sequence = 0
         self._heading: chat_objects.Heading | None = None  # once the stream has begun
-        self._id = ""  # the response's, less its prefix
+        self._id = ""  # the response's, without its prefix
         self._items = 0  # closed ones, so the open one's index
         self._open: str | None = None  # reasoning, message or function_call
         self._call: dict[str, Any] = {}  # the open function call
@@ -144,7 +144,7 @@ class ResponsesDialect:
 
     def read(self, said: dict[str, Any]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
-        calls: list[dict[str, Any]] = []
+        calls: list[tuple[str, str, str]] = []
         entries: list[dict[str, Any]] = []
         for item in said["output"]:
             if item["type"] == "reasoning":
@@ -152,11 +152,9 @@ class ResponsesDialect:
             elif item["type"] == "message":
                 message["content"], entries = (item["content"][0][k] for k in ("text", "logprobs"))
             else:
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                calls.append({"id": item["call_id"], "type": "function", "function": function})
+                calls.append((item["call_id"], item["name"], item["arguments"]))
+        message = chat_objects.with_tool_calls(message, calls)
         reason = "tool_calls" if calls else "stop"
-        if calls:
-            message |= {"content": message["content"] or None, "tool_calls": calls}
         if said["incomplete_details"] is not None:
             reason = _FINISH_REASONS[said["incomplete_details"]["reason"]]
         heading = chat_objects.Heading(said["id"], said["model"], created=said["created_at"])
@@ -251,7 +249,7 @@ class ResponsesDialect:
             "incomplete_details": None,
             "model": heading.model,
             "output": output,
-            "usage": _usage(usage) if usage else None,  # not every provider tells
+            "usage": _usage(usage) if usage else None,  # not every provider reports it
             **self._repeated,
         }
 

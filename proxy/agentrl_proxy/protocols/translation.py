@@ -1,10 +1,9 @@
-"""LiteLLM's reading of Anthropic's and the Responses API's requests, as chat completions.
+"""Translate requests of Anthropic's and the Responses API to chat completions, by LiteLLM.
 
-Knows which of LiteLLM's functions read what (litellm is pinned exactly, so they stay). Does not
-know tokens, answers or HTTP. Only requests are translated here: LiteLLM reads every input item and
-content block that frameworks send, and keeps up with them. The answers are ours, see messages.py
-and responses.py: through LiteLLM 1.105.3 they lost ids, usage, the order of events, stop
-sequences, log-probs and parallel tool calls, and a stream could not be refused before it began.
+Knows which functions of LiteLLM 1.105.3 do that; they are private, so litellm is pinned exactly.
+LiteLLM reads every input item and content block that frameworks send. Only requests are translated
+here: through LiteLLM answers lost ids, usage, the order of events, stop sequences, log-probs and
+parallel tool calls, so responses_events.py and messages_events.py write them.
 """
 
 from __future__ import annotations
@@ -17,27 +16,26 @@ from typing import Any, cast
 
 from agentrl_proxy.errors import invalid
 
-# LiteLLM asks here what a target can do; ours has no entry in its tables, whatever its clients
-# call it ("claude-…" would keep Anthropic's own fields).
+# LiteLLM looks up here what a model can do. Ours has no entry in its tables, whatever name the
+# client uses ("claude-…" would keep Anthropic's own fields).
 _MODEL = "policy"
 _PROVIDER = "agentrl"
 
 IMPORTING = threading.Lock()
-"""Held while LiteLLM is imported: its modules import each other in circles, and two threads in
-them at once find half of one."""
+"""Held while LiteLLM is imported: its modules import each other in circles, and a second thread
+would find them half imported."""
 
 
 async def load() -> None:
-    """Imports what the other functions need: 3 s, once, and only where a client asks for it."""
-    # Not by looking into sys.modules: a module is there from the beginning of its import on, and
-    # whoever came meanwhile would wait for it on the event loop.
+    """Import what the translations need, in a thread. It takes 3 s, once."""
+    # Not by looking into sys.modules: a module is there while it is still being imported.
     if not _import.cache_info().currsize:
         await asyncio.to_thread(_import)
 
 
 @cache
 def _import() -> None:
-    # Without these it fetches its price list over the network and reads the folder's .env file.
+    # Else LiteLLM fetches its price list over the network, and reads the folder's .env file.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
     with IMPORTING:
@@ -48,50 +46,53 @@ def _import() -> None:
 
 
 def chat_of_messages(
-    raw: dict[str, Any], elsewhere: str | None = None
+    raw: dict[str, Any], provider_model: str | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """A Messages request as a chat request, and the full names of tools it had to shorten.
+    """Translate a Messages request.
 
     Args:
-        elsewhere: LiteLLM's name (provider/model) of the model that answers, if it is not ours:
-            what thinking, cache marks and the like become depends on it.
+        provider_model: LiteLLM's name (provider/model) of the model that answers; None for our
+            own. Thinking and cache marks are translated for this model.
+
+    Returns:
+        The chat request, and the full names of tools by the shortened ones.
+
+    Raises:
+        ApiError: LiteLLM cannot read the request (400).
     """
-    ours = ("model", "stream", "thinking") if elsewhere is None else ("model", "stream")
+    ours = ("model", "stream", "thinking") if provider_model is None else ("model", "stream")
     known = {k: v for k, v in raw.items() if k not in ours}
-    model, provider = _target(elsewhere)
+    model, provider = _target(provider_model)
     try:
         chat, names = _anthropic_adapter().translate_completion_input_params_with_tool_mapping(
             {**known, "model": model}, custom_llm_provider=provider
         )
-    except Exception as error:  # it trusts its input: anything can be raised
+    except Exception as error:  # it trusts its input, so it can raise anything
         raise _unreadable("messages", error) from error
     return {**chat, "model": raw["model"]}, names
 
 
-def chat_of_response(raw: dict[str, Any], elsewhere: str | None = None) -> dict[str, Any]:
-    """A Responses request as a chat request; ``elsewhere`` as with ``chat_of_messages``."""
-    config = _responses_config()
-    model, provider = _target(elsewhere)
+def chat_of_response(raw: dict[str, Any], provider_model: str | None = None) -> dict[str, Any]:
+    """Translate a Responses request; arguments and errors as with ``chat_of_messages``."""
+    model, provider = _target(provider_model)
     try:
-        return {
-            **config.transform_responses_api_request_to_chat_completion_request(
-                model=model,
-                input=raw["input"],
-                responses_api_request=cast(Any, raw),
-                custom_llm_provider=provider,
-            ),
-            "model": raw["model"],
-        }
+        chat = _responses_config().transform_responses_api_request_to_chat_completion_request(
+            model=model,
+            input=raw["input"],
+            responses_api_request=cast(Any, raw),
+            custom_llm_provider=provider,
+        )
     except Exception as error:
         raise _unreadable("input", error) from error
+    return {**chat, "model": raw["model"]}
 
 
-def _target(elsewhere: str | None) -> tuple[str, str | None]:
-    """Model and provider, as LiteLLM's translations are told them."""
-    if elsewhere is None:
+def _target(provider_model: str | None) -> tuple[str, str | None]:
+    """Return the model and provider that LiteLLM translates for."""
+    if provider_model is None:
         return _MODEL, _PROVIDER
-    provider, slash, _ = elsewhere.partition("/")
-    return elsewhere, provider if slash else None
+    provider, slash, _ = provider_model.partition("/")
+    return provider_model, provider if slash else None
 
 
 def _unreadable(field: str, error: Exception) -> Exception:

@@ -1,7 +1,7 @@
-"""What must not be quoted: the secrets that requests to somebody else's models carry.
+"""Remove the secrets of requests to providers from texts that quote them.
 
-Knows where there are secrets: keys, the parameters of the configuration, URLs, the environment (in
-which LiteLLM finds keys by itself). Does not know who would quote them, or where.
+Knows where secrets are: keys, the configuration's parameters, URLs, and the environment, in which
+LiteLLM finds keys by itself.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from urllib.parse import parse_qsl, urlsplit
 from agentrl_proxy.dependencies import ProviderModel
 
 _SHORTEST = 8
+_LONGEST_TEXT = 2000
 _ENVIRONMENT = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-# Parameters under such a name are secrets whatever they look like: all headers are, too.
+# Parameters with such a name are secrets whatever they look like, and so are all headers.
 _SECRET_NAME = re.compile(r"headers?$|key|token|secret|password|credential|auth|cookie", re.I)
-# Words and numbers (model names, versions, regions): what an error is about, and no secret.
+# Words and numbers (model names, versions, regions) are no secrets; errors are about them.
 _PLAIN = re.compile(r"[a-z]+([-_ ./:][a-z0-9]+)*|[0-9.-]+")
 
 
 class Redaction:
-    """Takes secrets out of texts."""
+    """Replaces the secrets of these models in texts by ``[key]``."""
 
     def __init__(self, models: Iterable[ProviderModel]) -> None:
         models = list(models)
-        found = {text for one in models for text in _of(one)}
-        if models:  # also where none has a key of its own: LiteLLM finds one there
+        found = {text for one in models for text in _secrets_of(one)}
+        if models:  # LiteLLM looks into the environment even if no model has a key
             found |= {v for name, v in os.environ.items() if name.upper().endswith(_ENVIRONMENT)}
         long_enough = (text for text in found if len(text) >= _SHORTEST)
         self._secrets = sorted(long_enough, key=len, reverse=True)
 
     def clean(self, text: str) -> str:
+        """Return a text without secrets, cut at 2,000 characters."""
         for secret in self._secrets:
             text = text.replace(secret, "[key]")
-        return text
+        return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " ..."
 
 
-def _of(model: ProviderModel) -> Iterator[str]:
+def _secrets_of(model: ProviderModel) -> Iterator[str]:
     if model.api_key:
         yield model.api_key
     if model.api_base:
@@ -55,7 +57,7 @@ def _in_params(value: object, *, secret: bool) -> Iterator[str]:
         if secret or not _PLAIN.fullmatch(value):
             yield value
         if secret:
-            yield from value.split()  # ``Bearer <token>``: the token alone, too
+            yield from value.split()  # the token alone of ``Bearer <token>``, too
     elif isinstance(value, Mapping):
         for name, one in cast("Mapping[str, Any]", value).items():
             yield from _in_params(one, secret=secret or bool(_SECRET_NAME.search(name)))

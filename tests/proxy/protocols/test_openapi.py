@@ -1,0 +1,206 @@
+"""Requests made from the gateway's own OpenAPI document: what it allows is taken, what it forbids
+is refused, and whatever is done to either, nothing is a 500 and nothing fails once accepted.
+
+``AGENTRL_FUZZ_EXAMPLES=3000`` for a longer run than that of every build.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from running_gateway import running
+from scripted_sampler import Running
+from test_fuzz import GARBAGE, broken
+
+from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.protocols.chat import CHAT
+from agentrl_proxy.rendering.renderer import Renderer
+
+PATHS = ["chat/completions", "completions", "responses", "messages", "messages/count_tokens"]
+EXAMPLES = int(os.environ.get("AGENTRL_FUZZ_EXAMPLES", "6"))
+KEY = "sk-of-the-provider"
+# What an otherwise valid request may be refused for: rules between fields, the sense of a text in
+# a field, and what this model, its template and its sampler can do.
+DEPENDS: dict[str, set[str | None]] = {
+    "chat/completions": {
+        "top_logprobs", "tool_choice", "tools", "response_format", "messages", "logit_bias",
+    },
+    "completions": {"best_of", "prompt", "logit_bias", "max_tokens", "echo"},
+    "responses": {"input", "tool_choice", "tools", "response_format", "messages", "text"},
+    "messages": {"messages", "tool_choice", "tools", "response_format", "output_config"},
+}  # fmt: skip
+DEPENDS["messages/count_tokens"] = DEPENDS["messages"]
+ASKED = [("messages", "positive"), ("messages/count_tokens", "positive")]
+UNHASHABLE = st.sampled_from(
+    [[], {}, [[]], {"type": []}, {"type": {}}, [{"type": []}], [None]]
+).map(copy.deepcopy)
+
+
+def fuzz(examples: int = EXAMPLES) -> settings:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize="AGENTRL_FUZZ_EXAMPLES" not in os.environ,  # a failing build must fail again
+        database=None,
+        phases=[Phase.generate],  # shrinking takes minutes, and what broke is told as it was
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@cache
+def operations() -> Any:
+    import schemathesis
+
+    from agentrl_proxy.protocols import openapi
+
+    return schemathesis.openapi.from_dict(openapi.document("1"))
+
+
+@cache
+def bodies(path: str, mode: str) -> st.SearchStrategy[Any]:
+    """Bodies of requests: of those that the document allows (positive), or does not (negative)."""
+    import schemathesis
+
+    operation = operations()[f"/v1/{path}"]["POST"]
+    made = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+    found = made.map(lambda case: _for_policy(case.body))
+    return found.map(_asked) if (path, mode) in ASKED else found
+
+
+def _for_policy(body: Any) -> Any:
+    """The body with a model that is there (where it has a name at all), and 2.0 as 2: JSON Schema
+    takes both for integers, most parsers do not."""
+    if isinstance(body, dict) and isinstance(body.get("model"), str) and body["model"]:
+        body = {**body, "model": "policy"}
+    return _integers(body)
+
+
+def _asked(body: dict[str, Any]) -> dict[str, Any]:
+    """With a last message of the user's, which no schema can demand."""
+    return {**body, "messages": [*body["messages"], {"role": "user", "content": "And?"}]}
+
+
+def _integers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _integers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_integers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Iterator[Running]:
+    """One with a model of its own and somebody else's, which another gateway serves."""
+    folder = tmp_path_factory.mktemp("provider")
+    with running(folder, renderer, {}, operator_key=KEY) as provider:
+        provider.sampler.script = lambda *_: "ok"
+        other = ProviderModel("openai/policy", f"{provider.url}/v1", KEY, num_retries=0)
+        folder = tmp_path_factory.mktemp("gateway")
+        with running(folder, renderer, {}, provider_models={"other": other}) as made:
+            made.sampler.script = lambda *_: "ok"
+            yield made
+            import litellm
+
+            # Its connections are of the gateway's event loop, and closed by nobody.
+            litellm.in_memory_llm_clients_cache.flush_cache()
+            gc.collect()
+
+
+@pytest.fixture(scope="module")
+def http(gateway: Running) -> Iterator[httpx.Client]:
+    claim = gateway.claims[0]
+    headers = {"x-api-key": claim.key, "content-type": "application/json"}
+    with httpx.Client(
+        base_url=gateway.base_url(claim), headers=headers, timeout=60, trust_env=False
+    ) as client:
+        # Hypothesis walks through sys.modules: by then LiteLLM is to be imported, not on its way.
+        hello = {"model": "other", "max_tokens": 1, "messages": [{"role": "user", "content": "h"}]}
+        assert client.post("/messages", json=hello).status_code == 200
+        yield client
+
+
+def post(http: httpx.Client, path: str, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = http.post(f"/{path}", content=content)
+    assert answer.status_code < 500, (answer.text, body)
+    assert "internal_error" not in answer.text
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
+    return answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_document_allows(gateway: Running, http: httpx.Client, path: str) -> None:
+    taken = [0]
+
+    @fuzz()
+    @given(body=bodies(path, "positive"))
+    def test(body: Any) -> None:
+        answer = post(http, path, body)
+        taken[0] += answer.status_code == 200
+        if answer.status_code != 200 and not path.startswith("messages"):
+            error = answer.json()["error"]
+            assert error["param"].split("[")[0].split(".")[0] in DEPENDS[path], (error, body)
+
+    failed = gateway.stats["failed"]
+    test()
+    assert taken[0] > EXAMPLES / 5
+    assert gateway.stats["failed"] == failed, "it was accepted, and then failed"
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_document_forbids(gateway: Running, http: httpx.Client, path: str) -> None:
+    document = httpx.get(f"{gateway.url}/openapi.json").json()
+    content = document["paths"][f"/v1/{path}"]["post"]["requestBody"]["content"]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    validator = Draft202012Validator(document["components"]["schemas"][name])
+    refused = [0]
+
+    @fuzz()
+    @given(body=bodies(path, "negative"))
+    def test(body: Any) -> None:
+        answer = post(http, path, body)
+        # Within messages, tools and their like the parsers take more than they promise.
+        wrong = {e.path[0]: e.message for e in validator.iter_errors(body) if len(e.path) == 1}
+        if wrong.keys() & CHAT.properties.keys() - {"tools", "tool_choice", "response_format"}:
+            assert answer.status_code == 400, (wrong, answer.text)
+        refused[0] += answer.status_code == 400
+
+    failed = gateway.stats["failed"]
+    test()
+    assert refused[0] > EXAMPLES / 5
+    assert gateway.stats["failed"] == failed
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model", ["policy", "other"])
+def test_whatever_is_done_to_it(
+    gateway: Running, http: httpx.Client, path: str, model: str
+) -> None:
+    """Types that cannot be hashed, among all the rest, at any place."""
+
+    @fuzz(EXAMPLES if model == "policy" else 1 + EXAMPLES // 3)
+    @given(data=st.data())
+    def test(data: st.DataObject) -> None:
+        body = data.draw(bodies(path, "positive").map(copy.deepcopy))
+        body = data.draw(broken(body, UNHASHABLE | GARBAGE))
+        if isinstance(body, dict) and body.get("model") == "policy":
+            body["model"] = model
+        post(http, path, body)
+
+    failed = gateway.stats["failed"]
+    test()
+    if model == "policy":  # what a provider refuses, it refuses once it is asked
+        assert gateway.stats["failed"] == failed, "it was accepted, and then failed"

@@ -1,0 +1,210 @@
+"""What goes wrong with a provider's call is told with its cause, and blamed on the right one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from official_clients import USER, client
+from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
+from provider_servers import (
+    SECRET,
+    FaultyServer,
+    answerer,
+    assert_no_key,
+    only_call,
+    said,
+    trouble,
+)
+from scripted_sampler import Running
+
+from agentrl_proxy.dependencies import ProviderModel
+from agentrl_tracer.schemas import CallState, SkipReason
+
+HI = [{"role": "user", "content": "h"}]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def untraced() -> None:
+    """Other tests of this process trace openai, as an agent's process does. A gateway's does not,
+    and the tracing would be the first to fail on a provider's answer."""
+    OpenAIInstrumentor().uninstrument()
+
+
+def post(gateway: Running, path: str, body: dict[str, Any]) -> httpx.Response:
+    claim = gateway.claims[0]
+    headers = {"x-api-key": claim.key}
+    return httpx.post(f"{gateway.base_url(claim)}/{path}", json=body, headers=headers, timeout=60)
+
+
+def elsewhere(start: Any, provider: FaultyServer, model: str = "openai/x", **more: Any) -> Running:
+    one = ProviderModel(model, provider.url, SECRET, num_retries=0, **more)
+    return start(provider_models={"o": one})
+
+
+def test_timeout(start: Any, provider: Running) -> None:
+    provider.sampler.delay = 0.5
+    gateway: Running = start(provider_models={"answerer": answerer(provider, timeout=0.7)})
+    begun = time.monotonic()
+    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+        api.chat.completions.create(model="answerer", messages=USER)
+    assert time.monotonic() - begun < 8  # the import of LiteLLM is in it
+    assert caught.value.status_code == 504
+    assert caught.value.code == "provider_timeout"
+    assert "'answerer' did not answer in time" in str(caught.value)
+    assert only_call(gateway).state is CallState.ERROR
+
+
+def test_provider_down(start: Any) -> None:
+    gateway: Running = start(
+        provider_models={
+            "answerer": ProviderModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
+        }
+    )
+    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+        api.chat.completions.create(model="answerer", messages=USER)
+    assert (caught.value.status_code, caught.value.code) == (502, "provider_unreachable")
+    assert "the provider of 'answerer' cannot be reached" in str(caught.value)
+    call = only_call(gateway)
+    assert (call.state, call.skip_reason) == (CallState.ERROR, SkipReason.NOT_TRAINABLE_MODEL)
+    assert call.error is not None
+    assert "cannot be reached" in call.error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "kind", "code"),
+    [
+        (400, "invalid_request_error", "context_length_exceeded"),
+        (401, "authentication_error", "invalid_api_key"),
+        (429, "rate_limit_error", "rate_limit_exceeded"),
+        (403, "permission_error", "provider_error"),
+        (503, "server_error", "provider_error"),
+    ],
+)
+def test_a_providers_refusal_in_openais_shape(
+    start: Any, faulty: Any, caplog: Any, status: int, kind: str, code: str, stream: bool
+) -> None:
+    def quoting(headers: Any) -> dict[str, Any]:  # the worst provider: it says what it was sent
+        return trouble(f"no: {headers['authorization']}", None if code[:4] == "prov" else code)
+
+    upstream = faulty((status, quoting))
+    gateway: Running = start(
+        provider_models={"answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)}
+    )
+    caplog.set_level(logging.DEBUG)
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", "messages": USER, "stream": stream},
+        headers={"authorization": f"Bearer {claim.key}"},
+        timeout=30,
+    )
+    assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == (kind, code)
+    assert "[key]" in error["message"]
+    assert response.headers.get("retry-after") == ("7" if status == 429 else None)
+    call = only_call(gateway)
+    assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
+    assert_no_key(gateway, caplog.text, response.text, call.error or "")
+    assert claim.key not in json.dumps(upstream.seen)
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "code"),
+    [
+        ("anthropic/claude-sonnet-4-5", {"logit_bias": {"5": 1}}, "unsupported_parameter"),
+        ("anthropic/claude-sonnet-4-5", {"thinking": {"type": "enabled", "budget_tokens": "x"}},
+         "invalid_value"),
+        ("openai/x", {"web_search_options": {"search_context_size": []}, "thinking": {}},
+         "unsupported_parameter"),
+    ],
+    ids=["unsupported", "stumbles", "unsupported by OpenAI"],
+)  # fmt: skip
+def test_a_provider_that_was_not_asked_is_not_blamed(
+    start: Any, faulty: Any, model: str, body: dict[str, Any], code: str
+) -> None:
+    provider = faulty((200, said("x")))
+    gateway = elsewhere(start, provider, model)
+    answer = post(gateway, "chat/completions", {"model": "o", "messages": HI} | body)
+    assert provider.seen == []
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code
+    assert "the provider" not in error["message"]
+    [call] = gateway.calls(gateway.claims[0])
+    assert "provider_status" not in call.params
+    assert call.error == error["message"]
+
+
+@pytest.mark.parametrize(
+    ("answered", "status"),
+    [
+        ((400, trouble("no")), 400),
+        ((200, b"data: not json\n\n"), 500),
+        ((200, {"id": "x", "choices": 5}), 500),
+    ],
+    ids=["refuses", "is unreadable", "is of another shape"],
+)
+def test_a_provider_that_was_asked_is(start: Any, faulty: Any, answered: Any, status: int) -> None:
+    gateway = elsewhere(start, faulty(answered))
+    got = post(gateway, "chat/completions", {"model": "o", "messages": HI})
+    assert got.status_code == status
+    error = got.json()["error"]
+    assert error["code"] == "provider_error"
+    assert "the provider of 'o' answered" in error["message"]
+    [call] = gateway.calls(gateway.claims[0])
+    assert call.params["provider_status"] == status
+
+
+@pytest.mark.parametrize("broken", ["import", "settings"])
+def test_litellm_that_does_not_start_is_nobodys_request(
+    start: Any, faulty: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    provider = faulty((200, said("x")))
+    if broken == "import":
+
+        def failing(_: Any) -> None:
+            raise ImportError(f"no module named x, says {SECRET}")
+
+        monkeypatch.setattr("agentrl_proxy.providers.litellm.make_router", failing)
+        gateway = elsewhere(start, provider)
+    else:
+        gateway = elsewhere(start, provider, params={"tpm": "a lot"})
+    for path in ("chat/completions", "messages", "messages/count_tokens"):
+        answer = post(gateway, path, {"model": "o", "messages": HI, "max_tokens": 9})
+        assert answer.status_code == 503, answer.text
+        assert "LiteLLM" in answer.text
+        assert "does not start" in answer.text
+        assert SECRET not in answer.text
+    assert provider.seen == []
+    assert SECRET not in caplog.text
+    for call in gateway.calls(gateway.claims[0]):
+        assert "provider_status" not in call.params
+
+
+def test_a_count_that_fails_names_its_cause(
+    start: Any, faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = elsewhere(start, faulty((200, {"input_tokens": 0})))
+    asked = {"model": "o", "messages": HI}
+    answer = post(gateway, "messages/count_tokens", asked)
+    assert (answer.status_code, "counted no tokens" in answer.text) == (502, True)
+
+    async def failing(*_: Any, **__: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr("litellm.acount_tokens", failing)
+    # acount_tokens keeps a provider's failures to itself: a TypeError is its own counter's.
+    for failure, status in ((TypeError("an odd prompt"), 400), (OSError("no network"), 502)):
+        answer = post(gateway, "messages/count_tokens", asked)
+        assert answer.status_code == status, answer.text
+        assert str(failure) in answer.text

@@ -1,0 +1,680 @@
+"""Providers' models in every protocol: a second gateway is the provider, official SDKs ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from threading import Event
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from gateway_client import connected, head, wait_until
+from official_clients import CALL, TOOLS, USER, claude, client
+from provider_servers import (
+    SECRET,
+    answerer,
+    assert_no_key,
+    only_call,
+    recorded,
+    said,
+    streaming,
+    trouble,
+)
+from scripted_sampler import Running
+
+from agentrl_proxy.app import create_app
+from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.server.uvicorn import serving
+from agentrl_tracer.schemas import Call, CallState, SkipReason
+
+THOUGHT = "<think>\nlet me see\n</think>\n\n"
+SEARCH = {"name": "search", "parameters": TOOLS[0]["function"]["parameters"]}
+FUNCTION: Any = {"type": "function", **SEARCH, "strict": False}
+TOOL: Any = {"name": "search", "input_schema": SEARCH["parameters"]}
+ARGUMENTS = {"q": "köln", "k": 3}
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+
+
+def total(call: Call) -> int:
+    return call.params["usage"]["total_tokens"]
+
+
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/chat/completions", {"messages": USER}),
+    "responses": ("/responses", {"input": "hi"}),
+    "messages": ("/messages", {"messages": USER, "max_tokens": 50}),
+    "completions": ("/completions", {"prompt": "hi"}),
+}
+# Each protocol once, and both kinds of answer.
+WHOLE_OR_STREAMED = [
+    ("chat", True), ("responses", False), ("messages", True), ("completions", False),
+    ("completions", True),
+]  # fmt: skip
+
+
+def post(running: Running, protocol: str, model: str = "answerer", **more: Any) -> httpx.Response:
+    claim, (path, body) = running.claims[0], ASKED[protocol]
+    headers = {"authorization": f"Bearer {claim.key}"}
+    asked = {"model": model, **body, **more}
+    return httpx.post(running.base_url(claim) + path, json=asked, headers=headers, timeout=60)
+
+
+# --- Responses
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses(gateway: Running, provider: Running, stream: bool) -> None:
+    """A tool called twice at once, and its results, through the Responses API."""
+    provider.sampler.script = lambda *_: f"Let me look.\n{CALL}\n{CALL}"
+    items: list[Any] = [{"role": "user", "content": "Where is Köln?"}]
+    with client(gateway) as api:
+
+        def ask() -> Any:
+            settings: Any = {"model": "answerer", "input": items, "tools": [FUNCTION]}
+            settings |= {"instructions": "Be brief.", "max_output_tokens": 99}
+            if not stream:
+                return api.responses.create(**settings)
+            with api.responses.stream(**settings) as events:
+                kinds = [event.type for event in events]
+                assert kinds[0] == "response.created"
+                assert kinds[-1] == "response.completed"
+                assert kinds.count("response.output_text.delta") >= 1
+                return events.get_final_response()
+
+        first = ask()
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert first.output_text == "Let me look."
+        assert [(c.name, json.loads(c.arguments)) for c in calls] == [("search", ARGUMENTS)] * 2
+        assert len({call.call_id for call in calls}) == 2
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        items += [
+            {"type": "function_call_output", "call_id": call.call_id, "output": f"result {i}"}
+            for i, call in enumerate(calls)
+        ]
+        provider.sampler.script = lambda *_: "It is there."
+        second = ask()
+    assert second.output_text == "It is there."
+    asked = provider.sampler.requests
+    prompt = provider.renderer.decode_raw(asked[1].prompt_ids)
+    assert prompt.index("Be brief.") < prompt.index("result 0") < prompt.index("result 1")
+    assert asked[0].params.max_tokens == 99
+    for call, response, one in zip(recorded(gateway, 2), (first, second), asked, strict=True):
+        assert call.id == response.id
+        assert response.id.startswith("resp_")
+        usage = response.usage
+        assert usage is not None
+        assert usage.input_tokens == len(one.prompt_ids)
+        assert usage.output_tokens == len(one.sampled[0])
+        assert total(call) == usage.total_tokens
+        assert call.request is not None
+        assert call.request["input"][0] == items[0]
+        assert call.params["max_tokens"] == 99
+    assert_no_key(gateway)
+
+
+def test_a_schema_is_the_providers_to_enforce(gateway: Running, provider: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    format: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    with client(gateway) as api:
+        api.responses.create(model="answerer", input="hi", text={"format": format})
+    assert provider.sampler.requests[0].params.grammar
+
+
+def test_openai_agents(gateway: Running, provider: Running) -> None:
+    """An agent of the OpenAI Agents SDK whose model is somebody else's, by the Responses API."""
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    seen = list[str]()
+
+    @agents.function_tool
+    def search(q: str, k: int) -> str:
+        """Looks things up."""
+        seen.append(f"{q}/{k}")
+        return "50.9 N"
+
+    async def run(streamed: bool) -> Any:
+        turns = iter([CALL, "It is at 50.9 N."])
+        provider.sampler.script = lambda *_: next(turns)
+        claim = gateway.claims[0]
+        async with openai.AsyncOpenAI(base_url=gateway.base_url(claim), api_key=claim.key) as api:
+            model = agents.OpenAIResponsesModel("answerer", api)
+            agent = agents.Agent("finder", model=model, tools=[search])
+            if not streamed:
+                return await agents.Runner.run(agent, "Where is Köln?")
+            made = agents.Runner.run_streamed(agent, "Where is Köln?")
+            async for _ in made.stream_events():
+                pass
+            return made
+
+    for streamed in (False, True):
+        assert asyncio.run(run(streamed)).final_output == "It is at 50.9 N."
+    assert seen == ["köln/3"] * 2
+    recorded(gateway, 4)
+
+
+# --- Messages
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("upstream", ["openai", "anthropic"])
+def test_messages(start: Any, provider: Running, upstream: str, stream: bool) -> None:
+    """Thinking, text, a tool and its result through the Messages API, by two kinds of provider."""
+    base = provider.url if upstream == "anthropic" else f"{provider.url}/v1"
+    other = ProviderModel(f"{upstream}/policy", base, SECRET, num_retries=0, timeout=60)
+    gateway: Running = start(provider_models={"answerer": other})
+    provider.sampler.script = lambda *_: f"{THOUGHT}Let me look.\n{CALL}"
+    messages: list[Any] = [{"role": "user", "content": "Where is Köln?"}]
+    with claude(gateway) as api:
+
+        def ask() -> Any:
+            settings: Any = {"model": "answerer", "max_tokens": 99, "messages": messages}
+            settings |= {"tools": [TOOL], "system": "Be brief.", "stop_sequences": ["END"]}
+            if not stream:
+                return api.messages.create(**settings)
+            with api.messages.stream(**settings) as events:
+                kinds = [event.type for event in events]
+                assert kinds[0] == "message_start"
+                assert kinds[-1] == "message_stop"
+                return events.get_final_message()
+
+        first = ask()
+        assert [b.type for b in first.content] == ["thinking", "text", "tool_use"]
+        thought, text, use = first.content
+        assert (thought.thinking, text.text) == ("let me see", "Let me look.")
+        assert (use.name, use.input) == ("search", ARGUMENTS)
+        assert first.stop_reason == "tool_use"
+        messages += [
+            {"role": "assistant", "content": [text.model_dump(), use.model_dump()]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "50.9 N"}],
+            },
+        ]
+        provider.sampler.script = lambda *_: "It is there. END"
+        second = ask()
+    assert second.content[0].text.strip() == "It is there."
+    asked = provider.sampler.requests
+    prompt = provider.renderer.decode_raw(asked[1].prompt_ids)
+    assert prompt.index("Be brief.") < prompt.index("50.9 N")
+    assert asked[0].params.stop == ("END",)
+    for call, message, one in zip(recorded(gateway, 2), (first, second), asked, strict=True):
+        assert call.id == message.id
+        assert message.id.startswith("msg_")
+        assert message.usage.input_tokens == len(one.prompt_ids)
+        assert message.usage.output_tokens == len(one.sampled[0])
+        assert total(call) == message.usage.input_tokens + message.usage.output_tokens
+        assert call.request is not None
+        assert call.request["system"] == "Be brief."
+    assert_no_key(gateway)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bool) -> None:
+    """Anthropic's API refuses a tool's result whose turn lacks the thinking as it was signed."""
+    blocks: list[Any] = [
+        {"type": "thinking", "thinking": "Hm. Well.", "signature": "c2lnbmVk"},
+        {"type": "thinking", "thinking": "So be it.", "signature": "YWdhaW4="},
+        {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {"q": "x"}},
+    ]
+    usage = {"input_tokens": 7, "output_tokens": 5, "cache_read_input_tokens": 3,
+             "cache_creation_input_tokens": 0}  # fmt: skip
+    message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x",
+               "stop_sequence": None}  # fmt: skip
+    whole = {**message, "content": blocks, "stop_reason": "tool_use", "usage": usage}
+    thinking, more = (
+        [
+            {"type": "thinking_delta", "thinking": block["thinking"][:4]},
+            {"type": "thinking_delta", "thinking": block["thinking"][4:]},
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+        for block in blocks[:2]
+    )
+    call = [{"type": "input_json_delta", "partial_json": piece} for piece in ('{"q":', ' "x"}')]
+    begun = [{"type": "thinking", "thinking": "", "signature": ""}] * 2
+    begun += [{**blocks[2], "input": {}}]
+    events: list[Any] = [
+        {"type": "message_start",
+         "message": {**message, "content": [], "stop_reason": None,
+                     "usage": {**usage, "output_tokens": 1}}},
+    ]  # fmt: skip
+    for i, deltas in enumerate((thinking, more, call)):
+        events += [
+            {"type": "content_block_start", "index": i, "content_block": begun[i]},
+            *({"type": "content_block_delta", "index": i, "delta": delta} for delta in deltas),
+            {"type": "content_block_stop", "index": i},
+        ]
+    ended = {"stop_reason": "tool_use", "stop_sequence": None}
+    events += [{"type": "message_delta", "delta": ended, "usage": usage}, {"type": "message_stop"}]
+    lines = "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events)
+    upstream = faulty((200, lines.encode() if stream else whole))
+    other = ProviderModel(
+        "anthropic/claude-sonnet-4-5", upstream.url.removesuffix("/v1"), SECRET, num_retries=0
+    )
+    gateway: Running = start(provider_models={"answerer": other})
+    messages: list[Any] = [{"role": "user", "content": "?"}]
+    with claude(gateway) as api:
+        settings: Any = {"model": "answerer", "max_tokens": 2000, "tools": [TOOL],
+                         "thinking": {"type": "enabled", "budget_tokens": 1024}}  # fmt: skip
+        for _ in range(2):
+            if stream:
+                with api.messages.stream(messages=messages, **settings) as made:
+                    answer = made.get_final_message()
+            else:
+                answer = api.messages.create(messages=messages, **settings)
+            *thoughts, use = answer.content
+            assert [thought.model_dump() for thought in thoughts] == blocks[:2]
+            assert (use.type, use.input) == ("tool_use", {"q": "x"})
+            counted = answer.usage
+            assert (counted.input_tokens, counted.cache_read_input_tokens) == (7, 3)
+            content = [block.model_dump() for block in answer.content]
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": "yes"}
+            messages = [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": [result]},
+            ]
+    sent = [one["body"] for one in upstream.seen]
+    assert [body["thinking"]["budget_tokens"] for body in sent] == [1024, 1024]
+    [back] = [m for m in sent[1]["messages"] if m["role"] == "assistant"]
+    assert back["content"][:2] == blocks[:2]
+    assert [total(call) for call in recorded(gateway, 2)] == [15, 15]
+
+
+def test_tokens_are_counted(gateway: Running, provider: Running) -> None:
+    with claude(gateway) as api:
+        few, many = (
+            api.messages.count_tokens(
+                model="answerer", messages=[{"role": "user", "content": "word " * n}]
+            ).input_tokens
+            for n in (1, 500)
+        )
+    assert 0 < few < 20
+    assert 400 < many < 700
+    assert recorded(gateway, 0) == provider.sampler.requests == []
+
+
+def test_a_count_goes_to_no_other_address(
+    start: Any, faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LiteLLM's counter for Anthropic knows one address: a key of another one stays here."""
+
+    async def elsewhere(*_: Any, **__: Any) -> None:
+        raise AssertionError("asked api.anthropic.com")
+
+    monkeypatch.setattr("litellm.acount_tokens", elsewhere)
+    upstream = faulty((500, {}))
+    other = ProviderModel("anthropic/claude-opus-4-6", upstream.url, SECRET)
+    with claude(start(provider_models={"answerer": other})) as api:
+        counted = api.messages.count_tokens(
+            model="answerer",
+            system="Be brief.",
+            messages=[{"role": "user", "content": "word " * 100}],
+        )
+    assert 90 < counted.input_tokens < 160
+    assert upstream.seen == []
+
+
+def test_a_count_has_bounds(start: Any, faulty: Any) -> None:
+    """It takes a place, gives it back when its client leaves, and ends with the model's timeout."""
+    slow = Event()
+
+    def late(_: Any) -> dict[str, Any]:
+        slow.wait(30)
+        return {}
+
+    upstream = faulty((200, late))
+    other = ProviderModel("openai/x", upstream.url, SECRET, timeout=0.7)
+    others = {"answerer": other, "patient": replace(other, timeout=60)}
+    gateway: Running = start(provider_models=others, max_concurrent=1)
+    claim = gateway.claims[0]
+    url = gateway.base_url(claim) + "/messages/count_tokens"
+    asked = {"model": "answerer", "messages": USER}
+    try:
+        with httpx.Client(headers={"authorization": f"Bearer {claim.key}"}, timeout=60) as api:
+            began = time.monotonic()
+            tardy = api.post(url, json=asked)  # LiteLLM is imported meanwhile
+            error = tardy.json()["error"]
+            assert (tardy.status_code, tardy.json()["type"]) == (504, "error")
+            assert error["type"] == "api_error"
+            assert "'answerer' were not counted within 0.7 s" in error["message"]
+            assert time.monotonic() - began < 20
+            with connected(gateway) as sock:
+                body = json.dumps(asked | {"model": "patient"}).encode()
+                path = httpx.URL(url).path
+                sock.sendall(head(path, claim.key, content_length=len(body)) + body)
+                wait_until(lambda: len(upstream.seen) == 2)
+                refused = api.post(url, json=asked)
+                assert refused.status_code == 429
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+            left = time.monotonic()
+            wait_until(lambda: api.post(url, json=asked).status_code == 504)
+            assert time.monotonic() - left < 10
+    finally:
+        slow.set()
+    recorded(gateway, 0)
+
+
+def test_effort_is_handed_on(start: Any, faulty: Any) -> None:
+    upstream = faulty((500, trouble("what it was asked is enough")))
+    base = upstream.url.removesuffix("/v1")
+    names = ["openai/x", "anthropic/claude-opus-4-6", "anthropic/claude-opus-4-5"]
+    models = {name: ProviderModel(name, base, SECRET, num_retries=0) for name in names}
+    gateway: Running = start(provider_models=models)
+    for model, thinking, told in (
+        ("openai/x", None, {"reasoning_effort": "low"}),
+        ("openai/x", {"type": "adaptive"}, {"reasoning_effort": "low"}),
+        ("openai/x", {"type": "enabled", "budget_tokens": 9000}, {"reasoning_effort": "low"}),
+        ("openai/x", {"type": "disabled"}, {"reasoning_effort": "none"}),
+        (names[1], None, {"output_config": {"effort": "low"}}),
+        (names[1], {"type": "adaptive"}, {"output_config": {"effort": "low"}}),
+        (
+            names[2],
+            {"type": "enabled", "budget_tokens": 1024},
+            {"output_config": {"effort": "low"}},
+        ),
+    ):
+        more = {"max_tokens": 2000, "thinking": thinking}
+        wrong = post(gateway, "messages", model, output_config={"effort": 3}, **more)
+        assert wrong.status_code == 400
+        upstream.seen.clear()
+        post(gateway, "messages", model, output_config={"effort": "low"}, **more)
+        [sent] = [one["body"] for one in upstream.seen]
+        fields = ("reasoning_effort", "output_config")
+        assert {k: sent[k] for k in fields if k in sent} == told, (model, thinking)
+
+
+# --- Completions
+
+
+@pytest.mark.parametrize("kind", ["openai", "text-completion-openai"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions(start: Any, provider: Running, kind: str, stream: bool) -> None:
+    """Several prompts, several choices, echo: a chat model is asked in chat, another in text."""
+    other = ProviderModel(f"{kind}/policy", f"{provider.url}/v1", SECRET, num_retries=0, timeout=60)
+    gateway: Running = start(provider_models={"answerer": other})
+    prompts = ["Once upon", "Two upon"]
+    with client(gateway) as api:
+        made: Any = api.completions.create(
+            model="answerer", prompt=prompts, n=2, echo=True, max_tokens=5, seed=3, stream=stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        )  # fmt: skip
+        texts: dict[int, str] = {}
+        reasons: dict[int, str] = {}
+        usage = made_id = None
+        for one in made if stream else [made]:
+            usage, made_id = one.usage or usage, one.id
+            for choice in one.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    asked = sorted(
+        provider.sampler.requests, key=lambda r: "Two" in gateway.renderer.decode(r.prompt_ids)
+    )
+    for i, prompt in enumerate(prompts):
+        prompted = gateway.renderer.decode_raw(asked[i].prompt_ids)
+        assert (prompted == prompt) is (kind != "openai")
+        assert prompt in prompted
+        for choice in range(2):
+            answer = gateway.renderer.decode(asked[i].sampled[choice])
+            assert texts[2 * i + choice] == prompt + answer
+    assert set(reasons.values()) == {"length"}
+    calls = sorted(recorded(gateway, 4), key=lambda call: call.choice)
+    assert [call.id for call in calls] == [made_id, *(f"{made_id}#{i}" for i in (1, 2, 3))]
+    assert made_id is not None
+    assert made_id.startswith("cmpl-")
+    for i, call in enumerate(calls):
+        assert call.response is not None
+        [choice] = call.response["choices"]
+        assert prompts[i // 2] + choice["message"]["content"] == texts[i]
+    assert usage is not None
+    assert usage.total_tokens == total(calls[0]) + total(calls[2])
+    spent = gateway.store.spent(gateway.claims[0].attempt_id)
+    assert spent == (4, usage.total_tokens)
+
+
+@pytest.mark.parametrize("kind", ["openai", "text-completion-openai"])
+def test_logprobs_of_a_completion(start: Any, provider: Running, kind: str) -> None:
+    other = ProviderModel(f"{kind}/policy", f"{provider.url}/v1", SECRET, num_retries=0, timeout=60)
+    gateway: Running = start(provider_models={"answerer": other})
+    provider.sampler.script = lambda *_: "Hi there, I'm Qwen"
+    with client(gateway) as api:
+        answer = api.completions.create(model="answerer", prompt="Hi", logprobs=1, max_tokens=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx([-0.25 - i / 64 for i in range(3)])
+    assert logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.top_logprobs) == 3
+
+
+@pytest.mark.parametrize("entry", [{"bytes": None, "top_logprobs": []}, {}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, entry: Any) -> None:
+    """OpenAI's bytes may be null; LiteLLM's Gemini tells neither them nor alternatives."""
+    entries = [{"token": token, "logprob": -0.5, **entry} for token in ("grü", "ße")]
+    logprobs = {"content": entries, "refusal": None}
+    whole = said("grüße")
+    whole["choices"][0]["logprobs"] = logprobs
+    pieces = streaming({"content": "grüße"}, logprobs=logprobs)
+    upstream = faulty((200, pieces if stream else whole))
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
+    for retries in ("0", "1"):
+        with client(gateway) as api:
+            made: Any = api.completions.create(
+                model="answerer", prompt="Hi", logprobs=0, stream=stream,
+                extra_headers={"x-stainless-retry-count": retries},
+            )  # fmt: skip
+            told = [one.choices[0].logprobs for one in (made if stream else [made]) if one.choices]
+        [one] = [logprobs for logprobs in told if logprobs is not None]
+        assert (one.tokens, one.text_offset) == (["grü", "ße"], [0, 3])
+        assert (one.token_logprobs, one.top_logprobs) == ([-0.5, -0.5], [{}, {}])
+    [call] = recorded(gateway, 1)
+    assert call.response is not None
+    [first, _] = call.response["choices"][0]["logprobs"]["content"]
+    assert first == {
+        "token": "grü", "logprob": -0.5, "bytes": [*"grü".encode()], "top_logprobs": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1], [2]], [], None, [""] * 200])
+def test_prompts_that_a_provider_cannot_take(gateway: Running, prompt: Any) -> None:
+    response = post(gateway, "completions", prompt=prompt)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    recorded(gateway, 0)
+
+
+# --- what is the provider's to judge, and what goes wrong
+
+
+def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
+    upstream = faulty((200, said("a cat")))
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
+    source = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
+    shown = [
+        ("responses", "input", {"type": "input_image", "image_url": PICTURE, "detail": "auto"}),
+        ("messages", "messages", {"type": "image", "source": source}),
+    ]
+    for protocol, field, part in shown:
+        for model, status in (("answerer", 200), ("policy", 400)):
+            more = {field: [{"role": "user", "content": [part]}]}
+            assert post(gateway, protocol, model, **more).status_code == status
+    for one in upstream.seen:
+        [message] = one["body"]["messages"]
+        [seen] = message["content"]
+        assert seen["image_url"]["url"] == PICTURE
+    assert len(upstream.seen) == 2
+
+
+@pytest.mark.parametrize(("protocol", "stream"), WHOLE_OR_STREAMED)
+def test_retries_and_fallbacks_are_the_routers(
+    start: Any,
+    faulty: Any,
+    provider: Running,
+    protocol: str,
+    stream: bool,
+) -> None:
+    upstream = faulty((500, trouble("a bad day")))
+    others = {
+        "answerer": ProviderModel(
+            "openai/x", upstream.url, SECRET, num_retries=1, fallbacks=("b",)
+        ),
+        "b": answerer(provider),
+    }
+    gateway: Running = start(provider_models=others)
+    response = post(gateway, protocol, stream=stream)
+    assert response.status_code == 200
+    assert len(upstream.seen) == 2
+    assert len(provider.sampler.requests) == 1
+    [call] = recorded(gateway, 1)
+    assert (call.model, call.params["provider_model"]) == ("answerer", "policy")
+    assert call.params["fallbacks"] == 1
+
+
+@pytest.mark.parametrize(("protocol", "stream"), WHOLE_OR_STREAMED)
+def test_a_refusal_is_said_in_the_clients_protocol(
+    start: Any,
+    faulty: Any,
+    protocol: str,
+    stream: bool,
+) -> None:
+    upstream = faulty((429, trouble(f"slow down, {SECRET}")))
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
+    response = post(gateway, protocol, stream=stream)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "7"
+    error = response.json()["error"]
+    assert error["type"] == ("rate_limit_error")
+    assert "slow down, [key]" in error["message"]
+    if protocol == "messages":
+        assert response.json()["type"] == "error"
+    call = only_call(gateway)
+    assert (call.state, call.params["provider_status"]) == (CallState.ERROR, 429)
+    assert_no_key(gateway, response.text, call.error or "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("protocol", ASKED)
+async def test_a_client_that_leaves_cancels_the_call(
+    gateway: Running, provider: Running, protocol: str, stream: bool
+) -> None:
+    provider.sampler.delay = 0.1
+    claim, (path, body) = gateway.claims[0], ASKED[protocol]
+    headers = {"authorization": f"Bearer {claim.key}"}
+    async with httpx.AsyncClient(base_url=gateway.base_url(claim), headers=headers) as api:
+
+        async def ask() -> None:
+            asked = {"model": "answerer", "stream": stream, **body}
+            async with api.stream("POST", path, json=asked, timeout=60) as response:
+                async for _ in response.aiter_lines():
+                    break
+
+        asking = asyncio.create_task(ask())
+        if stream:
+            await asking
+        else:
+            await asyncio.to_thread(wait_until, lambda: provider.sampler.requests)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+    for _ in range(500):
+        calls = gateway.calls(claim)
+        if provider.sampler.requests[-1].cancelled and calls[-1].ended_at:
+            break
+        await asyncio.sleep(0.02)
+    assert provider.sampler.requests[-1].cancelled
+    call = gateway.calls(claim)[-1]
+    assert (call.state, call.skip_reason) == (CallState.CANCELLED, SkipReason.NOT_TRAINABLE_MODEL)
+    assert (call.response is not None) is stream  # the part that had come
+    assert call.params["usage_unknown"] == "the answer did not come to its end"
+    wait_until(lambda: gateway.stats["in_flight"] == 0)
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_a_marked_retry_is_replayed_in_every_protocol(gateway: Running, provider: Running) -> None:
+    claim = gateway.claims[0]
+    with httpx.Client(headers={"authorization": f"Bearer {claim.key}"}, timeout=60) as api:
+        for path, body in ASKED.values():
+            url = gateway.base_url(claim) + path
+            asked = {"model": "answerer", **body}
+            first = api.post(url, json=asked)
+            again = api.post(url, json=asked, headers={"x-stainless-retry-count": "1"})
+            assert first.is_success
+            assert first.json() == again.json()
+    assert len(provider.sampler.requests) == 4
+    recorded(gateway, 4)
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize(("protocol", "stream"), WHOLE_OR_STREAMED)
+def test_tokens_of_providers_models_count(
+    start: Any,
+    provider: Running,
+    protocol: str,
+    stream: bool,
+) -> None:
+    """Until the budget is used up, in this process and, by the store, in the next."""
+    gateway: Running = start(
+        provider_models={"answerer": answerer(provider)}, max_tokens_per_rollout=100
+    )
+    claim = gateway.claims[0]
+    answers = [post(gateway, protocol, stream=stream) for _ in range(8)]
+    good = [answer for answer in answers if answer.is_success]
+    assert 0 < len(good) < 8
+    calls = recorded(gateway, len(good))
+    used = [total(call) for call in calls]
+    asked = provider.sampler.requests
+    assert used == [len(one.prompt_ids) + len(one.sampled[0]) for one in asked]
+    assert sum(used[:-1]) < 100 <= sum(used)
+    assert gateway.store.spent(claim.attempt_id) == (len(calls), sum(used))
+    refused = answers[-1]
+    assert refused.status_code == 429
+    assert f"used {sum(used)} tokens of the 100" in refused.json()["error"]["message"]
+    assert post(gateway, protocol, "policy", stream=stream).status_code == 429
+    with serving(create_app(gateway.deps)) as url:  # it remembers nothing
+        path, body = ASKED[protocol]
+        again = httpx.post(
+            f"{url}/rollouts/{claim.rollout_id}/v1{path}",
+            json={"model": "answerer", "stream": stream, **body},
+            headers={"authorization": f"Bearer {claim.key}"},
+        )
+    assert again.status_code == 429
+    assert len(provider.sampler.requests) == len(calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_usage_is_made_up(start: Any, faulty: Any, stream: bool) -> None:
+    """LiteLLM estimates what it is not told; a record, a budget and an answer have no estimates."""
+    whole = {k: v for k, v in said("fine").items() if k != "usage"}
+    pieces = streaming({"role": "assistant", "content": "fi"}, {"content": "ne"})
+    upstream = faulty((200, pieces if stream else whole))
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other}, max_tokens_per_rollout=100)
+    with client(gateway) as api:
+        if stream:
+            with api.chat.completions.create(
+                model="answerer", messages=USER, stream=True, stream_options={"include_usage": True}
+            ) as chunks:
+                told = [chunk.usage for chunk in chunks]
+            assert not any(told)
+        else:
+            answer = api.chat.completions.create(model="answerer", messages=USER)
+            assert answer.usage is None
+        spoken = post(gateway, "responses", stream=stream)
+        assert spoken.is_success
+        assert '"usage":null' in spoken.text
+        assert post(gateway, "messages", stream=stream).is_success
+    for call in recorded(gateway, 3):
+        assert "usage" not in call.params
+        assert call.params["usage_unknown"] == "the provider did not tell it"
+        assert call.response is not None
+        assert call.response["choices"][0]["message"]["content"] == "fine"
+    assert gateway.store.spent(gateway.claims[0].attempt_id) == (3, 0)

@@ -1,0 +1,414 @@
+"""Providers' models through LiteLLM: a second gateway is the provider, the official client asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from threading import Event
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from official_clients import CALL, TOOLS, USER, client, streamed
+from provider_servers import SECRET, answerer, assert_no_key, only_call, said, trouble
+from scripted_sampler import OPERATOR_KEY, Running
+
+from agentrl_proxy.dependencies import ProviderModel
+from agentrl_tracer.schemas import CallState, SkipReason
+
+
+def test_answer_is_recorded_and_not_trained(start: Any, provider: Running) -> None:
+    gateway: Running = start(provider_models={"answerer": answerer(provider)})
+    with client(gateway) as api:
+        answer = api.chat.completions.create(
+            model="answerer", messages=USER, seed=5, max_tokens=9, user="u", extra_body={"odd": 1}
+        )
+        ours = api.chat.completions.create(model="policy", messages=USER)
+        listed = [model.id for model in api.models.list()]
+    assert listed == ["answerer", "base", "policy"]
+    [asked] = provider.sampler.requests
+    assert (asked.params.seed, asked.params.max_tokens) == (5, 9)
+    said = provider.renderer.decode(asked.sampled[0])
+    assert answer.choices[0].message.content == said
+    assert answer.model == "answerer"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(asked.sampled[0])
+    call, trained = gateway.calls(gateway.claims[0])
+    assert trained.id == ours.id
+    assert (call.seq, trained.seq) == (0, 1)
+    assert call.id == call.response_id == answer.id
+    assert (call.model, call.adapter, call.adapter_version) == ("answerer", None, None)
+    assert (call.state, call.skip_reason) == (CallState.COMPLETED, SkipReason.NOT_TRAINABLE_MODEL)
+    assert (call.prompt_ids, call.response_ids, call.response_logprobs) == ([], [], [])
+    assert call.finish_reason == answer.choices[0].finish_reason == "length"
+    assert call.request is not None
+    assert call.request["messages"] == USER
+    assert call.response is not None
+    assert call.response["choices"][0]["message"]["content"] == said
+    assert call.params["usage"]["total_tokens"] == answer.usage.total_tokens
+    assert call.params["provider_model"] == "policy"
+    assert call.params["provider_id"] != answer.id
+    sums = gateway.store.accounting(gateway.run_id)
+    assert sums.adds_up
+    assert (sums.proxied, sums.pending, sums.skipped) == (
+        2, 1, {SkipReason.NOT_TRAINABLE_MODEL: 1},
+    )  # fmt: skip
+    assert_no_key(gateway)
+
+
+def test_choices(gateway: Running) -> None:
+    with client(gateway) as api:
+        answer = api.chat.completions.create(model="answerer", messages=USER, n=3, seed=1)
+    calls = sorted(gateway.calls(gateway.claims[0]), key=lambda call: call.choice)
+    assert [call.id for call in calls] == [answer.id, f"{answer.id}#1", f"{answer.id}#2"]
+    said = [call.response["choices"][0]["message"]["content"] for call in calls if call.response]
+    assert said == [choice.message.content for choice in answer.choices]
+    assert len(set(said)) == 3
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_stream_is_incremental_and_recorded_before_it_ends(
+    gateway: Running, provider: Running
+) -> None:
+    provider.sampler.delay = 0.05
+    begun = time.monotonic()
+    times: list[float] = []
+    text, finish = "", None
+    with (
+        client(gateway) as api,
+        api.chat.completions.create(
+            model="answerer", messages=USER, stream=True, seed=2,
+            stream_options={"include_usage": True},
+        ) as stream,
+    ):  # fmt: skip
+        for chunk in stream:
+            times.append(time.monotonic() - begun)
+            assert chunk.model == "answerer"
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                if choice.finish_reason:
+                    finish = choice.finish_reason
+                    assert only_call(gateway).state is CallState.COMPLETED
+            usage = chunk.usage
+    [asked] = provider.sampler.requests
+    assert text == provider.renderer.decode(asked.sampled[0])
+    assert finish == "stop"
+    assert usage is not None
+    assert usage.completion_tokens == len(asked.sampled[0])
+    assert len(times) > 8
+    assert times[-1] - times[0] > 0.4  # they did not come all at once
+    call = only_call(gateway)
+    assert call.response is not None
+    assert call.response["choices"][0]["message"]["content"] == text
+    assert call.params["usage"]["completion_tokens"] == usage.completion_tokens
+    assert call.finish_reason == "stop"
+
+
+def test_usage_is_recorded_although_the_client_did_not_ask(gateway: Running) -> None:
+    with (
+        client(gateway) as api,
+        api.chat.completions.create(model="answerer", messages=USER, stream=True) as stream,
+    ):
+        assert streamed(stream)[3] is None
+    assert only_call(gateway).params["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_pass_through(gateway: Running, provider: Running, stream: bool) -> None:
+    provider.sampler.script = lambda *_: f"Let me look.\n{CALL}\n{CALL}"
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="answerer", messages=USER, tools=TOOLS, stream=stream
+        )
+        if stream:
+            text, calls, finish, _ = streamed(made)
+        else:
+            message = made.choices[0].message
+            text, calls, finish = message.content, message.tool_calls, made.choices[0].finish_reason
+        assert text == "Let me look."
+        assert finish == "tool_calls"
+        assert [call.function.name for call in calls] == ["search", "search"]
+        assert json.loads(calls[0].function.arguments) == {"q": "köln", "k": 3}
+        recorded = only_call(gateway).response
+        assert recorded is not None
+        message = recorded["choices"][0]["message"]
+        assert [call["id"] for call in message["tool_calls"]] == [call.id for call in calls]
+        assert message["tool_calls"][1]["function"]["arguments"] == calls[1].function.arguments
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "nothing"}
+            for call in message["tool_calls"]
+        ]
+        provider.sampler.script = lambda *_: "Not found."
+        after = api.chat.completions.create(
+            model="answerer", messages=[*USER, message, *results], tools=TOOLS
+        )
+    assert after.choices[0].message.content == "Not found."
+
+
+def test_streamed_calls_that_share_an_index(start: Any, faulty: Any) -> None:
+    """Ollama tells each call in a chunk of its own; LiteLLM gives each a new id and index 0."""
+    calls = [{"name": "search", "arguments": {"q": q}} for q in ("a", "b")]
+    calls += [{"name": "other", "arguments": {}}]
+    lines: list[Any] = [
+        {"message": {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}}
+        for call in calls
+    ]
+    lines += [{"message": {"role": "assistant", "content": ""}, "done_reason": "stop"}]
+    data = "".join(
+        json.dumps({"model": "x", "done": one is lines[-1], **one}) + "\n" for one in lines
+    ).encode()
+    upstream = faulty((200, data))
+    other = ProviderModel("ollama_chat/x", upstream.url.removesuffix("/v1"), num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="answerer", messages=USER, tools=TOOLS, stream=True
+        )
+        told = streamed(made)[1]
+    recorded = only_call(gateway).response
+    assert recorded is not None
+    kept = recorded["choices"][0]["message"]["tool_calls"]
+    assert len({call["id"] for call in kept}) == 3
+    assert [call["id"] for call in kept] == [call.id for call in told]
+    for found, said_of_it in zip(kept, told, strict=True):
+        assert found["function"]["arguments"] == said_of_it.function.arguments
+    assert [
+        {"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}
+        for c in kept
+    ] == calls
+
+
+def test_a_new_id_alone_begins_no_call(start: Any, faulty: Any) -> None:
+    """Some servers make up an id for every piece of one call; the name is in the first only."""
+    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "x"}
+    pieces = [
+        {"id": "1", "type": "function", "function": {"name": "search", "arguments": ""}},
+        {"id": "2", "type": "function", "function": {"arguments": '{"q":'}},
+        {"id": "3", "type": "function", "function": {"arguments": ' "a"}'}},
+    ]
+    deltas: list[Any] = [{"tool_calls": [{"index": 0, **piece}]} for piece in pieces]
+    chunks = [
+        {**heading, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        for delta in deltas
+    ]
+    chunks += [
+        {**heading, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+    ]
+    upstream = faulty((200, "".join(f"data: {json.dumps(c)}\n\n" for c in chunks).encode()))
+    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
+    with client(gateway) as api:
+        [call] = streamed(
+            api.chat.completions.create(model="answerer", messages=USER, tools=TOOLS, stream=True)
+        )[1]
+    assert (call.id, call.function.arguments) == ("1", '{"q": "a"}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_retries_are_the_routers(start: Any, faulty: Any, stream: bool) -> None:
+    upstream = faulty((500, trouble("a bad day")), (500, trouble("again")), (200, said("fine")))
+    gateway: Running = start(
+        provider_models={"answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=2)}
+    )
+    if stream:  # this upstream cannot stream; refusals come before the first chunk anyway
+        upstream.answers = [(500, trouble("a bad day"))]
+        with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
+            api.chat.completions.create(model="answerer", messages=USER, stream=True)
+        assert caught.value.status_code == 500
+        assert only_call(gateway).state is CallState.ERROR
+    else:
+        with client(gateway) as api:
+            answer = api.chat.completions.create(model="answerer", messages=USER)
+        assert answer.choices[0].message.content == "fine"
+        assert only_call(gateway).params["retries"] == 2
+    assert len(upstream.seen) == 3
+
+
+FORCED = {"force": {"temperature": 0.25}}
+
+
+def test_the_rollouts_temperature_holds_for_what_stands_in_for_the_policy(
+    start: Any, provider: Running
+) -> None:
+    """And not for other models that the agent asks, a judge for instance."""
+    gateway: Running = start(
+        FORCED,
+        provider_models={
+            "policy": answerer(provider, is_policy=True),
+            "judge": answerer(provider),
+        },
+    )
+    with client(gateway) as api:
+        for name in ("policy", "judge"):
+            api.chat.completions.create(model=name, messages=USER, temperature=0.75)
+        api.responses.create(model="policy", input="hello")
+    asked = [request.params.temperature for request in provider.sampler.requests]
+    assert asked == [0.25, 0.75, 0.25]
+    recorded = [call.params["temperature"] for call in gateway.calls(gateway.claims[0])]
+    assert recorded == [0.25, 0.75, 0.25]
+
+
+@pytest.mark.parametrize("model", ["openai/o3", "openai/gpt-5", "openai/unheard-of"])
+def test_a_model_that_refuses_the_rollouts_temperature_is_asked_without(
+    start: Any, faulty: Any, model: str
+) -> None:
+    """LiteLLM knows it of some models; others say so themselves, and are not asked twice again."""
+    answers = [(200, said("fine"))]
+    if model == "openai/unheard-of":
+        refusal = "Unsupported value: 'temperature' does not support 0.25 with this model."
+        answers.insert(0, (400, trouble(refusal, "unsupported_value")))
+    upstream = faulty(*answers)
+    gateway: Running = start(
+        FORCED,
+        provider_models={"policy": ProviderModel(model, upstream.url, SECRET, is_policy=True)},
+    )
+    with client(gateway) as api:
+        for _ in range(2):
+            answer = api.chat.completions.create(model="policy", messages=USER)
+            assert answer.choices[0].message.content == "fine"
+    assert len(upstream.seen) == len(answers) + 1
+    assert all("temperature" not in one["body"] for one in upstream.seen[-2:])
+    for call in gateway.calls(gateway.claims[0]):
+        assert call.params["not_enforced"] == ["temperature"]
+        assert "temperature" not in call.params
+
+
+def test_an_agents_own_temperature_is_refused_as_ever(start: Any, faulty: Any) -> None:
+    upstream = faulty((200, said("fine")))
+    gateway: Running = start(
+        FORCED, provider_models={"judge": ProviderModel("openai/o3", upstream.url, SECRET)}
+    )
+    with client(gateway) as api, pytest.raises(openai.BadRequestError, match="temperature"):
+        api.chat.completions.create(model="judge", messages=USER, temperature=0.5)
+    assert not upstream.seen
+
+
+def test_a_marked_retry_is_replayed(gateway: Running, provider: Running) -> None:
+    retry = {"x-stainless-retry-count": "1"}
+    with client(gateway) as api:
+        first = api.chat.completions.create(model="answerer", messages=USER)
+        again = api.chat.completions.create(model="answerer", messages=USER, extra_headers=retry)
+        other = api.chat.completions.create(model="answerer", messages=USER)
+        with api.chat.completions.create(model="answerer", messages=USER, stream=True) as stream:
+            text = streamed(stream)[0]
+        with api.chat.completions.create(
+            model="answerer", messages=USER, stream=True, extra_headers=retry
+        ) as stream:
+            assert streamed(stream)[0] == text
+    assert first == again
+    assert first.id != other.id
+    assert len(provider.sampler.requests) == 3
+    assert len(gateway.calls(gateway.claims[0])) == 3
+
+
+def test_a_sealed_attempt_gets_no_answer(start: Any, provider: Running) -> None:
+    gateway: Running = start(provider_models={"answerer": answerer(provider)})
+    provider.sampler.script = lambda *_: gateway.seal(gateway.claims[0]) or "late"
+    with client(gateway) as api, pytest.raises(openai.ConflictError):
+        api.chat.completions.create(model="answerer", messages=USER)
+    # Whichever of the two was said first stands.
+    assert only_call(gateway).skip_reason in (SkipReason.NOT_TRAINABLE_MODEL, SkipReason.LATE_CALL)
+    assert gateway.stats["late"] == 1
+
+
+def test_calls_count_in_the_rollouts_budget(start: Any, provider: Running) -> None:
+    gateway: Running = start(
+        provider_models={"answerer": answerer(provider)}, max_calls_per_rollout=3
+    )
+    with client(gateway) as api:
+        api.chat.completions.create(model="answerer", messages=USER, n=2)
+        api.chat.completions.create(model="policy", messages=USER)
+        for model in ("answerer", "policy"):
+            with pytest.raises(openai.RateLimitError, match="made 3 calls of the 3"):
+                api.chat.completions.create(model=model, messages=USER)
+    assert len(gateway.calls(gateway.claims[0])) == 3
+    assert gateway.stats["over_budget"] == 2
+
+
+async def test_overload_is_refused_and_every_place_comes_back(start: Any, faulty: Any) -> None:
+    upstream = faulty((200, said("x")))
+    answers, asked, go_on = upstream.server.RequestHandlerClass.do_POST, Event(), Event()
+
+    def slow(handler: Any) -> None:
+        asked.set()
+        assert go_on.wait(30)
+        answers(handler)
+
+    upstream.server.RequestHandlerClass.do_POST = slow
+    gateway: Running = start(
+        max_concurrent=1,
+        max_calls_per_rollout=4,
+        provider_models={
+            "answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
+        },
+    )
+    claim, body = gateway.claims[0], {"model": "answerer", "messages": USER}
+    async with httpx.AsyncClient(
+        base_url=gateway.base_url(claim), headers={"x-api-key": claim.key}, timeout=30
+    ) as api:
+
+        async def ask(path: str = "/chat/completions", **more: Any) -> httpx.Response:
+            return await api.post(path, json=body | more)
+
+        first = asyncio.create_task(ask())
+        await asyncio.to_thread(asked.wait, 30)
+        refused = await asyncio.gather(ask(), ask(stream=True), ask(model="policy"))
+        assert [one.status_code for one in refused] == [429] * 3
+        assert refused[0].json()["error"]["code"] == "overloaded"
+        assert int(refused[0].headers["retry-after"]) >= 1
+        assert gateway.stats["overloaded"] == 3
+        go_on.set()
+        assert (await first).status_code == 200
+        # Of two prompts the second finds no place; the first gives its own back.
+        assert (await ask("/completions", prompt=["a", "b"])).status_code == 429
+        upstream.answers = [(400, trouble("no"))]
+        assert (await ask()).status_code == 400
+        upstream.answers = [(200, said("x"))]
+        assert (await ask()).status_code == 200
+        assert (await ask()).json()["error"]["code"] == "rollout_budget_exceeded"
+        assert (await ask(model="policy")).json()["error"]["code"] == "rollout_budget_exceeded"
+    assert len(gateway.calls(claim)) == 4
+    assert gateway.store.accounting(gateway.run_id).adds_up
+
+
+def test_outside_a_rollout(start: Any, provider: Running) -> None:
+    gateway: Running = start(provider_models={"answerer": answerer(provider)})
+    with openai.OpenAI(base_url=gateway.base_url(), api_key=OPERATOR_KEY) as api:
+        api.chat.completions.create(model="answerer", messages=USER)
+    sums = gateway.store.accounting(gateway.run_id)
+    assert sums.adds_up
+    assert sums.skipped == {SkipReason.NO_ROLLOUT: 1}
+
+
+def test_unknown_models_keep_their_rule(start: Any, provider: Running) -> None:
+    strict: Running = start(
+        provider_models={"answerer": answerer(provider)}, accept_any_model=False
+    )
+    with client(strict) as api:
+        with pytest.raises(openai.NotFoundError):
+            api.chat.completions.create(model="judge", messages=USER)
+        api.chat.completions.create(model="answerer", messages=USER)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": USER, "n": 0}, "n"),
+        ({"messages": USER, "n": "2"}, "n"),
+        ({"messages": USER, "stream": "yes"}, "stream"),
+        ({"messages": USER, "stream_options": 1}, "stream_options"),
+    ],
+)
+def test_what_the_gateway_itself_refuses(gateway: Running, body: Any, param: str) -> None:
+    claim = gateway.claims[0]
+    response = httpx.post(
+        f"{gateway.base_url(claim)}/chat/completions",
+        json={"model": "answerer", **body},
+        headers={"authorization": f"Bearer {claim.key}"},
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert gateway.calls(claim) == []
