@@ -1,4 +1,4 @@
-"""One service for all tests of the client, on one thread."""
+"""One service for all tests of the client."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ import torch
 from client_data import TINY
 
 from agentrl_trainer.client import ServiceClient, TrainingClient
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
