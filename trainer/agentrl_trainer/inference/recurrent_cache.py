@@ -103,10 +103,10 @@ class RowByRowForward:
     tolerance = 2e-4
 
     def __init__(self, base: BaseModel, options: dict[str, Any], past: Past) -> None:
-        layers = DynamicCache(config=base.model.config).layers
-        recurs = any(not isinstance(layer, DynamicLayer) for layer in layers)
-        if past is Past.CHUNKS and recurs and base.dtype != torch.float32:
-            raise ValueError("rounding could hide that it forgets its state")
+        if past is Past.CHUNKS and base.dtype != torch.float32:
+            layers = DynamicCache(config=base.model.config).layers
+            if any(not isinstance(layer, DynamicLayer) for layer in layers):
+                raise ValueError("rounding could hide that it forgets its state")
         self._base = base
         self._options = options
         self._shape: KVShape | None = None

@@ -28,7 +28,7 @@ from agentrl.export.adapter import export
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.models import loading as model_module
+from agentrl_trainer.models import lora
 from agentrl_trainer.models.loading import ModelError, load_base, load_facts, resolve_model
 from agentrl_trainer.models.lora import (
     adapter_shapes,
@@ -356,7 +356,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(model_module, "save_file", full)
+    monkeypatch.setattr(lora, "save_file", full)
     with pytest.raises(OSError, match="no space"):
         save_adapter(peft_model, "policy", tmp_path / "v1")
     assert [p.name for p in tmp_path.iterdir()] == ["v1"]

@@ -42,7 +42,7 @@ def attention(packed: PackedTrie, states: list[Tensor], *, flex: bool, **options
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=7),
     st.sampled_from([None, 1, 3]),

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from call_records import call_of, reward, rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import (
     Call,
-    CallState,
-    Purpose,
     Reward,
-    Rollout,
     RolloutState,
     SkipReason,
 )
@@ -28,25 +26,8 @@ SETTINGS = StepSettings(adapters=frozenset(), max_length=64)
 BOTH = {"asker": AdapterRule(), "answerer": AdapterRule()}
 
 
-def rollout(name: str, group: str = "g", state: RolloutState = RolloutState.SUCCEEDED) -> Rollout:
-    winner = f"{name}-a" if state is RolloutState.SUCCEEDED else None
-    return Rollout(
-        name, "run", "task", group, Purpose.TRAIN, 1, 0, 0, state, None, 1, winner, 0.0, 0.0, 0.0
-    )
-
-
 def call(of: str, name: str, adapter: str | None, agent: str | None = None, seq: int = 0) -> Call:
-    return Call(
-        id=name, response_id=name, choice=0, run_id="run", rollout_id=of, attempt_id=f"{of}-a",
-        seq=seq, agent=agent, model=str(adapter), adapter=adapter, adapter_version=0,
-        state=CallState.COMPLETED, prompt_ids=[1, 2, seq + 3], response_ids=[7, 8],
-        response_logprobs=[-0.5, -0.25], finish_reason="stop", params={}, request=None,
-        response=None, error=None, trace_id=None, span_id=None, started_at=0.0, ended_at=1.0,
-    )  # fmt: skip
-
-
-def reward(of: str, value: float) -> Reward:
-    return Reward(f"{of}-a", of, "reward", value, key=f"{of}{value}")
+    return replace(call_of(of, name, seq=seq), model=adapter, adapter=adapter, agent=agent)
 
 
 def named(of: str, name: str, value: float) -> Reward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,6 @@ def gpt_oss() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     own = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4}
     return _made(GptOssForCausalLM, GptOssConfig(**SMALL, **own, rope_parameters=rope))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SERVED = [qwen3_moe, mixtral, olmoe, qwen2_moe]

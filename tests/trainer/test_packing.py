@@ -147,7 +147,7 @@ def data(draw: st.DrawFn) -> list[TrainingRow]:
     return result
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data(), st.integers(1, 80), st.none() | st.integers(1, 80), st.booleans())
 def test_every_trained_token_is_in_one_place(
     datums: list[TrainingRow], budget: int, enough: int | None, share: bool

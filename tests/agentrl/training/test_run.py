@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from sampled_call import call
 from settings import nested
-from test_metrics import call
 
 from agentrl.config.commands import TrainConfig
 from agentrl.timing import PhaseTimer

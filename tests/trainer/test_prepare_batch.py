@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_learner import data, learner
+from small_learner import data, learner
 
 from agentrl_trainer.data.advantages import Scaling
 from agentrl_trainer.data.training_row import TrainingRow

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_learner import (
+from small_learner import (
     assert_same,
     data,
     gradients,
     learner,
     move_off_start,
     nearly_on_policy,
-    one_thread,  # noqa: F401
     plain_logprobs,
 )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_learner import (
+from small_learner import (
     VOCAB,
     assert_same,
     cohere,
@@ -17,7 +17,6 @@ from test_learner import (
     learner,
     move_off_start,
     on_policy,
-    one_thread,  # noqa: F401
     qwen3,
 )
 from torch import Tensor
