@@ -15,7 +15,7 @@ from rich.console import Console
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.recorded import recorded
-from agentrl.gateway.process import FORWARD_HEADERS, TINKER_KEY, variables_of
+from agentrl.gateway.handle import secret_variables
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
 
@@ -89,8 +89,7 @@ def _model_name(run: dict[str, Any]) -> str:
 def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
     """Environment variables with keys: on the trainer's machine agents would inherit them."""
     models: dict[str, Any] = started.get("models") or {}
-    names = (FORWARD_HEADERS, TINKER_KEY, recorded(started, "sampler.vllm.key_env"))
-    return tuple(name for name in (*names, *variables_of(models)) if name)
+    return secret_variables(models, recorded(started, "sampler.vllm.key_env"))
 
 
 def _find_run(store: Store, run_id: str | None) -> dict[str, Any]:
