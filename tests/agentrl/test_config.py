@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,12 @@ def test_every_old_name_leads_to_settings_that_exist() -> None:
     known = {setting.name for command in COMMANDS.values() for setting in settings_of(command)}
     for old, places in RENAMED.items():
         assert {*places} <= known, old
+
+
+def test_the_page_of_settings_is_written_from_the_models() -> None:
+    root = Path(__file__).parents[2]
+    page = runpy.run_path(str(root / "scripts" / "settings_page.py"))["page"]()
+    assert (root / "docs" / "settings.md").read_text() == page, "python scripts/settings_page.py"
 
 
 def test_groups_must_be_able_to_compare() -> None:

@@ -171,7 +171,7 @@ def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
         places = [flag_of(one) for one in RENAMED[name] if one in known]
         if places:
             return f"{flag}: is now {' or '.join(places)}"
-    flags = [setting.flag for setting in settings_of(command)]
+    flags = [setting.flag for setting in settings_of(command) if setting.flag]
     for short in short_flags(command).values():
         flags += [f"--{one}" for one in ([short] if isinstance(short, str) else short)]
     return f"{flag}: there is no such flag.{nearest(flag, flags) or ' See --help-all.'}"
