@@ -17,15 +17,22 @@ from agentrl_proxy.rendering.renderer import Renderer
 
 
 @pytest.fixture(scope="module", autouse=True)
-def litellm() -> Iterator[None]:
+def imported_litellm() -> Iterator[None]:
     """Imports LiteLLM before a test measures time. Ends its HTTP sessions, which belong to the
     loops of this module's gateways, where pytest ignores the warning about it."""
     make_router({})
     yield
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def own_sessions(imported_litellm: None) -> Iterator[None]:
+    """Keeps LiteLLM from using one gateway's sessions in the event loop of the next."""
     import litellm
 
     litellm.in_memory_llm_clients_cache.flush_cache()
-    gc.collect()
+    yield
+    litellm.in_memory_llm_clients_cache.flush_cache()
 
 
 @pytest.fixture(scope="module")
