@@ -101,6 +101,7 @@ def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
+    from agentrl_proxy.server.limits import ConnectionLimits
     from agentrl_proxy.server.uvicorn import serving
     from agentrl_tracer.store import Store
     from agentrl_tracer.store.writer import TraceWriter
@@ -114,7 +115,9 @@ def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     sampler = InstantSampler(words, renderer.tokenizer.eos_token_id)
     deps = GatewayDependencies(
         sampler, renderer, store, writer, "soak", models={"policy": "policy"},
-        operator_key=OPERATOR_KEY, run_id=run_id, context_length=4096,
+        operator_key=OPERATOR_KEY, run_id=run_id, context_length=4096, accept_any_model=True,
+        max_concurrent=1024, max_queued=1024,
+        limits=ConnectionLimits(receive_s=60, receive_bytes=2**27, stall_s=60, grace_s=5),
     )  # fmt: skip
     try:
         with serving(create_app(deps)) as url:

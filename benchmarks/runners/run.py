@@ -64,6 +64,8 @@ def measure(runners: int, rollouts: int, per_process: int) -> Row:
                 model="policy",
                 logs=str(folder / "logs"),
                 runners=runners,
+                timeout_s=600.0,
+                lease_s=15.0,
                 rollouts_per_process=per_process,
             )
         )

@@ -1,13 +1,13 @@
-"""What a gateway is made of, and what it counts.
+"""Define what a gateway is given: its sampler, renderer, store, models and limits.
 
-Knows the parts by their protocols: any store and writer that answer like agentrl_tracer's will
-do. Does not know how a request is handled.
+The parts are protocols: any store and writer that answer like agentrl_tracer's will do. Defaults of
+settings are in agentrl/config/settings.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from agentrl_proxy.rendering.renderer import Renderer
@@ -50,54 +50,58 @@ class SpanExporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProviderModel:
-    """A model that somebody else serves, as LiteLLM reaches it."""
+    """A provider's model, as LiteLLM reaches it."""
 
     model: str  # LiteLLM's name: provider/model
     api_base: str | None = None
     api_key: str | None = field(default=None, repr=False)
-    timeout: float = 120.0
+    timeout: float = 120.0  # seconds
     num_retries: int = 2
-    fallbacks: Sequence[str] = ()  # names of other models, asked in this order
+    fallbacks: Sequence[str] = ()  # names of other provider models, in order
     params: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     is_policy: bool = False
-    """It answers in the policy's place: what the rollout forces on its sampling holds for it."""
+    """It answers in place of the policy, so a rollout's forced sampling applies to it."""
 
 
 @dataclass(slots=True)
 class GatewayDependencies:
+    """The parts, models and limits of one gateway."""
+
     sampler: Sampler
     renderer: Renderer
     store: GatewayStore
     writer: TraceSink
     boot_id: str
+    _: KW_ONLY
+    accept_any_model: bool
+    """Whether ``default_adapter`` answers unknown model names (agents hard-code names like
+    gpt-4o-mini); else they get 404."""
+    max_concurrent: int
+    """Requests answered at once, providers' included; further ones get 429."""
+    max_queued: int
+    """Answers waiting in the sampler's queue, at which further requests get 429."""
+    limits: ConnectionLimits
+    """Of each connection."""
     models: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     """Requested model name → adapter name; None: the base model."""
     agents: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Agent (role) → adapter name: who answers an agent that asks for no name in ``models``."""
+    """Agent (role) → adapter name, for model names that are not in ``models``."""
     default_adapter: str | None = None
-    """Answers unknown model names when ``accept_any_model``; None: the base model does."""
-    accept_any_model: bool = True
-    """Agents hard-code names like gpt-4o-mini; False answers 404 to those not in ``models``."""
+    """None: the base model."""
     provider_models: Mapping[str, ProviderModel] = field(default_factory=dict[str, ProviderModel])
-    """Requested model name → a model behind LiteLLM: recorded, never trained."""
+    """Requested model name → a provider's model: recorded, never trained."""
     operator_key: str | None = None
-    """None: whoever reaches the port may sample without a rollout. Loopback only, see server."""
+    """None: anyone who reaches the port may sample outside rollouts; only on loopback."""
     run_id: str | None = None
-    """Recorded with calls made outside any rollout."""
+    """Recorded with calls outside any rollout."""
     context_length: int | None = None
-    """Tokens of prompt and answer together; None: the sampler raises ContextLengthError itself."""
+    """Tokens of prompt and answer together; None: only the sampler knows."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Sampling defaults of requests and attempts that set nothing."""
+    """Sampling values that neither the request nor its rollout sets."""
     max_body_bytes: int = MAX_BODY_BYTES
-    max_concurrent: int = 1024
-    """Requests answered at once, whoever answers; those beyond are told to come back (429)."""
-    max_queued: int = 1024
-    """Answers waiting in the sampler's queue; while there are more, no request is added."""
     max_calls_per_rollout: int | None = None
-    """Answers that one attempt may have sampled; None: no limit."""
+    """Choices that one attempt may request; None: no limit."""
     max_tokens_per_rollout: int | None = None
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
-    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-    """Of a connection."""
     forward: SpanExporter | None = None
-    """Gets what is recorded, too. The app closes it."""
+    """Exports what is recorded. The app closes it."""

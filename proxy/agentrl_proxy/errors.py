@@ -1,8 +1,7 @@
-"""Every way the gateway says no, in the shape that OpenAI's clients understand.
+"""Define the gateway's errors, in the format that OpenAI's clients understand.
 
-Knows status codes and the error object. Does not know routes, tokens or the store. Messages are
-for the person debugging an agent: they say what was got and what is allowed, and never quote a
-credential.
+Messages are for the person who debugs an agent: they name what was sent and what is allowed, and
+never quote a credential.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import orjson
 
 from agentrl_tracer.schemas import AttemptState
 
-# OpenAI's clients retry 408, 409, 429 and 5xx by themselves. A sealed attempt stays sealed, so
-# they are told not to.
+# OpenAI's clients retry 408, 409, 429 and 5xx unless this header stops them.
 DO_NOT_RETRY = {"x-should-retry": "false"}
 _LONGEST_MESSAGE = 1000
 
 Names = Sequence[tuple[re.Pattern[str], str]]
-"""What a protocol calls the fields of chat completions, as pattern and replacement, in order."""
+"""How a protocol names the fields of chat completions: patterns and replacements, in order."""
 
 
 class ApiError(Exception):
-    """An answer that is not a completion."""
+    """A refusal or failure, as an HTTP answer."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        # It may quote what was sent: lone surrogates cannot be encoded, megabytes help nobody.
+        # It may quote the request, which may be long or contain lone surrogates.
         message = message[:_LONGEST_MESSAGE].encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status = status
@@ -49,7 +47,7 @@ class ApiError(Exception):
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request may be answered later, so that its client comes back."""
+        """Whether the client may retry, because the same request may succeed later."""
         return (self.status in (408, 429) or self.status >= 500) and self.headers != DO_NOT_RETRY
 
     def body(self) -> dict[str, Any]:
@@ -63,7 +61,7 @@ class ApiError(Exception):
         }
 
     def rename(self, names: Names) -> None:
-        """Says the field that is wrong in the words of the client's protocol."""
+        """Name the wrong field as the client's protocol does."""
         for pattern, own in names:
             self.message = pattern.sub(own, self.message, count=1)
             self.param = self.param and pattern.sub(own, self.param, count=1)
@@ -85,7 +83,7 @@ def forbidden(message: str, code: str) -> ApiError:
 
 
 def attempt_sealed(state: AttemptState | None) -> ApiError:
-    """``state``: what the store says of the attempt; None: it is no longer there."""
+    """``state``: the attempt's state in the store; None: it was deleted."""
     return ApiError(
         409,
         f"this attempt is over (state: {state or 'deleted'}): no more calls, spans or rewards",
@@ -111,12 +109,12 @@ def context_length_exceeded(prompt_tokens: int, context_length: int, param: str)
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    # Supervision needs about this long to bring a sampler back.
+    # A supervised sampler takes about this long to restart.
     return ApiError(503, message, kind="server_error", code=code, headers={"retry-after": "2"})
 
 
 def refused_by_sampler(code: str, message: str) -> ApiError:
-    """``code``: a RefusedError's."""
+    """Return the answer for a RefusedError's ``code``."""
     match code:
         case "invalid_parameter":
             return invalid(None, message, code=code)

@@ -1,14 +1,14 @@
-"""What the gateway asks of whatever produces tokens: token ids in, token events out.
+"""Define the Sampler protocol: token ids in, token events out.
 
-Knows tokens, adapters by name and version, and how a sample ends. Does not know chat messages,
-HTTP, the store or torch: the embedded engine, vLLM and Tinker are each bridged to this protocol.
+The embedded engine, vLLM and Tinker are each adapted to it. It does not know chat messages, HTTP,
+the store or torch.
 
-The contract on stop strings: the sampler stops as soon as the text of a choice contains one; the
-events include every token sampled up to then, the stop token too. Cutting the text that the
-client sees is the gateway's business, so the recorded ids stay what was sampled.
+Stop strings: the sampler stops as soon as a choice's text contains one. The events include every
+token sampled up to then, the stop token too, so recorded ids stay what was sampled. The gateway
+cuts the text that the client sees.
 
-The contract on grammars and biases: they decide what is drawn, never what is reported. A token's
-log-probability is the raw policy's, so a token that the grammar forced may have a very low one.
+Grammars and biases decide what is drawn, never what is reported: a token's log-probability is the
+raw policy's, so a token that a grammar forced may have a very low one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class DecodingParams:
-    """How to sample. Everything is already decided here: no field means "the sampler's default"."""
+    """How to sample. Every value is set: none means "the sampler's default"."""
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
@@ -32,8 +32,8 @@ class DecodingParams:
     seed: int | None = None  # choice i of n derives its own stream from (seed, i)
     n: int = 1
     top_logprobs: int = 0  # how many alternatives each TokenEvent lists
-    grammar: str | None = None  # what the answer must conform to, in llguidance's Lark
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    grammar: str | None = None  # for the answer, in llguidance's Lark
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The last event of one choice. A sample is over when every choice has had one."""
+    """The last event of a choice. A sample ends when every choice has one."""
 
     choice: int
     reason: FinishReason
     error: str | None = None
-    stop_string: str | None = None  # the one that ended it; None: a stop token, or another reason
+    stop_string: str | None = None  # that ended it; None: another reason
     log_mass: float | None = None
     """With a grammar: Σ over the answer's tokens of log(raw probability that the mask left)."""
 
@@ -66,18 +66,18 @@ SampleEvent: TypeAlias = TokenEvent | FinishEvent
 
 
 class ContextLengthError(ValueError):
-    """The prompt leaves the model no room to answer. The gateway answers 400, not 503."""
+    """The prompt leaves no room for an answer. The gateway answers 400."""
 
 
 class GrammarError(ValueError):
-    """The sampler cannot enforce this grammar. It never samples as if there were none."""
+    """The sampler cannot enforce this grammar. It never samples without it."""
 
 
 RefusalCode: TypeAlias = Literal["invalid_parameter", "unknown_adapter", "stopped"]
 
 
 class RefusedError(ValueError):
-    """The sampler does not take this request; ``code`` decides the HTTP status."""
+    """The sampler refuses this request; ``code`` decides the HTTP status."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -86,14 +86,13 @@ class RefusedError(ValueError):
 
 @runtime_checkable
 class PromptScorer(Protocol):
-    """What a sampler may be besides: one that says how likely given tokens are. A gateway whose
-    sampler is none refuses ``echo`` with ``logprobs``."""
+    """A sampler that also scores given tokens. Without it, the gateway refuses ``echo`` with
+    ``logprobs``."""
 
     async def score(
         self, prompt_ids: Sequence[int], adapter: str | None, top: int
     ) -> list[TokenEvent]:
-        """Each token but the first, given those before it, with ``top`` alternatives. Nothing is
-        sampled.
+        """Score each token but the first, given those before it, with ``top`` alternatives.
 
         Raises:
             ContextLengthError, RefusedError: as ``Sampler.sample``.
@@ -107,7 +106,7 @@ class Sampler(Protocol):
 
     @property
     def adapters(self) -> Mapping[str, int]:
-        """Loaded adapters and the version each one answers with now."""
+        """Loaded adapters and their current versions."""
         ...
 
     @property
@@ -116,22 +115,22 @@ class Sampler(Protocol):
     def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
-        """Events of ``params.n`` choices, interleaved. Closing the iterator cancels the sample.
+        """Yield interleaved events of ``params.n`` choices; closing the iterator cancels them.
 
         Raises:
             ContextLengthError: prompt or answer do not fit.
-            RefusedError: it is not taken for another reason.
+            RefusedError: the request is refused for another reason.
         """
         ...
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """Answer with this version from the next token on; return once that holds.
+        """Sample with this version from the next token on; return once that holds.
 
         Raises:
-            RefusedError: not now; or, ``invalid_parameter``, not this one.
+            RefusedError: ``invalid_parameter`` is final, other codes are not.
         """
         ...
 
     def stats(self) -> dict[str, Any]:
-        """For /healthz. ``waiting``, if there, is the length of the queue."""
+        """Return values for /healthz; ``waiting``, if present, is the length of the queue."""
         ...

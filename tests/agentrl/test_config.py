@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,12 @@ def test_every_old_name_leads_to_settings_that_exist() -> None:
     known = {setting.name for command in COMMANDS.values() for setting in settings_of(command)}
     for old, places in RENAMED.items():
         assert {*places} <= known, old
+
+
+def test_the_page_of_settings_is_written_from_the_models() -> None:
+    root = Path(__file__).parents[2]
+    page = runpy.run_path(str(root / "scripts" / "settings_page.py"))["page"]()
+    assert (root / "docs" / "settings.md").read_text() == page, "python scripts/settings_page.py"
 
 
 def test_groups_must_be_able_to_compare() -> None:
@@ -366,7 +373,8 @@ def test_agents_do_not_get_other_models_keys(tmp_path: Path, monkeypatch: Any) -
     monkeypatch.setenv("ANSWERER_KEY", "sk-secret-key")
     config = RunnerConfig(
         store=str(tmp_path / "s.db"), gateway="http://127.0.0.1:9", run_id="r", agent="json:loads",
-        model="policy", runners=1, logs=str(tmp_path), withheld=("ANSWERER_KEY",),
+        model="policy", runners=1, timeout_s=9.0, lease_s=9.0, logs=str(tmp_path),
+        withheld=("ANSWERER_KEY",),
     )  # fmt: skip
     assert RunnerConfig.from_json(config.to_json()) == config
     assert "ANSWERER_KEY" not in runner_environment(config)
@@ -375,7 +383,15 @@ def test_agents_do_not_get_other_models_keys(tmp_path: Path, monkeypatch: Any) -
 
 def test_an_application_keeps_its_otlp_backend(tmp_path: Path) -> None:
     config = RunnerConfig(
-        store="", gateway="http://g:1", run_id=None, agent="a:b", model="m", logs=str(tmp_path)
+        store="",
+        gateway="http://g:1",
+        run_id=None,
+        agent="a:b",
+        model="m",
+        logs=str(tmp_path),
+        runners=1,
+        timeout_s=9.0,
+        lease_s=9.0,
     )
     claim = Claim("r", "a", 1, "run", Purpose.TRAIN, 0, "t", {}, "key", 0.0)
     name = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,14 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     assert planned_server(elsewhere, tmp_path, **adapter) is None
 
 
-# Starts a process of its own, as vLLM does, says which, and ignores polite requests.
+# Runs the leash process, impatiently.
+_LEASH = """
+import sys
+from agentrl.samplers.vllm import recovery, server
+server._END_GRACE_S, recovery._POLL_S = 0.3, 0.05
+sys.exit(server.main(sys.argv[1:]))
+"""
+# Starts a process of its own, as vLLM does, prints its id, and ignores SIGTERM.
 _STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -73,30 +80,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 time.sleep(600)
 """
-
-
-@pytest.mark.parametrize("how", ["told", "orphaned"])
-def test_the_server_ends_with_us_whatever_it_wants(how: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", _STUBBORN, "--uds", str(tmp_path / "socket")]
-    leash = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.samplers.vllm.server", *argv],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert leash.stdout is not None
-    assert leash.stdin is not None
-    grandchild = int(leash.stdout.readline())
-    if how == "told":
-        leash.terminate()
-    else:
-        leash.stdin.close()
-    assert leash.wait(30) != 0
-    wait_for(lambda: not alive(grandchild))
-    leash.stdout.close()
-    if how == "told":
-        leash.stdin.close()
-
-
-# Answers like a server whose engine dies after two questions, and then waits for ever.
+# Answers like a server whose engine dies after two requests, and then waits forever.
 _BEREFT = """
 import http.server, signal, socketserver, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -111,14 +95,33 @@ socketserver.UnixStreamServer(sys.argv[2], Handler).serve_forever()
 """
 
 
+@contextlib.contextmanager
+def leashed(script: str, socket: Path) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-c", script, "--uds", str(socket)]
+    with subprocess.Popen(
+        [sys.executable, "-c", _LEASH, *argv],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as leash:  # fmt: skip
+        yield leash
+
+
+@pytest.mark.parametrize("how", ["told", "orphaned"])
+def test_the_server_ends_with_its_starter(how: str, tmp_path: Path) -> None:
+    with leashed(_STUBBORN, tmp_path / "socket") as leash:
+        assert leash.stdout is not None
+        assert leash.stdin is not None
+        grandchild = int(leash.stdout.readline())
+        if how == "told":
+            leash.terminate()
+        else:
+            leash.stdin.close()
+        assert leash.wait(30) != 0
+        wait_for(lambda: not alive(grandchild))
+
+
 def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", _BEREFT, "--uds", str(tmp_path / "socket")]
-    leash = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.samplers.vllm.server", *argv], stdin=subprocess.PIPE
-    )
-    assert leash.wait(60) == 128 + signal.SIGKILL
-    assert leash.stdin is not None
-    leash.stdin.close()
+    with leashed(_BEREFT, tmp_path / "socket") as leash:
+        assert leash.wait(60) == 128 + signal.SIGKILL
 
 
 # Says how far it is, and listens when it may.

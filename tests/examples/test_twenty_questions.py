@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +16,9 @@ from typing import Any
 
 import pytest
 from settings import flags
-from sqlalchemy.exc import OperationalError
 
 from agentrl.runs.folder import RunFolder
-from agentrl_tracer.schemas import AttemptState, Purpose, RolloutState, SkipReason
+from agentrl_tracer.schemas import SkipReason
 from agentrl_tracer.store import Store
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "twenty_questions"
@@ -235,73 +230,3 @@ def test_player_trains_and_answerer_is_recorded(tmp_path: Path) -> None:
     assert {call.skip_reason for call in others} == {SkipReason.NOT_TRAINABLE_MODEL}
     assert any(call.trained_step is not None for call in player)
     assert max(Counter(call.attempt_id for call in player).values()) == 3  # multi-turn
-
-
-def test_runners_are_killed_at_random_during_games(tmp_path: Path) -> None:
-    """``kill -9`` of runners and of the games they play, whenever it comes."""
-    rng = random.Random(20)
-    command = training(tmp_path, 18766, runners=3, steps=2, lease=3, max_attempts=9)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    folder = RunFolder(tmp_path / "run")
-
-    def playing() -> list[int]:
-        """Runners with a training game under way."""
-        if not folder.run_id.exists():
-            return []
-        store = Store(str(folder.store))
-        with contextlib.suppress(OperationalError):  # not made yet
-            rollouts = store.rollouts(folder.run_id.read_text(), purpose=Purpose.TRAIN)
-            attempts = store.attempts([rollout.id for rollout in rollouts])
-            store.close()
-            running = [a.runner for a in attempts if a.state is AttemptState.RUNNING]
-            return [int(runner.rsplit("-", 2)[1]) for runner in running]  # see Worker.name
-        return []
-
-    killed = {"runner": 0, "game": 0}
-    while process.poll() is None and sum(killed.values()) < 8:
-        time.sleep(rng.uniform(0.1, 0.6))
-        for runner in rng.sample(found := playing(), min(1, len(found))):
-            games = children(runner)
-            which = "game" if games and rng.random() < 0.5 else "runner"
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(games[0] if which == "game" else runner, signal.SIGKILL)
-                killed[which] += 1
-    output = process.communicate(timeout=170)[0]
-    assert process.returncode == 0, output
-    assert min(killed.values()) >= 1, killed
-
-    store = Store(str(folder.store))
-    run_id = folder.run_id.read_text()
-    accounting = store.accounting(run_id)
-    assert accounting.adds_up
-    assert accounting.pending == 0
-    rollouts = store.rollouts(run_id, purpose=Purpose.TRAIN)
-    assert len(rollouts) == 2 * 16
-    assert {rollout.state for rollout in rollouts} == {RolloutState.SUCCEEDED}
-    winners = {rollout.winner for rollout in rollouts}
-    attempts = {a.id: a for a in store.attempts([rollout.id for rollout in rollouts])}
-    broken = [a for a in attempts.values() if a.id not in winners]
-    assert broken  # a game was cut short; each was played again from the start
-    assert {a.state for a in broken} <= {AttemptState.LOST, AttemptState.ERROR}
-    scores = Counter(r.attempt_id for r in store.rewards([rollout.id for rollout in rollouts]))
-    assert {scores[winner] for winner in winners} == {1}
-    calls = store.calls(rollout_ids=[rollout.id for rollout in rollouts])
-    store.close()
-    for call in calls:
-        if call.attempt_id not in winners:
-            assert call.trained_step is None
-            assert call.skip_reason is not None
-    assert {c.attempt_id for c in calls if c.trained_step is not None} <= winners
-    for winner in winners:  # a whole game each: no turn is missing, none is there twice
-        mine = [call for call in calls if call.attempt_id == winner]
-        turns = sum(call.adapter == "policy" for call in mine)
-        assert 1 <= turns <= 3
-        assert len(mine) == 2 * turns
-
-
-def children(pid: int) -> list[int]:
-    table = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-    )
-    pairs = [tuple(map(int, line.split())) for line in table.stdout.splitlines()]
-    return [child for child, parent in pairs if parent == pid]

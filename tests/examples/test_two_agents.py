@@ -72,20 +72,3 @@ def test_both_adapters_are_saved_and_found_again(trained: Example) -> None:
     evaluated = Example("two_agents", trained.runs, run=next(trained.runs.glob("eval-*")).name)
     calls = evaluated.calls(Purpose.EVAL)
     assert [call.adapter for call in calls] == list(BOTH), output
-
-
-@pytest.mark.timeout(600)  # three runs, each with a limit of its own
-def test_a_killed_run_repeats_both_adapters_to_the_last_bit(tmp_path: Path) -> None:
-    settings = {"runners": 1, "steps": 3, "batch_size": 2, "seed": 3}
-    whole, killed = (short(tmp_path / name, **settings) for name in ("whole", "killed"))
-    whole.train()
-    killed.kill_after(step=2)
-    killed.resume()
-    assert killed.curve() == whole.curve()
-    for name in BOTH:
-        one, other = (
-            (run.folder.adapter / name / "adapter_model.safetensors").read_bytes()
-            for run in (whole, killed)
-        )
-        assert one == other
-    assert killed.accounting().adds_up

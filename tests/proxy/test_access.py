@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from gateway_client import BODY, HTTP, error_of, post
 from official_clients import TOOLS, USER, client
 from scripted_sampler import OPERATOR_KEY, Running
 
@@ -18,21 +19,7 @@ from agentrl_proxy.app import create_app
 from agentrl_proxy.server.uvicorn import bind, is_loopback, serving
 from agentrl_tracer.schemas import SkipReason
 
-BODY: dict[str, Any] = {"model": "policy", "messages": USER}
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
-
-
-def post(url: str, key: str | None, body: Any = None, **more: Any) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    headers |= more.pop("headers", {})
-    return httpx.post(url, json=BODY if body is None else body, headers=headers, **more)
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    body = response.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    return body["error"]
 
 
 def test_keys_and_paths(gateway: Running) -> None:
@@ -211,9 +198,9 @@ def test_zipped_bodies(start: Any) -> None:
         (b"not zipped", 400),
         (gzip.compress(b" " * 100_000), 413),
     ):
-        assert httpx.post(url, content=content, headers=headers).status_code == status
+        assert HTTP.post(url, content=content, headers=headers).status_code == status
     headers["content-encoding"] = "br"
-    assert httpx.post(url, content=b"", headers=headers).status_code == 415
+    assert HTTP.post(url, content=b"", headers=headers).status_code == 415
 
 
 def test_an_internal_error_says_nothing_but_its_shape(gateway: Running) -> None:
@@ -221,7 +208,7 @@ def test_an_internal_error_says_nothing_but_its_shape(gateway: Running) -> None:
         raise RuntimeError("secret detail")
 
     gateway.sampler.stats = broken  # type: ignore[method-assign]
-    response = httpx.get(f"{gateway.url}/healthz")
+    response = HTTP.get(f"{gateway.url}/healthz")
     assert response.status_code == 500
     assert error_of(response)["code"] == "internal_error"
     assert "secret" not in response.text
@@ -249,7 +236,7 @@ def test_health_and_adapters(gateway: Running) -> None:
     assert post(url, OPERATOR_KEY, body | {"path": "/missing"}).status_code == 503
     assert post(url, OPERATOR_KEY, body).json() == {"name": "policy", "version": 4}
     assert gateway.sampler.loaded == [("policy", 4, "/somewhere")]
-    health = httpx.get(f"{gateway.url}/healthz", headers=OPERATOR).json()
+    health = HTTP.get(f"{gateway.url}/healthz", headers=OPERATOR).json()
     assert health["status"] == "ok"
     assert health["boot_id"] == "boot"
     assert health["adapters"] == {"policy": 4}
@@ -262,15 +249,15 @@ def test_strangers_hear_of_health_only(start: Any) -> None:
     gateway: Running = start()
     keys = (None, "sk-wrong", gateway.claims[0].key)
     for headers in ({} if key is None else {"authorization": f"Bearer {key}"} for key in keys):
-        assert httpx.get(f"{gateway.url}/healthz", headers=headers).json() == {
+        assert HTTP.get(f"{gateway.url}/healthz", headers=headers).json() == {
             "status": "ok", "version": version("agentrl"), "boot_id": "boot", "recoveries": 0,
         }  # fmt: skip
     for headers in (OPERATOR, {"x-api-key": OPERATOR_KEY}):
-        health = httpx.get(f"{gateway.url}/healthz", headers=headers).json()
+        health = HTTP.get(f"{gateway.url}/healthz", headers=headers).json()
         assert (health["gateway"]["accepted"], health["in_flight"]) == (0, 0)
         assert {"pid", "adapters", "sampler"} <= set(health)
     with serving(create_app(replace(gateway.deps, operator_key=None))) as url:
-        assert "gateway" in httpx.get(f"{url}/healthz").json()  # on this machine, for anybody
+        assert "gateway" in HTTP.get(f"{url}/healthz").json()  # on this machine, for anybody
 
 
 def test_an_adapter_that_is_not_loaded(gateway: Running) -> None:
@@ -291,4 +278,4 @@ def test_binding(gateway: Running) -> None:
     assert is_loopback("::1")
     assert not is_loopback("example.org")
     with serving(create_app(gateway.deps)) as url:
-        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert HTTP.get(f"{url}/healthz").status_code == 200

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import httpx
 import pytest
+from gateway_client import HTTP
 from scripted_sampler import Running
 
 MODELS = {"asker": "asker", "answerer": "answerer", "base": None}
@@ -22,7 +23,7 @@ def post(
     gateway: Running, path: str, model: str, headers: Mapping[str, str] | None = None
 ) -> httpx.Response:
     claim = gateway.claims[0]
-    return httpx.post(
+    return HTTP.post(
         f"{gateway.base_url(claim)}/{path}",
         json={"model": model, **BODIES[path]},
         headers={"authorization": f"Bearer {claim.key}", **(headers or {})},

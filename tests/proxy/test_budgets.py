@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from gateway_client import BODY, error_of, post
 from official_clients import USER, client
 from scripted_sampler import OPERATOR_KEY, Running
-from test_access import BODY, error_of, post
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.server.uvicorn import serving

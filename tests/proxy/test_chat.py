@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from gateway_client import HTTP
 from official_clients import CALL, TOOLS, USER, client, streamed
 from scripted_sampler import Running
 
@@ -389,7 +390,7 @@ def test_unhealthy_sampler_refuses_without_a_row(gateway: Running) -> None:
         api.chat.completions.create(model="policy", messages=USER)
     assert caught.value.status_code == 503
     assert gateway.calls(gateway.claims[0]) == []
-    assert httpx.get(f"{gateway.url}/healthz").status_code == 503
+    assert HTTP.get(f"{gateway.url}/healthz").status_code == 503
 
 
 def test_trace_context_and_agent(gateway: Running) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from gateway_client import HTTP, wait_until
 from running_gateway import restarted, running
 from scripted_sampler import Running
 
@@ -58,9 +59,8 @@ def post(
     gateway: Running, path: str, body: dict[str, Any], claim: Claim | None = None, **more: Any
 ) -> httpx.Response:
     claim = claim or gateway.claims[0]
-    more = {"timeout": 60, **more}
     headers = {"authorization": f"Bearer {claim.key}", **more.pop("headers", {})}
-    return httpx.post(gateway.base_url(claim) + path, json=body, headers=headers, **more)
+    return HTTP.post(gateway.base_url(claim) + path, json=body, headers=headers, **more)
 
 
 @contextlib.contextmanager
@@ -71,13 +71,6 @@ def locked(gateway: Running) -> Iterator[None]:
         connection.execute("BEGIN IMMEDIATE")
         yield
         connection.execute("ROLLBACK")
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def completed(gateway: Running, claim: Claim) -> bool:
@@ -97,8 +90,8 @@ def test_a_client_that_leaves_during_the_commit(both: Running, model: str, strea
         with locked(gateway):
             with pytest.raises(httpx.TimeoutException):
                 post(gateway, path, asked, claim, timeout=0.5)
-            until(lambda: gateway.stats["in_flight"] == 0)  # nobody is held up by the store
-        until(partial(completed, gateway, claim))
+            wait_until(lambda: gateway.stats["in_flight"] == 0)  # nobody is held up by the store
+        wait_until(partial(completed, gateway, claim))
         again = [post(gateway, path, asked, claim, headers=RETRY) for _ in range(2)]
         calls = gateway.calls(claim)
         assert again[0].text == again[1].text
@@ -113,7 +106,7 @@ def test_a_retry_during_the_commit_waits_for_it(gateway: Running) -> None:
         for headers in ({}, RETRY):
             with pytest.raises(httpx.TimeoutException):
                 post(gateway, "/chat/completions", asked, headers=headers, timeout=0.5)
-    until(lambda: gateway.calls(gateway.claims[0]))
+    wait_until(lambda: gateway.calls(gateway.claims[0]))
     again = post(gateway, "/chat/completions", asked, headers=RETRY).json()
     [call] = gateway.calls(gateway.claims[0])
     assert call.response_id == again["id"]
@@ -234,7 +227,7 @@ def test_a_retry_after_a_restart_is_of_the_request_that_got_no_answer(gateway: R
     gateway.sampler.delay = 1.0
     with ThreadPoolExecutor() as pool:
         lost = [pool.submit(post, gateway, CHAT, HELLO) for _ in range(2)]
-        until(lambda: len(gateway.calls(gateway.claims[0])) == 4)
+        wait_until(lambda: len(gateway.calls(gateway.claims[0])) == 4)
         with restarted(gateway) as after:
             again = [said(after, **RETRY) for _ in range(3)]
             assert len({heard, *again}) == 4
@@ -316,7 +309,7 @@ def test_a_retry_of_a_request_in_flight_trains_once(gateway: Running) -> None:
     gateway.sampler.delay = 0.05
     with ThreadPoolExecutor() as pool:
         first = pool.submit(said, gateway)
-        until(lambda: gateway.sampler.requests)
+        wait_until(lambda: gateway.sampler.requests)
         assert said(gateway, **RETRY) == first.result()
     assert_trained_once(gateway, 1)
 
@@ -366,7 +359,7 @@ def test_identical_requests_of_several_prompts_are_not_mixed(gateway: Running) -
         told = []
         for count in (2, 4):
             told.append(pool.submit(post, gateway, "/completions", asked))
-            until(lambda count=count: len(begun) == count)
+            wait_until(lambda count=count: len(begun) == count)
     again = post(gateway, "/completions", asked, headers=RETRY).json()
     assert again in [one.result().json() for one in told]
     assert len(gateway.calls(gateway.claims[0])) == 4
@@ -413,7 +406,7 @@ def test_another_client_asks_the_same_after_a_restart(
 
         def ask() -> None:
             others.append(pool.submit(said, after))
-            until(others[0].done if when == "answered" else lambda: after.sampler.requests)
+            wait_until(others[0].done if when == "answered" else lambda: after.sampler.requests)
 
         if when == "during the lookup":
             monkeypatch.setattr(after.store, "same_requests", lambda *a: (look(*a), ask())[0])

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conversations import extends, one_by_one
 from scripted_sampler import Running
-from test_continuity import extends, one_by_one
 
 from agentrl_tracer.schemas import Call, CallState
 

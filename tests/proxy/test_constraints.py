@@ -13,23 +13,21 @@ from typing import Any, Literal
 
 import httpx
 import jsonschema
-import openai
 import pytest
 import torch
 from family_templates import FAMILIES
+from gateway_client import HTTP
+from official_clients import client
 from pydantic import BaseModel, ConfigDict, Field
+from running_gateway import running
+from scripted_sampler import Running
 
 from agentrl.samplers.embedded import EmbeddedSampler
-from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.protocols.chat import chat_request
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput, probe_tool_form
-from agentrl_proxy.server.uvicorn import serving
-from agentrl_tracer.schemas import Call, NewRollout, Purpose
-from agentrl_tracer.store import Store
-from agentrl_tracer.store.writer import TraceWriter
+from agentrl_tracer.schemas import Call
 from agentrl_trainer.inference.grammar import Grammars
 from agentrl_trainer.models.loading import load_base
 
@@ -63,17 +61,18 @@ TOOLS: list[Any] = [
 class Live:
     """A gateway over the tiny model, one rollout, and a client of each kind."""
 
-    def __init__(self, url: str, store: Store, claim: Any, app: Any, base: Any) -> None:
-        self.store, self.claim, self.app, self.base = store, claim, app, base
-        self.url = f"{url}/rollouts/{claim.rollout_id}/v1"
-        self.api = openai.OpenAI(base_url=self.url, api_key=claim.key, max_retries=0)
+    def __init__(self, gateway: Running, base: Any) -> None:
+        self.store, self.claim, self.app = gateway.store, gateway.claims[0], gateway.app
+        self.base = base
+        self.url = gateway.base_url(self.claim)
+        self.api = client(gateway)
 
     @property
     def calls(self) -> list[Call]:
         return self.store.calls(attempt_ids=[self.claim.attempt_id])
 
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(
+        return HTTP.post(
             f"{self.url}/chat/completions",
             json={"model": "m", "messages": ASKED, **body},
             headers={"authorization": f"Bearer {self.claim.key}"},
@@ -84,30 +83,19 @@ class Live:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     base = load_base("agentrl-tiny", device="cpu", dtype="float32")
-    store = Store(str(tmp_path_factory.mktemp("store") / "trace.db"))
-    run_id = store.create_run("test", "train", {})
-    [task] = store.add_tasks(run_id, "train", [{}])
-    store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, seed=1)])
-    claim = store.claim("runner", 600.0, run_id)
-    store.register_gateway("boot", run_id, 1)
-    writer = TraceWriter(store, "boot")
     sampler = EmbeddedSampler(base)
-    deps = GatewayDependencies(
-        sampler, Renderer(base.tokenizer), store, writer, "boot",
-        operator_key="k", run_id=run_id, context_length=base.context_length,
-        defaults={"max_tokens": 600},
-    )  # fmt: skip
-    app = create_app(deps)
     sampler.start()
     try:
-        with serving(app) as url:
-            made = Live(url, store, claim, app, base)
+        with running(
+            tmp_path_factory.mktemp("store"), Renderer(base.tokenizer), {}, sampler=sampler,
+            models={}, default_adapter=None, context_length=base.context_length,
+            defaults={"max_tokens": 600},
+        ) as gateway:  # fmt: skip
+            made = Live(gateway, base)
             with made.api:
                 yield made
     finally:
         sampler.stop()
-        writer.close()
-        store.close()
 
 
 def raw_logprobs(live: Live, call: Call) -> list[float]:

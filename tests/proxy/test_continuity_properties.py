@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
+from gateway_client import HTTP
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official_clients import TOOLS
@@ -323,7 +323,7 @@ def ask(
 ) -> dict[str, Any]:
     """The message the agent gets, added up from the chunks where it streams."""
     body = spoken.body(talk, turn) | {"model": "policy", "stream": turn.stream}
-    answer = httpx.post(
+    answer = HTTP.post(
         f"{gateway.base_url(claim)}/{spoken.path}",
         json=body,
         headers={"x-api-key": claim.key},

@@ -8,18 +8,17 @@ from typing import Any
 
 import openai
 import pytest
+from conversations import ODD_CALL, echo, one_by_one
 from official_clients import TOOLS, client, streamed
+from running_gateway import running
 from scripted_sampler import Running
-from test_continuity import ODD_CALL, echo, one_by_one
 
-from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDependencies
+from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import TokenEvent
-from agentrl_proxy.server.uvicorn import serving
-from agentrl_tracer.schemas import Call, NewRollout, Purpose
-from agentrl_tracer.store import Store
-from agentrl_tracer.store.writer import TraceWriter
+from agentrl_tracer.schemas import Call
+from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 TURNS = 12
@@ -133,42 +132,26 @@ def test_with_tool_calls(gateway: Running, edited: bool) -> None:
 @pytest.mark.parametrize("edited", [False, True])
 def test_with_the_embedded_engine(tmp_path: Path, edited: bool) -> None:
     """The real model: says what it says. Tools are offered, tool results come back."""
-    embedded = pytest.importorskip("agentrl.samplers.embedded")
-    model = pytest.importorskip("agentrl_trainer.models.loading")
     adapter = tmp_path / "adapter"
-    other = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
-    fresh = model.attach_adapter(other, "policy", model.lora_config(4, 8), seed=1)
-    model.save_adapter(fresh, "policy", adapter)
-    base = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
-    store = Store(str(tmp_path / "trace.db"))
-    run_id = store.create_run("test", "train", {})
-    [task] = store.add_tasks(run_id, "train", [{}])
-    store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, seed=1)])
-    claim = store.claim("runner", 600.0, run_id)
-    assert claim is not None
-    store.register_gateway("boot", run_id, 1)
-    writer = TraceWriter(store, "boot")
-    sampler = embedded.EmbeddedSampler(base)
+    other = load_base(str(WEIGHTS), device="cpu", dtype="float32")
+    fresh = attach_adapter(other, "policy", lora_config(4, 8), seed=1)
+    save_adapter(fresh, "policy", adapter)
+    base = load_base(str(WEIGHTS), device="cpu", dtype="float32")
+    sampler = EmbeddedSampler(base)
     seen = Tap(sampler)
-    deps = GatewayDependencies(
-        seen, Renderer(base.tokenizer), store, writer, "boot", models={"policy": "policy"},
-        operator_key="k", run_id=run_id, context_length=base.context_length,
-        defaults={"max_tokens": 8},
-    )  # fmt: skip
     sampler.start()
     sampler.engine.load_adapter("policy", 1, adapter).result()
     try:
         with (
-            serving(create_app(deps)) as url,
-            openai.OpenAI(
-                base_url=f"{url}/rollouts/{claim.rollout_id}/v1", api_key=claim.key, max_retries=0
-            ) as api,
-        ):
+            running(
+                tmp_path, Renderer(base.tokenizer), {}, sampler=seen,
+                context_length=base.context_length, defaults={"max_tokens": 8},
+            ) as gateway,
+            client(gateway) as api,
+        ):  # fmt: skip
             talk(api, edit_after=5 if edited else None, temperature=1.0)
+            calls = gateway.calls(gateway.claims[0])
     finally:
         sampler.stop()
-        writer.close()
-    calls = store.calls(attempt_ids=[claim.attempt_id])
-    store.close()
     assert [(c.prompt_ids, c.response_ids) for c in calls] == seen.samples
     check_rows(calls, edited)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from agentrl_proxy.rendering import templates as families
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.tool_call_parser import CallPiece, ParsedReply, ReplyParser
+from agentrl_proxy.rendering.reply import CallPiece, ParsedReply
+from agentrl_proxy.rendering.tool_call_parser import ReplyParser
 
 ARGUMENTS = '{"q":  "köln <b>",   "n": 1.50, "deep": {"a": [1, {"b": "}"}]}}'
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Where is Köln?"}]

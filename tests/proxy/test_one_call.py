@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from conversations import extends
 from official_clients import CALL, TOOLS, USER, client, streamed
 from scripted_sampler import Running
-from test_continuity import extends
 
 from agentrl_tracer.schemas import CallState
 

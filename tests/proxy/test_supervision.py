@@ -114,9 +114,9 @@ def test_an_engine_that_dies_comes_back(tmp_path: Path) -> None:
 # and before its client got it.
 KILLED = """
 import os, signal, sys
-from agentrl_proxy.requests.lifecycle import CallLife
+from agentrl_proxy.requests.lifecycle import ClientRequest
 
-commit = CallLife.commit
+commit = ClientRequest._commit
 
 async def die_once(self, *args):
     await commit(self, *args)
@@ -124,7 +124,7 @@ async def die_once(self, *args):
         os.remove({mark!r})
         os.kill(os.getpid(), signal.SIGKILL)
 
-CallLife.commit = die_once
+ClientRequest._commit = die_once
 from agentrl.gateway.process import main
 main(sys.argv[1:])
 """

@@ -7,10 +7,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from gateway_client import BODY, HTTP, error_of, post
 from scripted_sampler import OPERATOR_KEY, Running
-from test_access import BODY, error_of, post
 
 from agentrl_proxy.sampler import RefusedError
 from agentrl_tracer.schemas import CallState
@@ -64,9 +63,9 @@ def test_a_dead_sampler_shows(gateway: Running) -> None:
     response = post(gateway.url + CHAT, OPERATOR_KEY)
     assert (response.status_code, error_of(response)["code"]) == (503, "sampler_unavailable")
     assert int(response.headers["retry-after"]) >= 1
-    assert httpx.get(f"{gateway.url}/healthz").status_code == 503
+    assert HTTP.get(f"{gateway.url}/healthz").status_code == 503
     gateway.sampler.healthy = True
-    assert httpx.get(f"{gateway.url}/healthz").status_code == 200
+    assert HTTP.get(f"{gateway.url}/healthz").status_code == 200
 
 
 # --- secrets
@@ -102,7 +101,7 @@ def test_no_key_is_told_to_anyone(
     gateway.seal(mine)
     told.append(post(gateway.url + CHAT, mine.key).text)
     told.append(sent_badly(gateway, mine.key))
-    told.append(httpx.get(f"{gateway.url}/healthz").text)
+    told.append(HTTP.get(f"{gateway.url}/healthz").text)
     told += [record.getMessage() + str(record.exc_text) for record in caplog.records]
     told.append(caplog.text)
     assert gateway.stats["failed"] == 1

@@ -8,6 +8,7 @@ does not run. Each page's number of such blocks is known: see ``NEEDS``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -87,8 +88,12 @@ def run(block: Block, folder: Path, servers: list[subprocess.Popen[bytes]]) -> N
     if "agentrl serve" in block.code:
         servers.append(process)
         wait_for("http://127.0.0.1:8000/healthz", process)
-    else:
-        assert process.wait(150) == 0, f"this block failed:\n{block.code}"
+        return
+    try:
+        assert process.wait(300) == 0, f"this block failed:\n{block.code}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what the block left running
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -101,6 +106,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     pytest.fail("the server ended before it answered")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", NEEDS)
 def test_the_blocks_of_a_page_run_as_printed(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)

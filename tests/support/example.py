@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,29 +50,6 @@ class Example:
 
     def train(self) -> str:
         return finish(self.start())
-
-    def kill_after(self, step: int) -> None:
-        """Starts it, and kills it with all that it started once a step is checkpointed."""
-        process = self.start()
-        checkpoint = self.folder.checkpoints / f"step-{step:08d}"
-        deadline = time.monotonic() + 150
-        while not checkpoint.exists():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline, "no checkpoint in time"
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-
-    def resume(self) -> str:
-        return finish(self.agentrl("train", "--resume", str(self.folder.root)))
-
-    def curve(self) -> list[dict[str, Any]]:
-        """What the run decided, without what the clock did."""
-        clocked = ("seconds/", "tokens_per_second")
-        return [
-            {name: value for name, value in row.items() if not name.startswith(clocked)}
-            for row in self.folder.read_metrics()
-        ]
 
     def calls(self, purpose: Purpose = Purpose.TRAIN) -> list[Call]:
         store = Store(str(self.folder.store))

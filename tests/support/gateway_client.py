@@ -11,9 +11,20 @@ from typing import Any
 import httpx
 from scripted_sampler import OPERATOR_KEY, Running
 
+BODY: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "Say you are 7."}],
+}
+# One SSL context for all tests: making one takes longer than a request.
+HTTP = httpx.Client(
+    verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
+)
 
-def post(url: str, key: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
-    return httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"} | (headers or {}))
+
+def post(url: str, key: str | None, body: Any = None, **more: Any) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    headers |= more.pop("headers", None) or {}
+    return HTTP.post(url, json=BODY if body is None else body, headers=headers, **more)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.15, "init_std": 0.15,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 256,
     # lengths from which on something else happens: short, so that it does in the rows below; longer
-    # than what agentrl tries a model out with, so that it has to know of them (``lowered``)
+    # than agentrl's own trial of a model, so that windows have to be shrunk there
     "sliding_window": 34, "attention_chunk_size": 34, "index_topk": 34, "window_size": 34,
     "floor_scale": 34,
     # experts
@@ -317,12 +317,12 @@ def _sample(folder: Path) -> tuple[str, float]:
             engine.load_adapter("policy", version, folder / f"v{version}").result(60)
             truth = reference(folder, f"v{version}")
             asked = [
-                Asked(engine, datum.tokens, SampleParams(6 + 4 * i, n=1 + i % 2, seed=i), "policy")
+                Asked(engine, datum.tokens, SampleParams(3 + 2 * i, n=1 + i % 2, seed=i), "policy")
                 for i, datum in enumerate(group())
             ]
             (first,) = asked[0].wait()
             turn = [*asked[0].prompt, *first.ids, 7, 8, 9]
-            asked.append(Asked(engine, turn, SampleParams(12, seed=9), "policy"))
+            asked.append(Asked(engine, turn, SampleParams(6, seed=9), "policy"))
             for one in asked:
                 for answer in one.wait():
                     assert answer.end is not None

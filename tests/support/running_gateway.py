@@ -15,6 +15,7 @@ from scripted_sampler import OPERATOR_KEY, Running, ScriptedSampler
 from agentrl_proxy.app import create_app
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
@@ -23,10 +24,39 @@ from agentrl_tracer.store.writer import TraceWriter
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 
 
+LIMITS = ConnectionLimits(receive_s=60.0, receive_bytes=128 * 2**20, stall_s=60.0, grace_s=5)
+
+
+def gateway_dependencies(
+    sampler: Any, renderer: Renderer, store: Store, writer: TraceWriter, **settings: Any
+) -> GatewayDependencies:
+    """Dependencies with the settings' defaults where a test needs no others."""
+    usual: dict[str, Any] = {
+        "boot_id": "boot",
+        "accept_any_model": True,
+        "max_concurrent": 1024,
+        "max_queued": 1024,
+        "limits": LIMITS,
+    }
+    return GatewayDependencies(sampler, renderer, store, writer, **(usual | settings))
+
+
 @contextlib.contextmanager
 def running(
-    tmp_path: Path, renderer: Renderer, sampling: dict[str, Any], **deps: Any
+    tmp_path: Path,
+    renderer: Renderer,
+    sampling: dict[str, Any],
+    *,
+    sampler: Any = None,
+    **deps: Any,
 ) -> Iterator[Running]:
+    """A gateway with three claimed rollouts of one task.
+
+    Args:
+        sampling: the rollouts' settings.
+        sampler: a real one, running; default: a ScriptedSampler.
+        deps: fields of GatewayDependencies, and ``store_url``.
+    """
     store = Store(deps.pop("store_url", None) or str(tmp_path / "trace.db"))
     run_id = store.create_run("test", "train", {})
     tasks = store.add_tasks(run_id, "train", [{"n": 1}])
@@ -38,7 +68,7 @@ def running(
     claims = [store.claim("runner", 600.0, run_id) for _ in rollouts]
     store.register_gateway("boot", run_id, 1)
     writer = TraceWriter(store, "boot")
-    sampler = ScriptedSampler(renderer)
+    sampler = sampler or ScriptedSampler(renderer)
     settings: dict[str, Any] = {
         "models": {"policy": "policy", "base": None},
         "default_adapter": "policy",
@@ -47,7 +77,7 @@ def running(
         "context_length": 2048,
         "defaults": {"max_tokens": 256},
     }
-    made = GatewayDependencies(sampler, renderer, store, writer, "boot", **(settings | deps))
+    made = gateway_dependencies(sampler, renderer, store, writer, **(settings | deps))
     app = create_app(made)
     try:
         with serving(app) as url:

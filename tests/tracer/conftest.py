@@ -1,4 +1,4 @@
-"""The store's tests run on both databases: SQLite, and a real PostgreSQL from a wheel."""
+"""Fixtures: a store on both databases, and an agent's process inside a rollout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from otlp_collector import Collector, collecting
 
+from agentrl_tracer import tracing
 from agentrl_tracer.store import Store, tables
 
 
@@ -26,3 +28,21 @@ def _empty(store: Store) -> None:
     with store.db.write() as connection:
         for table in reversed(tables.metadata.sorted_tables):
             connection.execute(table.delete())
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """The gateway's OTLP side; the environment says that this process runs a rollout."""
+    with collecting() as server:
+        for name, value in {
+            "AGENTRL_ROLLOUT_ID": "r1",
+            "AGENTRL_ATTEMPT_ID": "a1",
+            "AGENTRL_GATEWAY": server.url,
+            "AGENTRL_KEY": "secret",
+            "TRACEPARENT": f"00-{'ab' * 16}-{'cd' * 8}-01",
+        }.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(tracing, "_active", None)
+        yield server
+        if tracing._active is not None:
+            tracing._active.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl_trainer import checkpoint as module
+from agentrl_trainer import atomic_folder
 from agentrl_trainer.checkpoint import (
     CheckpointError,
     capture_rng,
@@ -201,7 +201,7 @@ def test_dying_at_any_moment_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Die at each rename and sync in turn, without any clean-up, as kill -9 would."""
-    monkeypatch.setattr(module.shutil, "rmtree", lambda *_a, **_k: None)
+    monkeypatch.setattr(atomic_folder.shutil, "rmtree", lambda *_a, **_k: None)
     survived = False
     deaths = 0
     while not survived:
@@ -220,8 +220,8 @@ def test_dying_at_any_moment_leaves_a_whole_checkpoint(
 
                 return call
 
-            patch.setattr(module.os, "rename", dying(os.rename))
-            patch.setattr(module.os, "fsync", dying(os.fsync))
+            patch.setattr(atomic_folder.os, "rename", dying(os.rename))
+            patch.setattr(atomic_folder.os, "fsync", dying(os.fsync))
             try:
                 save(root, 2, meta={"again": True})
                 survived = True

@@ -38,14 +38,6 @@ SAMPLED = [0.0, 0.0, 0.0, -2.5, -7.0, -4.0, -9.0]
 ADVANTAGES = [0.0, 0.0, 0.0, 1.0, 1.0, -0.5, 2.0]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
     with ServiceClient(folder=tmp_path_factory.mktemp("client")) as made:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from small_learner import (
+    SMALL,
+    VOCAB,
+    assert_same,
+    base_model,
+    cohere,
+    data,
+    gemma2,
+    gpt2,
+    gradients,
+    learner,
+    llama,
+    move_off_start,
+    nearly_on_policy,
+    on_policy,
+    plain_logprobs,
+    qwen3,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -33,159 +40,13 @@ from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.losses import LOSSES
-from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.lora import load_adapter_weights
-
-VOCAB = 61
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning"),
     # GPT-2's layers are transposed; PEFT says so and sets it right.
     pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # far from uniform, so that mistakes show
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL))
-
-
-def gemma2() -> PreTrainedModel:
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
-    )
-
-
-def cohere() -> PreTrainedModel:
-    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
-    return CohereForCausalLM(CohereConfig(**small, logit_scale=0.25))
-
-
-def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
-
-
-def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=64,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=0.3,
-        )
-    )
-
-
-def base_model(build: Any = qwen3, seed: int = 0) -> BaseModel:
-    torch.manual_seed(seed)
-    model = build().eval().requires_grad_(False)
-    return BaseModel(
-        model=model,
-        tokenizer=cast(Any, None),
-        name="random",
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        context_length=64,
-        eos_ids=frozenset({2}),
-    )
-
-
-def learner(**options: Any) -> Learner:
-    options = {"rank": 4, "alpha": 8, "adam": AdamParams(learning_rate=1e-2), **options}
-    build = options.pop("build", qwen3)
-    return Learner(base_model(build), **options)
-
-
-def data(
-    seed: int = 0, rows: int = 7, adapters: tuple[str, ...] = ("default",)
-) -> list[TrainingRow]:
-    rng = random.Random(seed)
-    datums = []
-    for row in range(rows):
-        length = rng.randrange(3, 20)
-        mask = [at > 0 and rng.random() < 0.5 for at in range(length)]
-        mask[-1] = True
-        datums.append(
-            TrainingRow(
-                tokens=[rng.randrange(3, VOCAB) for _ in range(length)],
-                mask=mask,
-                logprobs=[-rng.expovariate(0.3) if on else 0.0 for on in mask],
-                advantages=[rng.gauss(0, 1) if on else 0.0 for on in mask],
-                adapter=adapters[row % len(adapters)],
-            )
-        )
-    return datums
-
-
-def on_policy(trainer: Learner, datums: list[TrainingRow]) -> list[TrainingRow]:
-    pairs = zip(datums, trainer.forward(datums), strict=True)
-    return [replace(datum, logprobs=logprobs) for datum, logprobs in pairs]
-
-
-def nearly_on_policy(trainer: Learner, datums: list[TrainingRow]) -> list[TrainingRow]:
-    """Sampled by something close: ratios inside and outside of the clip range."""
-    rng = random.Random(1)
-    return [
-        replace(datum, logprobs=[lp + rng.gauss(0, 0.3) for lp in datum.logprobs])
-        for datum in on_policy(trainer, datums)
-    ]
-
-
-def move_off_start(trainer: Learner) -> None:
-    """B starts at zero, where half of LoRA's gradients vanish and all adapters agree."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0.0, 0.1, generator=generator)
-
-
-def gradients(trainer: Learner) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def plain_logprobs(trainer: Learner, datum: TrainingRow) -> Tensor:
-    """One row, the whole model, all logits, float64 softmax."""
-    trainer.model.set_adapter(datum.adapter)
-    logits = trainer.model(input_ids=torch.tensor([datum.tokens])).logits[0, :-1].double()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(datum.tokens[1:])[:, None])[:, 0]
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], **tolerance: float) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        torch.testing.assert_close(value, right[key], **tolerance, msg=lambda m, k=key: f"{k}: {m}")
 
 
 # ---- log-probs

@@ -42,10 +42,10 @@ def sampled(folder: Path, **how: object) -> Answer:
     engine.start()
     try:
         engine.load_adapter("policy", 1, folder).result(30)
-        (answer,) = Asked(engine, PROMPT, SampleParams(max_tokens=40, seed=3), "policy").wait()
+        (answer,) = Asked(engine, PROMPT, SampleParams(max_tokens=16, seed=3), "policy").wait()
     finally:
         engine.stop()
-    assert len(answer.tokens) == 40
+    assert len(answer.tokens) == 16
     return answer
 
 

@@ -66,7 +66,7 @@ SETTINGS = StepSettings(adapters=frozenset({"policy"}), max_length=10_000)
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     assert PYTHON is not None
-    script = Path(__file__).with_name("tinker_cookbook_formulas.py")
+    script = Path(__file__).parents[1] / "support" / "tinker_cookbook_formulas.py"
     with peer(PYTHON, script, tmp_path_factory.mktemp("cookbook")) as ask:
         yield ask
 

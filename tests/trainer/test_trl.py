@@ -46,7 +46,7 @@ RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     assert PYTHON is not None
-    script = Path(__file__).with_name("trl_formulas.py")
+    script = Path(__file__).parents[1] / "support" / "trl_formulas.py"
     with peer(PYTHON, script, tmp_path_factory.mktemp("trl")) as ask:
         yield ask
 

@@ -1,6 +1,6 @@
-"""OTLP/HTTP in and out: export requests, protobuf or JSON, from and to ``Span`` records.
+"""Convert OTLP trace exports, protobuf or JSON, to ``Span`` records, and records to SDK spans.
 
-Knows the OTLP wire format (https://opentelemetry.io/docs/specs/otlp/); does not know HTTP.
+Format: https://opentelemetry.io/docs/specs/otlp/.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import base64
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
 )
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from agentrl_tracer.conventions import (
     EVALUATION_EXPLANATION,
@@ -28,92 +28,68 @@ from agentrl_tracer.conventions import (
 )
 from agentrl_tracer.schemas import Json, Reward, Span
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
 _KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 _STATUSES = ("unset", "ok", "error")
+_SDK_KINDS = {kind.name.lower(): kind for kind in SpanKind}
+_SDK_STATUSES = {status.name.lower(): status for status in StatusCode}
+_MAX_TIME = 2**63 - 1  # the store's integers are signed
 
 
 def parse_traces(
     body: bytes, content_type: str, rollout_id: str | None, attempt_id: str | None
 ) -> list[Span]:
-    """The spans of an export request, marked as belonging to this rollout and attempt.
+    """Return the spans of an export request, assigned to this rollout and attempt.
 
     Raises:
         ValueError: the body is not OTLP.
     """
     request = _from_json(body) if "json" in content_type else _from_protobuf(body)
-    spans: list[Span] = []
-    for resource_spans in request.resource_spans:
-        resource = _attributes(resource_spans.resource.attributes)
-        for scope_spans in resource_spans.scope_spans:
-            spans += [_span(span, resource, rollout_id, attempt_id) for span in scope_spans.spans]
-    return spans
+    return [
+        _span(span, resource, rollout_id, attempt_id)
+        for resource_spans in request.resource_spans
+        for resource in [_attributes(resource_spans.resource.attributes)]
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+    ]
 
 
-def export_request(spans: Iterable[Span]) -> bytes:
-    """The protobuf body that sends spans on. They are told apart by ``agentrl.rollout.id``."""
-    request = ExportTraceServiceRequest()
-    resources: dict[str, Any] = {}
-    for span in spans:
-        identity = json.dumps(span.resource, sort_keys=True, default=str)
-        if identity not in resources:
-            of_resource = request.resource_spans.add()
-            _set_attributes(of_resource.resource.attributes, span.resource)
-            resources[identity] = of_resource.scope_spans.add()
-        _encode(span, resources[identity].spans.add())
-    return request.SerializeToString()
+def readable_span(span: Span) -> ReadableSpan:
+    """Convert a record to a span that OpenTelemetry's exporters take.
 
+    ``agentrl.rollout.id`` and ``agentrl.attempt.id`` name its rollout and attempt.
+    """
+    from opentelemetry.sdk.resources import Resource  # megabytes, which a parser does not need
+    from opentelemetry.sdk.trace import Event, ReadableSpan
 
-def _encode(span: Span, out: Any) -> None:
-    out.trace_id = bytes.fromhex(span.trace_id)
-    out.span_id = bytes.fromhex(span.span_id)
-    out.parent_span_id = bytes.fromhex(span.parent_span_id or "")
-    out.name = span.name
-    out.kind = _KINDS.index(span.kind) if span.kind in _KINDS else 0
-    out.start_time_unix_nano, out.end_time_unix_nano = span.start_ns, span.end_ns
-    out.status.code = _STATUSES.index(span.status) if span.status in _STATUSES else 0
     owner = {"agentrl.rollout.id": span.rollout_id, "agentrl.attempt.id": span.attempt_id}
-    _set_attributes(out.attributes, {k: v for k, v in owner.items() if v} | span.attributes)
-    for event in span.events:
-        added = out.events.add()
-        added.name, added.time_unix_nano = event["name"], event["time_ns"]
-        _set_attributes(added.attributes, event["attributes"])
+    trace_id, parent_id = int(span.trace_id, 16), int(span.parent_span_id or "0", 16)
+    parent = SpanContext(trace_id, parent_id, is_remote=True) if parent_id else None
+    return ReadableSpan(
+        span.name,
+        context=SpanContext(trace_id, int(span.span_id, 16), is_remote=False),
+        parent=parent,
+        resource=Resource(_known(span.resource)),
+        attributes=_known(owner) | _known(span.attributes),
+        events=[
+            Event(event["name"], _known(event["attributes"]), event["time_ns"])
+            for event in span.events
+        ],
+        kind=_SDK_KINDS.get(span.kind, SpanKind.INTERNAL),
+        status=Status(_SDK_STATUSES.get(span.status, StatusCode.UNSET)),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+    )
 
 
-def _set_attributes(pairs: Any, attributes: Json) -> None:
-    for key, value in attributes.items():
-        pair = pairs.add()
-        pair.key = key
-        _set_value(pair.value, value)
-
-
-def _set_value(out: Any, value: Any) -> None:
-    match value:
-        case None:
-            pass
-        case bool():
-            out.bool_value = value
-        case int() if -(2**63) <= value < 2**63:
-            out.int_value = value
-        case float():
-            out.double_value = value
-        case list():
-            out.array_value.SetInParent()
-            for item in value:
-                _set_value(out.array_value.values.add(), item)
-        case dict():
-            out.kvlist_value.SetInParent()
-            _set_attributes(out.kvlist_value.values, value)
-        case _:
-            out.string_value = str(value)
-
-
-def export_response(content_type: str) -> bytes:
-    """The body of a successful answer, in the encoding of the request."""
-    return b"{}" if "json" in content_type else ExportTraceServiceResponse().SerializeToString()
+def _known(attributes: Json) -> Json:
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def rewards_in(spans: Iterable[Span]) -> list[Reward]:
-    """The rewards among spans.
+    """Return the rewards among spans.
 
     Raises:
         ValueError: a reward span without a finite number, or outside a rollout.
@@ -158,12 +134,12 @@ def _from_json(body: bytes) -> ExportTraceServiceRequest:
         _hex_ids_to_base64(document)
         return ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
     except (ValueError, ParseError, TypeError, AttributeError, RecursionError) as error:
-        # ParseDict says what it cannot read in many ways.
+        # ParseDict raises many types.
         raise ValueError(f"not an OTLP JSON trace request: {error}") from error
 
 
 def _hex_ids_to_base64(node: Any) -> None:
-    """OTLP/JSON writes ids in hex, protobuf's JSON expects base64 and would decode hex as such."""
+    """Convert ids: OTLP/JSON writes them in hex, and protobuf's JSON would decode base64."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key in ("traceId", "spanId", "parentSpanId") and isinstance(value, str):
@@ -175,11 +151,8 @@ def _hex_ids_to_base64(node: Any) -> None:
             _hex_ids_to_base64(item)
 
 
-_MAX_TIME = 2**63 - 1  # the store's integers are signed
-
-
 def _text(text: str) -> str:
-    """PostgreSQL keeps no NUL characters."""
+    """Replace NUL characters, which PostgreSQL does not store."""
     return text.replace("\0", "\ufffd")
 
 

@@ -1,9 +1,7 @@
-"""The words of the house as types: rollout, attempt, call, span, reward, adapter.
+"""Define the records of a run: rollout, attempt, call, span, reward, adapter version.
 
-Knows what happened in a run and how it ended. Does not know models, HTTP or torch, and imports
-nothing outside the standard library, so an agent's process can afford it.
-
-Times are seconds since the Unix epoch (float); span times are nanoseconds (int), as in OTLP.
+Imports the standard library only, so an agent's process can afford it. Times are seconds since the
+Unix epoch (float); span times are nanoseconds (int), as in OTLP.
 """
 
 from __future__ import annotations
@@ -33,16 +31,16 @@ class RolloutState(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """How one try of a rollout stands. Every state but ``running`` is final: it is sealed."""
+    """The state of one try of a rollout. Every state but ``running`` is final: sealed."""
 
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     ERROR = "error"  # the agent raised, or its command exited non-zero
-    TIMEOUT = "timeout"  # killed after its time was up
-    INFRASTRUCTURE = "infrastructure"  # the gateway or sampler failed it: not the agent's fault
+    TIMEOUT = "timeout"  # killed at its time limit
+    INFRASTRUCTURE = "infrastructure"  # the gateway or sampler failed it, not the agent
     LOST = "lost"  # its runner stopped heartbeating and the lease ran out
-    CANCELLED = "cancelled"  # nobody wants it any more
-    NO_REWARD = "no_reward"  # ended well but without a reward, and the policy is to try again
+    CANCELLED = "cancelled"  # its rollout is no longer needed
+    NO_REWARD = "no_reward"  # ended well without a reward, and the policy retries
 
 
 class CallState(StrEnum):
@@ -50,8 +48,8 @@ class CallState(StrEnum):
 
     OPEN = "open"
     COMPLETED = "completed"
-    CANCELLED = "cancelled"  # the client went away in mid-answer; the partial answer is kept
-    ERROR = "error"  # the sampler failed it
+    CANCELLED = "cancelled"  # the client disconnected; the partial answer is kept
+    ERROR = "error"  # the sampler failed
 
 
 class SkipReason(StrEnum):
@@ -59,31 +57,31 @@ class SkipReason(StrEnum):
 
     EVALUATION = "evaluation"  # made by an evaluation rollout
     NO_ROLLOUT = "no_rollout"  # made outside any rollout (operator key)
-    NO_REWARD = "no_reward"  # the rollout emitted none: missing is not zero
+    NO_REWARD = "no_reward"  # the rollout emitted none; missing is not zero
     FAILED_ATTEMPT = "failed_attempt"  # its attempt did not win
     FAILED_ROLLOUT = "failed_rollout"  # no attempt of its rollout succeeded
     CLIENT_DISCONNECTED = "client_disconnected"
-    SAMPLER_ERROR = "sampler_error"  # it, or another choice of its answer, which was never given
+    SAMPLER_ERROR = "sampler_error"  # of this or another choice: the client got no answer
     GATEWAY_LOST = "gateway_lost"  # the gateway died between accepting and answering it
     LATE_CALL = "late_call"  # finished after its attempt was sealed
-    NOT_TRAINABLE_MODEL = "not_trainable_model"  # no adapter being trained answered it
-    OTHER_AGENT = "other_agent"  # an adapter answered it that is trained on other agents' calls
+    NOT_TRAINABLE_MODEL = "not_trainable_model"  # answered by no adapter in training
+    OTHER_AGENT = "other_agent"  # its adapter trains on other agents' calls
     MALFORMED_RECORD = "malformed_record"  # lengths of tokens and log-probs disagree
     EMPTY_RESPONSE = "empty_response"
     TOO_LONG = "too_long"
-    TRUNCATED = "truncated"  # cut off at its token limit, where such answers shall not train
+    TRUNCATED = "truncated"  # cut off at its token limit, and settings exclude such answers
     OFF_POLICY = "off_policy"  # sampled at another temperature, filtered, biased or constrained
     SMALL_GROUP = "small_group"  # its group shrank below the minimum size
     ZERO_ADVANTAGE = "zero_advantage"  # every rollout of the group earned the same
     NON_FINITE_STEP = "non_finite_step"  # the whole optimizer step was refused
-    STALE = "stale"  # sampled by too old an adapter
+    STALE = "stale"  # sampled by an adapter version that is too old
     SUPERSEDED = "superseded"  # a resumed run repeated its step
-    LEFT_OVER = "left_over"  # rolled out ahead of time, and the run ended before a step took it
+    LEFT_OVER = "left_over"  # rolled out ahead, and the run ended before a step used it
 
 
 @dataclass(frozen=True, slots=True)
 class NewRollout:
-    """One execution of the agent that somebody wants."""
+    """One execution of the agent to queue."""
 
     task_id: str
     group_id: str
@@ -97,10 +95,10 @@ class NewRollout:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What failures mean. ``retry``: a new attempt; ``drop``: no more; a number: the reward.
+    """What follows a failure: ``retry`` (a new attempt), ``drop``, or a number (the reward).
 
     ``max_attempts`` bounds the retries of all three together. A rollout whose last attempt failed
-    has failed; one whose last attempt emitted no reward has succeeded, and does not train.
+    has failed. One whose last attempt emitted no reward has succeeded and does not train.
     """
 
     on_error: str | float = "retry"
@@ -112,7 +110,7 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a runner gets when it claims a rollout: one attempt, leased to it, and its key."""
+    """An attempt leased to a runner, and its key."""
 
     rollout_id: str
     attempt_id: str
@@ -128,7 +126,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRef:
-    """Whom a key belongs to, as the gateway needs it."""
+    """The attempt that a key belongs to."""
 
     run_id: str
     rollout_id: str
@@ -141,10 +139,10 @@ class AttemptRef:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One answer of a model to one request, as it was sampled. ``n > 1`` makes ``n`` of these.
+    """One sampled answer to one request; ``n > 1`` makes ``n`` calls.
 
     Invariant: ``len(response_logprobs) == len(response_ids)``; log-probs are natural logs under
-    the policy at temperature 1, before top-p/top-k, as the trainer recomputes them.
+    the policy at temperature 1, before top-p and top-k, as the trainer recomputes them.
     """
 
     id: str  # unique: ``response_id``, ``response_id#i`` for choice i, ``#i@seq`` if sampled again
@@ -164,8 +162,8 @@ class Call:
     response_logprobs: list[float]
     finish_reason: str | None
     params: Json
-    request: Json | None  # the wire request
-    response: Json | None  # the wire response (for streams: the answer the chunks add up to)
+    request: Json | None  # on the wire
+    response: Json | None  # on the wire; of a stream, the answer that its chunks add up to
     error: str | None
     trace_id: str | None  # hex, from traceparent
     span_id: str | None
@@ -177,10 +175,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class PastCall:
-    """A call that may have been the one which a retry repeats."""
+    """A call that a client retry may repeat."""
 
     call: Call
-    continued: bool  # a later call of its attempt went on from its very tokens, or is taken to have
+    continued: bool  # a later prompt of its attempt begins with its tokens, or is assumed to
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A number earned in a rollout. ``key`` makes delivery idempotent (span id, usually)."""
+    """A number earned in a rollout. ``key``, usually the span id, makes delivery idempotent."""
 
     attempt_id: str
     rollout_id: str
@@ -218,31 +216,26 @@ class Reward:
 
 
 POLICY_REWARD_KEY = "policy"
-"""``Reward.key`` of a reward that a policy gives: it stands instead of what was emitted."""
+"""``Reward.key`` of a policy's reward, which stands instead of emitted ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """How rollouts went, in counts by name. What is zero is left out."""
+    """Counts of how rollouts went, without zeros."""
 
     rollouts: dict[str, int]  # by RolloutState
     attempts: dict[str, int]  # by AttemptState
     policy_rewards: dict[str, int]  # by policy: on_error, on_timeout, on_missing_reward
 
     def metrics(self) -> dict[str, float]:
-        """Failures in numbers, zeros included: ``rollouts/failed``, ``attempts/timeout``, ..."""
-        failures = [
-            state
-            for state in AttemptState
-            if state not in (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
-        ]
+        """Return failures with zeros: ``rollouts/failed``, ``attempts/timeout``, ..."""
+        not_failures = (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
+        failures = [state for state in AttemptState if state not in not_failures]
+        policies = ("on_error", "on_timeout", "on_missing_reward")
         return {
             "rollouts/failed": self.rollouts.get(RolloutState.FAILED, 0),
             **{f"attempts/{state}": self.attempts.get(state, 0) for state in failures},
-            **{
-                f"rewards/{policy}": self.policy_rewards.get(policy, 0)
-                for policy in ("on_error", "on_timeout", "on_missing_reward")
-            },
+            **{f"rewards/{policy}": self.policy_rewards.get(policy, 0) for policy in policies},
         }
 
 
@@ -257,7 +250,7 @@ class Rollout:
     index: int
     seed: int
     state: RolloutState
-    reason: str | None  # why it failed, in words
+    reason: str | None  # why it failed
     attempts: int
     winner: str | None  # the attempt that succeeded
     created_at: float
@@ -292,8 +285,8 @@ class AdapterVersion:
 class Accounting:
     """The sum that must hold: ``proxied == recorded == trained + sum(skipped) + pending``.
 
-    ``proxied`` is the gateways' own count of accepted answers, kept apart from the recorded rows.
-    ``pending`` counts calls of rollouts not yet judged; after a step it is zero.
+    ``proxied`` is the gateways' count of accepted answers, kept apart from the recorded rows.
+    ``pending`` counts calls without a verdict; after a step it is zero.
     """
 
     proxied: int

@@ -1,15 +1,15 @@
-"""Checkpoints that are whole or do not exist.
+"""Write and read checkpoints that are whole or do not exist.
 
 Knows files, tensors and JSON; not what they mean. Nothing is pickled: tensors (weights, optimizer
 moments, the torch random state) are safetensors, everything else JSON, adapters PEFT folders.
 
     <root>/step-00000012/
         manifest.json           size and sha256 of every other file; written last
-        meta.json               whatever the caller keeps, and the python and numpy random states
+        meta.json               the caller's ``meta``, and the python and numpy random states
         tensors.safetensors     the caller's tensors, and the torch random states
         adapters/<name>/        PEFT folders
 
-All of it is written to a hidden folder beside it, synced, and renamed. One writer at a time.
+A checkpoint is written to a hidden folder beside it, synced, and renamed. One writer at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agentrl_trainer.atomic_folder import atomic_folder, discard, remove_leftovers
+
 Json = dict[str, Any]
 
 MANIFEST = "manifest.json"
@@ -37,14 +39,12 @@ META = "meta.json"
 TENSORS = "tensors.safetensors"
 ADAPTERS = "adapters"
 _PREFIX = "step-"
-_STAGING = ".tmp-"  # being written, or left by a writer that died
-_TRASH = ".old-"  # being deleted
 _SUPERSEDED = "superseded-"  # newer than what a resumed run wrote; never read, never deleted
 _RNG = "__rng__/"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is torn or not one; the message says what is wrong with it."""
+    """A folder is no checkpoint, or a torn one; the message names the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where a run goes on: step and ``meta`` of the checkpoint, None and nothing without one."""
+    """Where a run continues: step and ``meta`` of the checkpoint; None and empty without one."""
 
     step: int | None
     meta: Json
@@ -93,33 +93,27 @@ def save_checkpoint(
     adapters: Mapping[str, Callable[[Path], None]] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write checkpoint ``step``, with the random states of this moment; keep the ``keep`` newest.
+    """Write checkpoint ``step`` with the current random states; keep the ``keep`` newest.
 
-    ``meta`` must be JSON. ``adapters`` maps a name to what writes its PEFT folder at a given path.
     A checkpoint of the same step (from before a resume) is replaced. Later ones belong to a history
-    that the run has left: they are renamed out of the way, and ``latest_checkpoint`` ignores them.
+    that the run has left: they are renamed, and ``latest_checkpoint`` ignores them.
+
+    Args:
+        meta: JSON.
+        adapters: by name, what writes the adapter's PEFT folder at a given path.
     """
     if keep < 1:
         raise ValueError("keep must be at least 1: the checkpoint just written has to stay")
     if reserved := [name for name in tensors if name.startswith(_RNG)]:
         raise ValueError(f"tensor names may not begin with {_RNG!r}: {reserved}")
+    if step < 0:
+        raise ValueError(f"a step is not negative: {step}")
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    _clean(root)
-    staging = root / f"{_STAGING}{_name(step)}-{uuid.uuid4().hex[:8]}"
-    staging.mkdir()
-    try:
+    remove_leftovers(root)
+    final = root / f"{_PREFIX}{step:08d}"
+    with atomic_folder(final) as staging:
         _write(staging, step, tensors, meta, adapters or {})
-        final = root / _name(step)
-        if final.exists():
-            # rename() cannot replace a folder with content. Dying between these two lines costs
-            # this step's checkpoint, never the one before it.
-            os.rename(final, _trash(final))
-        os.rename(staging, final)
-        _fsync(root)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     for later, folder in _steps(root):
         if later > step:
             os.rename(folder, root / f"{_SUPERSEDED}{folder.name}-{uuid.uuid4().hex[:8]}")
@@ -139,7 +133,11 @@ def latest_checkpoint(root: str | Path) -> Latest:
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
-    """Verify and read. The random states are not applied: see ``restore_rng``."""
+    """Verify and read a checkpoint. Random states are not applied: see ``restore_rng``.
+
+    Raises:
+        CheckpointError: it is torn, or none.
+    """
     folder = Path(folder)
     if fault := fault_of(folder):
         raise CheckpointError(f"checkpoint {folder}: {fault}")
@@ -157,7 +155,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def fault_of(folder: str | Path) -> str | None:
-    """What is wrong with this checkpoint; None if it is whole."""
+    """Name what is wrong with a checkpoint; None if it is whole."""
     folder = Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -180,6 +178,7 @@ def fault_of(folder: str | Path) -> str | None:
 
 
 def capture_rng() -> Rng:
+    """Read the process's random states."""
     version, internal, gauss = random.getstate()
     legacy: Any = np.random.get_state()
     states = {"cpu": torch.get_rng_state()}
@@ -200,7 +199,7 @@ def capture_rng() -> Rng:
 
 
 def restore_rng(rng: Rng) -> None:
-    """Put the process's random states back. Devices which this machine lacks are left out."""
+    """Restore the process's random states. Devices that this machine lacks are left out."""
     python, legacy = rng.python, rng.numpy
     random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
     keys = np.array(legacy["keys"], dtype=np.uint32)
@@ -225,11 +224,11 @@ def _write(
         target = folder / ADAPTERS / name
         target.parent.mkdir(exist_ok=True)
         write(target)
-    # Last of what can draw random numbers, and before anything else happens.
+    # After the adapters, which may draw random numbers.
     rng = capture_rng()
     everything = {**tensors, **{_RNG + device: state for device, state in rng.torch.items()}}
     save_file(
-        # Clones, because safetensors refuses tensors which share memory.
+        # safetensors refuses tensors that share memory.
         {name: value.detach().cpu().contiguous().clone() for name, value in everything.items()},
         str(folder / TENSORS),
     )
@@ -246,27 +245,19 @@ def _write(
         for path in files
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    # Files before the folders that name them, and all of it before the rename.
-    for path in [*files, folder / MANIFEST]:
-        _fsync(path)
-    for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
-        _fsync(path)
 
 
 def _prune(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep``. Torn ones do not count: they could not be resumed from.
+    """Delete all but the newest ``keep``. Torn ones do not count: no run could resume from them.
 
-    Only the manifest's sizes are looked at here, since hashing everything at each save is too dear.
+    Only the manifest's sizes are checked here: hashing everything at each save costs too much.
     """
     kept = 0
     for _, folder in _steps(root):
         if kept >= keep:
-            trash = _trash(folder)
-            os.rename(folder, trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            shutil.rmtree(discard(folder), ignore_errors=True)
         elif _looks_whole(folder):
             kept += 1
-    _clean(root)
 
 
 def _looks_whole(folder: Path) -> bool:
@@ -277,15 +268,8 @@ def _looks_whole(folder: Path) -> bool:
         return False
 
 
-def _clean(root: Path) -> None:
-    """Remove what a writer that died left behind."""
-    for path in root.iterdir():
-        if path.name.startswith((_STAGING, _TRASH)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _steps(root: Path) -> Iterator[tuple[int, Path]]:
-    """Checkpoint folders, newest first."""
+    """Iterate over checkpoint folders, newest first."""
     if not root.is_dir():
         return
     found = [
@@ -296,24 +280,6 @@ def _steps(root: Path) -> Iterator[tuple[int, Path]]:
     yield from sorted(found, reverse=True)
 
 
-def _name(step: int) -> str:
-    if step < 0:
-        raise ValueError(f"a step is not negative: {step}")
-    return f"{_PREFIX}{step:08d}"
-
-
-def _trash(folder: Path) -> Path:
-    return folder.parent / f"{_TRASH}{folder.name}-{uuid.uuid4().hex[:8]}"
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -30,7 +30,7 @@ def command_help(name: str, description: str, console: Console, *, everything: b
     if agent:
         table.add_row("AGENT", known["agent.entrypoint"].meaning)
     if everything:
-        for setting in known.values():
+        for setting in filter(lambda one: one.flag, known.values()):
             table.add_row(setting.flag, _meaning(setting))
     else:
         for one, flags in command.short_flags.items():

@@ -88,7 +88,7 @@ def _estimator_options(algorithm: AlgorithmSettings) -> object:
 
 
 def _scaling(options: object) -> Scaling:
-    from agentrl.config.settings import DeviationSettings
+    from agentrl.config.algorithm_options import DeviationSettings
     from agentrl_trainer.data.advantages import Scaling
 
     given = options if isinstance(options, DeviationSettings) else DeviationSettings()

@@ -14,16 +14,9 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from agentrl.config import checks, settings
+from agentrl.config.fields import Count, HttpUrl, Positive, Table
 from agentrl.config.setting_names import tables_of
-from agentrl.config.settings import (
-    Adapters,
-    AdapterSettings,
-    Count,
-    OtherModels,
-    OtherModelSettings,
-    Positive,
-    Table,
-)
+from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
 from agentrl.config.tinker import check_backend
 
 
@@ -213,7 +206,7 @@ class JoinRolloutSettings(Table):
 
 
 class JoinGatewaySettings(Table):
-    url: settings.HttpUrl
+    url: HttpUrl
     """URL of the run's gateway, as this machine reaches it (see gateway.host)."""
 
 

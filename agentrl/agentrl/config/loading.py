@@ -171,7 +171,7 @@ def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
         places = [flag_of(one) for one in RENAMED[name] if one in known]
         if places:
             return f"{flag}: is now {' or '.join(places)}"
-    flags = [setting.flag for setting in settings_of(command)]
+    flags = [setting.flag for setting in settings_of(command) if setting.flag]
     for short in short_flags(command).values():
         flags += [f"--{one}" for one in ([short] if isinstance(short, str) else short)]
     return f"{flag}: there is no such flag.{nearest(flag, flags) or ' See --help-all.'}"
@@ -220,9 +220,10 @@ def _of_another_command(name: str) -> bool:
 
 def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the run to resume, without the options of what another loss replaces."""
-    from agentrl.runs.folder import RunFolder
-
-    settings = json.loads(RunFolder.existing(folder).config.read_text(encoding="utf-8"))
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"resume: {str(folder)!r} is no run folder: it has no config.json")
+    settings = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(settings.get("agent"), dict):
         raise ConfigError(
             f"resume: {folder} was started by an earlier version, whose settings were flat; it can "

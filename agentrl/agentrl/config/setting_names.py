@@ -32,7 +32,8 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return flag_of(self.name)
+        """Its flag; empty for the rows of a table, which have none."""
+        return "" if NAME in self.name else flag_of(self.name)
 
     @property
     def meaning(self) -> str:
@@ -47,7 +48,7 @@ class Setting:
     def default(self) -> str | None:
         """Its default as a file would say it; None where there is none, or it is chosen later."""
         default = self.field.get_default(call_default_factory=True)
-        if default is None or default is PydanticUndefined:
+        if default is None or default is PydanticUndefined or default in ({}, []):
             return None
         if isinstance(default, bool):
             return str(default).lower()

@@ -13,34 +13,28 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 
+from agentrl.config import algorithm_options as options
 from agentrl.config import checks
-from agentrl.config.secrets import check_params, check_variable
+from agentrl.config.fields import (
+    Count,
+    HttpUrl,
+    NonNegative,
+    Positive,
+    Share,
+    Table,
+    Variable,
+    Whole,
+)
+from agentrl.config.secrets import check_params
 
 Policy = Literal["retry", "drop"] | float
-Variable = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(check_variable)
-]
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$")]
-
-
-class Table(BaseModel):
-    """Settings that belong together."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 class AgentSettings(Table):
@@ -49,8 +43,7 @@ class AgentSettings(Table):
     entrypoint: Annotated[str, Field(min_length=1)]
     """What to run: module:function, file.py:function, or a command."""
     python: str | None = None
-    """Interpreter that runs the agent: PATH/bin/python of another virtual environment, which needs
-    agentrl's base install."""
+    """Interpreter for the agent, of another virtual environment with agentrl's base install."""
 
 
 class TrainAgentSettings(AgentSettings):
@@ -97,11 +90,9 @@ class RunnerSettings(Table):
     runners_on: Literal["here", "ray"] = "here"
     """Run them on this machine, or as actors of a Ray cluster."""
     concurrency: Count = 1
-    """Rollouts of an async agent that a runner executes at a time, as tasks of one process. They
-    share its modules, and one that blocks blocks the others."""
+    """Rollouts of an async agent that a process runs at a time; they share its modules."""
     rollouts_per_process: Count = 1
-    """Rollouts that a process runs one after another. 1 starts a fresh process for each; more is
-    faster for agents that keep no state."""
+    """Rollouts that a process runs in turn. 1 starts a fresh process for each; more is faster."""
     timeout: Positive = 300
     """Seconds after which an attempt is killed."""
     lease: Annotated[float, Field(ge=1)] = 15
@@ -172,120 +163,20 @@ class LearningSettings(Table):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest trajectory in tokens; by default the model's context."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward and backward pass; lower it to save memory. By default 4096 on a CPU,
-    16384 on a GPU."""
+    """Tokens per forward pass; lower saves memory. By default 4096 on a CPU, 16384 on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
-
-
-class ClipSettings(Table):
-    clip_low_threshold: Share = 0.8
-    """Lower bound of the ratio."""
-    clip_high_threshold: Annotated[float, Field(ge=1)] = 1.2
-    """Upper bound of the ratio."""
-
-
-class PpoSettings(ClipSettings):
-    dual_clip_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the ratio of tokens with negative advantage; 3 is usual."""
-
-
-class GspoSettings(ClipSettings):
-    clip_low_threshold: Share = 1 - 0.0003
-    """Lower bound of the ratio."""
-    clip_high_threshold: Annotated[float, Field(ge=1)] = 1 + 0.0004
-    """Upper bound of the ratio."""
-
-
-class DroSettings(Table):
-    beta: NonNegative = 0.05
-    """Weight of the squared log-ratio."""
-
-
-class DppoSettings(Table):
-    divergence: Literal["tv", "kl"] = "tv"
-    """Total variation or KL, of the sampled token against all others."""
-    divergence_low: Positive = 0.2
-    """Bound on a falling probability with negative advantage."""
-    divergence_high: Positive = 0.2
-    """Bound on a rising probability with positive advantage."""
-
-
-class DeviationSettings(Table):
-    std_ddof: Literal[0, 1] = 1
-    """The standard deviation divides by n - ddof."""
-    std_epsilon: NonNegative = 1e-06
-    """Added to the standard deviation."""
-
-
-class GroupSettings(DeviationSettings):
-    normalize_std: bool = False
-    """Divide advantages by the group's standard deviation."""
-
-
-class TurnSettings(GroupSettings):
-    discount: Share = 1.0
-    """Discount of later rewards, by turn."""
-
-
-class GigpoSettings(TurnSettings):
-    step_weight: NonNegative = 1.0
-    """Weight of the comparison of equal states."""
-
-
-class GaeSettings(DeviationSettings):
-    normalize_std: bool = False
-    """Center and scale advantages over the tokens of the step."""
-    discount: Share = 1.0
-    """Discount of later rewards, by token."""
-    gae_lambda: Share = 0.95
-    """0 relies on the value function, 1 on the rewards."""
-    value_lr: Positive = 0.001
-    """Learning rate of the value function."""
-    value_clip: NonNegative = 0.2
-    """How far a prediction may move in a step; 0 is off."""
-
-
-class KlSettings(Table):
-    """The penalty on the KL divergence from a reference policy."""
-
-    coef: NonNegative = 0.0
-    """Weight of the KL to the reference; 0 is off."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator that is reported."""
-    gradient: Literal["unbiased", "direct"] = "unbiased"
-    """Gradient of the KL itself, or of its estimator as in GRPO."""
-    reference: Path | None = None
-    """PEFT folder of the reference adapter; by default the base model."""
-
-
-class CorrectionSettings(Table):
-    """Importance weights for tokens that another policy sampled."""
-
-    mode: Literal["none", "truncate", "mask"] | None = None
-    """By default none; truncate with a max_staleness, unless stale is drop."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """Weight of each token, or of its sequence (product or geometric mean)."""
-    low: Share = 0.0
-    """Lower bound of the importance weight."""
-    high: Annotated[float, Field(ge=1)] = 2.0
-    """Upper bound of the importance weight."""
 
 
 class AlgorithmSettings(Table):
     """Advantages and losses. A loss and an estimator have their options in their own tables."""
 
-    loss: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo"] = (
-        "importance_sampling"
-    )
+    loss: options.RewardLoss = "importance_sampling"
     """Loss, with Tinker's semantics."""
-    estimator: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce++", "maxrl", "reinforce", "turn", "gigpo", "gae"
-    ] = "grpo"
+    estimator: options.Estimator = "grpo"
     """How rewards become advantages."""
     length_normalization: Literal["token", "sequence", "rollout", "constant"] | None = None
-    """What the loss is a mean over: all tokens of the step (default), sequences, rollouts, or a
-    constant number of tokens (default of dr_grpo)."""
+    """The loss is a mean over tokens (default), sequences, rollouts, or a constant (dr_grpo's)."""
     length_constant: Count | None = None
     """That constant number of tokens; by default sampler.max_tokens."""
     truncated: Literal["train", "skip"] = "train"
@@ -295,19 +186,19 @@ class AlgorithmSettings(Table):
     weight those whose weight is known, or skip them."""
     skip_agents: list[str] = Field(default_factory=list[str])
     """Agents whose calls never train, such as title or summar* (patterns)."""
-    ppo: PpoSettings = PpoSettings()
-    cispo: ClipSettings = ClipSettings()
-    dro: DroSettings = DroSettings()
-    gspo: GspoSettings = GspoSettings()
-    dppo: DppoSettings = DppoSettings()
-    grpo: GroupSettings = GroupSettings()
-    rloo: GroupSettings = GroupSettings()
-    reinforce_plus_plus: DeviationSettings = DeviationSettings()
-    turn: TurnSettings = TurnSettings()
-    gigpo: GigpoSettings = GigpoSettings()
-    gae: GaeSettings = GaeSettings()
-    kl: KlSettings = KlSettings()
-    correction: CorrectionSettings = CorrectionSettings()
+    ppo: options.PpoSettings = options.PpoSettings()
+    cispo: options.ClipSettings = options.ClipSettings()
+    dro: options.DroSettings = options.DroSettings()
+    gspo: options.GspoSettings = options.GspoSettings()
+    dppo: options.DppoSettings = options.DppoSettings()
+    grpo: options.GroupSettings = options.GroupSettings()
+    rloo: options.GroupSettings = options.GroupSettings()
+    reinforce_plus_plus: options.DeviationSettings = options.DeviationSettings()
+    turn: options.TurnSettings = options.TurnSettings()
+    gigpo: options.GigpoSettings = options.GigpoSettings()
+    gae: options.GaeSettings = options.GaeSettings()
+    kl: options.KlSettings = options.KlSettings()
+    correction: options.CorrectionSettings = options.CorrectionSettings()
 
     @model_validator(mode="before")
     @classmethod
@@ -358,8 +249,7 @@ class VllmSamplerSettings(Table):
     """The vLLM server that samples with ``sampler.kind = "vllm"``."""
 
     python: Path | None = None
-    """Interpreter that has vLLM, to start a server with; by default this one. Its own environment
-    is best, because vLLM pins torch."""
+    """Interpreter that has vLLM, best in its own environment; by default this one."""
     args: str = ""
     """More arguments for the server that is started, for instance '--gpu-memory-utilization 0.4' to
     leave the trainer room on a shared GPU."""

@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -83,9 +82,7 @@ def _parse_command(spec: str, text: str) -> AgentSpec:
     return AgentSpec("command", "", "", argv)
 
 
-def validate_agent(
-    spec: str, python_path: Sequence[str] = (), *, other_python: bool = False
-) -> None:
+def validate_agent(spec: str, *, other_python: bool = False) -> None:
     """Check a spec as far as possible without importing the user's code.
 
     Args:
@@ -104,14 +101,14 @@ def validate_agent(
             raise AgentSpecError(spec, f"there is no file {path.absolute()}")
         _check_source(spec, path, parsed.attribute)
     elif not other_python:
-        _check_module(spec, parsed, python_path)
+        _check_module(spec, parsed)
 
 
-def _check_module(spec: str, parsed: AgentSpec, python_path: Sequence[str]) -> None:
+def _check_module(spec: str, parsed: AgentSpec) -> None:
     """Look the module up in folders only: finding ``a.b`` by import would run ``a``."""
     top, *parts = parsed.target.split(".")
     find = importlib.machinery.PathFinder.find_spec
-    found = find(top, [*python_path, os.getcwd(), *sys.path])
+    found = find(top, [os.getcwd(), *sys.path])
     if found is None:
         if importlib.util.find_spec(top) is None:  # builtins, frozen, import hooks
             raise AgentSpecError(spec, f"there is no module {top!r}")

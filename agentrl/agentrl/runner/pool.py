@@ -147,7 +147,7 @@ class Pool:
             os.environ.update(attempt_environment(self.config, claim))
             error = None
             try:
-                load_agent(self.config.agent, self.config.python_path)
+                load_agent(self.config.agent)
             except BaseException as raised:
                 error = f"{type(raised).__name__}: {raised}"
             modules = third_party_modules(self.agent, known)

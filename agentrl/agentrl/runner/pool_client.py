@@ -110,7 +110,7 @@ def start_pool(config: RunnerConfig) -> PoolHandle:
             f"concurrency: got {config.concurrency}, but a command runs in a process of its own; "
             "raise runners instead"
         )
-    validate_agent(config.agent, config.python_path, other_python=config.python is not None)
+    validate_agent(config.agent, other_python=config.python is not None)
     return PoolHandle(config)
 
 

@@ -17,6 +17,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 from agentrl.runner.agent_spec import AgentSpec
@@ -46,7 +47,7 @@ def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
         known: modules that are not returned: those imported first.
     """
     roots = installed_roots()
-    own = agent.target.partition(".")[0] if agent.kind == "module" else None
+    own = Path(agent.target).stem if agent.kind == "file" else agent.target.partition(".")[0]
     found: list[str] = []
     # New modules are at the end. Walking over all would touch, and so copy, every module's memory
     # page after a fork: 3 ms.
@@ -62,7 +63,7 @@ def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
         spec = getattr(module, "__spec__", None)
         if not isinstance(file, str) or spec is None or spec.name != name:
             continue
-        if file.startswith(roots) and not _beside(agent, file, roots):
+        if file.startswith(roots):
             found.append(name)
     return found
 
@@ -109,14 +110,6 @@ def _within(name: str, modules: Collection[str]) -> bool:
     """
     parts = name.split(".")
     return any(".".join(parts[: i + 1]) in modules for i in range(len(parts)))
-
-
-def _beside(agent: AgentSpec, file: str, roots: tuple[str, ...]) -> bool:
-    """Tell whether ``file`` lies beside the user's, which itself lies in site-packages."""
-    if agent.kind != "file":
-        return False
-    folder = str(agent.folder) + os.sep
-    return folder.startswith(roots) and folder not in roots and file.startswith(folder)
 
 
 # ---- warm-up

@@ -1,6 +1,6 @@
 """What pool, workers and agent processes send each other, as JSON lines.
 
-Light: the trainer imports it.
+Plain dataclasses, because an agent's own interpreter need not have pydantic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agentrl_tracer.schemas import AttemptState, Claim, Purpose
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """The configuration of a pool of runners.
+    """The configuration of a pool of runners; ``agentrl.config`` has the defaults of settings.
 
     Attributes:
         store: URL or path of the trace store.
@@ -29,7 +29,6 @@ class RunnerConfig:
         rollouts_per_process: attempts that a process may run in turn; 1: a fresh one for each.
         concurrency: attempts of an async agent that a process runs at a time.
         python: another interpreter (of another virtual environment) that runs the agent.
-        python_path: folders put first on the agent's ``sys.path`` and ``PYTHONPATH``.
         withheld: environment variables that agents do not get: other models' keys.
     """
 
@@ -39,13 +38,12 @@ class RunnerConfig:
     agent: str
     model: str
     logs: str
-    runners: int = 8
-    timeout_s: float = 600.0
-    lease_s: float = 15.0
+    runners: int
+    timeout_s: float
+    lease_s: float
     rollouts_per_process: int = 1
     concurrency: int = 1
     python: str | None = None
-    python_path: tuple[str, ...] = ()
     withheld: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -54,8 +52,7 @@ class RunnerConfig:
     @classmethod
     def from_json(cls, text: str) -> RunnerConfig:
         fields = json.loads(text)
-        tuples = {name: tuple(fields[name]) for name in ("python_path", "withheld")}
-        return cls(**{**fields, **tuples})
+        return cls(**fields | {"withheld": tuple(fields["withheld"])})
 
 
 @dataclass(frozen=True, slots=True)

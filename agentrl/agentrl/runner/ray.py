@@ -92,7 +92,7 @@ class RayPool:
         except ImportError:
             raise ValueError("runners: ray is not installed; pip install ray") from None
         check_environment()
-        validate_agent(config.agent, config.python_path, other_python=True)
+        validate_agent(config.agent, other_python=True)
         self.restarts = 0
         self._ray: Any = ray
         self._started_ray = not ray.is_initialized()

@@ -1,7 +1,4 @@
-"""The embedded torch engine, as the gateway's ``Sampler``.
-
-Knows both sides and nothing more: the engine's thread, and the gateway's event loop.
-"""
+"""The embedded torch engine as the gateway's ``Sampler``: bridges its thread and the event loop."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class EmbeddedSampler:
 
     def __init__(self, base: BaseModel) -> None:
         self._eos_ids = base.eos_ids
-        # Events of one engine round cross to the event loop together: one wake-up, not one a token.
+        # Events of one engine round go to the event loop together: one wake-up, not one a token.
         self._round: list[tuple[asyncio.Queue[Event], Event]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine = SamplerEngine(base, after_round=self._hand_over)
@@ -76,15 +73,19 @@ class EmbeddedSampler:
         return self.engine.base.context_length
 
     def load_now(self, name: str, version: int, path: str) -> None:
-        """``load_adapter`` for where no event loop runs yet."""
+        """Like ``load_adapter``, before an event loop runs."""
         self.engine.load_adapter(name, version, path).result()
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
+        """
+        Raises:
+            RefusedError: the folder does not fit the model.
+        """
         try:
-            prepared = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
-        except ModelError as error:  # what is in the folder does not fit
+            loaded = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
+        except ModelError as error:
             raise RefusedError("invalid_parameter", str(error)) from error
-        await asyncio.wrap_future(prepared)
+        await asyncio.wrap_future(loaded)
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
@@ -110,8 +111,8 @@ class EmbeddedSampler:
             on_event=lambda event: self._round.append((events, event)),
         )
         try:
-            if params.grammar is not None and not self.engine.knows_grammar(params.grammar):
-                await asyncio.to_thread(self.engine.compile_grammar, params.grammar)
+            if params.grammar is not None and not self.engine.grammars.knows(params.grammar):
+                await asyncio.to_thread(self.engine.grammars.start, params.grammar)
             handle = self.engine.submit(request)
         except RequestError as error:
             raise _refusal(error) from error
@@ -137,7 +138,7 @@ class EmbeddedSampler:
     ) -> list[TokenEvent]:
         ids = list(prompt_ids)
         try:
-            # The engine's thread would find a future that was cancelled meanwhile, and fall over.
+            # Shielded: the engine's thread must not set the result of a canceled future.
             scored = await asyncio.shield(asyncio.wrap_future(self.engine.score(ids, adapter, top)))
         except RequestError as error:
             raise _refusal(error) from error
@@ -145,18 +146,23 @@ class EmbeddedSampler:
         for token_id, logprob, likeliest in zip(
             ids[1:], scored.logprobs[1:], scored.top[1:], strict=True
         ):
-            # One number for one token: clients ask whether it is the likeliest by comparing.
+            # One number a token: clients compare them to see whether it is the likeliest.
             named = [(i, logprob if i == token_id else value) for i, value in likeliest]
             events.append(TokenEvent(0, token_id, logprob, named, scored.adapter_version))
         return events
 
     def _hand_over(self) -> None:
-        """Called on the engine's thread when a round's events are complete."""
+        """Pass a complete round's events to the event loop, from the engine's thread."""
         if not self._round:
             return
         ready, self._round = self._round, []
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_deliver, ready)
+
+
+def _deliver(ready: list[tuple[asyncio.Queue[Event], Event]]) -> None:
+    for queue, event in ready:
+        queue.put_nowait(event)
 
 
 def _refusal(error: RequestError) -> Exception:
@@ -165,8 +171,3 @@ def _refusal(error: RequestError) -> Exception:
     if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
         return ContextLengthError(str(error))
     return RefusedError(_REFUSALS.get(error.code, "stopped"), str(error))
-
-
-def _deliver(ready: list[tuple[asyncio.Queue[Event], Event]]) -> None:
-    for queue, event in ready:
-        queue.put_nowait(event)

@@ -1,22 +1,16 @@
-"""Tinker, as the gateway's ``Sampler``: tokens in, tokens out.
+"""Tinker as the gateway's ``Sampler``: tokens in, tokens out, through the client API.
 
-Knows the client API's sampling clients, one for each adapter's newest version. Does not know who
-trains, nor that behind the URL may be a server of ours.
-
-Three properties of the service shape it:
-
-- *An answer comes as a whole.* There is no stream, so all tokens of a request arrive together, and
-  one that nobody waits for any more is sampled to its end; nothing of it is recorded.
-- *A sampling client keeps its weights.* A request holds the client that it began with, so its
-  tokens are of one version, and the next version is a client of its own (``tinker://`` path).
-- *Only tokens and lengths are governed.* No grammar, no bias: what asks for one is refused.
+- A response arrives whole: there is no stream, and a canceled request is sampled to its end.
+- A sampling client keeps its weights: a request keeps the client that it started with, so its
+  tokens are of one version. A new version is a new client, made from a ``tinker://`` path.
+- Tinker has no grammars and no biases: requests with one are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl_proxy.rendering.detokenizer import Detokenizer
@@ -29,21 +23,21 @@ from agentrl_proxy.sampler import (
     SampleEvent,
     TokenEvent,
 )
-from agentrl_trainer import client as tinker_api
-from agentrl_trainer.client import SampledSequence, SamplingClient, ServiceClient
+from agentrl_trainer.client import SampledSequence, SamplingClient, SamplingParams, ServiceClient
 
 _NO_GRAMMARS = (
-    "Tinker cannot hold an answer to a grammar: leave out response_format, tool_choice 'required' "
-    'and strict tools, or train with backend = "local"'
+    "Tinker has no grammars: leave out response_format, tool_choice 'required' and strict tools, "
+    'or train with backend = "local"'
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
-    """What answers for an adapter."""
+class _Adapter:
+    """A version of an adapter; ``client`` None: it could not be loaded yet."""
 
-    client: SamplingClient
     version: int | None  # None: the base model
+    path: str | None
+    client: SamplingClient | None
 
 
 class TinkerSampler:
@@ -71,19 +65,15 @@ class TinkerSampler:
         self._tokenizer = tokenizer
         self._eos_ids = sorted(eos_ids)
         self._service: ServiceClient | None = None
-        self._loads: dict[str, _Load] = {}
-        self._missing: dict[str, tuple[int, str]] = {}  # (version, path) of what failed to load
-        self._base: _Load | None = None
+        self._adapters: dict[str | None, _Adapter] = {None: _Adapter(None, None, None)}
         self._in_flight = 0
         self._swaps = 0
 
-    # ---- life
-
     def start(self) -> None:
-        """Opens a session.
+        """Open a session; the context becomes the service's if that is shorter.
 
         Raises:
-            ConnectionError: there is no key, or nobody answers.
+            ConnectionError: there is no key, or the service does not answer.
         """
         import tinker
 
@@ -100,70 +90,65 @@ class TinkerSampler:
         if self._service is not None:
             self._service.close()
 
-    def _client(self, path: str | None) -> SamplingClient:
-        """Of saved weights; None: of the base model."""
-        if self._service is None:
-            raise RefusedError("stopped", "there is no session with Tinker yet")
-        base = self._model if path is None else None
-        return self._service.create_sampling_client(path, base).result()
-
     @property
     def healthy(self) -> bool:
-        """Whether this process can go on; of a service that is away each request says so."""
+        """True: a service that does not answer fails single requests, not this process."""
         return True
 
     @property
     def adapters(self) -> Mapping[str, int]:
-        missing = {name: version for name, (version, _) in self._missing.items()}
-        loads = self._loads.items()
-        return missing | {n: load.version for n, load in loads if load.version is not None}
+        known = self._adapters.items()
+        return {name: one.version for name, one in known if name and one.version is not None}
 
     def stats(self) -> dict[str, Any]:
         return {"sampler": "tinker", "in_flight": self._in_flight, "swaps": self._swaps}
 
-    # ---- adapters
-
     def load_now(self, name: str, version: int, path: str) -> None:
-        """``load_adapter`` for where no event loop runs yet."""
-        self._loads[name] = _Load(self._client(path), version)
-        self._missing.pop(name, None)
+        """Run ``load_adapter`` before an event loop runs."""
+        self._adapters[name] = _Adapter(version, path, self._client(path))
         self._swaps += 1
 
     def load_or_try_later(self, name: str, version: int, path: str) -> str | None:
-        """As ``load_now``; returns why it failed. Then requests for it try again, and say so, until
-        another version is loaded: weights expire, and a service may be away."""
+        """Run ``load_now``; return why it failed, because weights expire and services go away.
+
+        After a failure each request for the adapter tries again, until a version is loaded.
+        """
         try:
             self.load_now(name, version, path)
         except Exception as error:
             refusal = _refusal(error)
             if not isinstance(refusal, RefusedError):
                 raise
-            self._missing[name] = version, path
+            self._adapters[name] = _Adapter(version, path, None)
             return str(refusal)
         return None
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """``path``: what ``save_weights_for_sampler`` gave, ``tinker://...``."""
+        """``path`` is the ``tinker://...`` that ``save_weights_for_sampler`` returned."""
         try:
             await asyncio.to_thread(self.load_now, name, version, path)
         except Exception as error:
             raise _refusal(error) from error
 
-    async def _load(self, adapter: str | None) -> _Load:
-        if adapter is not None:
-            if missing := self._missing.get(adapter):
-                version, path = missing
-                load = _Load(await asyncio.to_thread(self._client, path), version)
-                if self._missing.pop(adapter, None):  # else it was loaded meanwhile
-                    self._loads[adapter] = load
-            if adapter not in self._loads:
-                raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
-            return self._loads[adapter]
-        if self._base is None:
-            self._base = _Load(await asyncio.to_thread(self._client, None), None)
-        return self._base
+    def _client(self, path: str | None) -> SamplingClient:
+        """Make a client of saved weights, or of the base model."""
+        if self._service is None:
+            raise RefusedError("stopped", "there is no session with Tinker yet")
+        base = self._model if path is None else None
+        return self._service.create_sampling_client(path, base).result()
 
-    # ---- sampling
+    async def _loaded(self, name: str | None) -> tuple[SamplingClient, int | None]:
+        """Return the client and version of an adapter, or of the base model."""
+        if name not in self._adapters:
+            raise RefusedError("unknown_adapter", f"no adapter {name!r} is loaded")
+        adapter = self._adapters[name]
+        if adapter.client is None:
+            made = replace(adapter, client=await asyncio.to_thread(self._client, adapter.path))
+            if self._adapters[name] is adapter:  # else a version was loaded meanwhile
+                self._adapters[name] = made
+            adapter = self._adapters[name]
+        assert adapter.client is not None
+        return adapter.client, adapter.version
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
@@ -175,10 +160,10 @@ class TinkerSampler:
                 f"the prompt has {len(prompt_ids)} tokens and the model's context is "
                 f"{self.context_length}, answer included"
             )
-        asked = tinker_api.SamplingParams(
+        sampling = SamplingParams(
             max_tokens=min(params.max_tokens, room),
             seed=params.seed,
-            # Token ids stand in the place of the model's own ends, strings beside them.
+            # Token ids replace the model's end tokens, strings are added to them.
             stop=list(params.stop) or self._eos_ids,
             temperature=params.temperature,
             top_k=params.top_k or -1,
@@ -186,19 +171,16 @@ class TinkerSampler:
         )
         self._in_flight += 1
         try:
-            load = await self._load(adapter)
-            done = await load.client.sample(
-                list(prompt_ids),
-                params.n,
-                asked,
-                topk_sample_logprobs=params.top_logprobs,
+            client, version = await self._loaded(adapter)
+            done = await client.sample(
+                list(prompt_ids), params.n, sampling, topk_sample_logprobs=params.top_logprobs
             )
         except Exception as error:
             raise _refusal(error) from error
         finally:
             self._in_flight -= 1
         for choice, sequence in enumerate(done.sequences):
-            for event in self._events(choice, sequence, params, load.version):
+            for event in self._events(choice, sequence, params, version):
                 yield event
 
     def _events(
@@ -208,9 +190,9 @@ class TinkerSampler:
         params: DecodingParams,
         version: int | None,
     ) -> list[SampleEvent]:
-        """A finished answer, up to the token that completed a stop string."""
+        """Return the events of a response, up to the token that completes a stop string."""
         if len(sequence.logprobs) != len(sequence.tokens):
-            error = "Tinker gave tokens without their log-probs"
+            error = "Tinker returned tokens without log-probs"
             return [FinishEvent(choice, "error", error)]
         text = Detokenizer(lambda ids: self._tokenizer.decode(list(ids)), params.stop)
         events: list[SampleEvent] = []
@@ -234,12 +216,12 @@ def _require_possible(params: DecodingParams) -> None:
 
 
 def _refusal(error: Exception) -> Exception:
-    """As the gateway has it: what the request is to blame for, and what may be over later."""
+    """Return the gateway's error: invalid requests apart from failures that may pass."""
     import tinker
 
     if isinstance(error, RefusedError | ContextLengthError):
         return error
-    if isinstance(error, ValueError):  # of the client, before anything was sent
+    if isinstance(error, ValueError):  # from the client, before it sent the request
         return RefusedError("invalid_parameter", str(error))
     if isinstance(error, tinker.RequestFailedError):
         of_user = error.category == tinker.types.RequestErrorCategory.User

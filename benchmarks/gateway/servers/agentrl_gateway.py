@@ -73,6 +73,7 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         from agentrl_proxy.app import create_app
         from agentrl_proxy.dependencies import GatewayDependencies
         from agentrl_proxy.rendering.renderer import Renderer
+        from agentrl_proxy.server.limits import ConnectionLimits
         from agentrl_proxy.server.uvicorn import bind, serve_on
         from agentrl_tracer.store.writer import TraceWriter
 
@@ -94,6 +95,10 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         run_id=run_id,
         context_length=2048,
         defaults={"max_tokens": 256},
+        accept_any_model=True,
+        max_concurrent=1024,
+        max_queued=1024,
+        limits=ConnectionLimits(receive_s=60, receive_bytes=2**27, stall_s=60, grace_s=5),
     )
     try:
         serve_on(create_app(deps), bind("127.0.0.1", port, operator_key=operator_key))

@@ -9,7 +9,8 @@ from agentrl_proxy.generation.streaming import ChoiceReader, ChoiceStream
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.rendering.detokenizer import whole_text
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.tool_call_parser import ParsedReply, Parser, ToolCall
+from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
+from agentrl_proxy.rendering.tool_call_parser import Parser
 from agentrl_proxy.requests.recording import Sampled
 
 

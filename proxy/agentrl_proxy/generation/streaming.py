@@ -1,8 +1,7 @@
-"""One choice of a streamed answer: tokens in, chunks out.
+"""Turn one choice's tokens into the chunks of a stream.
 
-Knows when a token's text may leave (not inside a character, a stop string or a tool call's mark).
-Does not know where tokens come from, what is recorded or whether the answer is whole: the last
-chunks are made when somebody who knows asks for them.
+A token's text is held back inside a character, a stop string or a tool call's delimiter. The last
+chunks are made separately, because they leave only once the answer is durable.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.detokenizer import Detokenizer
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.tool_call_parser import ParsedReply, Parser, joined
+from agentrl_proxy.rendering.reply import ParsedReply, joined
+from agentrl_proxy.rendering.tool_call_parser import Parser
 from agentrl_proxy.requests.recording import Sampled
 from agentrl_proxy.server.sse import Write
 
 
 class ChoiceReader:
-    """One choice that is only read while it is sampled: its answer will leave as a whole."""
+    """Parses a choice while it is sampled, for an answer that leaves as a whole."""
 
     def __init__(self, renderer: Renderer, parser: Parser, stop: tuple[str, ...]) -> None:
         self._renderer = renderer
@@ -37,7 +37,7 @@ class ChoiceReader:
 
 
 class ChoiceStream:
-    """One choice of a streamed answer: tokens in, chunks out."""
+    """Parses a choice while it is sampled, and writes its chunks."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class ChoiceStream:
         self._parser = parser
         self._write = write
         self._tokens = Detokenizer(renderer.decode_raw, stop)
-        self._sent = 0  # ids before this have their log-probs on the wire
+        self._sent = 0  # log-probs of the ids before this have been sent
         self._sent_entries = 0
         self._held = ParsedReply()
         self._begun = False
 
     async def push(self, one: Sampled) -> None:
-        """The choice has one more token."""
+        """Take the choice's newest token."""
         token_id = one.ids[-1]
         if self._renderer.is_hidden(token_id):
             return
@@ -89,11 +89,11 @@ class ChoiceStream:
         await self._write(self._dialect.chunk(self._heading, self._index, delta, logprobs=logprobs))
 
     def feed_rest(self) -> None:
-        """Gives the parser the text that was held back; what it shows goes with the last chunks."""
+        """Parse the text that was held back; what it shows goes with the last chunks."""
         self._held = self._parser.feed(self._tokens.finish())
 
     def last_chunks(self, whole: ParsedReply, choice: dict[str, Any]) -> list[bytes]:
-        """What was held back, the tool calls, and the finish reason."""
+        """Return the chunks with what was held back and the finish reason."""
         rest = self._parser.remainder(whole)
         delta = chat_objects.reply_delta(
             ParsedReply(

@@ -16,7 +16,7 @@ import orjson
 
 from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.tool_call_parser import CallPiece, ParsedReply, ToolCall
+from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks

@@ -1,12 +1,9 @@
-"""Token continuity: a conversation that goes on keeps the exact tokens it has had so far.
+"""Continue a conversation with the exact tokens that it has had so far.
 
-Knows messages, rendered text and token ids of earlier calls of one attempt. Does not know
-samplers, the store or HTTP.
-
-A reply goes back to the model as the tokens it sampled, not as a re-tokenisation of their text.
-So the turns of a rollout become one row of training data, and the sampler's KV cache hits. Where
-the agent or the template changed history (an edit, a summary, thinking stripped), the messages
-are rendered anew and a new branch starts.
+A reply goes back to the model as the tokens it sampled, not as its text tokenized again. So the
+turns of a rollout become one row of training data, and the sampler's KV cache hits. Where the agent
+or the chat template changed history (an edit, a summary, stripped thinking), the messages are
+rendered anew and a new branch starts. Does not know samplers, the store or HTTP.
 """
 
 from __future__ import annotations
@@ -30,22 +27,22 @@ MAX_TOKENS = 2_000_000  # per attempt, four bytes each; those that turns share c
 
 
 class Branch(StrEnum):
-    """Why a prompt does not go on from the last reply in it, token for token."""
+    """Why a prompt does not continue the last reply in it, token for token."""
 
-    NO_ROLLOUT = "no_rollout"  # nothing is remembered outside rollouts
+    NO_ROLLOUT = "no_rollout"  # requests outside rollouts are not remembered
     FIRST_CALL = "first_call"
-    NEW_CONVERSATION = "new_conversation"  # no reply in it yet
+    NEW_CONVERSATION = "new_conversation"  # it has no reply yet
     TOOLS_CHANGED = "tools_changed"
-    MODEL_CHANGED = "model_changed"  # said by another adapter
-    HISTORY_EDITED = "history_edited"  # messages before a reply were never asked like this
-    UNKNOWN_REPLY = "unknown_reply"  # the messages were, the reply is not what the agent got
+    MODEL_CHANGED = "model_changed"  # another adapter replied
+    HISTORY_EDITED = "history_edited"  # the messages before a reply were never sent so
+    UNKNOWN_REPLY = "unknown_reply"  # the messages were, with another reply
     THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does
     TEMPLATE_REWRITES = "template_rewrites"  # the template writes the past differently
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationKey:
-    """What a conversation is found by: its messages, and what they were said with."""
+    """Identifies a conversation: digests of its messages and tools, and the adapter."""
 
     messages: bytes
     tools: bytes
@@ -56,15 +53,12 @@ class ConversationKey:
 
 
 class Said:
-    """The tokens of a remembered conversation: those of the one it goes on from, and its own.
-
-    So the turns of a conversation are held once, however long it gets.
-    """
+    """The tokens of a remembered conversation. Those of its earlier turns are shared with them."""
 
     __slots__ = ("_before", "_own", "length")
 
     def __init__(self, ids: Sequence[int], before: Said | None = None) -> None:
-        """``ids``: all tokens. They begin with those of ``before``."""
+        """``ids``: all tokens, which begin with those of ``before``."""
         shared = 0 if before is None else before.length
         self._before = before
         self._own = array("i", ids[shared:])
@@ -85,17 +79,17 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the sampler gets, and what is needed to remember its reply."""
+    """The sampler's input, and what is needed to remember its reply."""
 
     ids: list[int]
-    messages: list[Message]  # normalised
+    messages: list[Message]  # normalized
     key: ConversationKey
     continues: (
         Said | None
     )  # it begins with these exact tokens of an earlier call; None: with no such
     branched: Branch | None = None
-    """None: it goes on from the last reply in it. Both may hold: an edit far down keeps what was
-    before it."""
+    """None: the prompt continues the last reply in it. A branch may still continue an earlier one:
+    an edit keeps what was before it."""
     opened: bool = True  # it ends with the template's generation prompt
 
     @property
@@ -104,12 +98,12 @@ class Prompt:
 
 
 class Conversations:
-    """What one attempt's conversations were, token for token. Bounded."""
+    """The conversations of one attempt, token for token. Bounded."""
 
     def __init__(self) -> None:
         self._said: OrderedDict[ConversationKey, Said] = OrderedDict()
         self._total = 0
-        # Only to say why a conversation branched.
+        # These only tell why a conversation branched.
         self._said_with: dict[bytes, ConversationKey] = {}
         self._asked: OrderedDict[bytes, None] = OrderedDict()
 
@@ -143,7 +137,7 @@ class Conversations:
         return messages in self._asked
 
     def said_with(self, messages: bytes) -> ConversationKey | None:
-        """What this conversation was last said with."""
+        """The key with which this conversation was last remembered."""
         return self._said_with.get(messages)
 
 
@@ -154,7 +148,7 @@ def render_prompt(
     tools: list[dict[str, Any]] | None,
     adapter: str | None,
 ) -> Prompt:
-    """Prompt ids of wire messages, continuing a remembered conversation where possible."""
+    """Render wire messages to a prompt, continuing a remembered conversation where possible."""
     normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
     opened = text.endswith(renderer.generation_prompt)
@@ -167,7 +161,7 @@ def render_prompt(
         return made(renderer.encode(text), None, Branch.NO_ROLLOUT)
     if not len(conversations):
         return made(renderer.encode(text), None, Branch.FIRST_CALL)
-    # The longest remembered beginning. It ends with an assistant's reply.
+    # Look for the longest remembered beginning. It ends with an assistant's reply.
     ends = [i for i in range(len(normal), 0, -1) if normal[i - 1]["role"] == "assistant"]
     if not ends:
         return made(renderer.encode(text), None, Branch.NEW_CONVERSATION)
@@ -194,18 +188,18 @@ def remember_reply(
     *,
     cut: bool,
 ) -> None:
-    """Keep the tokens of a prompt and its reply, under what the agent will send back.
+    """Remember the tokens of a prompt and its reply under the messages that the agent will send.
 
     Args:
         reply: the wire message that the agent got.
-        text: the reply's whole text, as cut before a stop string.
-        cut: whether a stop string ended it. Then the agent saw less than was sampled.
+        text: the reply's whole text, without a stop string.
+        cut: whether a stop string ended it, so that the agent saw less than was sampled.
     """
     kept = list(response_ids)
     if cut:
         kept = _ids_of(renderer, kept, text)
     elif kept and renderer.is_stop(kept[-1]):
-        kept.pop()  # the turn's end is written by the template, see _continue
+        kept.pop()  # the template writes the turn's end, see _continue
     normal = renderer.normalize([reply])[0]
     conversations.asked(prompt.key)
     conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.continues))
@@ -218,11 +212,11 @@ def _continue(
     tools: list[dict[str, Any]] | None,
     whole: str,
 ) -> list[int] | None:
-    """Remembered tokens + turn end + what was added since; None if the template rewrote history.
+    """Return remembered tokens, turn end and the later messages; None if history was rewritten.
 
-    The template keeps history if it writes the beginning, reply included, the same way whether or
-    not something follows; or if what it writes now is what the remembered tokens say. Only the
-    text after the reply is tokenised.
+    The template keeps history if it renders the beginning, reply included, the same way whether or
+    not messages follow, or if it renders the text of the remembered tokens. Only the text after the
+    reply is tokenized.
     """
     ending = renderer.turn_end
     if not ending:
@@ -230,7 +224,7 @@ def _continue(
     prefix = renderer.text(beginning, tools, generate=False)
     asked = renderer.text(beginning[:-1], tools) if len(beginning) > 1 else ""
     if not (prefix.startswith(asked) and prefix.endswith(ending) and whole.startswith(prefix)):
-        # Qwen3's writes an empty thought before a reply only while it is the last.
+        # Qwen3's template writes an empty thought before the last reply only.
         prefix = renderer.decode_raw(known) + ending
         if not whole.startswith(prefix):
             return None
@@ -243,7 +237,7 @@ def _reason(
     keys: list[ConversationKey],
     ends: list[int],
 ) -> Branch:
-    """Why the last reply in a conversation is not gone on from. ``ends``: latest reply first."""
+    """Return why the last reply is not continued. ``ends``: message counts, latest reply first."""
     latest = ends[0]
     said_with = conversations.said_with(keys[latest].messages)
     if said_with is not None:
@@ -253,7 +247,7 @@ def _reason(
             return Branch.MODEL_CHANGED
         thoughts = any(message.get("reasoning_content") for message in messages)
         return Branch.THINKING_STRIPPED if thoughts else Branch.TEMPLATE_REWRITES
-    # The first reply that is not known tells what is wrong.
+    # The first unknown reply tells.
     for count in reversed(ends):
         if conversations.said_with(keys[count].messages) is None:
             if conversations.was_asked(keys[count - 1].messages):
@@ -263,7 +257,7 @@ def _reason(
 
 
 def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
-    """The sampled ids up to where the text was cut; the text's own ids if that is inside one."""
+    """Return the sampled ids up to the cut; the text tokenized, if the cut is inside a token."""
     length = 0
     for count, token_id in enumerate(ids):
         if length >= len(text):
@@ -277,7 +271,7 @@ def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
 def _keys(
     messages: Sequence[Message], tools: list[dict[str, Any]] | None, adapter: str | None
 ) -> list[ConversationKey]:
-    """The key of every beginning of the conversation: ``keys[i]`` covers the first i messages."""
+    """Return the keys of all beginnings: ``keys[i]`` covers the first i messages."""
     with_tools = b"" if tools is None else _digest(b"", _canonical(tools))
     keys = [ConversationKey(b"", with_tools, adapter)]
     for message in messages:
@@ -288,7 +282,7 @@ def _keys(
 def _extend(key: bytes, message: Message) -> bytes:
     calls = message.get("tool_calls")
     if calls:
-        # By value, and without ids: frameworks make up their own.
+        # Compare calls by value and without ids: frameworks make up their own.
         message = {**message, "tool_calls": [call["function"] for call in calls]}
     return _digest(key, _canonical(message))
 

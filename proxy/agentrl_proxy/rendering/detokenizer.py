@@ -1,19 +1,16 @@
-"""Token ids to text while they arrive: whole characters only, and never past a stop string.
-
-Knows a decode function and stop strings. Does not know messages, samplers or HTTP.
-"""
+"""Decode token ids as they arrive: whole characters only, and never past a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
-# An unfinished UTF-8 character has at most three bytes, so at most three tokens.
+# An unfinished UTF-8 character has at most three bytes, and so at most three tokens.
 _UNFINISHED_TOKENS = 3
 
 
 class Detokenizer:
-    """One choice's text. Pieces returned by ``push`` and ``finish`` add up to the answer's text.
+    """Decodes one choice. The pieces from ``push`` and ``finish`` add up to the answer's text.
 
     Args:
         decode: ids to text.
@@ -27,16 +24,16 @@ class Detokenizer:
         self._ids: list[int] = []
         self._context = 0  # decoding starts here, so that a word's leading space is kept
         self._done = 0  # ids before this are in the text
-        self._held = ""  # decoded, but maybe the start of a stop string
+        self._held = ""  # decoded text that may begin a stop string
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Takes a token; returns the text that is now certain, often empty."""
+        """Take a token; return the text that is now certain, often empty."""
         self._ids.append(token_id)
         return self._release(self._decoded(final=False), final=False)
 
     def finish(self) -> str:
-        """The rest of the text."""
+        """Return the rest of the text."""
         return self._release(self._decoded(final=True), final=True)
 
     def _decoded(self, *, final: bool) -> str:
@@ -46,7 +43,7 @@ class Detokenizer:
         known = self._decode(self._ids[self._context : self._done])
         text = self._decode(self._ids[self._context :])
         if not final and text.endswith(_REPLACEMENT):
-            # Wait for the rest of the character, but not forever: invalid bytes never become one.
+            # Wait for the rest of the character, unless the bytes cannot become one.
             if end - self._done <= _UNFINISHED_TOKENS:
                 return ""
             end -= _UNFINISHED_TOKENS
@@ -71,7 +68,7 @@ class Detokenizer:
         return text[: len(text) - keep]
 
     def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest suffix that begins a stop string."""
         for length in range(min(len(text), self._longest_stop - 1), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stop):
@@ -80,7 +77,7 @@ class Detokenizer:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest stop string begins, and which one it is."""
+    """Return where the earliest stop string begins, and that string."""
     found = [(at, s) for s in stop if (at := text.find(s)) >= 0]
     return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=None)
 
@@ -88,9 +85,9 @@ def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
 def whole_text(
     decode: Callable[[Sequence[int]], str], ids: Sequence[int], stop: Sequence[str]
 ) -> str:
-    """The text a Detokenizer fed with these ids would have given."""
+    """Return the text that a Detokenizer gives for these ids."""
     text = decode(ids)
-    if _REPLACEMENT in text:  # invalid bytes: how many marks they make depends on the pieces
+    if _REPLACEMENT in text:  # the number of marks for invalid bytes depends on the pieces
         tokens = Detokenizer(decode, stop)
         return "".join([*(tokens.push(i) for i in ids), tokens.finish()])
     cut = first_stop(text, stop)

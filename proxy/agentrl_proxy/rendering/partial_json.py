@@ -1,8 +1,7 @@
-"""A tool call written as JSON, read while it is being written.
+"""Read a JSON tool call while it is being written, so that its arguments can stream.
 
-Knows JSON's nesting and the keys of a call. Does not know delimiters, tokens or HTTP. transformers'
-parser hands over a call when it is complete; an agent that streams wants its arguments earlier.
-This finds where the arguments begin and end; what they are, the standard JSON parser says.
+Finds where the arguments begin and end; the standard JSON parser checks them. jiter's partial mode
+does not serve here: it returns values, without the positions or spelling of the arguments.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ _ARGUMENTS = frozenset({"arguments", "parameters"})  # Llama says parameters
 class CallReader:
     """One call: ``{"name": ..., "arguments": {...}}``, or the arguments alone after a name.
 
-    ``feed`` and ``finish`` raise ValueError for what is no call. The outcome of ``finish`` does not
-    depend on the pieces; how early ``feed`` raises does.
+    ``feed`` and ``finish`` raise ValueError for a malformed call. The pieces decide how early
+    ``feed`` raises, but not the outcome of ``finish``.
 
     Args:
-        name: the name, where it stands before the JSON; None: it is in the JSON.
+        name: the name, if it stands before the JSON; None: it is in the JSON.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
-        self._bare = name is not None  # the JSON is the arguments and nothing else
+        self._bare = name is not None  # the JSON is the arguments alone
         self.text = ""
         self._depth = 0
-        self._string_at = -1  # where the string began that we are in
+        self._string_at = -1  # where the current string began
         self._escaped = False
-        self._key: str | None = None  # of the call's object: the one whose value we are in
+        self._key: str | None = None  # the current key of the call's object
         self._seen = set[str]()
         self._start = -1  # of the arguments' object
         self._end = -1
@@ -45,16 +44,16 @@ class CallReader:
 
     @property
     def arguments(self) -> str:
-        """As much of the arguments' text as is certain to be theirs, once it looks like JSON."""
+        """The arguments' text so far, once it looks like JSON."""
         if self._start < 0:
             return ""
         end = len(self.text) if self._end < 0 else self._end
         text = self.text[self._start : end]
-        # Small models like to write {'q': ...} or {q: ...}: that will never be a call.
+        # Small models write {'q': ...} or {q: ...}, which never becomes a call.
         return text if text[1:].lstrip()[:1] in ('"', "}") and len(text) > 1 else ""
 
     def finish(self) -> tuple[str, str]:
-        """Name and arguments, whole and checked."""
+        """Return name and arguments, checked."""
         if self._bare:
             assert self.name is not None
             return _checked(self.name, self.text.strip())
@@ -109,7 +108,7 @@ class CallReader:
         text = json.loads(self.text[begin : at + 1])
         if self._key is None:
             self._key = kind = "arguments" if text in _ARGUMENTS else text
-            if kind in self._seen:  # which one counts? It may be on its way to the agent already
+            if kind in self._seen:  # ambiguous, and one may have been shown already
                 raise ValueError(f"a tool call with two of {text!r}")
             self._seen.add(kind)
         elif self._key == "name" and self.name is None:
@@ -119,7 +118,7 @@ class CallReader:
 def _checked(name: Any, arguments: str) -> tuple[str, str]:
     if not isinstance(name, str) or not name:
         raise ValueError("a tool call without a name")
-    value = orjson.loads(arguments)  # stricter than json: NaN is none of JSON's values
+    value = orjson.loads(arguments)  # stricter than json, which takes NaN
     if not isinstance(value, dict):
         raise ValueError("a tool call's arguments are not an object")
     return name, arguments

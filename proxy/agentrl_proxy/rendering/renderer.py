@@ -1,7 +1,7 @@
-"""Between chat messages and token ids: the tokenizer's chat template, both ways.
+"""Render chat messages to token ids and parse token ids to replies, for one tokenizer.
 
-Knows the tokenizer, its template and its response format. Does not know samplers, attempts or
-HTTP. ``transformers`` is imported only when a reply has to be parsed, torch never.
+Does not know samplers, attempts or HTTP. Imports ``transformers`` only to parse a reply, and never
+torch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentrl_proxy.errors import invalid
+from agentrl_proxy.rendering.reply import ParsedReply
 from agentrl_proxy.rendering.templates import response_template as family_template
-from agentrl_proxy.rendering.tool_call_parser import ParsedReply, ReplyParser, ReplyTemplate, Tools
+from agentrl_proxy.rendering.tool_call_parser import ReplyParser, ReplyTemplate, Tools
 
 Message = dict[str, Any]
 
 
 class Renderer:
-    """Renders messages to prompt ids and parses response ids, for one tokenizer.
+    """Renders with the tokenizer's chat template and parses with its response template.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        response_template: overrides the tokenizer's own; the default is its family's, told by the
-            chat template.
-        stop_ids: ids that end a turn besides the tokenizer's eos (generation_config lists them).
+        response_template: overrides the tokenizer's own. Default: that of the model family, which
+            the chat template reveals.
+        stop_ids: ids that end a turn besides the tokenizer's eos, as in generation_config.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Renderer:
         self._knows_developer = "developer" in chat_template
         self.generation_prompt, self.turn_end = self._probe_turns()
         self._text_arguments = self._probe_arguments()
-        # The end of a turn ends it for the template, whatever the tokenizer calls its eos.
+        # The template's end of a turn stops the answer, whatever the tokenizer's eos is.
         end_ids = self.encode(self.turn_end)
         special = set(_special_tokens(tokenizer))
         if end_ids and end_ids[0] in special:
@@ -62,7 +63,7 @@ class Renderer:
     # --- messages to ids
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as templates want them: text contents, tool arguments as values."""
+        """Return messages as templates expect them: text contents, tool arguments as values."""
         return [self._normalize_one(message, i) for i, message in enumerate(messages)]
 
     def text(
@@ -72,15 +73,18 @@ class Renderer:
         *,
         generate: bool = True,
     ) -> str:
-        """Normalised messages as the template writes them."""
+        """Return normalized messages as the template writes them.
 
+        Raises:
+            ApiError: the template refuses the messages (400).
+        """
         if self._text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, add_generation_prompt=generate, tokenize=False
             )
-        except Exception as error:  # a template is a program, and fails like one
+        except Exception as error:  # a template may raise anything
             raise invalid(
                 "messages",
                 "the model's chat template refused the messages: "
@@ -92,15 +96,15 @@ class Renderer:
         try:
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError):
-            # JSON text inside a string (tool arguments) may say what JSON itself may not.
+            # Tool arguments are JSON inside a string, which may escape a lone surrogate.
             raise invalid(
-                "messages", "messages contain a lone surrogate: no Unicode text"
+                "messages", "messages contain a lone surrogate, which is not Unicode text"
             ) from None
 
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Prompt ids of raw (wire) messages."""
+        """Return the prompt ids of wire messages."""
         return self.encode(self.text(self.normalize(messages), tools))
 
     # --- ids to text and replies
@@ -109,18 +113,18 @@ class Renderer:
         return token_id in self._stop_ids
 
     def is_hidden(self, token_id: int) -> bool:
-        """Special tokens that are no part of the text a client sees."""
+        """Return whether this special token is left out of the client's text."""
         return token_id in self._hidden
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, special tokens that carry no text left out."""
+        """Return the text of sampled ids without hidden special tokens."""
         hidden = self._hidden
         return self.decode_raw([i for i in ids if i not in hidden])
 
     def decode_raw(self, ids: Sequence[int]) -> str:
         if len(ids) != 1:
             return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-        (token_id,) = ids  # half of what a stream decodes: what came before its next token
+        (token_id,) = ids  # half of what a stream decodes is its last token
         text = self._texts.get(token_id)
         if text is None:
             text = self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
@@ -129,15 +133,15 @@ class Renderer:
 
     @property
     def tells_calls_apart(self) -> bool:
-        """Whether a reply's calls are told apart while they are written."""
+        """Whether the parser tells tool calls apart before the reply ends."""
         return self._format.streams_calls
 
     def parser(self, *, tools: Tools, opened: bool = True, one_call: bool = False) -> ReplyParser:
-        """Reads one reply's text, in pieces or at once.
+        """Return a parser for one reply.
 
         Args:
-            opened: whether the prompt ended with ``generation_prompt``. DeepSeek's templates open
-                no turn after a tool's result.
+            opened: whether the prompt ended with ``generation_prompt``. DeepSeek's templates do
+                not open a turn after a tool's result.
             one_call: whether the reply ends where a second tool call begins.
         """
         format = self._format if opened else self._unopened
@@ -145,17 +149,17 @@ class Renderer:
 
     @property
     def reasoning_marks(self) -> tuple[str, str] | None:
-        """What opens and closes the reasoning of a reply; None if replies have none."""
+        """The strings that open and close reasoning; None if replies have none."""
         return self._format.reasoning_marks
 
     def parse(self, ids: Sequence[int], *, tools: bool = True) -> ParsedReply:
-        """What response ids say: content, tool calls, reasoning."""
+        """Parse response ids into content, tool calls and reasoning."""
         parser = self.parser(tools=tools)
         parser.feed(self.decode(ids))
         return parser.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for: part of a character, sometimes."""
+        """Return the bytes of a token, which may be part of a character."""
         known = self._token_bytes.get(token_id)
         if known is None:
             known = self._token_bytes[token_id] = self._bytes_of(token_id)
@@ -167,7 +171,7 @@ class Renderer:
         role = message["role"]
         if role == "developer" and not self._knows_developer:
             role = "system"
-        if role == "function":  # the tool role of 2023
+        if role == "function":  # OpenAI's tool role of 2023
             role = "tool"
         out: Message = {"role": role, "content": _text_of(message.get("content"), index)}
         for name in ("name", "tool_call_id"):
@@ -182,10 +186,9 @@ class Renderer:
         return out
 
     def _probe_turns(self) -> tuple[str, str]:
-        """What the template writes to open an assistant's turn, and to close one.
+        """Render a dummy conversation to find what opens and closes an assistant's turn.
 
-        Read off a dummy conversation; ("", "") where the template resists, which only turns off
-        the continuing of conversations.
+        Without a result ("", ""), conversations are not continued.
         """
         dummy = "DUMMYREPLY"
         user = {"role": "user", "content": "x"}
@@ -199,14 +202,14 @@ class Renderer:
             replied = self.tokenizer.apply_chat_template(
                 [user, {"role": "assistant", "content": dummy}], tokenize=False
             )
-        except Exception:  # a template may raise anything; then it is simply not probed
+        except Exception:  # a template may raise anything
             return "", ""
         opening = opened[len(asked) :] if opened.startswith(asked) else ""
         _, found, ending = replied.rpartition(dummy)
         return opening, ending if found else ""
 
     def _probe_arguments(self) -> bool:
-        """Whether the template wants a tool call's arguments as text (DeepSeek), not as values."""
+        """Return whether the template expects tool arguments as text (DeepSeek), not as values."""
         for arguments, as_text in (({"DUMMYKEY": "v"}, False), ('{"DUMMYKEY": "v"}', True)):
             function = {"name": "f", "arguments": arguments}
             call = {"type": "function", "id": "x", "function": function}
@@ -215,14 +218,14 @@ class Renderer:
                 text = self.tokenizer.apply_chat_template(
                     [{"role": "user", "content": "x"}, reply], tokenize=False
                 )
-            except Exception:  # a template may raise anything; without tools it may still serve
+            except Exception:  # such a template may still serve without tools
                 continue
             if '"DUMMYKEY"' in text and "'DUMMYKEY'" not in text:
                 return as_text
         return False
 
     def _hidden_ids(self, special: set[int], template: dict[str, Any]) -> frozenset[int]:
-        """Special tokens, less those whose text the response format is made of."""
+        """Return special tokens, except those that the response template contains."""
         patterns = json.dumps(template, ensure_ascii=False)
         spoken = set[int]()
         for i in special:
@@ -255,7 +258,7 @@ def _text_of(content: Any, index: int) -> str:
     texts = list[str]()
     for i, part in enumerate(content):
         text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):  # openai_types refuses these earlier; other callers may not
+        if not isinstance(text, str):  # protocols refuse this earlier
             where = f"messages[{index}].content[{i}]"
             raise invalid(where, f"{where} is not text; this model reads text only",
                           code="unsupported_content")  # fmt: skip
@@ -267,8 +270,8 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        # The standard parser, as orjson turns integers beyond 64 bits into floats. If it is no
-        # JSON at all, the template gets what the client sent.
+        # orjson would turn integers beyond 64 bits into floats. The template gets invalid JSON as
+        # the client sent it.
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     out: dict[str, Any] = {"type": "function"}
@@ -294,7 +297,7 @@ def _with_arguments_written(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes, read backwards."""
+    """Return the byte for each of GPT-2's printable stand-ins."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable}

@@ -1,28 +1,22 @@
-"""What a request forces its answer to look like, written as a grammar for the sampler.
+"""Compile ``response_format`` and ``tool_choice`` into a grammar for the sampler.
 
-``response_format`` json_object and json_schema, and ``tool_choice`` required or named. Knows JSON
-schemas, llguidance's Lark and how the loaded template writes tool calls. Does not know how a
-grammar is enforced: that is the sampler's business, while it samples.
+Grammars are llguidance's Lark. The sampler enforces them.
 
-The form of a tool call is not a table of model families: the template is asked to write a dummy
-call, the grammar repeats what it wrote around the name and the arguments, and the reply parser must
-read it back. A template that fails this gets a 400 with ``tool_choice`` required, never a
-constraint that is silently dropped.
+The form of a tool call is read off the chat template: it renders a dummy call, the grammar repeats
+what it wrote around name and arguments, and the reply parser must read it back. A template that
+fails this gets a 400; a constraint is never dropped silently. Where the template knows reasoning,
+the grammar allows one reasoning block before the constrained part, and demands its end where the
+template opened it.
 
-Reasoning models reason first: where the template knows reasoning, a grammar allows one reasoning
-block before the constrained part (and demands its end where the template already opened it).
-
-*What training has to know.* A constrained call's tokens were drawn from the policy with the
-forbidden tokens masked out and the rest renormalised, while its recorded log-probs are the raw
-policy's, because that is what the trainer recomputes. With μ the distribution that was sampled
-from and π the raw policy at temperature 1, log μ = log π - log Z for every token, Z being the raw
-probability of what the mask allowed. The importance ratio that the trainer forms, π_now / π_then,
-is right as a measure of how far the policy moved, and misses the factor π_then / μ = Z ≤ 1: tokens
-that the grammar forced (Z near 0) are trained as if the policy had chosen them, which teaches it
-the form, and is biased where Z is far from 1. Two things are recorded for whoever wants to weight
-or drop such calls: ``params["constrained"]`` (what was enforced) and
-``params["constrained_log_mass"]`` (Σ log Z over the answer: the log of the sequence's π / μ at
-temperature 1 without filters and bias; 0 means that the grammar changed nothing).
+Constrained calls in training: their tokens are drawn from the policy π with forbidden tokens masked
+out and the rest renormalized, while the recorded log-probs are the raw policy's, which the trainer
+recomputes. With μ the sampled distribution and Z the raw probability of the allowed tokens,
+log μ = log π - log Z for every token at temperature 1. The trainer's importance ratio
+π_now / π_then measures how far the policy moved, and misses the factor π_then / μ = Z ≤ 1. So
+forced tokens (Z near 0) train as if the policy had chosen them, which teaches the form and is
+biased where Z is far from 1. Two params of a call let training weight or drop it: ``constrained``
+(what was enforced) and ``constrained_log_mass`` (Σ log Z over the answer; 0: the grammar changed
+nothing).
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ from agentrl_proxy.errors import invalid
 from agentrl_proxy.rendering.renderer import Message, Renderer
 
 _MOST_REMEMBERED = 256
-# Pretty-printed JSON and ordinary spaces, but no endless blank: small models fall for it.
+# Allows pretty-printed JSON, but no endless whitespace, into which small models fall.
 _WHITESPACE = r"(\n[ \t]{0,32}| )?"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
@@ -62,16 +56,16 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    kind: str  # json_object, json_schema or tool_choice: what ``Call.params`` says
+    kind: str  # json_object, json_schema or tool_choice, as in ``Call.params``
     grammar: str
-    param: str  # the request's field that asked for it, for errors
+    param: str  # the request's field, for errors
     not_enforced: tuple[str, ...] = ()
-    """What of schemas that are not strict no grammar knows, in llguidance's words."""
+    """Keywords of non-strict schemas that no grammar enforces, in llguidance's words."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a template writes calls: opening name middle arguments (between name …) closing."""
+    """How a template writes calls: opening, name, middle, arguments, (between, name, …) closing."""
 
     opening: str
     middle: str
@@ -86,7 +80,7 @@ class ToolForm:
 
 
 class Constraints:
-    """The constraints of requests to one model; each distinct one is worked out once."""
+    """Compiles the constraints of requests to one model; each distinct one once."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -120,7 +114,7 @@ class Constraints:
 
     @property
     def tool_form(self) -> ToolForm | None:
-        """None: how this model calls tools is not known."""
+        """How the model writes tool calls; None if no grammar can repeat it."""
         if not self._probed:
             self._form = probe_tool_form(self._renderer)
             self._probed = True

@@ -1,11 +1,8 @@
-"""How the model families write reasoning and tool calls: response templates, as data.
+"""Hold the response templates of model families: how they write reasoning and tool calls.
 
-Knows strings that models were taught to write. Does not parse: transformers' ResponseParser and
-``replies`` do. A tokenizer that brings a ``response_template`` of its own needs none of these.
-
-Where they come from: Qwen and Qwen 3.5 are as in transformers' own server (its fallbacks for
-tokenizers without a template), less the end-of-turn marks, which never reach the parser here.
-Llama and DeepSeek are written after the chat templates their authors publish.
+A tokenizer with a ``response_template`` of its own needs none of these. Qwen and Qwen 3.5 are from
+transformers' server, without the end-of-turn marks, which never reach the parser here. Llama and
+DeepSeek follow the chat templates that their authors publish.
 """
 
 from __future__ import annotations
@@ -16,15 +13,15 @@ Template = dict[str, Any]
 
 _THINK: Template = {"open": "<think>", "close": "</think>", "content": "text"}
 _CONTENT: Template = {"content": "text"}
-# Ends DeepSeek's list of calls and says nothing. Not an optional part of a call's end: a pattern
-# that may go on is committed without it when the text arrives in pieces.
+# Ends DeepSeek's list of calls. It cannot be an optional part of a call's end: in pieces of text a
+# pattern matches without its optional part.
 _END_OF_CALLS: Template = {
     "open_pattern": r"\s*<｜tool▁calls▁end｜>",
     "close_pattern": "(?=.)",
     "content": "text",
     "repeats": True,
 }
-# The whole call is one JSON object, or the arguments are and the name stands before them.
+# Either the whole call is a JSON object, or a name stands before the arguments as one.
 _WHOLE: Template = {"type": "function", "function": "{content}"}
 _NAMED: Template = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
@@ -69,7 +66,7 @@ LLAMA_3: Template = {
     "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "fields": {
         "tool_calls": {
-            # A message that is one JSON object is a call; there is no delimiter around it.
+            # A message that is one JSON object is a call without delimiters.
             "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)"\s*:)',
             "content": "json",
             "repeats": True,
@@ -78,7 +75,7 @@ LLAMA_3: Template = {
         "content": _CONTENT,
     },
 }
-"""Llama 3.1, 3.2 and 3.3: one call a message, ``parameters`` for ``arguments``."""
+"""Llama 3.1, 3.2 and 3.3: one call a message; ``parameters`` instead of ``arguments``."""
 
 DEEPSEEK_3: Template = {
     "defaults": {"role": "assistant"},
@@ -103,7 +100,7 @@ DEEPSEEK_3: Template = {
 
 DEEPSEEK_3_1: Template = {
     "defaults": {"role": "assistant"},
-    # Its chat template closes a thought that was never opened, to turn thinking off.
+    # To turn thinking off, its chat template closes a thought that it did not open.
     "start_anchor": ["<｜Assistant｜></think>", "<｜Assistant｜>"],
     "fields": {
         "thinking": _THINK,
@@ -122,7 +119,7 @@ DEEPSEEK_3_1: Template = {
     },
 }
 
-# The first whose marks are all in a chat template names its family.
+# The first entry whose marks are all in a chat template tells its family.
 _MARKS: tuple[tuple[tuple[str, ...], Template], ...] = (
     (("<｜tool▁sep｜>", "```json"), DEEPSEEK_3),
     (("<｜tool▁sep｜>",), DEEPSEEK_3_1),
@@ -133,7 +130,7 @@ _MARKS: tuple[tuple[tuple[str, ...], Template], ...] = (
 
 
 def response_template(chat_template: str) -> Template:
-    """The response template of the family that a chat template belongs to; QWEN for others."""
+    """Return the response template of a chat template's family; QWEN for unknown ones."""
     for marks, template in _MARKS:
         if all(mark in chat_template for mark in marks):
             return template

@@ -1,83 +1,35 @@
-"""The text of a reply, read into content, tool calls and reasoning, in pieces or at once.
+"""Parse a reply's text into content, reasoning and tool calls, in pieces or at once.
 
-Knows response templates (transformers >= 5.13) and the tool calls of OpenAI's wire format. Does
-not know tokens or HTTP. Fed in pieces or whole, a reply reads the same: both run this one parser.
+Uses response templates (transformers >= 5.13). A reply reads the same in pieces and as a whole.
 
-Content, reasoning and the arguments of tool calls written as JSON stream. A call that turns out
-malformed is text, from where it began to the end of the reply; calls before it stay calls. What of
-it has been shown by then cannot be unsent: it stays an unfinished call in a streamed message
-(``withdrawn``), whose content has the text as well, and whose finish reason does not ask for
-calls. Calls in other notations are held back to the end of the reply, as they are known only then.
+Content, reasoning and the arguments of JSON tool calls stream. A malformed call is text, from its
+begin to the end of the reply; calls before it stay calls. What a stream has shown of it by then
+stays an unfinished call (``withdrawn``) in the streamed message, whose content has the text as well
+and whose finish reason is not "tool_calls". Calls in other notations are known at the end of the
+reply only, so they do not stream.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from agentrl_proxy.rendering.partial_json import CallReader
+from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall, new_call_id
 
-# Whether the request offers tools, or the tools: their schemas give types to untyped notations.
+# The tools, whose schemas give types to untyped notations; or whether there are any.
 Tools = bool | list[dict[str, Any]]
 
 _REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
 _TEXT_FIELDS = _REASONING_FIELDS | {"content"}
 
 
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    arguments: str  # JSON, as the model spelled it
-    # Tool results name it. Made here, as a stream needs it before the call is complete.
-    id: str = field(default_factory=_call_id, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class CallPiece:
-    """What a stream says next about one call. The first piece of a call has its id and name."""
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-
-
-def joined(pieces: list[CallPiece]) -> list[CallPiece]:
-    """One piece for each call: SDKs that add up deltas by index expect no two in one chunk."""
-    calls: dict[int, CallPiece] = {}
-    for piece in pieces:
-        first = calls.get(piece.index)
-        if first is not None:
-            piece = replace(first, arguments=first.arguments + piece.arguments)
-        calls[piece.index] = piece
-    return list(calls.values())
-
-
-@dataclass(slots=True)
-class ParsedReply:
-    """A whole reply, or a piece of one: then ``pieces`` are of its calls."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    pieces: list[CallPiece] = field(default_factory=list[CallPiece])
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls or self.pieces)
-
-
 class ReplyTemplate:
-    """A response template made ready: with tool calls, and without for requests that offer none.
+    """A response template, compiled with tool calls and without.
 
     Args:
         spec: the response template.
-        prefill: what the chat template already wrote of the reply ("<think>\\n", with some).
+        prefill: the begin of the reply as the chat template wrote it, for instance "<think>\\n".
     """
 
     def __init__(self, spec: dict[str, Any], prefill: str) -> None:
@@ -86,13 +38,13 @@ class ReplyTemplate:
         self._prefilled = bool(_after_anchor(spec, prefill).strip())
         self._loaded: dict[bool, Any] = {}
         self.streams_calls = _is_json_call(spec["fields"].get("tool_calls"))
-        # Most replies contain no delimiter at all: with none of the first characters in the text
-        # there is nothing to parse. "" disables the shortcut (a pattern could start anywhere).
+        # Most replies contain no delimiter: without any of its first characters there is nothing
+        # to parse. "" disables the shortcut, because a pattern could start anywhere.
         self.plain_without = "" if self._prefilled else _first_characters(spec)
 
     @property
     def reasoning_marks(self) -> tuple[str, str] | None:
-        """What opens and closes reasoning, where the template has literals for it."""
+        """The strings that open and close reasoning, if the template has literals for them."""
         for name, part in self._spec["fields"].items():
             opened, closed = _literal(part, "open"), _literal(part, "close")
             if name in _REASONING_FIELDS and opened and closed:
@@ -100,17 +52,17 @@ class ReplyTemplate:
         return None
 
     def stream(self, tools: Tools) -> Any:
-        """transformers' parser, at the start of a reply."""
+        """Return transformers' parser at the start of a reply."""
         from transformers.utils.chat_parsing import ResponseParser
 
-        # A notation without types has its arguments cast by the tools' schemas.
+        # The tools' schemas cast the arguments of notations without types.
         schemas: list[Any] | None = None
         if isinstance(tools, list) and not self.streams_calls:
             schemas = tools
         return ResponseParser(self.loaded(bool(tools)), prefix=self.prefill, tools=schemas)
 
     def loaded(self, tools: bool) -> Any:
-        """The template, compiled: with tool calls or without."""
+        """Return the compiled template, with tool calls or without."""
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         loaded = self._loaded.get(tools)
@@ -125,42 +77,38 @@ class ReplyTemplate:
         return loaded
 
 
-class _OpenCall:
-    """The call that is being written.
-
-    Args:
-        begin: where its delimiter begins in the reply.
-    """
+class _PartialCall:
+    """A tool call that is not complete. ``begin``: where its delimiter begins in the reply."""
 
     def __init__(self, name: str | None, begin: int) -> None:
-        self.id = _call_id()
+        self.id = new_call_id()
         self.begin = begin
         self.reader = CallReader(name)
 
 
 class ReplyParser:
-    """Reads one reply. ``feed`` returns what may be shown now, ``finish`` the whole reply.
+    """Parses one reply. ``feed`` returns what may be shown now, ``finish`` the whole reply.
 
     Args:
-        one_call: the reply ends where a second call begins, see ``ended_at``. For notations that
-            tell calls apart while they are written (``ReplyTemplate.streams_calls``).
+        one_call: the reply ends where a second call begins, see ``ended_at``. Needs
+            ``ReplyTemplate.streams_calls``.
     """
 
     def __init__(self, format: ReplyTemplate, *, tools: Tools, one_call: bool = False) -> None:
         self._one_call = one_call
-        self.ended_at = -1  # where in the text the second call began that was one too many
+        self.ended_at = -1  # where the excluded second call began
         self._format = format
         self._tools = tools
-        self._stream: Any = None  # made on the first text that could be more than plain
+        self._stream: Any = None  # made at the first text that may be a delimiter
         self._raw = ""
-        self._read_to = 0  # in raw: no call begins before this
-        self._content = ""  # all of it, held back or not
+        self._read_to = 0  # in raw; no call begins before it
+        self._content = ""  # shown or not
         self._before_calls = -1  # length of the content before the first call
         self._reasoning = ""
-        self._thought = ""  # as written, since it began
+        self._thought = ""  # the current thought as written
         self._calls: list[ToolCall] = []
         self._values: list[Any] = []  # calls of notations that do not stream
-        self._open: _OpenCall | None = None
+        self._open: _PartialCall | None = None
         self._shown = ParsedReply()
         self._shown_calls: list[ToolCall] = []
         self._holding = False
@@ -169,16 +117,16 @@ class ReplyParser:
 
     @property
     def withdrawn(self) -> list[ToolCall]:
-        """Calls that ``feed`` has begun to show and that ``finish`` found to be none."""
+        """Calls that ``feed`` began to show and ``finish`` found malformed."""
         return self._shown_calls[len(self._calls) :]
 
     def feed(self, text: str) -> ParsedReply:
-        """Takes the next piece; returns what has become certain."""
+        """Take the next piece of text; return what has become certain."""
         if self.ended_at >= 0:
             return ParsedReply()
         self._raw += text
         if self._in_plain and not any(char in text for char in self._format.plain_without):
-            # Whitespace at the end could belong to a tool call that follows.
+            # Trailing whitespace could belong to a tool call that follows.
             content, shown = self._raw.rstrip(), len(self._shown.content)
             self._content = self._shown.content = content
             return ParsedReply(
@@ -195,7 +143,7 @@ class ReplyParser:
         return self._show()
 
     def finish(self) -> ParsedReply:
-        """The whole reply. What ``feed`` did not show yet is in ``remainder``."""
+        """Return the whole reply. ``remainder`` returns what ``feed`` has not shown of it."""
         if self._in_plain:
             return ParsedReply(content=self._raw)
         if not self._malformed and self.ended_at < 0:
@@ -210,18 +158,18 @@ class ReplyParser:
             if self._open is not None:
                 self._content += self._raw[self._open.begin :]
         elif self._calls and self._before_calls >= 0:
-            # The line end after the last call is no content.
+            # The line end after the last call is not content.
             kept = self._before_calls
             self._content = self._content[:kept] + self._content[kept:].rstrip()
         return ParsedReply(self._content, self._reasoning.rstrip(), self._calls)
 
     @property
     def text(self) -> str:
-        """What was read, up to where the reply ended."""
+        """The text up to where the reply ended."""
         return self._raw if self.ended_at < 0 else self._raw[: self.ended_at].rstrip()
 
     def remainder(self, whole: ParsedReply) -> ParsedReply:
-        """What of the whole reply has not been shown."""
+        """Return what ``feed`` has not shown of the whole reply."""
         pieces = [
             piece
             for index, call in enumerate(whole.tool_calls)
@@ -239,7 +187,7 @@ class ReplyParser:
         return self._stream
 
     def _as_text(self) -> ParsedReply:
-        """A malformed call: read again as if there were no tools, so the raw text is content."""
+        """Parse again without tools, so that a malformed call is content."""
         self._calls = []
         plain = ReplyParser(self._format, tools=False)
         plain._in_plain = False
@@ -264,7 +212,7 @@ class ReplyParser:
                     self._pass_over(self._thought)
                     self._thought = ""
             elif name != "tool_calls":
-                continue  # marks that say nothing
+                continue  # a delimiter without content
             elif self._format.streams_calls:
                 self._take_call(event)
                 if self._malformed or self.ended_at >= 0:
@@ -287,7 +235,7 @@ class ReplyParser:
             if self._one_call and self._calls:
                 self.ended_at = found.start()
                 return
-            self._open = _OpenCall(found.groupdict().get("name"), found.start())
+            self._open = _PartialCall(found.groupdict().get("name"), found.start())
             self._read_to = found.end()
             return
         call = self._open
@@ -303,13 +251,13 @@ class ReplyParser:
             self._malformed = True
 
     def _pass_over(self, text: str) -> None:
-        """No call begins before the end of this text, which has been read."""
+        """Note that no call begins before the end of this text."""
         self._read_to = max(self._raw.find(text, self._read_to), self._read_to) + len(text)
 
     def _show(self) -> ParsedReply:
         if self._holding or self._malformed:
             return ParsedReply()
-        # Whitespace at its end is no part of the reasoning, unless more follows; nor of the
+        # Trailing whitespace belongs to the reasoning only if more follows. The same holds for
         # content after a call.
         reasoning, content = self._reasoning.rstrip(), self._content
         kept = self._before_calls
@@ -331,7 +279,7 @@ class ReplyParser:
         return piece
 
     def _piece(self, index: int, call: ToolCall) -> CallPiece | None:
-        """What has not been shown of a call, now that this much of it is known."""
+        """Return what has not been shown of a call, or None."""
         if index >= len(self._shown_calls):
             return CallPiece(index, call.arguments, call.id, call.name)
         rest = call.arguments[len(self._shown_calls[index].arguments) :]
@@ -339,7 +287,7 @@ class ReplyParser:
 
 
 def _is_json_call(field: dict[str, Any] | None) -> bool:
-    """Whether calls are plain JSON, by one of the two shapes that CallReader knows."""
+    """Return whether calls are JSON in one of the two shapes that CallReader reads."""
     if field is None or field.get("content") != "json" or field.get("content_args"):
         return False
     transform = field.get("transform")
@@ -349,15 +297,15 @@ def _is_json_call(field: dict[str, Any] | None) -> bool:
 
 
 def _as_written(spec: dict[str, Any]) -> dict[str, Any]:
-    """The template's tool calls, told apart but not parsed."""
+    """Return the template's tool-call field so that transformers delimits calls unparsed."""
     calls = dict(spec["fields"]["tool_calls"])
-    # A named group must be used by a transform, or the template is refused.
+    # transformers refuses a template whose transform uses no named group.
     transform = {"name": "{name}"} if calls["transform"]["function"] != "{content}" else "{content}"
     return {**calls, "content": "text", "transform": transform}
 
 
 class PlainTextParser:
-    """A ReplyParser for text that is no message."""
+    """A ReplyParser for text completions, which have no tool calls."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -383,7 +331,7 @@ def _tool_call(value: Any) -> ToolCall:
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError("a tool call without a name")
-    if isinstance(arguments, str):  # some models quote their JSON; it must still be an object
+    if isinstance(arguments, str):  # some models quote their JSON
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("a tool call's arguments are not an object")
@@ -391,13 +339,13 @@ def _tool_call(value: Any) -> ToolCall:
 
 
 def _literal(part: dict[str, Any], key: str) -> str:
-    """The first of a field's literal delimiters; "" if it has only patterns."""
+    """Return a field's first literal delimiter; "" if it has only patterns."""
     literals: Any = part.get(key) or [""]
     return literals if isinstance(literals, str) else literals[0]
 
 
 def _after_anchor(spec: dict[str, Any], prefill: str) -> str:
-    """What the chat template wrote after the start of the assistant's message."""
+    """Return what the chat template wrote after the start of the assistant's message."""
     anchors = spec.get("start_anchor", [])
     for anchor in [anchors] if isinstance(anchors, str) else anchors:
         _, found, rest = prefill.rpartition(anchor)

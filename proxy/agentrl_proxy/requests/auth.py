@@ -1,7 +1,6 @@
-"""Who is asking, and for which rollout: credentials to callers.
+"""Check the keys of requests: whose rollout they belong to, and what they may do.
 
-Knows keys, the path's rollout id and whether an attempt still runs. Does not know models or
-tokens. Keys are kept only as hashes and never appear in a log line or an error.
+Keys are kept only as hashes and never appear in a log line or an error. Does not know models.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ _MAX_CACHED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is asking. Neither operator nor attempt: someone on this machine, unattributed."""
+    """Who sent a request. Neither operator nor attempt: an unattributed client on this machine."""
 
     operator: bool
     attempt: AttemptRef | None
 
 
 async def ask(store: GatewayStore, method: Callable[..., T], *args: object) -> T:
-    """Call a synchronous store method: in place on SQLite (0.1 ms), in a thread over a network."""
+    """Call a store method: directly on SQLite (0.1 ms), in a thread over a network."""
     if store.is_remote:
         return await asyncio.to_thread(method, *args)
     return method(*args)
 
 
 class Credentials:
-    """Reads credentials and says what they open.
+    """Turns the credentials of a request into its Caller.
 
-    An attempt's key opens the models, spans and rewards of its own rollout, while the attempt
-    runs. The operator's key opens everything that needs no rollout. The context header comes
-    before path and key: it alone identifies, and they must not name another rollout.
+    While its attempt runs, an attempt's key opens models, spans and rewards of its own rollout. The
+    operator's key opens everything that needs no rollout. The context header identifies before path
+    and key, which must not name another rollout.
     """
 
     def __init__(self, store: GatewayStore, operator_key: str | None, stats: GatewayStats) -> None:
@@ -59,10 +58,10 @@ class Credentials:
     async def caller(
         self, headers: Mapping[str, str], rollout_id: str | None, *, may_be_sealed: bool = False
     ) -> Caller:
-        """Who sent these headers to this path.
+        """Return who sent these headers to this path.
 
         Args:
-            may_be_sealed: whoever writes for the caller looks himself whether its attempt runs.
+            may_be_sealed: the writer of spans and rewards checks the attempt itself.
 
         Raises:
             ApiError: 401 without a valid key, 403 when header, path and key disagree, 409
@@ -98,14 +97,14 @@ class Credentials:
             raise
 
     def may_read_stats(self, headers: Mapping[str, str]) -> bool:
-        """Whether the gateway's counters are for this caller: the operator, where there is one."""
+        """Return whether the caller may read counters: the operator, or anyone without one."""
         key = _key_in(headers)
         return self._operator is None or (key is not None and self._is_operator(_digest(key)))
 
     async def _caller(
         self, headers: Mapping[str, str], rollout_id: str | None
     ) -> tuple[Caller, AttemptState | None]:
-        """With the state of its attempt, where that has just been learned."""
+        """Return the caller, and its attempt's state if it was just read."""
         named = headers.get(CONTEXT_HEADER)
         if named is not None:
             return await self._named(named.strip(), headers, rollout_id)
@@ -113,7 +112,7 @@ class Credentials:
         digest = None if key is None else _digest(key)
         if digest is not None and self._is_operator(digest):
             if rollout_id is not None:
-                # Which attempt would it be? Only the attempt's own key says.
+                # Only an attempt's own key tells which attempt of the rollout it is.
                 raise self._mismatch(rollout_id, "the operator key belongs to no rollout")
             return Caller(operator=True, attempt=None), None
         attempt, state = None, None
@@ -128,7 +127,7 @@ class Credentials:
     async def _named(
         self, named: str, headers: Mapping[str, str], rollout_id: str | None
     ) -> tuple[Caller, AttemptState | None]:
-        """Who the context header names. Path and key may name nobody, but no other."""
+        """Identify by the context header. Path and key must not name another rollout."""
         attempt, state = await self._attempt(named, _digest(named))
         if attempt is None:
             raise unauthorized(f"the key in {CONTEXT_HEADER} is not known here")
@@ -139,7 +138,7 @@ class Credentials:
             other, _ = await self._attempt(key, _digest(key))
             if other is None or other.attempt_id != attempt.attempt_id:
                 raise self._mismatch(
-                    attempt.rollout_id, f"the key is not of the rollout in {CONTEXT_HEADER}"
+                    attempt.rollout_id, f"the key belongs to another rollout than {CONTEXT_HEADER}"
                 )
         return Caller(operator=False, attempt=attempt), state
 
@@ -181,7 +180,7 @@ def _key_in(headers: Mapping[str, str]) -> str | None:
 
 
 def _is_ours(key: str | None) -> bool:
-    """An attempt's key from another store or a deleted run must not pass for a stranger's."""
+    """Attempt keys of other stores or deleted runs must not pass as keys of other services."""
     return key is not None and key.startswith("sk-agentrl-")
 
 

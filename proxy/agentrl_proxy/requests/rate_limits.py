@@ -1,7 +1,6 @@
-"""Whether there is room: for one more request in this gateway, and in its rollout's budget.
+"""Refuse requests beyond the gateway's capacity or their rollout's budget.
 
-Knows counts and durations. Does not know messages, rows or HTTP. Refusals come before anything
-is rendered or recorded.
+Does not know messages, rows or HTTP. Refusals come before rendering and recording.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Slot:
         self._taken = True
 
     def leave(self, *, answered: bool = False) -> None:
-        """Gives the place back; safe to call twice."""
+        """Give the place back. Safe to call twice."""
         if self._taken:
             self._taken = False
             seconds = time.monotonic() - self._since if answered else None
@@ -39,29 +38,28 @@ class Slot:
 
 
 class Admission:
-    """Counts what is being answered, and refuses what would be too much."""
+    """Counts the requests that are being answered, and refuses further ones."""
 
     def __init__(self, deps: GatewayDependencies, stats: GatewayStats) -> None:
         self._deps = deps
         self._stats = stats
         self._requests = 0
         self._sampled = 0
-        self._usual_s = 1.0  # how long an answer takes, lately
+        self._usual_s = 1.0  # moving average of an answer's duration
 
     def enter(self, sampled: int) -> Slot:
-        """A place for a request.
+        """Take a place for a request.
 
         Args:
-            sampled: how many choices our sampler is asked for; 0: somebody else's model answers.
+            sampled: choices for our sampler; 0: a provider's model answers.
 
         Raises:
-            ApiError: 429 with ``Retry-After``: there is none now.
+            ApiError: 429 with ``Retry-After``: the gateway is busy.
         """
         deps = self._deps
         if self._requests >= deps.max_concurrent:
             raise self._overloaded(f"{self._requests} requests are being answered")
-        # What waits in the sampler is part of what is being answered here: where that is little,
-        # the sampler need not be asked.
+        # The sampler's queue is part of these answers, so read it only if they are many.
         if sampled and self._sampled >= deps.max_queued:
             waiting: Any = deps.sampler.stats().get("waiting", 0)
             if waiting >= deps.max_queued:
@@ -79,40 +77,39 @@ class Admission:
     async def within_budget(
         self, attempt: AttemptRef, memory: AttemptMemory, choices: int, prompt_tokens: int
     ) -> int | None:
-        """How many tokens each choice may still sample; None: no limit.
+        """Charge the rollout's budget; return how many tokens each choice may sample (None: all).
 
-        Calls count when accepted, prompts too, sampled tokens when they were sampled. So an agent
-        that asks one thing after another never exceeds its budget; one with several requests
-        under way exceeds it by at most what those sample. Somebody else's model is not held back:
-        what it used counts once it has said so, and may exceed the budget by one answer.
+        Calls and prompts count when accepted, sampled tokens when sampled. So sequential requests
+        never exceed the budget, and concurrent ones by at most what they sample. A provider's
+        tokens count once it has reported them, and may exceed the budget by one answer.
 
         Raises:
-            ApiError: 429, not to be retried: the budget is used up.
+            ApiError: 429 without retry: the budget is used up.
         """
         deps = self._deps
         calls, tokens = deps.max_calls_per_rollout, deps.max_tokens_per_rollout
         if calls is None and tokens is None:
             return None
         if memory.spent is None:
-            # First seen by this process: an earlier one may have answered it.
+            # An earlier process may have answered this attempt.
             known = await ask(deps.store, deps.store.spent, attempt.attempt_id)
-            if memory.spent is None:  # nobody else asked meanwhile
+            if memory.spent is None:  # no other request read it meanwhile
                 memory.spent = Spent(*known)
         spent = memory.spent
         room = None
         if calls is not None and spent.calls + choices > calls:
             self._stats.over_budget += 1
             raise budget_exceeded(
-                f"this rollout has made {spent.calls} calls of the {calls} it may make "
-                f"(max_calls_per_rollout), and asks for {choices} more"
+                f"this rollout has made {spent.calls} of its {calls} calls "
+                f"(max_calls_per_rollout); this request needs {choices} more"
             )
         if tokens is not None:
             room = (tokens - spent.tokens - prompt_tokens) // choices
             if room < 1:
                 self._stats.over_budget += 1
                 raise budget_exceeded(
-                    f"this rollout has used {spent.tokens} tokens of the {tokens} it may use "
-                    f"(max_tokens_per_rollout), and this prompt has {prompt_tokens}"
+                    f"this rollout has used {spent.tokens} of its {tokens} tokens "
+                    f"(max_tokens_per_rollout); this prompt has {prompt_tokens}"
                 )
         spent.calls += choices
         spent.tokens += prompt_tokens
@@ -120,7 +117,7 @@ class Admission:
 
     def _overloaded(self, what: str) -> Exception:
         self._stats.overloaded += 1
-        # Spread out, lest all who were refused come back at the same moment.
+        # Spread the retries out.
         seconds = math.ceil(self._usual_s * random.uniform(0.5, 1.5))
         seconds = min(max(seconds, 1), _LONGEST_RETRY_S)
-        return overloaded(f"the gateway is busy: {what}; come back in {seconds} s", seconds)
+        return overloaded(f"the gateway is busy: {what}; retry in {seconds} s", seconds)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class ConnectionLimits:
     """Limits of every connection. Request heads are not limited: see docs/serving.md."""
 
-    receive_s: float = 60.0  # for a request's body to arrive
-    receive_bytes: int = 128 * 1024 * 1024
+    receive_s: float  # for a request's body to arrive
+    receive_bytes: int
     """Of all bodies that are still arriving, together; further large bodies get 429."""
-    stall_s: float = 60.0  # that a client may leave an answer unread before it is disconnected
-    grace_s: int = 5  # for running answers after the server is told to stop
+    stall_s: float  # that a client may leave an answer unread before it is disconnected
+    grace_s: int  # for running answers after the server is told to stop

@@ -29,12 +29,8 @@ log = logging.getLogger("agentrl.proxy")
 
 _MAX_QUEUED = 20_000  # spans
 _MAX_BATCH = 1_000
-_TRIES = 4
-_FIRST_PAUSE_S = 0.5  # doubled after each try
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0  # of one batch, with OpenTelemetry's retries of failures that may pass
 _CLOSE_S = 5.0
-# https://opentelemetry.io/docs/specs/otlp/#failures
-_RETRYABLE = frozenset({408, 429, 502, 503, 504})
 _RESOURCE = {"service.name": "agentrl-gateway"}
 
 
@@ -46,13 +42,15 @@ class OtlpExporter:
     """
 
     def __init__(self, endpoint: str, headers: Mapping[str, str] | None = None) -> None:
+        # Imported here: a gateway without a backend saves the memory.
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
         self.url = f"{endpoint.rstrip('/').removesuffix('/v1/traces')}/v1/traces"
         self.sent = 0
         self.lost = 0
-        self._headers = {**(headers or {}), "content-type": "application/x-protobuf"}
+        self._exporter = OTLPSpanExporter(self.url, headers=headers, timeout=_TIMEOUT_S)
         self._queue: queue.Queue[Span] = queue.Queue(_MAX_QUEUED)
         self._closing = threading.Event()
-        self._warned = False
         self._thread = threading.Thread(target=self._run, name="otlp-export", daemon=True)
         self._thread.start()
 
@@ -65,34 +63,37 @@ class OtlpExporter:
             try:
                 self._queue.put_nowait(span)
             except queue.Full:
-                self._lose(1, f"{_MAX_QUEUED} spans are queued already")
+                self.lost += 1
 
     def close(self) -> None:
         """Send what is possible within a few seconds; the rest is counted as lost."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
-        left = len(self._take(_MAX_QUEUED, 0.0))
-        if left:
-            self._lose(left, "it did not answer in time")
+        self._exporter.shutdown()  # ends a retry's pause
+        self.lost += len(self._take(_MAX_QUEUED, 0.0))
 
     def _run(self) -> None:
-        import requests
-
-        session = requests.Session()
         while True:
             spans = self._take(_MAX_BATCH, 0.2)
             if spans:
-                try:
-                    problem = self._send(session, spans)
-                except Exception as error:  # one bad span must not end the thread
-                    problem = f"{type(error).__name__}: {error}"
-                if problem is None:
+                if self._send(spans):
                     self.sent += len(spans)
-                    self._warned = False
                 else:
-                    self._lose(len(spans), problem)
+                    self.lost += len(spans)
             elif self._closing.is_set():
                 return
+
+    def _send(self, spans: Sequence[Span]) -> bool:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        from agentrl_tracer.otlp_codec import readable_span
+
+        try:
+            result = self._exporter.export([readable_span(span) for span in spans])
+        except Exception:  # one bad span must not end the thread
+            log.exception("%d spans could not be exported to %s", len(spans), self.url)
+            return False
+        return result is SpanExportResult.SUCCESS
 
     def _take(self, most: int, timeout_s: float) -> list[Span]:
         spans: list[Span] = []
@@ -104,35 +105,6 @@ class OtlpExporter:
         except queue.Empty:
             pass
         return spans
-
-    def _send(self, session: Any, spans: list[Span]) -> str | None:
-        """Return why the spans did not arrive; None if they did."""
-        import requests
-
-        from agentrl_tracer.otlp_codec import export_request
-
-        body = export_request(spans)
-        problem = ""
-        for attempt in range(_TRIES):
-            if attempt and self._closing.wait(_FIRST_PAUSE_S * 2 ** (attempt - 1)):
-                break
-            try:
-                answer = session.post(self.url, body, headers=self._headers, timeout=_TIMEOUT_S)
-            except requests.RequestException as error:
-                problem = type(error).__name__
-                continue
-            if answer.ok:
-                return None
-            problem = f"HTTP {answer.status_code}"
-            if answer.status_code not in _RETRYABLE:
-                break
-        return problem
-
-    def _lose(self, count: int, why: str) -> None:
-        self.lost += count
-        if not self._warned:  # once, until a batch arrives again
-            self._warned = True
-            log.warning("the OTLP backend %s did not receive %d spans: %s", self.url, count, why)
 
 
 class ExportingSink:

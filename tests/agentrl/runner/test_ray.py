@@ -58,6 +58,7 @@ def test_runners_on_a_local_ray_cluster(tmp_path: Path) -> None:
             model="policy",
             logs=str(tmp_path / "logs"),
             runners=2,
+            timeout_s=60.0,
             lease_s=4.0,
         )
     )
@@ -120,7 +121,8 @@ def test_what_other_nodes_cannot_reach_is_refused(
 
     (tmp_path / "agents.py").write_text(AGENT)
     spec = f"{tmp_path / 'agents.py'}:agent"
-    config = RunnerConfig(store, "http://127.0.0.1:1", None, spec, "policy", str(tmp_path / "logs"))
+    logs = str(tmp_path / "logs")
+    config = RunnerConfig(store, "http://127.0.0.1:1", None, spec, "policy", logs, 1, 60.0, 15.0)
     with pytest.raises(ValueError, match=complaint):
         RayPool(config, gateway_host)
 
@@ -146,6 +148,7 @@ def test_two_nodes_share_the_work_and_one_of_them_may_die(
         model="policy",
         logs=str(tmp_path / "logs"),
         runners=4,
+        timeout_s=60.0,
         lease_s=3.0,
     )
     pool = RayPool(config, "0.0.0.0")
@@ -173,7 +176,9 @@ def test_a_node_that_cannot_reach_the_gateway_says_so(tmp_path: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         gateway = f"http://127.0.0.1:{server.getsockname()[1]}"
-        config = RunnerConfig("sqlite:////nowhere/x.db", gateway, None, "a", "policy", "logs")
+        config = RunnerConfig(
+            "sqlite:////nowhere/x.db", gateway, None, "a", "policy", "logs", 1, 60.0, 15.0
+        )
         with pytest.raises(RuntimeError, match=r"store: .*no /nowhere/x\.db"):
             check_reach(config)
     with pytest.raises(RuntimeError, match=r"cannot reach .*see --gateway-host"):

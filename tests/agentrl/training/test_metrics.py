@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from documented_metrics import documented, undocumented
+from sampled_call import call
 
 from agentrl.training.metrics import step_row
 from agentrl.training.rollout_queue import StepRollouts
 from agentrl.training.staleness import StalenessLimit
-from agentrl_tracer.schemas import Call, CallState, NewRollout, Outcomes, Purpose
+from agentrl_tracer.schemas import Call, NewRollout, Outcomes, Purpose
 from agentrl_tracer.store import Store
 from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
@@ -21,17 +22,6 @@ from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.step_stats import StepStats
 from agentrl_trainer.models.loading import load_base
-
-
-def call(response_ids: list[int]) -> Call:
-    return Call(
-        id=f"c{response_ids[0]}", response_id="r", choice=0, run_id="run", rollout_id=None,
-        attempt_id=None, seq=0, agent=None, model="policy", adapter="policy", adapter_version=0,
-        state=CallState.COMPLETED, prompt_ids=[1], response_ids=response_ids,
-        response_logprobs=[-0.5] * len(response_ids), finish_reason="stop", params={},
-        request=None, response=None, error=None, trace_id=None, span_id=None, started_at=0.0,
-        ended_at=1.0,
-    )  # fmt: skip
 
 
 def learned(epochs: int) -> list[StepStats]:

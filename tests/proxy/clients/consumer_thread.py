@@ -1,6 +1,6 @@
 """A queue's consumer thread, started by one rollout, that works for two.
 
-Run by test_attribution.py: two claims on the first line of stdin; another line once the first one's
+Run by test_propagation.py: two claims on the first line of stdin; another line once the first one's
 attempt has ended. Prints the status of each call that the thread made.
 """
 

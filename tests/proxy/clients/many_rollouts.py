@@ -1,4 +1,4 @@
-"""Many rollouts in one process, interleaved: run by test_attribution.py with claims on stdin.
+"""Many rollouts in one process, interleaved: run by test_propagation.py with claims on stdin.
 
 Clients are made when this module is imported, for nobody in particular; two more belong to the
 first rollout by their base URL and key, as if it had cached them. Each rollout talks about its own
@@ -105,7 +105,7 @@ def threaded(number):
     future.add_done_callback(functools.partial(rewarded_later, number))
     future.result()
     by_openai(number, "cached", CACHED[number % 2])
-    if number % 16 == 0:
+    if number % 8 == 0:
         subprocess.run(
             [sys.executable, "-c", CHILD],
             check=True,

@@ -8,42 +8,23 @@ from typing import Any
 
 import anthropic
 import openai
+from official_clients import claude, client
+from running_gateway import running
 
-from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.uvicorn import serving
-from agentrl_tracer.schemas import NewRollout, Purpose
-from agentrl_tracer.store import Store
-from agentrl_tracer.store.writer import TraceWriter
 
 
 def test_every_protocol_over_a_sampler(
     tmp_path: Path, tiny_sampler: Any, renderer: Renderer
 ) -> None:
-    store = Store(str(tmp_path / "trace.db"))
-    run_id = store.create_run("test", "train", {})
-    [task] = store.add_tasks(run_id, "train", [{}])
-    store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, seed=1)])
-    claim = store.claim("runner", 600.0, run_id)
-    assert claim is not None
-    store.register_gateway("boot", run_id, 1)
-    writer = TraceWriter(store, "boot")
-    deps = GatewayDependencies(
-        tiny_sampler, renderer, store, writer, "boot", operator_key="k", run_id=run_id,
+    with running(
+        tmp_path, renderer, {}, sampler=tiny_sampler, models={}, default_adapter=None,
         context_length=tiny_sampler.context_length, defaults={"max_tokens": 24},
-    )  # fmt: skip
-    try:
-        with serving(create_app(deps)) as url:
-            base_url = f"{url}/rollouts/{claim.rollout_id}"
-            with (
-                openai.OpenAI(base_url=f"{base_url}/v1", api_key=claim.key, max_retries=0) as api,
-                anthropic.Anthropic(base_url=base_url, api_key=claim.key, max_retries=0) as other,
-            ):
-                texts = _converse(api, other, renderer)
-    finally:
-        writer.close()
-    calls = store.calls(attempt_ids=[claim.attempt_id])
+    ) as gateway:  # fmt: skip
+        with client(gateway) as api, claude(gateway) as other:
+            texts = _converse(api, other, renderer)
+        calls = gateway.calls(gateway.claims[0])
+        assert gateway.store.accounting(gateway.run_id).adds_up
     for call, text in zip(calls, texts, strict=True):
         assert renderer.decode(call.response_ids) == text
         assert len(call.response_ids) == len(call.response_logprobs)
@@ -54,8 +35,6 @@ def test_every_protocol_over_a_sampler(
     known = calls[0].prompt_ids + calls[0].response_ids
     for call in calls[4:]:
         assert call.prompt_ids[: len(known)] == known
-    assert store.accounting(run_id).adds_up
-    store.close()
 
 
 def _converse(api: openai.OpenAI, other: anthropic.Anthropic, renderer: Renderer) -> list[str]:

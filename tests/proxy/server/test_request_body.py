@@ -6,13 +6,14 @@ import asyncio
 import gzip
 import zlib
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from running_gateway import LIMITS
 from starlette.requests import Request
 
 from agentrl_proxy.errors import ApiError
-from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_proxy.server.request_body import BodyReader
 
 KIB = 1024
@@ -45,7 +46,7 @@ class Arrival:
 class Reader(BodyReader):
     def __init__(self, max_bytes: int = KIB, **limits: Any) -> None:
         self.overloads = 0
-        super().__init__(max_bytes, ConnectionLimits(**limits), self._overloaded)
+        super().__init__(max_bytes, replace(LIMITS, **limits), self._overloaded)
 
     def _overloaded(self) -> None:
         self.overloads += 1

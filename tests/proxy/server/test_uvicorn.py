@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import httpx
 import openai
 import pytest
 from gateway_client import connected, head, wait_until
+from running_gateway import LIMITS
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.sampler import DecodingParams, FinishEvent, TokenEvent
-from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_proxy.server.sse import WorkResponse
 from agentrl_tracer.schemas import CallState, SkipReason
 from agentrl_tracer.store import Store
@@ -57,7 +58,7 @@ def test_head_and_body_of_an_answer_leave_in_one_write(gateway: Running) -> None
 
 
 def test_a_request_that_trickles_in_is_refused_and_its_connection_closed(start: Any) -> None:
-    gateway: Running = start(limits=ConnectionLimits(receive_s=0.3))
+    gateway: Running = start(limits=replace(LIMITS, receive_s=0.3))
     with connected(gateway) as sock:
         sock.sendall(request_bytes(BODY, length=1000))
         answer = read_all(sock)
@@ -90,7 +91,7 @@ class Endless:
 
 @pytest.fixture
 def endless(start: Any) -> Running:
-    gateway: Running = start(limits=ConnectionLimits(stall_s=0.6), context_length=10_000_000)
+    gateway: Running = start(limits=replace(LIMITS, stall_s=0.6), context_length=10_000_000)
     gateway.deps.sampler = Endless(gateway.renderer.encode(" there")[0])  # type: ignore[assignment]
     return gateway
 
@@ -131,13 +132,12 @@ def test_an_answer_that_is_not_read_is_dropped(endless: Running) -> None:
 
 SERVER = """
 import sys
-from running_gateway import WEIGHTS
+from dataclasses import replace
+from running_gateway import LIMITS, WEIGHTS, gateway_dependencies
 from scripted_sampler import ScriptedSampler
 from transformers import AutoTokenizer
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_proxy.server.uvicorn import serve
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.writer import TraceWriter
@@ -148,8 +148,10 @@ store.register_gateway("boot", None, 1)
 writer = TraceWriter(store, "boot")
 sampler = ScriptedSampler(renderer)
 sampler.delay = 0.15
-deps = GatewayDependencies(sampler, renderer, store, writer, "boot", default_adapter="policy",
-                           limits=ConnectionLimits(grace_s=1))
+limits = replace(LIMITS, grace_s=1)
+deps = gateway_dependencies(
+    sampler, renderer, store, writer, default_adapter="policy", limits=limits
+)
 try:
     serve(create_app(deps), "127.0.0.1", 0, on_bound=lambda url: print(url, flush=True))
 finally:

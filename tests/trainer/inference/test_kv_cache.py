@@ -23,7 +23,7 @@ def test_rows_stay_dense_and_keep_their_content() -> None:
     rows.remove(1, 10)
     assert rows.reserve(30, 500)
     assert [float(rows.peek(r, 10).keys.mean()) for r in range(4)] == [1, 5, 3, 4]
-    copy = rows.export(1, 6)
+    copy = rows.peek(1, 6).copied()
     rows.scrub(1)
     assert len(copy) == 6
     assert float(copy.values.mean()) == 5
@@ -55,11 +55,11 @@ def test_prefixes_give_way_least_recently_used_first() -> None:
     rows = KVRows(SHAPE, KVBudget(10**6))
     rows.reserve(1, 64)
     one, two = object(), object()
-    store.add(one, list(range(20)), rows.export(0, 20))
-    store.add(two, list(range(20)), rows.export(0, 20))
+    store.add(one, list(range(20)), rows.peek(0, 20).copied())
+    store.add(two, list(range(20)), rows.peek(0, 20).copied())
     assert not store.wants(one, list(range(19)))
     assert store.wants(one, list(range(21)))
-    store.add(one, list(range(30)), rows.export(0, 30))
+    store.add(one, list(range(30)), rows.peek(0, 30).copied())
     assert [len(e.tokens) for e in store.of(one)] == [30], "the longer replaces the shorter"
     assert budget.used == 50
     store.touch(store.of(two)[0])

@@ -1,6 +1,7 @@
-"""The tables, as SQLAlchemy Core. The migrations create them; a test holds the two together.
+"""Define the tables, as SQLAlchemy Core.
 
-Token arrays are little-endian int32 blobs, log-probs float32 blobs: 4 bytes a token, no JSON lists.
+Tables of a record in ``schemas`` have its fields as columns. Token arrays are little-endian int32
+blobs, log-probs float32 blobs: 4 bytes a token. A test compares the tables with the migrations.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import Any, get_args, get_type_hints
 
 import sqlalchemy as sa
+
+from agentrl_tracer.schemas import AdapterVersion, Call, Json, Reward, Span
 
 metadata = sa.MetaData()
 
 
 class TokenIds(sa.TypeDecorator[list[int]]):
-    """``list[int]`` ↔ little-endian int32 blob."""
+    """``list[int]`` as a little-endian int32 blob."""
 
     impl = sa.LargeBinary
     cache_ok = True
@@ -40,10 +44,31 @@ class TokenIds(sa.TypeDecorator[list[int]]):
 
 
 class Logprobs(TokenIds):
-    """``list[float]`` ↔ little-endian float32 blob."""
+    """``list[float]`` as a little-endian float32 blob."""
 
     typecode = "f"
     cache_ok = True
+
+
+_TYPES: dict[Any, Any] = {
+    int: sa.Integer,
+    float: sa.Float,
+    Json: sa.JSON,
+    list[Json]: sa.JSON,
+    list[int]: TokenIds,
+    list[float]: Logprobs,
+}
+
+
+def _columns(record: type, *key: str, **types: Any) -> list[sa.Column[Any]]:
+    """Return a record's fields as columns; strings and enums are text, ``| None`` is nullable."""
+    columns = []
+    for name, hint in get_type_hints(record).items():
+        kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+        kind = types.get(name) or _TYPES.get(kinds[0], sa.Text)
+        nullable = type(None) in kinds
+        columns.append(sa.Column(name, kind, primary_key=name in key, nullable=nullable))
+    return columns
 
 
 runs = sa.Table(
@@ -114,36 +139,11 @@ attempts = sa.Table(
     sa.Index("attempts_leases", "state", "lease_expires_at"),
 )
 
-# calls, spans and rewards carry no foreign keys: what arrived is kept, whatever it belongs to.
+# calls, spans and rewards have no foreign keys: what arrived is kept, whatever it belongs to.
 calls = sa.Table(
     "calls",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("response_id", sa.Text, nullable=False),
-    sa.Column("choice", sa.Integer, nullable=False),
-    sa.Column("run_id", sa.Text),
-    sa.Column("rollout_id", sa.Text),
-    sa.Column("attempt_id", sa.Text),
-    sa.Column("seq", sa.Integer, nullable=False),
-    sa.Column("agent", sa.Text),
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("adapter", sa.Text),
-    sa.Column("adapter_version", sa.Integer),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("prompt_ids", TokenIds, nullable=False),
-    sa.Column("response_ids", TokenIds, nullable=False),
-    sa.Column("response_logprobs", Logprobs, nullable=False),
-    sa.Column("finish_reason", sa.Text),
-    sa.Column("params", sa.JSON, nullable=False),
-    sa.Column("request", sa.JSON),
-    sa.Column("response", sa.JSON),
-    sa.Column("error", sa.Text),
-    sa.Column("trace_id", sa.Text),
-    sa.Column("span_id", sa.Text),
-    sa.Column("started_at", sa.Float, nullable=False),
-    sa.Column("ended_at", sa.Float),
-    sa.Column("trained_step", sa.Integer),
-    sa.Column("skip_reason", sa.Text),
+    *_columns(Call, "id"),
     sa.Column("gateway", sa.Text),
     sa.Index("calls_attempt", "attempt_id", "seq"),
     sa.Index("calls_rollout", "rollout_id"),
@@ -153,47 +153,18 @@ calls = sa.Table(
 spans = sa.Table(
     "spans",
     metadata,
-    sa.Column("trace_id", sa.Text, primary_key=True),
-    sa.Column("span_id", sa.Text, primary_key=True),
-    sa.Column("parent_span_id", sa.Text),
-    sa.Column("rollout_id", sa.Text),
-    sa.Column("attempt_id", sa.Text),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False),
-    sa.Column("start_ns", sa.BigInteger, nullable=False),
-    sa.Column("end_ns", sa.BigInteger, nullable=False),
-    sa.Column("status", sa.Text, nullable=False),
-    sa.Column("attributes", sa.JSON, nullable=False),
-    sa.Column("events", sa.JSON, nullable=False),
-    sa.Column("resource", sa.JSON, nullable=False),
+    *_columns(Span, "trace_id", "span_id", start_ns=sa.BigInteger, end_ns=sa.BigInteger),
     sa.Index("spans_attempt", "attempt_id"),
 )
 
 rewards = sa.Table(
     "rewards",
     metadata,
-    sa.Column("attempt_id", sa.Text, primary_key=True),
-    sa.Column("key", sa.Text, primary_key=True),
-    sa.Column("rollout_id", sa.Text, nullable=False),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("value", sa.Float, nullable=False),
-    sa.Column("span_id", sa.Text),
-    sa.Column("response_id", sa.Text),
-    sa.Column("explanation", sa.Text),
-    sa.Column("created_at", sa.Float, nullable=False),
+    *_columns(Reward, "attempt_id", "key"),
     sa.Index("rewards_rollout", "rollout_id"),
 )
 
-adapters = sa.Table(
-    "adapters",
-    metadata,
-    sa.Column("run_id", sa.Text, primary_key=True),
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True),
-    sa.Column("path", sa.Text, nullable=False),
-    sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False),
-)
+adapters = sa.Table("adapters", metadata, *_columns(AdapterVersion, "run_id", "name", "version"))
 
 metrics = sa.Table(
     "metrics",
@@ -212,6 +183,6 @@ gateways = sa.Table(
     sa.Column("run_id", sa.Text),
     sa.Column("pid", sa.Integer, nullable=False),
     sa.Column("started_at", sa.Float, nullable=False),
-    # The gateway's own count of accepted answers: the independent side of the accounting.
+    # The gateway's count of accepted answers, kept apart from the recorded calls.
     sa.Column("proxied", sa.Integer, nullable=False),
 )

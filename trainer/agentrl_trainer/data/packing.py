@@ -1,12 +1,12 @@
-"""From trajectories to micro-batches under a token budget.
+"""Pack training rows into micro-batches under a token budget.
 
-Knows token lists and tensors, not models. A micro-batch is a token trie: what its rows share at
-their beginnings (a group's prompt, a conversation's turns) goes through the model once. For models
-which cannot do that it is padded rows, on the right: under causal attention no token ever sees the
-padding, hence no attention mask.
+Knows token lists and tensors, not models. A micro-batch is a token trie: a prefix that rows share
+(a group's prompt, a conversation's turns) goes through the model once. For models that cannot
+compute tries it is rows padded on the right: under causal attention no token sees the padding, so
+there is no attention mask.
 
-Shapes: B rows (datums) and N trained tokens of the micro-batch (flat, row by row); U unique tokens,
-or T columns of padded rows.
+Shapes: B rows and N trained tokens of the micro-batch (flat, row by row); U unique tokens, or T
+columns of padded rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from agentrl_trainer.models.common_prefix import common_prefix
 from agentrl_trainer.models.prefix_attention import Trie, pack_trie
 
 _LITTLE = 0.02
-"""Of a trie's tokens: what may be computed again for the sake of a smaller one."""
+"""The share of a trie's tokens that may be computed again to make it smaller."""
 _KEYS_PER_TOKEN = 4
-"""A micro-batch holds at most so many keys and values for each token of its budget."""
+"""Keys and values that a micro-batch may hold for each token of its budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one adapter. Row b is ``datums[indices[b]]`` without its last token, which nothing
-    follows, and without what comes after its last trained token."""
+    """Rows of one adapter. Row b is ``source[indices[b]]`` before its last trained token."""
 
     adapter: str
     indices: list[int]  # [B] positions in the list that was packed
@@ -61,20 +60,20 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """How much of the datums the model has to compute; the part that trains something, that is."""
+    """Tokens that the model has to compute, of the parts of rows that train something."""
 
     total: int  # of all rows, each by itself
     unique: int  # of one trie of all rows of an adapter
-    fed: int  # what goes through the model: prefixes anew in each micro-batch, padding included
+    fed: int  # through the model: prefixes again in each micro-batch, padding included
 
     @property
     def saved(self) -> int:
         return self.total - self.fed
 
 
-def count_tokens(datums: Sequence[TrainingRow], batches: Sequence[MicroBatch]) -> TokenCounts:
-    """``batches`` are what ``pack`` made of ``datums``."""
-    rows = _rows(datums)
+def count_tokens(source: Sequence[TrainingRow], batches: Sequence[MicroBatch]) -> TokenCounts:
+    """Count the tokens of ``rows`` and of what ``pack`` made of them."""
+    rows = _rows(source)
     return TokenCounts(
         total=sum(sum(batch.lengths) for batch in batches),
         unique=sum(_branch_lengths(rows)),
@@ -82,63 +81,67 @@ def count_tokens(datums: Sequence[TrainingRow], batches: Sequence[MicroBatch]) -
     )
 
 
-def count_rows(datums: Sequence[TrainingRow]) -> TokenCounts:
-    """Where nothing is known of how they are computed: each row by itself."""
-    rows = _rows(datums)
+def count_rows(source: Sequence[TrainingRow]) -> TokenCounts:
+    """Count the tokens of rows of which each is computed by itself."""
+    rows = _rows(source)
     total = sum(len(row.tokens) for row in rows)
     return TokenCounts(total=total, unique=sum(_branch_lengths(rows)), fed=total)
 
 
 def pack(
-    datums: Sequence[TrainingRow],
+    source: Sequence[TrainingRow],
     *,
     token_budget: int,
     enough: int | None = None,
     share: bool = True,
     pad_id: int = 0,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most ``token_budget`` tokens through the model, or of a single row.
+    """Make micro-batches of at most ``token_budget`` tokens, or of a single row.
 
-    ``share``: as tries, of about equal size and as few as the budget allows; else as padded rows
-    of like length. ``enough``: a trie of so many tokens, which keep the device busy, ends where
-    the next row has next to nothing in common with it. Deterministic. Rows that train nothing are
-    left out. Longest first, so that running out of memory happens at once or not at all.
+    Deterministic. Rows that train nothing are left out. Longest first, so that running out of
+    memory happens at once or not at all.
+
+    Args:
+        enough: tokens that keep the device busy: a larger trie ends before a row that shares
+            almost nothing with it.
+        share: make tries of about equal size, as few as the budget allows; else padded rows of
+            similar length.
     """
-    rows = _rows(datums)
+    rows = _rows(source)
     if not share:
-        return [_pad(datums, chunk, pad_id) for chunk in _padded_chunks(rows, token_budget)]
+        return [_pad(source, chunk, pad_id) for chunk in _padded_chunks(rows, token_budget)]
     chunks = _balanced_chunks(rows, token_budget, enough or token_budget)
     return [
-        _share(datums, chunk) for chunk in sorted(chunks, key=lambda c: -sum(_branch_lengths(c)))
+        _share(source, chunk) for chunk in sorted(chunks, key=lambda c: -sum(_branch_lengths(c)))
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The part of a datum that is fed."""
+    """The part of a training row that goes through the model."""
 
     adapter: str
     tokens: list[int]
-    index: int  # of the datum
+    index: int  # of the training row
 
 
-def _rows(datums: Sequence[TrainingRow]) -> list[_Row]:
-    """Those that train something, sorted such that neighbours share the longest prefixes."""
+def _rows(source: Sequence[TrainingRow]) -> list[_Row]:
+    """Select the rows that train something, sorted so that neighbors share the longest prefixes."""
     rows = [
-        _Row(datum.adapter, datum.tokens[:length], index)
-        for index, datum in enumerate(datums)
-        if (length := _input_length(datum))
+        _Row(row.adapter, row.tokens[:length], index)
+        for index, row in enumerate(source)
+        if (length := _input_length(row))
     ]
     return sorted(rows, key=lambda row: (row.adapter, row.tokens, row.index))
 
 
-def _input_length(datum: TrainingRow) -> int:
-    """How many tokens must be fed to predict the last trained one; 0 if none is trained."""
-    return next((at for at in range(len(datum.mask) - 1, 0, -1) if datum.mask[at]), 0)
+def _input_length(row: TrainingRow) -> int:
+    """Count the tokens that predict the last trained one; 0 if none is trained."""
+    return next((at for at in range(len(row.mask) - 1, 0, -1) if row.mask[at]), 0)
 
 
 def _branch_lengths(rows: Sequence[_Row]) -> list[int]:
-    """Tokens that each of the sorted rows adds to a trie of those before it."""
+    """Count the tokens that each of the sorted rows adds to a trie of those before it."""
     return [len(rows[0].tokens), *(_added(a, b) for a, b in pairwise(rows))] if rows else []
 
 
@@ -149,8 +152,8 @@ def _added(before: _Row, row: _Row) -> int:
 
 
 def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[list[_Row]]:
-    """Neighbours together. First as few chunks as the budget allows, then the smallest budget
-    that makes no more of them: chunks of about equal size."""
+    """Cut rows into as few chunks as the budget allows, then find the smallest budget that makes
+    no more of them: chunks of about equal size."""
     added = _branch_lengths(rows)
 
     def cut(limit: int) -> list[list[_Row]]:
@@ -160,7 +163,7 @@ def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[lis
             fits = chunks and chunks[-1][-1].adapter == row.adapter and size + more <= limit
             if size >= enough and len(row.tokens) - more <= _LITTLE * size:
                 fits = False
-            # Attention gathers the keys of each row's whole path, shared or not.
+            # Attention gathers the keys of each row's whole path, shared tokens too.
             keys += len(row.tokens)
             if fits and keys <= _KEYS_PER_TOKEN * budget:
                 chunks[-1].append(row)
@@ -199,34 +202,34 @@ def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
     return chunks
 
 
-def _share(datums: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
+def _share(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
     packed = pack_trie([row.tokens for row in chunk])
-    return _micro_batch(datums, chunk, [packed.tokens], [packed.depths], packed.paths, packed.trie)
+    return _micro_batch(source, chunk, [packed.tokens], [packed.depths], packed.paths, packed.trie)
 
 
-def _pad(datums: Sequence[TrainingRow], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
+def _pad(source: Sequence[TrainingRow], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
     width = max(len(row.tokens) for row in chunk)
     padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in chunk]
     places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
-    return _micro_batch(datums, chunk, padded, [list(range(width))] * len(chunk), places, None)
+    return _micro_batch(source, chunk, padded, [list(range(width))] * len(chunk), places, None)
 
 
 def _micro_batch(
-    datums: Sequence[TrainingRow],
+    source: Sequence[TrainingRow],
     chunk: Sequence[_Row],
     input_ids: list[list[int]],
     position_ids: list[list[int]],
     places: Sequence[Sequence[int]],
     trie: Trie | None,
 ) -> MicroBatch:
-    """``places[b][t]``: where in the flat ``input_ids`` token t of row b is."""
+    """``places[b][t]``: the place of token t of row b in the flat ``input_ids``."""
     trained = [
         (row, at)
         for row, own in enumerate(chunk)
-        for at, on in enumerate(datums[own.index].mask)
+        for at, on in enumerate(source[own.index].mask)
         if on
     ]
-    own = [datums[row.index] for row in chunk]
+    own = [source[row.index] for row in chunk]
 
     def integers(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
@@ -251,8 +254,8 @@ def _micro_batch(
 
 
 def _temperatures(own: Sequence[TrainingRow], trained: Sequence[tuple[int, int]]) -> Tensor | None:
-    if not any("temperature" in datum.extra for datum in own):
+    if not any("temperature" in row.extra for row in own):
         return None
-    rows = [datum.extra.get("temperature") for datum in own]
+    rows = [row.extra.get("temperature") for row in own]
     values = [1.0 if (column := rows[row]) is None else column[at] for row, at in trained]
     return torch.tensor(values, dtype=torch.float32)

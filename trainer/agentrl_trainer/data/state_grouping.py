@@ -1,11 +1,10 @@
-"""What an agent met before each of its turns: the states that step-level grouping compares.
+"""Find the state before each turn of an agent, by which step-level grouping compares turns.
 
 GiGPO (arXiv:2505.10978, section 4.2) groups turns of different rollouts that began in the same
-state. Here a state is what came since the model's last answer: a user's words, what tools and the
-environment said. Not the whole prompt, which holds the history and is never the same twice.
+state. Here a state is what came since the model's last answer: messages of the user, of tools and
+of the environment. The whole prompt holds the history, which is never the same twice.
 
-Knows how the APIs write a conversation down (chat completions, Messages, Responses, text prompts).
-Does not know advantages.
+Knows how the APIs write conversations (chat completions, Messages, Responses, text prompts).
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any, cast
 
 from agentrl_tracer.schemas import Call
 
-# Made up anew for each answer: two rollouts never share them.
+# Fresh for each answer: two rollouts never share them.
 _IDS = frozenset(["id", "call_id", "tool_call_id", "tool_use_id"])
-# What of an answer the items of the Responses API are, besides messages.
+# Items of the Responses API that belong to an answer, besides messages.
 _ANSWERED = frozenset(["function_call", "custom_tool_call", "reasoning"])
 
 
 def anchor_states(turns: Sequence[Call]) -> list[Hashable]:
-    """The state before each turn of one rollout; equal exactly where the agent met the same."""
+    """Return the state before each turn of one rollout; equal states compare as equal."""
     return [_state(call, turns[:i]) for i, call in enumerate(turns)]
 
 
@@ -33,12 +32,13 @@ def _state(call: Call, earlier: Sequence[Call]) -> Hashable:
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if isinstance(items, list) and items:
-        return (call.agent, _said(_new_items(cast(list[Any], items))))
+        new = _without_ids(_new_items(cast(list[Any], items)))
+        return (call.agent, json.dumps(new, sort_keys=True, default=str))
     return (call.agent, *_new_tokens(call, earlier))
 
 
 def _new_items(items: list[Any]) -> list[Any]:
-    """Those since the model's last answer; what it is to go on from (a prefill) belongs to them."""
+    """Select the items since the model's last answer; a prefill at the end belongs to them."""
     end = len(items)
     while end > 1 and _is_answer(items[end - 1]):
         end -= 1
@@ -53,10 +53,6 @@ def _is_answer(item: Any) -> bool:
     return fields.get("role") == "assistant" or fields.get("type") in _ANSWERED
 
 
-def _said(items: list[Any]) -> str:
-    return json.dumps(_without_ids(items), sort_keys=True, default=str)
-
-
 def _without_ids(value: Any) -> Any:
     if isinstance(value, Mapping):
         fields = cast(Mapping[str, Any], value)
@@ -67,13 +63,7 @@ def _without_ids(value: Any) -> Any:
 
 
 def _new_tokens(call: Call, earlier: Sequence[Call]) -> tuple[int, ...]:
-    """Of a bare prompt: what it adds to the longest earlier turn that it goes on from."""
-    told = [
-        len(turn.prompt_ids) + len(turn.response_ids) for turn in earlier if _goes_on(call, turn)
-    ]
-    return tuple(call.prompt_ids[max(told, default=0) :] or call.prompt_ids)
-
-
-def _goes_on(call: Call, turn: Call) -> bool:
-    told = [*turn.prompt_ids, *turn.response_ids]
-    return call.prompt_ids[: len(told)] == told
+    """Select what a bare prompt adds to the longest earlier turn that it extends."""
+    wholes = [[*turn.prompt_ids, *turn.response_ids] for turn in earlier]
+    extended = [len(whole) for whole in wholes if call.prompt_ids[: len(whole)] == whole]
+    return tuple(call.prompt_ids[max(extended, default=0) :] or call.prompt_ids)

@@ -112,7 +112,8 @@ class SamplerEngine:
             scorer=Scorer(base),
             vocab=self._vocab,
         )
-        self._grammars = Grammars(base.tokenizer, self._vocab, base.eos_ids)
+        self.grammars = Grammars(base.tokenizer, self._vocab, base.eos_ids)
+        """Compile a slow one with ``start`` before ``submit``, on another thread."""
         self._seed = seed
         self._unseeded = 0
         self._after_round = after_round
@@ -158,14 +159,6 @@ class SamplerEngine:
         with self._changed:
             return dict(self._versions)
 
-    def knows_grammar(self, grammar: str) -> bool:
-        """Whether a request with this grammar can be submitted without compiling anything."""
-        return self._grammars.knows(grammar)
-
-    def compile_grammar(self, grammar: str) -> None:
-        """Compile ahead of ``submit``, which would otherwise do so; this may take a second."""
-        self._grammars.start(grammar)
-
     def submit(self, request: SampleRequest) -> Handle:
         """Queue a request.
 
@@ -174,8 +167,8 @@ class SamplerEngine:
         """
         self._check(request)
         params = request.params
-        if params.grammar is not None:  # outside the lock, which stops the engine
-            self.compile_grammar(params.grammar)
+        if params.grammar is not None:  # compiled outside the lock, which stops the engine
+            self.grammars.start(params.grammar)
         with self._changed:
             self._require_running()
             if request.adapter is not None and request.adapter not in self._versions:
@@ -323,7 +316,7 @@ class SamplerEngine:
             limit=self._limit(request),
             uniforms=Uniforms(*key, index),
             stops=StopStrings(self.base.tokenizer, params.stop) if params.stop else None,
-            grammar=self._grammars.start(params.grammar) if params.grammar is not None else None,
+            grammar=self.grammars.start(params.grammar) if params.grammar is not None else None,
             bias=bias,
         )
 

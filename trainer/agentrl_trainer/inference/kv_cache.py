@@ -96,6 +96,8 @@ class Stored(Protocol):
         """Return how many of the first ``length`` tokens another row may copy."""
         ...
 
+    def copied(self) -> Stored: ...
+
 
 @dataclass(slots=True)
 class KV(Stored):
@@ -110,6 +112,9 @@ class KV(Stored):
     def usable(self, length: int) -> int:
         return length
 
+    def copied(self) -> KV:
+        return KV(self.keys.clone(), self.values.clone())
+
 
 class Rows(ABC):
     """A rectangle of ``rows`` by ``time`` tokens, charged to the budget."""
@@ -118,28 +123,18 @@ class Rows(ABC):
     """Whether another row may copy a prefix of what a row holds, rather than all of it."""
 
     def __init__(self, budget: KVBudget) -> None:
+        self.rows = self.time = 0
         self.count = 0
         """Rows in use: 0 to count - 1."""
         self._budget = budget
 
-    @property
     @abstractmethod
-    def rows(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def time(self) -> int: ...
-
-    @abstractmethod
-    def _resize(self, rows: int, time: int) -> None: ...
+    def _reallocate(self, rows: int, time: int) -> None:
+        """Keep the content of the rows in use."""
 
     @abstractmethod
     def peek(self, row: int, length: int) -> Stored:
         """Return a view of a row's first ``length`` tokens, valid until the next change."""
-
-    @abstractmethod
-    def export(self, row: int, length: int) -> Stored:
-        """Copy a row's first ``length`` tokens."""
 
     @abstractmethod
     def load(self, row: int, source: Stored, length: int) -> None:
@@ -195,6 +190,11 @@ class Rows(ABC):
         self.count = 0
         self._resize(0, 0)
 
+    def _resize(self, rows: int, time: int) -> None:
+        self._reallocate(rows, time)
+        self._budget.used += rows * time - self.rows * self.time
+        self.rows, self.time = rows, time
+
 
 class _RowLayer(CacheLayerMixin):
     """One layer of a KVRows: writes new tokens where the current step says."""
@@ -239,14 +239,6 @@ class KVRows(Rows, Cache):
         self._targets = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         self.view = 0
 
-    @property
-    def rows(self) -> int:
-        return self._keys.shape[1]
-
-    @property
-    def time(self) -> int:
-        return self._keys.shape[3]
-
     def begin(self, positions: torch.Tensor, view: int) -> None:
         """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
         self._targets = (torch.arange(len(positions), device=positions.device)[:, None], positions)
@@ -270,21 +262,16 @@ class KVRows(Rows, Cache):
     def peek(self, row: int, length: int) -> KV:
         return KV(self._keys[:, row, :, :length], self._values[:, row, :, :length])
 
-    def export(self, row: int, length: int) -> KV:
-        view = self.peek(row, length)
-        return KV(view.keys.clone(), view.values.clone())
-
     def scrub(self, row: int) -> None:
         # Attention multiplies masked slots by 0, and 0 * NaN is NaN.
         self._keys[:, row].zero_()
         self._values[:, row].zero_()
 
-    def _resize(self, rows: int, time: int) -> None:
+    def _reallocate(self, rows: int, time: int) -> None:
         keys, values = self._empty(rows, time)
         kept_rows, kept_time = min(self.count, rows), min(self.time, time)
         keys[:, :kept_rows, :, :kept_time] = self._keys[:, :kept_rows, :, :kept_time]
         values[:, :kept_rows, :, :kept_time] = self._values[:, :kept_rows, :, :kept_time]
-        self._budget.used += rows * time - self.rows * self.time
         self._keys, self._values = keys, values
 
     def _empty(self, rows: int, time: int) -> tuple[torch.Tensor, torch.Tensor]:

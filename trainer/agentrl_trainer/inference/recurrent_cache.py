@@ -66,16 +66,7 @@ class StateRows(Rows):
 
     def __init__(self, budget: KVBudget) -> None:
         super().__init__(budget)
-        self._size = (0, 0)
         self.states: list[RowState] = []
-
-    @property
-    def rows(self) -> int:
-        return self._size[0]
-
-    @property
-    def time(self) -> int:
-        return self._size[1]
 
     def append(self) -> int:
         row = super().append()
@@ -93,15 +84,10 @@ class StateRows(Rows):
     def peek(self, row: int, length: int) -> RowState:
         return self.states[row]
 
-    def export(self, row: int, length: int) -> RowState:
-        return self.states[row].copied()
-
     def scrub(self, row: int) -> None:
         self.states[row] = RowState()
 
-    def _resize(self, rows: int, time: int) -> None:
-        self._budget.used += rows * time - self.rows * self.time
-        self._size = (rows, time)
+    def _reallocate(self, rows: int, time: int) -> None:
         self.states = [*self.states[: self.count], *(RowState() for _ in range(rows - self.count))]
 
 
@@ -117,10 +103,10 @@ class RowByRowForward:
     tolerance = 2e-4
 
     def __init__(self, base: BaseModel, options: dict[str, Any], past: Past) -> None:
-        layers = DynamicCache(config=base.model.config).layers
-        recurs = any(not isinstance(layer, DynamicLayer) for layer in layers)
-        if past is Past.CHUNKS and recurs and base.dtype != torch.float32:
-            raise ValueError("rounding could hide that it forgets its state")
+        if past is Past.CHUNKS and base.dtype != torch.float32:
+            layers = DynamicCache(config=base.model.config).layers
+            if any(not isinstance(layer, DynamicLayer) for layer in layers):
+                raise ValueError("rounding could hide that it forgets its state")
         self._base = base
         self._options = options
         self._shape: KVShape | None = None

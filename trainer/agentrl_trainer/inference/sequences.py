@@ -329,7 +329,7 @@ class Lane:
     def _park(self, tokens: list[int], rows: Rows, row: int, length: int) -> None:
         if self.prefixes.wants(self, tokens):
             try:
-                self.prefixes.add(self, tokens, rows.export(row, length))
+                self.prefixes.add(self, tokens, rows.peek(row, length).copied())
             except RuntimeError:  # out of memory; a prefix is optional
                 log.warning("no memory to keep a prefix of %d tokens", length)
 

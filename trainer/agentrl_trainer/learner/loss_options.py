@@ -28,25 +28,16 @@ class ClipOptions:
     """Bounds of the importance ratio, absolute as in Tinker's API."""
 
     clip_low_threshold: float = 0.8
-    """Lower bound of the ratio, at most 1."""
     clip_high_threshold: float = 1.2
-    """Upper bound of the ratio, at least 1; DAPO's clip-higher is 1.28."""
 
     def __post_init__(self) -> None:
         _check(self)
-        if not 0 <= self.clip_low_threshold <= 1 <= self.clip_high_threshold:
-            raise ValueError(
-                "clip thresholds are ratios, low <= 1 <= high; got "
-                f"{self.clip_low_threshold} and {self.clip_high_threshold}"
-            )
+        _check_ratios("clip thresholds", self.clip_low_threshold, self.clip_high_threshold)
 
 
 @dataclass(frozen=True, slots=True)
 class PpoOptions(ClipOptions):
-    """Options of ``ppo``."""
-
-    dual_clip_threshold: float = 0.0
-    """Bounds the ratio of tokens with negative advantage, above the upper bound; 0 is off."""
+    dual_clip_threshold: float = 0.0  # bounds the ratio of tokens with negative advantage; 0: off
 
     def __post_init__(self) -> None:
         ClipOptions.__post_init__(self)
@@ -58,26 +49,16 @@ class PpoOptions(ClipOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class CispoOptions(ClipOptions):
-    """Options of ``cispo``."""
-
-
-@dataclass(frozen=True, slots=True)
 class GspoOptions(ClipOptions):
-    """Options of ``gspo``: the paper's bounds, of the ratio of a whole sequence."""
+    """The paper's bounds, of the ratio of a whole sequence."""
 
     clip_low_threshold: float = 1 - 3e-4
-    """Lower bound of the sequence's ratio, at most 1."""
     clip_high_threshold: float = 1 + 4e-4
-    """Upper bound of the sequence's ratio, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class DroOptions:
-    """Options of ``dro``."""
-
-    beta: float = 0.05
-    """Weight of the squared log-ratio, which holds the policy near the sampler's."""
+    beta: float = 0.05  # weight of the squared log-ratio
 
     def __post_init__(self) -> None:
         _check(self)
@@ -87,34 +68,26 @@ class DroOptions:
 
 @dataclass(frozen=True, slots=True)
 class DppoOptions:
-    """Options of ``dppo``."""
+    """Bounds of the change of a token's probability."""
 
-    divergence: Literal["tv", "kl"] = "tv"
-    """Total variation or KL, of the sampled token against all others."""
-    divergence_low: float = 0.2
-    """How far the probability of a token with negative advantage may fall."""
-    divergence_high: float = 0.2
-    """How far the probability of a token with positive advantage may rise."""
+    divergence: Literal["tv", "kl"] = "tv"  # total variation or KL, against all other tokens
+    divergence_low: float = 0.2  # of tokens with negative advantage
+    divergence_high: float = 0.2  # of tokens with positive advantage
 
     def __post_init__(self) -> None:
         _check(self)
-        if self.divergence_low <= 0 or self.divergence_high <= 0:
-            raise ValueError(
-                "divergence_low and divergence_high must be positive, got "
-                f"{self.divergence_low}, {self.divergence_high}"
-            )
+        low, high = self.divergence_low, self.divergence_high
+        if low <= 0 or high <= 0:
+            raise ValueError(f"divergence_low and divergence_high must be positive: {low}, {high}")
 
 
 @dataclass(frozen=True, slots=True)
 class KlOptions:
-    """The KL penalty that any loss may add."""
+    """The KL to a reference policy, which any loss may add."""
 
-    kl_coef: float = 0.0
-    """Weight of the KL to the reference policy; 0 is off."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL that is reported and added to the loss's value."""
-    kl_gradient: Literal["unbiased", "direct"] = "unbiased"
-    """Gradient of the KL itself, or of its estimator, as GRPO was published."""
+    kl_coef: float = 0.0  # its weight; 0: off
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # what is reported and added to the loss's value
+    kl_gradient: Literal["unbiased", "direct"] = "unbiased"  # of the KL, or of its estimator
 
     def __post_init__(self) -> None:
         _check(self)
@@ -124,32 +97,23 @@ class KlOptions:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionOptions:
-    """The off-policy correction that any loss may apply."""
+    """Importance weights for tokens that another policy sampled, which any loss may apply."""
 
-    correction: Literal["none", "truncate", "mask"] = "none"
-    """Importance weights for tokens that another policy sampled; beyond the bounds they are
-    truncated to them, or 0."""
+    correction: Literal["none", "truncate", "mask"] = "none"  # beyond the bounds: at them, or 0
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """Whose importance weight: the token's, its sequence's product, or their geometric mean."""
     correction_low: float = 0.0
-    """Lower bound of the importance weight, at most 1."""
     correction_high: float = 2.0
-    """Upper bound of the importance weight, at least 1."""
 
     def __post_init__(self) -> None:
         _check(self)
-        if not 0 <= self.correction_low <= 1 <= self.correction_high:
-            raise ValueError(
-                "correction bounds are ratios, low <= 1 <= high; got "
-                f"{self.correction_low}, {self.correction_high}"
-            )
+        _check_ratios("correction bounds", self.correction_low, self.correction_high)
 
 
 OPTIONS_OF: dict[str, type[Any]] = {
     "cross_entropy": NoOptions,
     "importance_sampling": NoOptions,
     "ppo": PpoOptions,
-    "cispo": CispoOptions,
+    "cispo": ClipOptions,
     "dro": DroOptions,
     "gspo": GspoOptions,
     "dppo": DppoOptions,
@@ -197,6 +161,11 @@ def _check(options: Any) -> None:
             raise ValueError(f"{name} must be a finite number, not {value!r}")
 
 
+def _check_ratios(what: str, low: float, high: float) -> None:
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"{what} are ratios, low <= 1 <= high; got {low} and {high}")
+
+
 @functools.cache
 def _choices(kind: type[Any]) -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items()}
@@ -209,10 +178,8 @@ def _choices(kind: type[Any]) -> dict[str, tuple[str, ...]]:
 class ValueParams:
     """How a value function learns."""
 
-    lr: float = 1e-3  # it starts from nothing, so it needs more than a LoRA of a large model
-    """Its learning rate."""
-    clip: float = 0.2
-    """How far a prediction may move in a step; 0: the plain squared error."""
+    lr: float = 1e-3  # higher than of a LoRA, because it starts from nothing
+    clip: float = 0.2  # how far a prediction may move in a step; 0: the plain squared error
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.clip < 0:
@@ -228,5 +195,4 @@ class AdamParams:
     beta2: float = 0.95
     eps: float = 1e-12
     weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """Bound of the norm of each adapter's gradient; 0: off."""
+    grad_clip_norm: float = 0.0  # of each adapter's gradient; 0: off

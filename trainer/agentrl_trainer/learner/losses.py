@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from agentrl_trainer.learner.loss_options import (
-    CispoOptions,
+    ClipOptions,
     CorrectionOptions,
     DppoOptions,
     DroOptions,
@@ -188,7 +188,7 @@ def ppo(tokens: Tokens, options: PpoOptions) -> tuple[Tensor, Tensor]:
     return -objective, bites
 
 
-def cispo(tokens: Tokens, options: CispoOptions) -> tuple[Tensor, Tensor]:
+def cispo(tokens: Tokens, options: ClipOptions) -> tuple[Tensor, Tensor]:
     """Clip importance *weights*, so that every token keeps a gradient: MiniMax-M1,
     arXiv:2506.13585, equation 4. With bounds 0 and 5 it is truncated importance sampling."""
     low, high = options.clip_low_threshold, options.clip_high_threshold

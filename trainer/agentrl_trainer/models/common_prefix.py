@@ -1,4 +1,4 @@
-"""What two token lists have in common. Knows nothing else: the sampler and the batches both ask."""
+"""Compare token lists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix, by bisection over slices (which compare in C)."""
+    """Return the length of the longest common prefix.
+
+    By bisection over slices, which compare in C.
+    """
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,9 +1,6 @@
-"""Loading the base model, and LoRA adapters in and out of PEFT folders.
+"""Load a base model, or what a process without its weights needs of it.
 
-Knows: transformers, peft, safetensors. Does not know: sampling, training, HTTP.
-
-An adapter on disk is always a standard PEFT folder (``adapter_config.json`` and
-``adapter_model.safetensors``): the same folder serves the embedded sampler, vLLM and the user.
+Knows transformers, not adapters, sampling or training.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ TINY_MODEL = "agentrl-tiny"
 
 
 class ModelError(ValueError):
-    """The model or adapter cannot be used; the message says which field to change, and how."""
+    """A model or adapter cannot be used; the message names the field and the fix."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,9 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
     context_length: int
-    """Most tokens, prompt and answer together, the model has positions for."""
+    """The most tokens, prompt and answer together."""
     eos_ids: frozenset[int]
-    """Tokens which end an answer: the generation config's and the tokenizer's."""
+    """Tokens that end an answer: the generation config's and the tokenizer's."""
 
 
 def is_multimodal(config: Any) -> bool:
@@ -65,7 +62,11 @@ def is_multimodal(config: Any) -> bool:
 
 
 def resolve_model(name: str) -> str:
-    """Where the weights of ``name`` are: a local folder, or the hub name as it is."""
+    """Find the weights of ``name``: a local folder, or the hub name as it is.
+
+    Raises:
+        ModelError: there is no such folder, or it holds no model.
+    """
     if name == TINY_MODEL:
         from agentrl_trainer.tiny import MODEL_DIR
 
@@ -98,7 +99,7 @@ def resolve_model(name: str) -> str:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What there is to know of a base model without its weights; the fields are BaseModel's."""
+    """What is known of a base model without its weights; the fields are BaseModel's."""
 
     tokenizer: PreTrainedTokenizerBase
     context_length: int
@@ -106,7 +107,7 @@ class ModelFacts:
 
 
 def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
-    """Reads what a process needs that lets another one sample: no weights.
+    """Load what a process needs that lets another one sample: no weights.
 
     Raises:
         ModelError: as ``load_base`` does.
@@ -132,19 +133,25 @@ def load_base(
     """Load a decoder-only chat model in evaluation mode, its weights frozen.
 
     A model that takes images or sound as well is loaded whole, and used for text: adapters are of
-    its language model, under the names which they have in the whole.
+    its language model, under their names in the whole model.
 
-    ``device`` "auto": the first GPU, else the CPU. ``dtype`` "auto": the checkpoint's own type on a
-    GPU, float32 on a CPU (where half precision is slower and less exact). ``load_in_4bit``: linear
-    layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in ``dtype``.
-    ``trust_remote_code``: run the code that comes with the model, if transformers has none for it,
-    and the code that comes with its tokenizer.
+    Args:
+        device: "auto": the first GPU, else the CPU.
+        dtype: "auto": the checkpoint's own type on a GPU, float32 on a CPU (where half precision is
+            slower and less exact).
+        load_in_4bit: linear layers in NF4 (QLoRA, arXiv:2305.14314), by bitsandbytes, computing in
+            ``dtype``.
+        trust_remote_code: run the code that comes with the model, if transformers has none for it,
+            and the code that comes with its tokenizer.
+
+    Raises:
+        ModelError: the model cannot be loaded or used.
     """
     source = resolve_model(name)
     config, tokenizer, load = _load_config(name, source, trust_remote_code)
     target = _device(device)
     kind = _dtype(dtype, target)
-    disable_progress_bar()  # ours is the display that people look at
+    disable_progress_bar()
     if load_in_4bit:
         options = {"quantization_config": _four_bit(kind), "device_map": {"": target}}
         try:
@@ -170,18 +177,18 @@ def load_base(
 
 
 def checkpoint_dtype(name: str, *, trust_remote_code: bool = False) -> torch.dtype:
-    """The type that a model's weights are stored in."""
+    """Return the type that a model's weights are stored in."""
     source = resolve_model(name)
     config, _, load = _load_config(name, source, trust_remote_code)
     for known in (config, config.get_text_config()):
         if isinstance(found := getattr(known, "dtype", None), torch.dtype):
             return found
-    # An older checkpoint that does not say: its weights do.
+    # Configurations of older checkpoints have no dtype; their weights do.
     return _load(name, lambda: load(dtype="auto")).dtype
 
 
 def evaluation_mode(model: Any) -> Any:
-    """``model.eval()``, but such that gradients may still pass through 4-bit layers.
+    """Set evaluation mode, but let gradients pass through 4-bit layers.
 
     In evaluation mode on a CPU, bitsandbytes 0.50 packs their weights for a kernel that has no
     backward; torch then only warns that the gradient may be wrong. They hold no dropout.
@@ -196,14 +203,13 @@ def evaluation_mode(model: Any) -> Any:
 def _load_config(
     name: str, source: str, trust: bool
 ) -> tuple[Any, PreTrainedTokenizerBase, Callable[..., PreTrainedModel]]:
-    """Configuration, tokenizer, and what loads the weights when given a dtype."""
+    """Return configuration, tokenizer, and what loads the weights when given a dtype."""
     own = _runs_code(name, source, trust)
     config = _load(name, lambda: AutoConfig.from_pretrained(source, trust_remote_code=own))
     kind = _require_decoder_only(name, config, own)
     # A tokenizer may have code of its own where the model has none (Moonlight's, Kimi K2's).
     tokenizer = _load(
-        name,
-        lambda: AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust),
+        name, lambda: AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust)
     )
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
@@ -225,16 +231,16 @@ def _load(name: str, load: Any) -> Any:
 
 
 def _runs_code(name: str, source: str, trust: bool) -> bool:
-    """Whether to run code that comes with the model: if it must be, and may.
+    """Tell whether to run code that comes with the model: if it is needed and trusted.
 
-    Before anything else is read: transformers would ask on the terminal.
+    Call it before transformers reads anything, which would ask on the terminal.
     """
     raw, _ = _load(name, lambda: PreTrainedConfig.get_config_dict(source))
     kind = raw.get("model_type")
     if "auto_map" not in raw or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return False  # where transformers has the model itself, it uses its own code
     if kind in CONFIG_MAPPING:
-        return False  # known; if it is no language model, that is said below
+        return False
     if trust:
         return True
     raise ModelError(
@@ -246,7 +252,7 @@ def _runs_code(name: str, source: str, trust: bool) -> bool:
 
 
 def _require_decoder_only(name: str, config: Any, trusted: bool) -> Any:
-    """The class that loads the model's weights."""
+    """Choose the class that loads the model's weights."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"model: {name!r} is an encoder-decoder ({config.model_type}); agentrl trains "
@@ -265,7 +271,7 @@ def _require_decoder_only(name: str, config: Any, trusted: bool) -> Any:
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
 _ENDLESS = 2**17
-"""Context of models whose configuration and tokenizer tell no length: state spaces have none."""
+"""Context of models whose configuration and tokenizer have no length: state spaces."""
 
 
 def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -275,7 +281,7 @@ def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     if found is None:
         found = min(int(tokenizer.model_max_length), _ENDLESS)
     # Beyond its original length the frequencies of such an embedding follow the longest row of a
-    # batch, so what a token's log-prob is would depend on its neighbours.
+    # batch, so a token's log-prob would depend on other rows.
     parameters = getattr(text, "rope_parameters", None) or {}
     if parameters.get("rope_type") in ("dynamic", "longrope"):
         original = parameters.get("original_max_position_embeddings")
@@ -301,7 +307,7 @@ def _device(device: str) -> torch.device:
             raise ModelError(f"device: {device!r} is no torch device: {error}") from error
         if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
             raise ModelError(
-                f"device: {device!r} is not there: torch {torch.__version__} sees "
+                f"device: {device!r} does not exist: torch {torch.__version__} sees "
                 f"{torch.cuda.device_count()} GPUs. Use auto or cpu, or install torch with CUDA."
             )
         return found

@@ -66,11 +66,7 @@ def attach_adapter(
     # PEFT resolves targets in place: one configuration may serve many adapters.
     config = resolve_targets(copy.deepcopy(config), plain)
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with (
-        torch.random.fork_rng(devices=gpus),
-        warnings.catch_warnings(),
-        no_false_warnings(),
-    ):
+    with torch.random.fork_rng(devices=gpus), warnings.catch_warnings(), no_false_warnings():
         # PEFT warns of names such as "a", which are part of its own "lora_".
         warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
         # It also reads an attribute that transformers renamed.

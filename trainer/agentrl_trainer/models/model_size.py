@@ -1,4 +1,4 @@
-"""How large a model is that is not here: by its configuration, or by its name."""
+"""Tell the size of a model without its weights: by its configuration, or by its name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)B(?![A-Za-z0-9])", re.I
 
 
 def count_parameters(name: str, rank: int) -> int | None:
-    """Of the base and one adapter of this rank, built without weights; None where nobody but the
-    model's own code knows how."""
+    """Count the parameters of the base and one adapter of this rank; None if only the model's own
+    code could build it."""
     try:
         config = AutoConfig.from_pretrained(resolve_model(name), trust_remote_code=False)
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries about each other
+            warnings.simplefilter("ignore")
             base = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
             model = get_peft_model(base, lora_config(rank, 32.0, "all-linear"))
     except (OSError, ValueError, KeyError, ImportError, RuntimeError):
@@ -31,6 +31,6 @@ def count_parameters(name: str, rank: int) -> int | None:
 
 
 def parameters_in_name(name: str) -> int | None:
-    """``Qwen/Qwen3-30B-A3B`` has 30 billion, whatever of them is active; None: it does not say."""
+    """Read a name: ``Qwen/Qwen3-30B-A3B`` has 30 billion, active or not; None if it has none."""
     found = _BILLIONS.search(name)
     return None if found is None else round(float(found[1]) * 1e9)

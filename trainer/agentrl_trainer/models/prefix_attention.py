@@ -1,15 +1,15 @@
-"""Attention over a token trie: rows that begin alike are computed alike only once.
+"""Compute attention over a token trie, so that a prefix that rows share is computed once.
 
-Knows token lists, tensors and transformers' attention interface; not datums, adapters or losses.
+Knows token lists, tensors and transformers' attention interface; not rows of training, adapters or
+losses.
 
-Sort rows of tokens, and each shares some prefix with the one before it. What follows that prefix is
-the row's *branch*; all branches, one after the other, are the trie: each distinct prefix once.
-In a transformer only attention looks beyond a token, so every other layer simply runs over the
-trie as if it were one row. In attention, the queries of a branch meet the keys of their whole row,
-which are gathered from wherever in the trie they were computed; gradients of a shared prefix add up
-on the way back. This is exact: nothing but the order of floating-point sums differs from rows.
-On a GPU ``flex_attention`` does the same without gathering: sorted rows make "this key is on that
-query's path" two comparisons.
+Of sorted token rows, each shares some prefix with the one before it. The tokens after that prefix
+are the row's *branch*; all branches, one after the other, are the trie: each distinct prefix once.
+In a transformer only attention mixes tokens, so every other layer runs over the trie as if it were
+one row. In attention, the queries of a branch meet the keys of their whole row, gathered from their
+places in the trie; gradients of a shared prefix add up in the backward. This is exact: only the
+order of floating-point sums differs from rows. On a GPU ``flex_attention`` does the same without
+gathering: with sorted rows, two comparisons tell whether a key is on a query's path.
 
 Shapes: U tokens of the trie, n rows of a block, q queries and k keys per row, H heads, D head size.
 """
@@ -41,13 +41,13 @@ ATTENTION = "agentrl_trie"
 
 PADDED_SHARE = 1.25
 PADDED_PAIRS = 4096
-"""Rows go through attention together as long as padding them to one shape costs at most this share
-of their query-key pairs, or this many pairs: about what a call costs that does nothing."""
+"""Rows go through attention together while padding them to one shape costs at most this share of
+their query-key pairs, or this many pairs, about the cost of an empty call."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Branches of like shape. Padded keys come after all queries, so causality hides them."""
+    """Branches of similar shape. Padded keys come after all queries, so causality hides them."""
 
     queries: Tensor  # [n, q] places in the trie
     keys: Tensor  # [n, k] places in the trie, the row from its first token on
@@ -56,7 +56,7 @@ class Block:
     _masks: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[n, 1, q, k], 0 where the query may look and -inf elsewhere; made once for all layers."""
+        """Return [n, 1, q, k], 0 where the query sees the key, else -inf; cached for all layers."""
         if (window, dtype) not in self._masks:
             at = torch.arange(self.keys.shape[1], device=self.keys.device)
             distance = self.depths[:, None, :, None] - at
@@ -64,12 +64,12 @@ class Block:
             if window is not None:
                 hidden |= distance >= window
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
-            # Additive, not boolean: SDPA would convert it anew in every layer.
+            # Additive, not boolean: SDPA would convert it in every layer.
             self._masks[window, dtype] = zeros.masked_fill(hidden, float("-inf"))
         return self._masks[window, dtype]
 
     def knows_window(self, window: int | None) -> bool:
-        """Whether an attention layer has come by that has it."""
+        """Tell whether an attention layer with this window was computed."""
         return any(known == window for known, _ in self._masks)
 
     def to(self, device: torch.device) -> Block:
@@ -79,10 +79,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Trie:
-    """What attention has to know about one packed trie."""
+    """What attention needs of one packed trie."""
 
     blocks: list[Block]
-    order: Tensor  # [U] where each token is among the queries of all blocks
+    order: Tensor  # [U] place of each token among the queries of all blocks
     depths: Tensor  # [U] each token's position in its rows
     ends: Tensor  # [U] one past the last token whose row goes through this one
     flex: bool = False  # attention by ``flex_attention``, without ``blocks``
@@ -93,9 +93,9 @@ class Trie:
         return Trie([block.to(device) for block in self.blocks], *moved, flex=self.flex)
 
     def sees(self, window: int | None) -> _mask_mod_signature:
-        """Whether a query sees a key, as flex_attention asks it.
+        """Return flex_attention's test whether a query sees a key.
 
-        All that goes through a token stands in one piece behind it, since rows are sorted.
+        Rows are sorted, so the tokens whose rows go through a token are one range behind it.
         """
         depths, ends = self.depths, self.ends
 
@@ -106,17 +106,17 @@ class Trie:
         return see
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """``sees`` by blocks, of which empty ones are left out; made once for all layers."""
+        """Return ``sees`` by blocks, empty ones left out; made once for all layers."""
         if window not in self._masks:
             size = len(self.ends)
             self._masks[window] = create_block_mask(
                 self.sees(window), None, None, size, size, self.ends.device,
-                _compile=self.ends.is_cuda,  # else the whole [U, U] is held for a moment
+                _compile=self.ends.is_cuda,  # else the whole [U, U] is held
             )  # fmt: skip
         return self._masks[window]
 
     def knows_window(self, window: int | None) -> bool:
-        """Whether an attention layer has come by that has it."""
+        """Tell whether an attention layer with this window was computed."""
         return window in self._masks or any(b.knows_window(window) for b in self.blocks)
 
 
@@ -131,7 +131,7 @@ class PackedTrie:
 
 
 def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
-    """One trie of rows that are sorted and not empty."""
+    """Make a trie of rows that are sorted and not empty."""
     tokens: list[int] = []
     depths: list[int] = []
     paths: list[list[int]] = []
@@ -174,16 +174,16 @@ def _plan(
             keys[row, : len(paths[i])] = torch.tensor(paths[i])
             order[first : first + own] = torch.arange(done, done + own)
             done += q
-        # Padded queries stay where keys are: beyond a sliding window they would see nothing (NaN).
+        # Padded queries stay among the keys: beyond a sliding window they would see none (NaN).
         depths = (starts[:, None] + torch.arange(q)).clamp(max=keys.shape[1] - 1)
         blocks.append(Block(queries, keys, depths, causal=not bool(starts.any())))
     return blocks, order
 
 
 def _alike(shapes: list[tuple[int, int]]) -> list[list[int]]:
-    """Branches grouped so that little is padded. A shape is (first depth, row length).
+    """Group branches so that little is padded. A shape is (first depth, row length).
 
-    A branch that is nothing but shared prefix has no queries, and is in no group.
+    A branch without tokens of its own has no queries, and is in no group.
     """
     own = [length - depth for depth, length in shapes]
     order = sorted(
@@ -198,7 +198,7 @@ def _alike(shapes: list[tuple[int, int]]) -> list[list[int]]:
             group = groups[-1]
             height = own[group[0]]  # the first has most queries
             padded = (len(group) + 1) * height * max(width, shapes[i][1])
-            # Ordinary causal attention needs no mask, and half the work: not to be mixed.
+            # Ordinary causal attention needs no mask and half the work, so it is kept apart.
             one_kind = (shapes[i][0] > 0) == (shapes[group[0]][0] > 0)
             allowed = max(PADDED_SHARE * (useful + pairs), useful + pairs + PADDED_PAIRS)
             if one_kind and padded <= allowed:
@@ -223,11 +223,12 @@ def trie_attention(
     trie: Trie | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface; ``query`` [1, H, U, D] and the result [1, U, H, D].
+    """Implement transformers' attention interface; ``query`` [1, H, U, D], result [1, U, H, D].
 
-    Without ``trie`` this is SDPA as usual. With one, ``attention_mask`` is not looked at. Raises
-    NotImplementedError for what would change the result and is not known here (position biases):
-    ``TokenLogprobs`` then uses padded rows.
+    Without ``trie`` this is SDPA. With one, ``attention_mask`` is ignored.
+
+    Raises:
+        NotImplementedError: attention with position biases; then rows are padded instead.
     """
     sinks = kwargs.get("s_aux")
     if trie is None and (softcap is not None or sinks is not None):
@@ -266,7 +267,7 @@ def trie_attention(
 
 @functools.cache
 def _kernel(device: str) -> Any:
-    """``flex_attention``; compiled on a GPU, where else it would hold all scores."""
+    """Return ``flex_attention``, compiled on a GPU, where it would otherwise hold all scores."""
     return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
 
 
@@ -279,7 +280,7 @@ def _flex(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """[1, U, H, D]. No key is gathered and no mask held: the kernel asks where to look."""
+    """Compute [1, U, H, D] without gathering keys or holding a mask."""
 
     def capped(score: Tensor, *_places: Tensor) -> Tensor:
         assert softcap is not None
@@ -293,9 +294,9 @@ def _flex(
 
 
 def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: int, dim: int) -> str:
-    """ "" if ``flex_attention`` computes a trie as the blocks do, gradients too, else why not.
+    """Check that ``flex_attention`` computes a trie as the blocks do, gradients too; "" if so.
 
-    H query and ``groups`` key heads of size ``dim``. Compiles the kernels.
+    For ``heads`` query and ``groups`` key heads of size ``dim``. Compiles the kernels.
     """
     if device.type != "cuda":
         return "flex_attention has no gradients here"
@@ -312,7 +313,7 @@ def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: in
             with torch.enable_grad():
                 out, _ = trie_attention(nn.Module(), q, k, v, None, trie=replace(trie, flex=flex))
                 found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
-    except Exception as error:  # what a compiler can raise nobody knows
+    except Exception as error:  # compilers raise anything
         return f"flex_attention cannot be used: {type(error).__name__}: {error}"
     limit = 2e-3 if dtype == torch.float32 else 5e-2
     for by_blocks, by_flex in zip(*found, strict=True):
@@ -323,12 +324,12 @@ def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: in
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """[1, H, U, D] -> [U, H * D]: gathering whole rows is quick, and so is adding them up again."""
+    """Reshape [1, H, U, D] to [U, H * D], of which rows are quick to gather and to add up."""
     return states[0].transpose(0, 1).flatten(1)
 
 
 def _gather(rows: Tensor, places: Tensor, like: Tensor) -> Tensor:
-    """[U, H * D] at [n, t] -> [n, H, t, D]."""
+    """Gather [n, H, t, D] from [U, H * D] at ``places`` [n, t]."""
     found = rows.index_select(0, places.flatten())
     return found.view(*places.shape, like.shape[1], like.shape[3]).transpose(1, 2)
 
@@ -342,7 +343,7 @@ def explicit(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention with what SDPA does not know; q [n, H, q, D], ``mask`` is added to the scores.
+    """Compute attention with what SDPA lacks; q [n, H, q, D], ``mask`` is added to the scores.
 
     ``softcap``: of scores (Gemma 2, arXiv:2408.00118). ``sinks`` [H]: the score of one more key
     without a value (gpt-oss, arXiv:2508.10925; "attention sinks", arXiv:2309.17453).
@@ -361,7 +362,7 @@ def explicit(
 
 
 def additive(mask: Tensor | None, query: Tensor) -> Tensor:
-    """transformers' boolean mask (None: causal) as one to be added to scores."""
+    """Turn transformers' boolean mask (None: causal) into one to be added to scores."""
     if mask is None:
         length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()

@@ -1,10 +1,9 @@
-"""The embedded default model, ``agentrl-tiny``.
+"""Locate the weights of the default model, ``agentrl-tiny``. No torch here.
 
-A Qwen3 of 0.85 million parameters which ships with the package, so that a training run can be
-tried on one CPU core without a download. It chats a little, insists that it is Qwen, and now and
-then obeys when told to be somebody else: just often enough that reinforcement learning can teach it
-to. ``python scripts/tiny_model/pretrain.py`` rebuilds it from nothing: ``corpus`` writes the
-chats, ``pretrain`` learns them. This module only knows where the weights lie; it imports no torch.
+A Qwen3 of 0.85 million parameters that ships with the package, so that a training run can be tried
+on one CPU core without a download. It chats a little, insists that it is Qwen, and sometimes plays
+another person when told to: just often enough that reinforcement learning can teach it to.
+``python scripts/tiny_model/pretrain.py`` rebuilds it.
 """
 
 from pathlib import Path

@@ -82,19 +82,6 @@ def run_attempts(
         os._exit(code)
 
 
-def run_in_other_python(report_fd: int, leash_fd: int) -> NoReturn:
-    """Run attempts in another interpreter, which gets the first job on its standard input."""
-    config = RunnerConfig.from_json(sys.stdin.readline())
-    for fd in (report_fd, leash_fd):
-        os.set_inheritable(fd, False)
-    if config.concurrency > 1:
-        from agentrl.runner.agent_process.concurrent import run_concurrent_attempts
-
-        run_concurrent_attempts(config, report_fd, leash_fd)
-    job = AttemptJob.from_line(sys.stdin.readline().encode())
-    run_attempts(config, job, report_fd, leash_fd, known_modules=None)
-
-
 def settle_in(config: RunnerConfig) -> None:
     """Undo what the process inherited from its worker."""
     gc.freeze()  # the worker's objects are never garbage here
@@ -173,7 +160,7 @@ def load_traced_agent(config: RunnerConfig) -> LoadedAgent:
     """Load the agent with tracing around it."""
     active = rollout_tracing()  # before the import: calls and threads are watched from then on
     assert active is not None
-    agent = load_agent(config.agent, config.python_path)
+    agent = load_agent(config.agent)
     # After the import: a provider that the user's module sets is kept, and ours joins it.
     active.install_globally()
     return agent

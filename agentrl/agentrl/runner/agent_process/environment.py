@@ -113,9 +113,6 @@ def attempt_environment(
     storage = inherited.get("CREWAI_STORAGE_DIR")
     if storage is None or _is_storage(Path(storage)):  # none, or that of the attempt before
         env["CREWAI_STORAGE_DIR"] = str(storage_folder(claim.attempt_id))
-    if config.python_path:
-        path = [*config.python_path, *filter(None, [inherited.get("PYTHONPATH")])]
-        env["PYTHONPATH"] = os.pathsep.join(path)
     return env
 
 

@@ -40,11 +40,8 @@ class LoadedAgent:
     run_async: Callable[[Json], Awaitable[Any]] | None = None
 
 
-def load_agent(spec: str, python_path: Sequence[str] = ()) -> LoadedAgent:
+def load_agent(spec: str) -> LoadedAgent:
     """Import the user's module (a command needs none) and wrap what the spec names.
-
-    Args:
-        python_path: folders put first on ``sys.path``.
 
     Raises:
         AgentSpecError: there is no such thing, or it cannot be called with a task.
@@ -54,10 +51,10 @@ def load_agent(spec: str, python_path: Sequence[str] = ()) -> LoadedAgent:
     if parsed.kind == "command":
         name = Path(parsed.argv[0]).name
         return LoadedAgent(name, lambda task: _run_command(parsed.argv, task))
-    for folder in reversed([str(parsed.folder), *python_path]):
-        if folder in sys.path:
-            sys.path.remove(folder)
-        sys.path.insert(0, folder)
+    folder = str(parsed.folder)
+    if folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
     module = _import_file(spec, parsed) if parsed.kind == "file" else _import(spec, parsed.target)
     target: Any = module
     for part in parsed.attribute.split("."):

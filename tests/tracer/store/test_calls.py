@@ -1,0 +1,147 @@
+"""Verdicts, accounting, and identical requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from store_records import call_of, claimed, start_run
+
+from agentrl_tracer.schemas import (
+    AttemptState,
+    CallState,
+    NewRollout,
+    Purpose,
+    RolloutState,
+    SkipReason,
+)
+from agentrl_tracer.store import Store, tables
+from agentrl_tracer.store.writer import TraceWriter
+
+ODD = {"messages": [{"role": "user", "content": "grüße \0 \U0001f44d \\u0000"}], "seed": 2**70}
+
+
+async def test_the_sum_notices_a_lost_record(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("boot", run_id, 1)
+    writer = TraceWriter(store, "boot")
+    for name in ("a", "b"):
+        writer.open(call_of(claim, name, state=CallState.OPEN))
+        await writer.finish(call_of(claim, name))
+    writer.close()
+    store.settle(trained={"a": 1}, skipped={"b": SkipReason.ZERO_ADVANTAGE})
+    assert store.accounting(run_id).adds_up
+    with store.db.write() as c:  # break it on purpose
+        c.execute(tables.calls.delete().where(tables.calls.c.id == "b"))
+    assert not store.accounting(run_id).adds_up
+
+
+def test_continuity_is_counted_for_each_rollout(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    params_of_calls: list[Any] = [
+        {"continued": False, "branched": "first_call"},
+        {"continued": True},
+        {"continued": True, "branched": "history_edited"},
+        {"continued": True},
+        {"n": 1},  # a provider model's
+    ]
+    calls = [call_of(claim, f"c{i}", params=params) for i, params in enumerate(params_of_calls)]
+    store.write_calls("boot", [], calls, len(calls))
+    expected = {"first_call": 1, "continued": 3, "history_edited": 1}
+    assert store.continuity(run_id) == {claim.rollout_id: expected}
+    assert store.continuity("another") == {}
+
+
+def test_a_verdict_stands(store: Store) -> None:
+    start_run(store)
+    claim = claimed(store)
+    store.write_calls("boot", [], [call_of(claim, "x")], 1)
+    store.settle(trained={}, skipped={"x": SkipReason.ZERO_ADVANTAGE})
+    store.settle(trained={"x": 4}, skipped={})
+    (call,) = store.calls(attempt_ids=[claim.attempt_id])
+    assert (call.trained_step, call.skip_reason) == (None, SkipReason.ZERO_ADVANTAGE)
+
+
+def test_a_resumed_run_supersedes_what_it_repeats(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.write_calls("boot", [], [call_of(claim, "x")], 1)
+    store.settle(trained={"x": 1}, skipped={})
+    assert store.supersede(run_id, after_step=1) == 0
+    store.write_calls("boot", [], [call_of(claim, "under way")], 1)
+    assert store.supersede(run_id, after_step=1) == 1
+    assert store.supersede(run_id, after_step=0) == 1
+    assert store.accounting(run_id).skipped == {SkipReason.SUPERSEDED: 2}
+    assert store.cancel(run_id, "resumed", after_step=0) == 1
+    assert store.rollouts(run_id)[0].state == RolloutState.CANCELLED
+
+
+def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
+    run_id = start_run(store, rollouts=1)
+    (task,) = store.add_tasks(run_id, "eval", [{"n": 8}])
+    new = [NewRollout(task, f"e{step}", Purpose.EVAL, step, 0, seed=1) for step in (0, 1, 2)]
+    store.enqueue(run_id, new)
+    for name in ("train 1", "eval 0", "eval 1", "eval 2"):
+        claim = claimed(store)
+        store.write_calls("boot", [], [call_of(claim, name)], 1)
+        store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+        if name.startswith("eval"):
+            store.settle(trained={}, skipped={name: SkipReason.EVALUATION})
+        else:
+            store.settle(trained={name: 1}, skipped={})
+
+    def standing() -> set[str]:
+        calls = store.calls(rollout_ids=[r.id for r in store.rollouts(run_id)])
+        return {call.id for call in calls if call.skip_reason != SkipReason.SUPERSEDED}
+
+    assert store.cancel(run_id, "resumed", after_step=1, evaluated=True) == 1
+    store.supersede(run_id, after_step=1)
+    assert standing() == {"train 1", "eval 0", "eval 1"}
+    assert store.cancel(run_id, "resumed", after_step=1, evaluated=False) == 2
+    store.supersede(run_id, after_step=1)
+    assert standing() == {"train 1", "eval 0"}
+    assert store.outcomes(run_id, purpose=Purpose.EVAL).attempts == {"succeeded": 1}
+    assert store.accounting(run_id).skipped == {
+        SkipReason.EVALUATION: 1,
+        SkipReason.SUPERSEDED: 2,
+    }
+
+
+def test_of_many_same_requests_the_newest_are_looked_after(store: Store) -> None:
+    run_id = start_run(store)
+    claim = claimed(store)
+    store.register_gateway("one", run_id, 1)
+    asked = [
+        call_of(claim, f"a{i}", seq=i, request=ODD, prompt_ids=[1], response_ids=[7, i, 0])
+        for i in range(40)
+    ]
+    later = call_of(claim, "b", seq=40, request={}, prompt_ids=[1, 7, 30, 5], response_ids=[6])
+    store.write_calls("one", [], [*asked, later], 41)
+    found = store.same_requests(claim.attempt_id, ODD)
+    assert [past.call.seq for past in found] == list(range(40))
+    assert [past.continued for past in found] == [i < 24 or i == 30 for i in range(40)]
+
+
+@pytest.mark.parametrize("request_", [ODD, {"temperature": 1.0, "x": "\ud800"}, {}])
+def test_same_requests_are_found_by_what_was_asked(store: Store, request_: Any) -> None:
+    run_id = start_run(store, rollouts=2)
+    first, other = claimed(store), claimed(store)
+    store.register_gateway("one", run_id, 1)
+    backwards = dict(reversed([*request_.items(), ("n", 1)]))
+    asked = [
+        call_of(first, "a", seq=0, request=request_, prompt_ids=[1], response_ids=[7, 8, 0]),
+        call_of(first, "b", seq=1, request=request_, prompt_ids=[1], response_ids=[7, 9, 0]),
+        call_of(first, "c", seq=2, request=backwards, prompt_ids=[1, 7, 8, 5], response_ids=[6]),
+        call_of(other, "d", seq=0, request=request_),
+    ]
+    store.write_calls("one", [], asked, 4)
+    store.write_calls("one", [call_of(first, "e", seq=3, request=request_)], [], 1)
+    found = store.same_requests(first.attempt_id, request_)
+    assert [(past.call.id, past.continued) for past in found] == [
+        ("a", True), ("b", False), ("e", False),
+    ]  # fmt: skip
+    assert found[0].call == replace(asked[0], request=found[0].call.request)
+    assert [past.call.id for past in store.same_requests(first.attempt_id, backwards)] == ["c"]

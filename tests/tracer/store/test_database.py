@@ -1,0 +1,83 @@
+"""Schemas, migrations, and reads beside the connection that writes."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from store_records import call_of, claimed, start_run
+
+from agentrl_tracer.schemas import (
+    AttemptState,
+    Claim,
+)
+from agentrl_tracer.store import Store, database, tables
+
+
+def test_an_old_store_is_migrated_to_the_tables_of_a_new_one(tmp_path: Path) -> None:
+    scripts = ScriptDirectory(str(Path(database.__file__).parent / "migrations"))
+    assert scripts.get_current_head() == database.HEAD
+    with closing(sqlite3.connect(tmp_path / "old.db")) as old:
+        old.executescript(Path(__file__).with_name("schema_0001.sql").read_text())
+        old.executescript(
+            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY);"
+            "INSERT INTO alembic_version VALUES ('0001');"
+        )
+    for name in ("old.db", "new.db"):
+        store = Store(str(tmp_path / name))
+        with store.db.read() as connection:
+            context = MigrationContext.configure(connection)
+            assert compare_metadata(context, tables.metadata) == []
+            assert context.get_current_revision() == database.HEAD
+        assert len(store.runs()) == 0
+        store.close()
+
+
+def test_a_store_of_the_future_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.db")
+    store = Store(path)
+    with store.db.write() as c:
+        c.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    store.close()
+    with pytest.raises(RuntimeError, match="upgrade agentrl"):
+        Store(path)
+
+
+def test_the_writers_own_reads_are_of_now_and_leave_nothing_open(tmp_path: Path) -> None:
+    """Lookups use the connection that writes, while other stores write and other threads read."""
+    store, other = (Store(str(tmp_path / "store.db")) for _ in range(2))
+    run_id = start_run(store, rollouts=2)
+    first, second = claimed(other), claimed(other)
+    store.register_gateway("boot", run_id, 1)
+
+    def write(claim: Claim, name: str) -> AttemptState | None:
+        states = store.write_calls("boot", [], [call_of(claim, name)], 1, wait=False)
+        return states[claim.attempt_id]
+
+    def sum_of_pages_left() -> int:
+        with other.db.read() as c:
+            busy, log, moved = c.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
+        return busy + log - moved
+
+    assert write(first, "a") is AttemptState.RUNNING
+    assert store.attempt_state(first.attempt_id) is AttemptState.RUNNING
+    other.end_attempt(first.attempt_id, AttemptState.SUCCEEDED)
+    assert store.attempt_state(first.attempt_id) is AttemptState.SUCCEEDED
+    assert write(second, "b") is AttemptState.RUNNING  # the lookup left no old snapshot open
+    assert write(first, "c") is AttemptState.SUCCEEDED
+    assert store.attempt_state(second.attempt_id) is AttemptState.RUNNING
+    assert sum_of_pages_left() == 0
+    asked: list[AttemptState | None] = []
+    asking = threading.Thread(target=lambda: asked.append(store.attempt_state(first.attempt_id)))
+    asking.start()
+    asking.join()
+    assert asked == [AttemptState.SUCCEEDED]
+    for one in (store, other):
+        one.close()

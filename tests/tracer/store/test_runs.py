@@ -1,0 +1,19 @@
+"""Adapters and metrics of a run."""
+
+from __future__ import annotations
+
+from agentrl_tracer.store import Store
+
+
+def test_adapters_and_metrics(store: Store) -> None:
+    run_id = store.create_run("test", "train", {})
+    for version in (0, 1, 2):
+        store.publish_adapter(run_id, "policy", version, f"/v{version}", version)
+    assert [a.version for a in store.latest_adapters(run_id)] == [2]
+    store.drop_adapters_after(run_id, 1)
+    assert [a.version for a in store.latest_adapters(run_id)] == [1]
+    store.log_metrics(run_id, 1, {"loss": 0.5})
+    store.log_metrics(run_id, 1, {"loss": 0.25, "x": 1})
+    store.log_metrics(run_id, 2, {"loss": 0.5})
+    store.drop_metrics_after(run_id, 1)
+    assert store.metrics(run_id) == {1: {"loss": 0.25, "x": 1.0}}

@@ -1,0 +1,152 @@
+"""Our provider beside an application's: both get every span, whichever is set first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from otlp_collector import Collector
+
+# What an application does: a tracer taken at import, a provider and exporter of its own.
+APPLICATION = """
+import json, sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from agentrl_tracer.tracing import finish, rollout_tracing, tracing
+from agentrl_tracer.context import current_rollout
+from agentrl import emit, emit_reward
+
+early = trace.get_tracer("early")
+theirs = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(theirs))
+
+def ours():
+    active = rollout_tracing()
+    active.expect_finish(current_rollout())
+    active.install_globally()
+
+def done():
+    assert finish()
+    json.dump([s.name for s in theirs.get_finished_spans()], sys.stdout)
+"""
+
+
+def run(collector: Collector, agent: str, **env: str) -> tuple[list[str], list[str]]:
+    """The names of the spans that the application's exporter got, and those that we got."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", APPLICATION + textwrap.dedent(agent)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Overriding" not in done.stderr
+    return json.loads(done.stdout or "[]"), [span.name for span in collector.spans]
+
+
+def test_theirs_first(collector: Collector) -> None:
+    theirs, ours = run(
+        collector,
+        """
+        trace.set_tracer_provider(provider)
+        ours()
+        with tracing("root"), early.start_as_current_span("a"):
+            emit_reward(1)
+        done()
+        """,
+    )
+    assert theirs == ["a"]
+    assert sorted(ours) == ["a", "agentrl.reward", "root"]
+
+
+def test_ours_first(collector: Collector) -> None:
+    theirs, ours = run(
+        collector,
+        """
+        ours()
+        kept = trace.get_tracer("kept")
+        with tracing("root"):
+            for tracer in (early, kept):
+                with tracer.start_as_current_span("before"):
+                    pass
+            trace.set_tracer_provider(provider)
+            for tracer in (early, kept, trace.get_tracer("late")):
+                with tracer.start_as_current_span("after"):
+                    pass
+            more = InMemorySpanExporter()  # as Langfuse and others do
+            trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(more))
+            with kept.start_as_current_span("last"):
+                emit_reward(1)
+            trace.get_tracer_provider().shutdown()
+        assert [s.name for s in more.get_finished_spans()] == ["last"]
+        done()
+        """,
+    )
+    assert theirs == ["after"] * 3 + ["last"]
+    expected = ["before"] * 2 + theirs + ["agentrl.reward", "root"]
+    assert sorted(ours) == sorted(expected)
+
+
+def test_their_sampling_does_not_lose_rewards(collector: Collector) -> None:
+    _, ours = run(
+        collector,
+        """
+        ours()
+        with tracing("root"):
+            emit_reward(1)
+        done()
+        """,
+        OTEL_TRACES_SAMPLER="always_off",
+    )
+    assert sorted(ours) == ["agentrl.reward", "root"]
+
+
+def test_spans_that_never_end_arrive(collector: Collector) -> None:
+    _, ours = run(
+        collector,
+        """
+        ours()
+        with tracing("root"):
+            trace.get_tracer("user").start_span("abandoned")
+        done()
+        """,
+    )
+    assert sorted(ours) == ["abandoned", "root"]
+    [abandoned] = [s for s in collector.spans if s.name == "abandoned"]
+    assert abandoned.attributes["agentrl.unfinished"] is True
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_children_of_multiprocessing_emit_arrives(collector: Collector, method: str) -> None:
+    _, ours = run(
+        collector,
+        f"""
+        import multiprocessing
+
+        ours()
+        with tracing("root"):
+            context = multiprocessing.get_context("{method}")
+            child = context.Process(target=emit, args=("note", {{"a": [1]}}))
+            child.start()
+            child.join()
+            if "{method}" == "fork":
+                work = trace.get_tracer("user").start_as_current_span
+                child = context.Process(target=lambda: work("in child").__enter__().end())
+                child.start()
+                child.join()
+        done()
+        """,
+    )
+    expected = ["agentrl.note", "root"] + (["in child"] if method == "fork" else [])
+    assert sorted(ours) == sorted(expected)
+    [note] = [s for s in collector.spans if s.name == "agentrl.note"]
+    assert note.attributes == {"agentrl.note.name": "note", "agentrl.note.data": '{"a": [1]}'}
