@@ -179,7 +179,8 @@ def serve(*tokens: Tokens) -> None:
     """Serve a model, with or without a trained adapter, over the OpenAI API."""
     from agentrl.config.commands import ServeConfig
     from agentrl.config.loading import load, parse_flags
-    from agentrl.gateway.process import GATEWAY_LIMITS, Gateway, GatewaySettings
+    from agentrl.gateway.handle import GatewayHandle
+    from agentrl.gateway.process import GatewayPlan
     from agentrl.runs.folder import adapter_folders
     from agentrl.samplers.vllm.server import planned_server
     from agentrl_proxy.server.uvicorn import bind, url_of
@@ -214,30 +215,17 @@ def serve(*tokens: Tokens) -> None:
         Path("vllm.log") if "://" in settings.run.store else Path(f"{settings.run.store}.vllm.log")
     )
     vllm = planned_server(settings, log, max_rank=None, adapters=adapters.values())
-    gateway = Gateway(
-        GatewaySettings(
-            store=settings.run.store,
-            model=settings.model.name,
-            adapter=name if len(adapters) == 1 else None,
-            adapters=tuple(adapters),
-            agents=settings.adapter_of_agent,
-            device=settings.model.device,
-            dtype=settings.model.dtype,
-            load_in_4bit=settings.model.load_in_4bit,
-            trust_remote_code=settings.model.trust_remote_code,
-            operator_key=settings.gateway.operator_key,
-            run_id=None,
-            max_tokens=settings.sampler.max_tokens,
-            models=settings.model_dump(mode="json")["models"],
-            adapter_paths={name: str(path) for name, path in adapters.items()},
-            **settings.gateway.model_dump(include=GATEWAY_LIMITS),
-            vllm_url=vllm.url if vllm else settings.sampler.vllm.url,
-            vllm_key_env=settings.sampler.vllm.key_env,
-            vllm_wait=None if vllm else settings.sampler.vllm.wait,
-        ),
-        None,
-        sock,
+    plan = GatewayPlan.of(
+        settings,
+        vllm_url=vllm.url if vllm else None,
+        store=settings.run.store,
+        operator_key=settings.gateway.operator_key,
+        adapters=tuple(adapters),
+        default_adapter=name if len(adapters) == 1 else None,
+        agents=settings.adapter_of_agent,
+        adapter_paths=adapters,
     )
+    gateway = GatewayHandle(plan, None, sock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         stack.enter_context(_interrupted_by_sigterm())
         if vllm is not None:
