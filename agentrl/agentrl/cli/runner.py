@@ -15,12 +15,8 @@ from rich.console import Console
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.recorded import recorded
-<<<<<<< HEAD
-from agentrl.gateway.handle import secret_variables
-=======
 from agentrl.config.settings import RunnerSettings
-from agentrl.gateway.process import FORWARD_HEADERS, TINKER_KEY, variables_of
->>>>>>> house
+from agentrl.gateway.handle import secret_variables
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
 
