@@ -22,7 +22,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not real_vllm.PYTHON:
         pytest.skip("AGENTRL_TEST_VLLM_PYTHON names no interpreter with vLLM")
     from agentrl.config.commands import ServeConfig
-    from agentrl.samplers.vllm.server import VllmServer, vllm_settings
+    from agentrl.samplers.vllm.server import VllmServer, vllm_command
 
     config = ServeConfig.model_validate(
         {
@@ -31,7 +31,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         }
     )
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    server = VllmServer(vllm_settings(config, max_rank=8), log)
+    server = VllmServer(vllm_command(config, max_rank=8), log)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         server.start()

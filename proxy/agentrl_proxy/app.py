@@ -120,7 +120,7 @@ def create_app(deps: GatewayDependencies) -> FastAPI:
     app = GatewayApp(
         direct,
         title="agentrl gateway",
-        version=version("agentrl"),
+        version=version("agentrl-middleware"),
         lifespan=lifespan,
         openapi_url=None,  # handlers read raw bodies, so FastAPI's document would be empty
         docs_url=None,

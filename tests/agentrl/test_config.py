@@ -17,9 +17,10 @@ from agentrl.config.errors import ConfigError, explain
 from agentrl.config.loading import load, parse_flags
 from agentrl.config.renamed_settings import RENAMED
 from agentrl.config.setting_names import settings_of
-from agentrl.config.settings import GatewaySettings as GatewayTable
+from agentrl.config.settings import OtherModelSettings
 from agentrl.config.tasks import load_tasks, steps_of
-from agentrl.gateway.process import GATEWAY_LIMITS, GatewaySettings, other_model, variables_of
+from agentrl.gateway.handle import secret_variables
+from agentrl.gateway.process import GatewayPlan, provider_model
 from agentrl.runner import RunnerConfig
 from agentrl.runner.agent_process.environment import attempt_environment, runner_environment
 from agentrl.runs.folder import RunFolder
@@ -321,13 +322,17 @@ def test_the_models_table_reaches_the_gateway_without_its_keys(monkeypatch: Any)
     assert "sk-secret-key" not in json.dumps(dumped)
     # A resumed run reads it back.
     assert TrainConfig(**dumped).models == given.models
-    answerer, spare = (other_model(fields) for fields in dumped["models"].values())
+    plan = GatewayPlan.of(given, vllm_url=None, store="")
+    assert "sk-secret-key" not in plan.model_dump_json()
+    assert GatewayPlan.model_validate_json(plan.model_dump_json()) == plan
+    answerer, spare = (provider_model(one) for one in plan.models.values())
     assert (answerer.api_key, answerer.fallbacks) == ("sk-secret-key", ["spare.v2"])
     assert answerer.params == {"temperature": 0, "drop_params": True, "stop": ["x"]}
     assert "sk-secret-key" not in repr(answerer)
     assert (spare.api_key, spare.timeout) == (None, 3)
     # A server of one's own must not get the key that LiteLLM would look up for its provider.
-    assert other_model({**dumped["models"]["spare.v2"], "api_base": "http://x"}).api_key == "none"
+    own = OtherModelSettings(model="openai/x", api_base="http://x")
+    assert provider_model(own).api_key == "none"
 
 
 def test_parameters_may_name_secrets(monkeypatch: Any) -> None:
@@ -341,8 +346,8 @@ def test_parameters_may_name_secrets(monkeypatch: Any) -> None:
     given = config(**tomllib.loads(table))
     models = given.model_dump(mode="json")["models"]
     assert "sk-team-token" not in json.dumps(models)
-    assert variables_of(models) == ["ANSWERER_KEY", "TEAM_TOKEN", "TEAM_TOKEN"]
-    assert other_model(models["answerer"]).params == {
+    assert {"ANSWERER_KEY", "TEAM_TOKEN"} < {*secret_variables(models, None)}
+    assert provider_model(given.models["answerer"]).params == {
         "extra_headers": {"Authorization": "Bearer sk-team-token", "x-a": "b"},
         "prompt_cache_key": "games",
         "max_tokens": 5,
@@ -398,9 +403,3 @@ def test_an_application_keeps_its_otlp_backend(tmp_path: Path) -> None:
     assert name not in attempt_environment(config, claim, {name: "http://jaeger:4318"})
     for before in ({}, {name: "http://g:1/rollouts/earlier"}):
         assert attempt_environment(config, claim, before)[name] == "http://g:1/rollouts/r"
-
-
-def test_every_limit_reaches_the_gateway() -> None:
-    """Each of the limits is a setting of its own, and the gateway knows it by the same name."""
-    assert set(GatewayTable.model_fields) == GATEWAY_LIMITS
-    assert set(GatewaySettings.__dataclass_fields__) >= GATEWAY_LIMITS

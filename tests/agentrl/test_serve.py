@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.gateway.process import Gateway
+from agentrl.gateway.handle import GatewayHandle
 
 HELLO: dict[str, Any] = {
     "model": "agentrl-tiny",
@@ -184,7 +184,7 @@ def locked_vllm() -> Iterator[str]:
         thread.join()
 
 
-class Flickering(Gateway):
+class Flickering(GatewayHandle):
     """Its process dies now and then, and in between it is well, for moments."""
 
     def __init__(self, dies_at: list[int]) -> None:
@@ -202,8 +202,8 @@ class Flickering(Gateway):
 
 
 def test_moments_of_health_are_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.process._WATCH_S", 0.01)
-    monkeypatch.setattr("agentrl.gateway.process._LIVED_S", 0.1)
+    monkeypatch.setattr("agentrl.gateway.handle._WATCH_S", 0.01)
+    monkeypatch.setattr("agentrl.gateway.handle._LIVED_S", 0.1)
     with pytest.raises(RuntimeError, match="5 times in a row"):
         Flickering([0, 50, 100, 150, 200]).watch()
 

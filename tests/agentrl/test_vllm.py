@@ -24,7 +24,7 @@ from agentrl import timing
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
-from agentrl.samplers.vllm.server import VllmServer, VllmSettings, planned_server, vllm_settings
+from agentrl.samplers.vllm.server import VllmCommand, VllmServer, planned_server, vllm_command
 from agentrl_tracer.schemas import Call
 from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import load_facts
@@ -58,7 +58,7 @@ def test_settings_that_mean_nothing_are_refused(settings: Any, complaint: str) -
 def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     settings = config(sampler="vllm", vllm_python=sys.executable)
     with pytest.raises(ConfigError, match="has no vLLM"):
-        vllm_settings(settings, 8)
+        vllm_command(settings, 8)
     adapter = {"max_rank": None}
     assert planned_server(config(), tmp_path, **adapter) is None
     elsewhere = config(sampler="vllm", vllm_url="http://gpu:8000")
@@ -142,8 +142,8 @@ def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.Mon
     script, permission, told = tmp_path / "slow", tmp_path / "permission", list[str]()
     script.write_text(_SLOW.format(python=sys.executable, permission=permission))
     script.chmod(0o700)
-    settings = VllmSettings(str(script), "agentrl-tiny", "float32", 8, on_cpu=True)
-    server = VllmServer(settings, tmp_path / "vllm.log")
+    command = VllmCommand(str(script), "agentrl-tiny", "float32", 8, on_cpu=True)
+    server = VllmServer(command, tmp_path / "vllm.log")
 
     def tell(said: str) -> None:
         told.append(said)

@@ -19,8 +19,9 @@ import pytest
 from settings import nested
 
 from agentrl import timing
-from agentrl.config.commands import TrainConfig
-from agentrl.gateway.process import Gateway, GatewaySettings
+from agentrl.config.commands import ServeConfig, TrainConfig
+from agentrl.gateway.handle import GatewayHandle
+from agentrl.gateway.process import PLAN, GatewayPlan
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm import adapters, client, recovery
 from agentrl.samplers.vllm.api import VllmError
@@ -378,12 +379,12 @@ def test_a_server_that_is_not_there_is_waited_for_no_longer_than_asked(
 def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Path) -> None:
     """``vllm_wait`` is for a server that was never there; an outage may be longer."""
     listening = socket.create_server(("127.0.0.1", 0))
-    settings = GatewaySettings(
-        store=str(tmp_path / "store.db"), model="agentrl-tiny", adapter=None, device="cpu",
-        dtype="float32", operator_key=None, run_id=None, max_tokens=8,
-        vllm_url="http://127.0.0.1:1", vllm_wait=7.5,
-    )  # fmt: skip
-    gateway = Gateway(settings, tmp_path / "gateway.log", listening)
+    given = ServeConfig.model_validate(
+        {"sampler": {"kind": "vllm", "vllm": {"url": "http://127.0.0.1:1", "wait": 7.5}}}
+    )
+    plan = GatewayPlan.of(given, vllm_url=None, store=str(tmp_path / "store.db"))
+    assert plan.vllm_wait == 7.5
+    gateway = GatewayHandle(plan, tmp_path / "gateway.log", listening)
     gateway.start()
     try:
         killed = gateway.pid
@@ -396,10 +397,10 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
         gateway.stop()
 
 
-def waits_of(gateway: Gateway) -> float | None:
+def waits_of(gateway: GatewayHandle) -> float | None:
     """What the process that runs now was told."""
     environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
-    (told,) = [one for one in environment if one.startswith("AGENTRL_GATEWAY_SETTINGS=")]
+    (told,) = [one for one in environment if one.startswith(f"{PLAN}=")]
     return json.loads(told.partition("=")[2])["vllm_wait"]
 
 

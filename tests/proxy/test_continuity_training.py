@@ -13,9 +13,12 @@ from official_clients import TOOLS, client, streamed
 from running_gateway import running
 from scripted_sampler import Running
 
+from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import TokenEvent
 from agentrl_tracer.schemas import Call
+from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
 WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 TURNS = 12
@@ -129,14 +132,12 @@ def test_with_tool_calls(gateway: Running, edited: bool) -> None:
 @pytest.mark.parametrize("edited", [False, True])
 def test_with_the_embedded_engine(tmp_path: Path, edited: bool) -> None:
     """The real model: says what it says. Tools are offered, tool results come back."""
-    embedded = pytest.importorskip("agentrl.samplers.embedded")
-    model = pytest.importorskip("agentrl_trainer.models.loading")
     adapter = tmp_path / "adapter"
-    other = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
-    fresh = model.attach_adapter(other, "policy", model.lora_config(4, 8), seed=1)
-    model.save_adapter(fresh, "policy", adapter)
-    base = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
-    sampler = embedded.EmbeddedSampler(base)
+    other = load_base(str(WEIGHTS), device="cpu", dtype="float32")
+    fresh = attach_adapter(other, "policy", lora_config(4, 8), seed=1)
+    save_adapter(fresh, "policy", adapter)
+    base = load_base(str(WEIGHTS), device="cpu", dtype="float32")
+    sampler = EmbeddedSampler(base)
     seen = Tap(sampler)
     sampler.start()
     sampler.engine.load_adapter("policy", 1, adapter).result()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,55 +16,72 @@ import httpx
 import openai
 import pytest
 
+from agentrl.config.commands import ServeConfig
+from agentrl.config.settings import RunnerSettings
+from agentrl.gateway.process import PLAN, GatewayPlan
+from agentrl.samplers.embedded import EmbeddedSampler
+from agentrl.supervisor import SupervisedProcess
 from agentrl_proxy.sampler import ContextLengthError, DecodingParams, RefusedError
 from agentrl_tracer.schemas import Call, CallState, Claim, NewRollout, Purpose, SkipReason
 from agentrl_tracer.store import Store
+from agentrl_trainer.models.loading import load_base
 
-WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
 ASKED: list[Any] = [{"role": "user", "content": "Who are you?"}]
 
-# The gateway's own process, whose engine fails while a file is there: once, as it takes it away.
+# The gateway's own process. Its engine fails once, while a file "fail" is there; and it is killed
+# once, while a file "kill" is there, after an answer became durable and before its client got it.
 FRAGILE = """
-import os, sys
+import os, signal, sys
+from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_trainer.inference.scheduler import Scheduler
 
-work = Scheduler.round
+def once(name):
+    mark = os.path.join({folder!r}, name)
+    if found := os.path.exists(mark):
+        os.remove(mark)
+    return found
+
+work, commit = Scheduler.round, ClientRequest._commit
 
 def fail_once(self):
-    if self.busy and os.path.exists({mark!r}):
-        os.remove({mark!r})
+    if self.busy and once("fail"):
         raise RuntimeError("CUDA error: device-side assert triggered")
     return work(self)
 
-Scheduler.round = fail_once
+async def die_once(self, *args):
+    await commit(self, *args)
+    if once("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Scheduler.round, ClientRequest._commit = fail_once, die_once
 from agentrl.gateway.process import main
 main(sys.argv[1:])
 """
 
 
 @contextlib.contextmanager
-def real_gateway(
-    tmp_path: Path, script: str, **settings: Any
-) -> Iterator[tuple[str, Claim, Store, Any]]:
+def fragile_gateway(tmp_path: Path) -> Iterator[tuple[str, Claim, Store, SupervisedProcess]]:
     """A supervised gateway process over the tiny model, and one rollout: url, claim, store."""
-    gateway = pytest.importorskip("agentrl.gateway.process")
-    supervisor = pytest.importorskip("agentrl.supervisor")
     store = Store(str(tmp_path / "trace.db"))
     run_id = store.create_run("test", "train", {})
     [task] = store.add_tasks(run_id, "train", [{}])
     store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, seed=1)])
     claim = store.claim("runner", 600.0, run_id)
     assert claim is not None
-    made = gateway.GatewaySettings(
-        store=store.url, model="agentrl-tiny", adapter=None, device="cpu", dtype="float32",
-        operator_key="sk-operator-key-of-the-test", run_id=run_id, max_tokens=8, **settings,
+    settings = ServeConfig.model_validate(
+        {"model": {"device": "cpu", "dtype": "float32"}, "sampler": {"max_tokens": 8}}
+    )
+    plan = GatewayPlan.of(
+        settings, vllm_url=None, store=store.url, run_id=run_id,
+        operator_key="sk-operator-key-of-the-test",
+        rollouts=RunnerSettings(max_calls_per_rollout=15),
     )  # fmt: skip
     with contextlib.closing(store), socket.create_server(("127.0.0.1", 0)) as sock:
-        process = supervisor.SupervisedProcess(
+        process = SupervisedProcess(
             "gateway",
-            [sys.executable, "-c", script, str(sock.fileno())],
+            [sys.executable, "-c", FRAGILE.format(folder=str(tmp_path)), str(sock.fileno())],
             tmp_path / "gateway.log",
-            env={"AGENTRL_GATEWAY_SETTINGS": json.dumps(asdict(made))},
+            env={PLAN: plan.model_dump_json()},
             pass_fds=[sock.fileno()],
         )
         try:
@@ -75,84 +90,45 @@ def real_gateway(
             process.stop()
 
 
-def test_an_engine_that_dies_comes_back(tmp_path: Path) -> None:
-    mark = tmp_path / "fail"
-    script = FRAGILE.format(mark=str(mark))
-    with real_gateway(tmp_path, script, max_calls_per_rollout=3) as (url, claim, store, process):
-        base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
-        with openai.OpenAI(base_url=base_url, api_key=claim.key, timeout=90) as api:
-            once = api.with_options(max_retries=0)
-            once.chat.completions.create(model="m", messages=ASKED)
-            first = httpx.get(f"{url}/healthz").json()
-            mark.touch()
-            with pytest.raises(openai.APIStatusError) as caught:
-                once.chat.completions.create(model="m", messages=ASKED)
-            assert caught.value.status_code == 503
-            assert caught.value.code == "sampler_error"
-            assert int(caught.value.response.headers["retry-after"]) >= 1
-            # Held in the socket's backlog until the next process answers.
-            api.with_options(max_retries=3).chat.completions.create(model="m", messages=ASKED)
-            second = httpx.get(f"{url}/healthz", timeout=30).json()
-            assert (first["status"], second["status"]) == ("ok", "ok")
-            assert first["boot_id"] != second["boot_id"]
-            assert process.restarts == 1
-            # Three calls, over two processes: the budget is used up.
-            with pytest.raises(openai.RateLimitError, match="max_calls_per_rollout"):
-                once.chat.completions.create(model="m", messages=ASKED)
-        process.stop()
-        assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
-        calls = store.calls(attempt_ids=[claim.attempt_id])
-        assert [(call.state, call.skip_reason) for call in calls] == [
-            (CallState.COMPLETED, None),
-            (CallState.ERROR, SkipReason.SAMPLER_ERROR),
-            (CallState.COMPLETED, None),
-        ]
-        assert store.accounting(claim.run_id).adds_up
-
-
-# The gateway's own process, which dies once, while a file is there: after an answer became durable
-# and before its client got it.
-KILLED = """
-import os, signal, sys
-from agentrl_proxy.requests.lifecycle import CallLife
-
-commit = CallLife.commit
-
-async def die_once(self, *args):
-    await commit(self, *args)
-    if os.path.exists({mark!r}):
-        os.remove({mark!r})
-        os.kill(os.getpid(), signal.SIGKILL)
-
-CallLife.commit = die_once
-from agentrl.gateway.process import main
-main(sys.argv[1:])
-"""
-
-
-def test_a_retry_after_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
-    """The SDK's own, that of a broken stream, and one of long ago: each request has its one row."""
-    mark = tmp_path / "kill"
-    with real_gateway(tmp_path, KILLED.format(mark=str(mark))) as (url, claim, store, process):
+def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(tmp_path: Path) -> None:
+    """Its engine dies; then it is killed twice, and the SDK's own retry, that of a broken stream
+    and one of long ago are answered from the store: each request has its one row."""
+    with fragile_gateway(tmp_path) as (url, claim, store, process):
         base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
         patient: Any = {"api_key": claim.key, "timeout": 90, "max_retries": 4}
         marked: Any = {"extra_headers": {"x-stainless-retry-count": "1"}}
         asked: Any = {"model": "m", "messages": ASKED}
         with openai.OpenAI(base_url=base_url, **patient) as api:
+            once = api.with_options(max_retries=0)
             chat = api.chat.completions.create
             legacy = partial(api.completions.create, model="m", prompt=["One", "Two"])
             earlier = legacy()
-            mark.touch()
-            own = chat(**asked, n=2)
-            mark.touch()
+            first = httpx.get(f"{url}/healthz").json()
+            (tmp_path / "fail").touch()
+            with pytest.raises(openai.APIStatusError) as caught:
+                once.chat.completions.create(**asked)
+            assert (caught.value.status_code, caught.value.code) == (503, "sampler_error")
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            (tmp_path / "kill").touch()
+            own = chat(**asked, n=2)  # held in the socket's backlog until a process answers
+            second = httpx.get(f"{url}/healthz", timeout=30).json()
+            assert (first["status"], second["status"]) == ("ok", "ok")
+            assert first["boot_id"] != second["boot_id"]
+            (tmp_path / "kill").touch()
             with pytest.raises(httpx.RemoteProtocolError):
                 list(chat(**asked, stream=True))
             stream = list(chat(**asked, stream=True, **marked))
-            assert process.restarts == 2
+            assert process.restarts == 3
             assert legacy(**marked) == earlier
             assert chat(**asked, n=2).id != own.id  # unmarked: a sample of its own
+            # The budget counts the calls of all four processes.
+            with pytest.raises(openai.RateLimitError, match="has made 8 calls of the 15"):
+                once.chat.completions.create(**asked, n=8)
         process.stop()
+        assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
         calls = store.calls(attempt_ids=[claim.attempt_id])
+        failed = calls.pop(2)
+        assert (failed.state, failed.skip_reason) == (CallState.ERROR, SkipReason.SAMPLER_ERROR)
         ids = [call.response_id for call in calls[:-2]]
         assert ids == [earlier.id, earlier.id, own.id, own.id, stream[0].id]
         texts = [api_text(call) for call in calls[2:5]]
@@ -169,10 +145,8 @@ def api_text(call: Call) -> str:
 
 
 async def test_refusals_of_the_engine() -> None:
-    embedded = pytest.importorskip("agentrl.samplers.embedded")
-    model = pytest.importorskip("agentrl_trainer.models.loading")
-    base = model.load_base(str(WEIGHTS), device="cpu", dtype="float32")
-    sampler = embedded.EmbeddedSampler(base)
+    base = load_base("agentrl-tiny", device="cpu", dtype="float32")
+    sampler = EmbeddedSampler(base)
     sampler.start()
 
     async def sample(ids: list[int], adapter: str | None = None, **params: Any) -> None:

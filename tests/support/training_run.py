@@ -50,7 +50,7 @@ class Run:
 
     def finish(self, process: subprocess.Popen[str] | None = None, code: int = 0) -> Run:
         process = process or self.start()
-        self.output = process.communicate(timeout=150)[0]
+        self.output = process.communicate(timeout=280)[0]
         assert process.returncode == code, self.output
         return self
 

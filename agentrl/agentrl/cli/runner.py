@@ -15,8 +15,9 @@ from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load, parse_flags
 from agentrl.config.recorded import recorded
+from agentrl.config.settings import RunnerSettings
 from agentrl.console.output import print_line
-from agentrl.gateway.process import FORWARD_HEADERS, TINKER_KEY, variables_of
+from agentrl.gateway.handle import secret_variables
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
 
@@ -57,6 +58,10 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     if not spec:
         raise ConfigError(f"agent.entrypoint: is missing, and the run {run['id']} names none")
 
+    def of_run(name: str) -> Any:
+        default = RunnerSettings.model_fields[name].default
+        return recorded(started, f"rollouts.{name}", default)
+
     return RunnerConfig(
         store=settings.run.store,
         gateway=settings.gateway.url,
@@ -65,10 +70,10 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
         model=_model_name(run),
         logs=str(settings.run.logs.absolute()),
         runners=settings.rollouts.runners,
-        timeout_s=settings.rollouts.timeout or recorded(started, "rollouts.timeout", 300.0),
-        lease_s=recorded(started, "rollouts.lease", 15.0),
-        rollouts_per_process=recorded(started, "rollouts.rollouts_per_process", 1),
-        concurrency=settings.rollouts.concurrency or recorded(started, "rollouts.concurrency", 1),
+        timeout_s=settings.rollouts.timeout or of_run("timeout"),
+        lease_s=of_run("lease"),
+        rollouts_per_process=of_run("rollouts_per_process"),
+        concurrency=settings.rollouts.concurrency or of_run("concurrency"),
         python=settings.agent.python,  # of this machine
         withheld=_withheld(started),
     )
@@ -89,8 +94,7 @@ def _model_name(run: dict[str, Any]) -> str:
 def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
     """Name the variables with keys, which agents on the trainer's machine would inherit."""
     models: dict[str, Any] = started.get("models") or {}
-    names = (FORWARD_HEADERS, TINKER_KEY, recorded(started, "sampler.vllm.key_env"))
-    return tuple(name for name in (*names, *variables_of(models)) if name)
+    return secret_variables(models, recorded(started, "sampler.vllm.key_env"))
 
 
 def _find_run(store: Store, run_id: str | None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load, parse_flags
 from agentrl.console.output import console, print_line
-from agentrl.gateway.process import GATEWAY_LIMITS, Gateway, GatewaySettings
+from agentrl.gateway.handle import GatewayHandle
+from agentrl.gateway.process import GatewayPlan
 from agentrl.runs.folder import adapter_folders
 from agentrl.samplers.vllm.server import planned_server
 
@@ -33,28 +34,17 @@ def serve_command(*tokens: Tokens) -> None:
     store = config.run.store
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
     vllm = planned_server(config, log, max_rank=None, adapters=adapters.values())
-    settings = GatewaySettings(
+    plan = GatewayPlan.of(
+        config,
+        vllm_url=vllm.url if vllm else None,
         store=store,
-        model=config.model.name,
-        adapter=next(iter(adapters)) if len(adapters) == 1 else None,
-        adapters=tuple(adapters),
-        agents=config.adapter_of_agent,
-        device=config.model.device,
-        dtype=config.model.dtype,
-        load_in_4bit=config.model.load_in_4bit,
-        trust_remote_code=config.model.trust_remote_code,
         operator_key=listen.operator_key,
-        run_id=None,
-        max_tokens=config.sampler.max_tokens,
-        temperature=config.sampler.temperature,
-        models=config.model_dump(mode="json")["models"],
-        adapter_paths={name: str(folder) for name, folder in adapters.items()},
-        **listen.model_dump(include=GATEWAY_LIMITS),
-        vllm_url=vllm.url if vllm else config.sampler.vllm.url,
-        vllm_key_env=config.sampler.vllm.key_env,
-        vllm_wait=None if vllm else config.sampler.vllm.wait,
+        adapters=tuple(adapters),
+        default_adapter=next(iter(adapters)) if len(adapters) == 1 else None,
+        agents=config.adapter_of_agent,
+        adapter_paths=adapters,
     )
-    gateway = Gateway(settings, None, sock)
+    gateway = GatewayHandle(plan, None, sock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         stack.enter_context(_sigterm_interrupts())
         if vllm is not None:

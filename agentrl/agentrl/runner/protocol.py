@@ -1,6 +1,6 @@
 """What pool, workers and agent processes send each other, as JSON lines.
 
-Light: the trainer imports it.
+Plain dataclasses, because an agent's own interpreter need not have pydantic.
 """
 
 from __future__ import annotations

@@ -10,18 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
-from agentrl.gateway.process import (
-    FORWARD_HEADERS,
-    GATEWAY_LIMITS,
-    TINKER_KEY,
-    Gateway,
-    GatewaySettings,
-    import_gateway,
-    variables_of,
-)
+from agentrl.gateway.handle import GatewayHandle, secret_variables
+from agentrl.gateway.process import GatewayPlan, import_gateway
 from agentrl.runner import PoolHandle, RunnerConfig, start_pool
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import planned_server
@@ -86,39 +79,29 @@ class Session:
             max_rank=config.learning.rank if isinstance(config, TrainConfig) else None,
             adapters=(adapter_paths or {}).values(),
         )
-        # While another model is evaluated, no unknown name may mean the base model.
-        evaluated = isinstance(config, EvalConfig) and config.model.answered_by is not None
-        only_known: dict[str, Any] = {"accept_any_model": False} if evaluated else {}
-        self._settings = GatewaySettings(
+        tinker = None
+        if isinstance(config, TrainConfig) and config.run.backend == "tinker":
+            tinker = config.tinker
+        self._plan = GatewayPlan.of(
+            config,
+            vllm_url=self._vllm.url if self._vllm else None,
+            tinker=tinker,
+            rollouts=config.rollouts,
             store=self.store.url,
-            model=config.model.name,
-            adapter=None if base_only else config.sole_adapter,
-            adapters=() if base_only else tuple(config.trained),
-            agents={} if base_only else config.adapter_of_agent,
-            device=config.model.device,
-            dtype=config.model.dtype,
-            load_in_4bit=config.model.load_in_4bit,
-            trust_remote_code=config.model.trust_remote_code,
-            operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
             run_id=self.run_id,
-            max_tokens=config.sampler.max_tokens,
-            temperature=config.sampler.temperature,
-            models=_other_models(config),
-            adapter_paths={name: str(path) for name, path in (adapter_paths or {}).items()},
-            **config.gateway.model_dump(include=GATEWAY_LIMITS) | only_known,
-            max_calls_per_rollout=config.rollouts.max_calls_per_rollout,
-            max_tokens_per_rollout=config.rollouts.max_tokens_per_rollout,
-            vllm_url=self._vllm.url if self._vllm else config.sampler.vllm.url,
-            vllm_key_env=config.sampler.vllm.key_env,
-            **_tinker_settings(config),
-            vllm_wait=None if self._vllm else config.sampler.vllm.wait,
+            operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
+            adapters=() if base_only else tuple(config.trained),
+            default_adapter=None if base_only else config.sole_adapter,
+            agents={} if base_only else config.adapter_of_agent,
+            adapter_paths=dict(adapter_paths or {}),
+            answered_by=config.model.answered_by if isinstance(config, EvalConfig) else None,
         )
         self._asks_for = asks_for
         self._imports_torch = imports_torch
         self.why_not_lean: str | None = None
         """Why the embedded sampler runs the model's own modules; set by ``wait_ready``."""
         self.started = time.perf_counter()
-        self.gateway: Gateway
+        self.gateway: GatewayHandle
         self.pool: PoolHandle | RayPool
         self._next_maintenance = 0.0
 
@@ -153,7 +136,7 @@ class Session:
         )
         try:
             listening = socket.create_server(where, backlog=1024)
-            self.gateway = Gateway(self._settings, self.folder.logs / "gateway.log", listening)
+            self.gateway = GatewayHandle(self._plan, self.folder.logs / "gateway.log", listening)
         except OSError as error:
             raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
         self.pool = self._start_runners()
@@ -172,7 +155,7 @@ class Session:
 
     def _start_runners(self) -> PoolHandle | RayPool:
         config = self.config
-        secrets = (FORWARD_HEADERS, TINKER_KEY, config.sampler.vllm.key_env)
+        models = config.model_dump(mode="json")["models"]
         runners = RunnerConfig(
             store=self.store.url,
             gateway=self.gateway.url,
@@ -186,7 +169,7 @@ class Session:
             concurrency=config.rollouts.concurrency,
             python=config.agent.python,
             rollouts_per_process=config.rollouts.rollouts_per_process,
-            withheld=tuple(filter(None, (*secrets, *variables_of(self._settings.models)))),
+            withheld=secret_variables(models, config.sampler.vllm.key_env),
         )
         if config.rollouts.runners_on != "ray":
             return start_pool(runners)
@@ -220,7 +203,7 @@ class Session:
 
         With several adapters it is a name that the role of each agent resolves.
         """
-        if not self._settings.adapters:
+        if not self._plan.adapters:
             return self.config.model.name
         return self.config.sole_adapter or self.config.model.adapter
 
@@ -238,7 +221,7 @@ class Session:
             RunError: it cannot start, keeps dying or takes too long; quotes the end of its log.
         """
         waiting = Waiting(on_wait)
-        limit = _READY_TIMEOUT_S + (self._settings.vllm_wait or 0)
+        limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         if self._vllm:
             limit = _VLLM_READY_TIMEOUT_S
         while (health := self.gateway.health()) is None:
@@ -348,21 +331,3 @@ class Session:
     def _restarts(self) -> int:
         vllm = self._vllm.restarts if self._vllm else 0
         return self.gateway.restarts + self.pool.restarts + vllm
-
-
-def _tinker_settings(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, Any]:
-    if not isinstance(config, TrainConfig) or config.run.backend == "local":
-        return {}
-    return {
-        "tinker": True,
-        "tinker_base_url": config.tinker.base_url,
-        "tinker_tokenizer": config.tinker.tokenizer,
-    }
-
-
-def _other_models(config: TrainConfig | EvalConfig | RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the table of other models; an evaluated one also stands under the policy's name."""
-    models = config.model_dump(mode="json")["models"]
-    if isinstance(config, EvalConfig) and config.model.answered_by is not None:
-        models[config.model.adapter] = models[config.model.answered_by] | {"is_policy": True}
-    return models

@@ -342,7 +342,7 @@ def test_frameworks_are_preloaded_and_the_users_modules_are_not(
     )
     (harness.folder / "neighbour_abc.py").write_text("")
     harness.start("run")
-    attempts = harness.finish(harness.enqueue(count=3))
+    attempts = harness.finish(harness.enqueue(), 60)
     assert {value for a in attempts for value in harness.values(a)} == {1.0}
 
 

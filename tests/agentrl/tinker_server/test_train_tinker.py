@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from transformers import dynamic_module_utils
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.gateway.process import GatewaySettings, _make_sampler
+from agentrl.config.settings import TinkerSettings
+from agentrl.gateway.process import GatewayPlan, make_sampler
 from agentrl.runs.folder import find_adapters
 from agentrl.training.clients import TrainingClients, create_clients
 from agentrl.training.session import RunError
@@ -97,15 +97,13 @@ def test_trusted_code_of_a_model_is_run_here(
     trusting = config(model=str(model), trust_remote_code=True)
     with pytest.raises(RunError, match="learning_rate: is missing"):
         create_clients(trusting, ["policy"], tmp_path, print)
-    settings = GatewaySettings(
-        store="", model=str(model), adapter="policy", device="cpu", dtype="auto", max_tokens=8,
-        operator_key=None, run_id=None, tinker=True, trust_remote_code=True,
-    )  # fmt: skip
-    sampler, tokenizer = _make_sampler(settings)
+    plan = GatewayPlan.of(trusting, vllm_url=None, store="", tinker=TinkerSettings())
+    sampler, tokenizer = make_sampler(plan)
     assert tokenizer.encode("I")
     assert sampler is not None
+    plan.model.trust_remote_code = False
     with pytest.raises(ModelError, match="trust_remote_code"):
-        _make_sampler(replace(settings, trust_remote_code=False))
+        make_sampler(plan)
 
 
 def test_a_service_that_fails_at_the_end_does_not_spoil_it() -> None:

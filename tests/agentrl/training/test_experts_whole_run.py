@@ -96,8 +96,8 @@ def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
     assert lora["is_3d_lora_weight"] is True
     for model, expected in ((str(mixture), True), (str(MODEL_DIR), False)):
         asked = nested(sampler="vllm", model=model, vllm_python=fake_vllm(tmp_path))
-        settings = vllm_server.vllm_settings(ServeConfig.model_validate(asked), max_rank=8)
-        flags = vllm_server.server_command(settings, "socket")
+        command = vllm_server.vllm_command(ServeConfig.model_validate(asked), max_rank=8)
+        flags = command.argv("socket")
         assert ("--enable-mixed-moe-lora-format" in flags) is expected
 
     dense = tmp_path / "dense"

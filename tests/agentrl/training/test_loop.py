@@ -22,7 +22,7 @@ from agentrl_tracer.schemas import AttemptState, Purpose, RolloutState
 from agentrl_tracer.store import tables
 from agentrl_trainer.models.loading import load_base
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

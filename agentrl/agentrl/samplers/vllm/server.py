@@ -1,10 +1,11 @@
-"""Starting a vLLM server, and seeing to it that it ends with us.
+"""Start a vLLM server that ends with us.
 
-Knows vLLM's command line. Does not know its HTTP API, nor samplers. vLLM pins torch, so it may live
-in an environment of its own: what runs there is its own entry point, nothing of ours.
+Knows vLLM's command line, not its HTTP API. vLLM pins torch, so it may live in its own environment;
+what runs there is vLLM's own entry point.
 
 Run as a module, this is the process between supervisor and server: it ends the server, and every
-process that the server started, when it is told to or when the supervisor is gone.
+process that the server started, when it is told to, when the supervisor is gone, or when the
+server's engine has died.
 """
 
 from __future__ import annotations
@@ -32,58 +33,79 @@ from agentrl.samplers.vllm.recovery import wait_for_engine_death
 from agentrl.supervisor import SupervisedProcess, python_module
 from agentrl.timing import Waiting
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has room for
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The LoRA ranks that vLLM can be started with."""
 _ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_NO_USAGE_STATS": "1",  # it would phone home
+    "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
 _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
-_START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
+_START_TIMEOUT_S = 1800.0
 _POLL_S = 0.1
-_END_GRACE_S = 8.0  # less than the supervisor's
-_LOAD_GRACE = 4
-"""Adapters in one batch: the current version and older ones whose answers are still under way."""
+_END_GRACE_S = 8.0
+"""Less than the supervisor's."""
+_MAX_LORAS = 4
+"""Adapters in one batch: the current version, and older ones that still answer requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class VllmSettings:
+class VllmCommand:
     """How to start a server."""
 
     python: str
-    model: str  # a folder or a Hugging Face name
+    model: str
+    """A folder or a Hugging Face name."""
     dtype: str
     max_lora_rank: int
     on_cpu: bool
     has_experts: bool = False
-    more: tuple[str, ...] = ()  # further arguments; these win
+    more: tuple[str, ...] = ()
+    """Further arguments, which override the others."""
+
+    def argv(self, path: str) -> list[str]:
+        """Return the command of a server that listens on the socket ``path``."""
+        return [
+            *(self.python, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--uds", path),
+            *("--model", self.model),
+            *("--dtype", self.dtype),
+            *("--generation-config", "vllm"),  # ignore the model's own top_k and the like
+            *("--logprobs-mode", "raw_logprobs"),
+            *("--structured-outputs-config", '{"backend": "guidance"}'),
+            *("--gpu-memory-utilization", "0.5"),  # the trainer may be on the same GPU
+            "--enable-lora",
+            *("--max-lora-rank", str(self.max_lora_rank)),
+            *("--max-loras", str(_MAX_LORAS)),
+            *(["--enable-mixed-moe-lora-format"] if self.has_experts else []),
+            *(["--enforce-eager"] if self.on_cpu else []),  # compiling takes minutes on a CPU
+            *self.more,
+        ]
 
 
 class VllmServer:
     """A supervised vLLM server on a socket that only this user can reach."""
 
-    def __init__(self, settings: VllmSettings, log: Path) -> None:
+    def __init__(self, command: VllmCommand, log: Path) -> None:
         self.log = log
-        # In the temporary folder: a socket's path must be short.
+        # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
         self._socket = self._folder / "socket"
         self.url = f"unix:{self._socket}"
-        self._settings = settings
+        self._command = command
         self._process: SupervisedProcess | None = None
 
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
-        self._process = SupervisedProcess(
-            "vLLM",
-            python_module(
-                "agentrl.samplers.vllm.server", *server_command(self._settings, str(self._socket))
-            ),
-            self.log,
-            env=_ENVIRONMENT | (_cpu_memory() if self._settings.on_cpu else {}),
-        )
+        env = dict(_ENVIRONMENT)
+        if self._command.on_cpu:  # by default vLLM wants nearly all memory, and fails if it is used
+            env[_CPU_CACHE_GIB] = os.environ.get(_CPU_CACHE_GIB, "4")
+        leash = python_module("agentrl.samplers.vllm.server")
+        argv = [*leash, *self._command.argv(str(self._socket))]
+        self._process = SupervisedProcess("vLLM", argv, self.log, env)
 
     def wait(self, tell: Callable[[str], object]) -> None:
-        """Returns when it accepts connections; ``tell`` hears now and then how far it is.
+        """Return when the server accepts connections; ``tell`` receives notices until then.
 
         Raises:
             RuntimeError: it keeps dying, or takes too long; with the end of its log.
@@ -117,26 +139,26 @@ class VllmServer:
 def planned_server(
     config: ModelCommand, log: Path, *, max_rank: int | None, adapters: Iterable[Path] = ()
 ) -> VllmServer | None:
-    """The server that the configuration wants started, not started yet; None: it wants none.
+    """Return the server that the settings want started, not started yet; None: they want none.
 
     Args:
-        max_rank: of the adapters that will be loaded; None: only ``adapters``, PEFT folders.
+        max_rank: of the adapters that will be loaded; None: of ``adapters``, PEFT folders.
 
     Raises:
-        ConfigError: as ``vllm_settings``.
+        ConfigError: as ``vllm_command``.
     """
     if config.sampler.kind != "vllm" or config.sampler.vllm.url is not None:
         return None
     if max_rank is None:
         max_rank = max(map(adapter_rank, adapters), default=_RANKS[0])
-    return VllmServer(vllm_settings(config, max_rank), log)
+    return VllmServer(vllm_command(config, max_rank), log)
 
 
-def vllm_settings(config: ModelCommand, max_rank: int) -> VllmSettings:
-    """How the configuration wants its server.
+def vllm_command(config: ModelCommand, max_rank: int) -> VllmCommand:
+    """Return how to start the server for these settings.
 
     Raises:
-        ConfigError: there is no vLLM where it says, or the rank is beyond vLLM's.
+        ConfigError: the interpreter has no vLLM, or the rank is beyond vLLM's.
     """
     from agentrl_trainer.models.loading import resolve_model
 
@@ -156,39 +178,21 @@ def vllm_settings(config: ModelCommand, max_rank: int) -> VllmSettings:
         raise ConfigError(
             f"learning.rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}"
         )
-    on_cpu = _on_cpu(config.model.device)
-    return VllmSettings(
+    own, trust = config.model, config.model.trust_remote_code
+    model, on_cpu = resolve_model(own.name), _on_cpu(own.device)
+    return VllmCommand(
         python=python,
-        model=resolve_model(config.model.name),
+        model=model,
         # As the trainer loads the model: the two must be one policy.
-        dtype="float32" if on_cpu and config.model.dtype == "auto" else config.model.dtype,
+        dtype="float32" if on_cpu and own.dtype == "auto" else own.dtype,
         max_lora_rank=rank,
         on_cpu=on_cpu,
-        has_experts=_has_experts(resolve_model(config.model.name), config.model.trust_remote_code),
+        has_experts=_has_experts(model, trust),
         more=(
-            *(["--trust-remote-code"] if config.model.trust_remote_code else []),
+            *(["--trust-remote-code"] if trust else []),
             *shlex.split(config.sampler.vllm.args),
         ),
     )
-
-
-def server_command(settings: VllmSettings, path: str) -> list[str]:
-    return [
-        *(settings.python, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--uds", path),
-        *("--model", settings.model),
-        *("--dtype", settings.dtype),
-        *("--generation-config", "vllm"),  # not the model's own top_k and the like
-        *("--logprobs-mode", "raw_logprobs"),
-        *("--structured-outputs-config", '{"backend": "guidance"}'),
-        *("--gpu-memory-utilization", "0.5"),  # the trainer may be on the same GPU
-        "--enable-lora",
-        *("--max-lora-rank", str(settings.max_lora_rank)),
-        *("--max-loras", str(_LOAD_GRACE)),
-        *(["--enable-mixed-moe-lora-format"] if settings.has_experts else []),
-        *(["--enforce-eager"] if settings.on_cpu else []),  # there, compiling takes minutes
-        *settings.more,
-    ]
 
 
 def _has_experts(model: str, trust: bool) -> bool:
@@ -198,7 +202,7 @@ def _has_experts(model: str, trust: bool) -> bool:
 
     try:
         return expert_count(AutoConfig.from_pretrained(model, trust_remote_code=trust)) > 0
-    except (OSError, ValueError):  # no such model: vLLM says it better
+    except (OSError, ValueError):  # vLLM reports a missing model better
         return False
 
 
@@ -208,25 +212,20 @@ def _on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
-def _cpu_memory() -> dict[str, str]:
-    """By default vLLM wants nearly all of the memory, and does not start where it is not free."""
-    return {_CPU_CACHE_GIB: os.environ.get(_CPU_CACHE_GIB, "4")}
-
-
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Runs the server until it ends, or until it shall."""
+    """Run the server until it ends or has to; returns its exit code, 128 + n for signal n."""
     path = argv[argv.index("--uds") + 1]
-    Path(path).unlink(missing_ok=True)  # of a server that was killed
+    Path(path).unlink(missing_ok=True)  # left by a server that was killed
     env = dict(environment)
     if argv[0] != sys.executable:
-        env.pop("PYTHONPATH", None)  # it is for our interpreter, and would mix two environments
+        env.pop("PYTHONPATH", None)  # it is our interpreter's, and would mix two environments
     server = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end(*_: object) -> None:
         threading.Thread(target=_end_group, args=(server,), daemon=True).start()
 
     def watch_supervisor() -> None:
-        os.read(0, 1)  # nothing is ever written: it returns when the supervisor is gone
+        os.read(0, 1)  # the supervisor never writes: this returns when it is gone
         end()
 
     def watch_engine() -> None:
@@ -237,7 +236,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     threading.Thread(target=watch_engine, name="engine-watch", daemon=True).start()
     threading.Thread(target=watch_supervisor, name="parent-watch", daemon=True).start()
     code = server.wait()
-    _kill_group(server)  # what it left behind holds memory, often a GPU's
+    _kill_group(server)  # processes it left behind hold memory, often a GPU's
     return code if code >= 0 else 128 - code
 
 

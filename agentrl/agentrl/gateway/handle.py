@@ -1,0 +1,185 @@
+"""The supervisor's side of a gateway process: start it, watch it, publish adapters, stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+
+from agentrl.config.secrets import variables_in
+from agentrl.gateway.process import CANNOT_START, FORWARD_HEADERS, PLAN, GatewayPlan, run_gateway
+from agentrl.supervisor import SupervisedProcess, end_with_parent, python_module
+
+TINKER_KEY = "TINKER_API_KEY"
+_HOPELESS_DEATHS = 5
+"""Deaths in a row after which ``watch`` gives up."""
+_LIVED_S = 30.0
+"""Seconds of health after which earlier deaths are forgotten."""
+_WATCH_S = 0.1
+_STOP_S = 5.0
+"""Seconds to stop the sampler and write the last rows, beyond the grace for answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProblem:
+    """Why the gateway has not loaded an adapter."""
+
+    text: str
+    refused: bool
+    """Another try would not help; False: the adapter may load later."""
+
+
+class GatewayHandle:
+    """A supervised gateway process, and the operator's client to it.
+
+    Its URL is valid from the beginning: connections wait until the process is up.
+    """
+
+    def __init__(self, plan: GatewayPlan, log: Path | None, listening: socket.socket) -> None:
+        """``log``: file for the process's output; None: it shares ours."""
+        self._plan = plan
+        self._log = log
+        self._socket = listening
+        host, port = listening.getsockname()[:2]
+        here: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or host
+        self.url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
+        self._process: SupervisedProcess
+        key = plan.operator_key
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={} if key is None else {"authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(30.0),
+            trust_env=False,  # no proxy between us and loopback
+        )
+
+    def start(self) -> None:
+        """Start the process, as a fork of this one where that is safe and saves the imports."""
+        # A process that takes over during an outage of vLLM waits for its end, however long.
+        again = self._plan.model_copy(update={"vllm_wait": None})
+        self._process = SupervisedProcess(
+            "gateway",
+            python_module("agentrl.gateway.process", str(self._socket.fileno())),
+            self._log,
+            env={PLAN: self._plan.model_dump_json()},
+            env_again={PLAN: again.model_dump_json()},
+            pass_fds=[self._socket.fileno()],
+            fork=self._serve if _may_fork() else None,
+            grace_s=self._plan.gateway.grace + _STOP_S,
+            cannot_start=CANNOT_START,
+        )
+
+    def _serve(self) -> None:
+        end_with_parent()
+        run_gateway(self._plan, self._socket)
+
+    @property
+    def restarts(self) -> int:
+        return self._process.restarts
+
+    @property
+    def deaths(self) -> int:
+        return self._process.deaths
+
+    @property
+    def could_not_start(self) -> bool:
+        """Whether the first process could not start, logged why, and was not replaced."""
+        return self._process.could_not_start
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
+        """Return the answer of /healthz; None while the gateway is not up."""
+        with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
+            answer = self._client.get("/healthz", timeout=timeout_s)
+            if answer.status_code == 200:
+                return answer.json()
+        return None
+
+    def try_load_adapter(self, name: str, version: int, path: str) -> LoadProblem | None:
+        """Have the gateway answer with an adapter version from now on; None: it does."""
+        try:
+            answer = self._client.post(
+                "/admin/adapters", json={"name": name, "version": version, "path": path}
+            )
+        except httpx.HTTPError as error:
+            return LoadProblem(f"{type(error).__name__}: {error}", refused=False)
+        if answer.status_code == 200:
+            return None
+        try:
+            text = str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            text = answer.text
+        return LoadProblem(text, refused=answer.status_code // 100 == 4)
+
+    def watch(self) -> NoReturn:
+        """Wait until interrupted.
+
+        Raises:
+            ValueError: the gateway could not start, and has logged why.
+            RuntimeError: it dies again and again.
+        """
+        seen = forgotten = 0
+        healthy_since = None
+        while True:
+            if self.could_not_start:
+                raise ValueError("the gateway cannot start with these settings; see above")
+            if self.deaths > seen:
+                seen, healthy_since = self.deaths, None
+            if seen - forgotten >= _HOPELESS_DEATHS:
+                raise RuntimeError(
+                    f"the gateway has died {seen - forgotten} times in a row, the last time with "
+                    f"code {self._process.last_code}; its output is above"
+                )
+            if seen > forgotten:
+                if self.health() is None:
+                    healthy_since = None
+                else:
+                    healthy_since = healthy_since or time.monotonic()
+                    if time.monotonic() - healthy_since >= _LIVED_S:
+                        forgotten = seen
+            time.sleep(_WATCH_S)
+
+    def log_tail(self, lines: int = 20) -> str:
+        return self._process.log_tail(lines)
+
+    def stop(self) -> None:
+        self._process.stop()
+        self._client.close()
+        self._socket.close()
+
+
+def _may_fork() -> bool:
+    """Whether a fork of this process could serve: everything is imported and survives a fork.
+
+    Threads do not survive one (nor do the locks they hold), nor a CUDA context, and on macOS
+    system libraries forbid it.
+    """
+    if sys.platform != "linux" or "agentrl.samplers.embedded" not in sys.modules:
+        return False
+    import torch
+
+    return threading.active_count() == 1 and not torch.cuda.device_count()
+
+
+def secret_variables(models: Mapping[str, Any], vllm_key_env: str | None) -> tuple[str, ...]:
+    """Return the names of the environment variables that agents must not inherit.
+
+    ``models``: the settings of other models, as recorded.
+    """
+    named = [
+        name
+        for one in models.values()
+        for name in (one.get("api_key_env"), *variables_in(one.get("params")))
+    ]
+    return tuple(filter(None, (FORWARD_HEADERS, TINKER_KEY, vllm_key_env, *named)))
