@@ -1,0 +1,8 @@
+"""The command line: a module for each command."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
+"""Arguments that a command with settings reads itself, see ``agentrl.config.loading``."""

@@ -1,18 +1,22 @@
-"""``agentrl eval``: run the agent on tasks with a model or a trained adapter, and count."""
+"""``agentrl eval``: run an agent on tasks with a model or an adapter, and count successes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
+from agentrl.cli import Tokens
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
+from agentrl.config.loading import load, parse_flags
 from agentrl.config.tasks import load_tasks
-from agentrl.console.report import evaluation_report
+from agentrl.console.output import console
+from agentrl.runner import validate_agent
 from agentrl.runs.folder import RunFolder, adapters_to_serve
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.failures import count_failures
@@ -25,7 +29,7 @@ from agentrl_trainer.data.skip_reasons import evaluation_reasons
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What an evaluation found. A rollout that failed or emitted no reward is no success."""
+    """Result of an evaluation. A rollout that failed or emitted no reward is no success."""
 
     tasks: int
     rollouts: int
@@ -42,13 +46,14 @@ class Scores:
     """Mean over the rollouts that have one."""
 
 
-def evaluate(config: EvalConfig, console: Console) -> None:
-    """Runs the evaluation and prints its report.
+def eval_command(*tokens: Tokens) -> None:
+    """Run an agent on tasks, with a model or a trained adapter, and count its successes.
 
-    Raises:
-        ConfigError: the tasks or the adapter are not there.
-        RunError: nothing can be executed.
+    Prints the accuracy with its 95 % interval, pass@k with several --samples per task, and the mean
+    reward; the run folder keeps them in summary.json.
     """
+    config = load(EvalConfig, parse_flags(EvalConfig, tokens))
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     how = config.evaluation
     tasks = load_tasks(how.tasks, "evaluation.tasks")
     adapters = adapters_to_serve(config)
@@ -91,8 +96,28 @@ def evaluate(config: EvalConfig, console: Console) -> None:
     console.print(f"[dim]recorded in {folder.root}[/]")
 
 
+def evaluation_report(scores: Scores, problems: Mapping[str, int]) -> Table:
+    """Lay out scores, and the failures by reason, for the terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("rollouts", f"{scores.rollouts} of {scores.tasks} tasks")
+    successes = f"{scores.successes} successes; {_interval(scores.interval)}"
+    table.add_row("accuracy", f"[b]{scores.accuracy:.1%}[/] ({successes})")
+    for k, chance in scores.pass_at.items():
+        table.add_row(f"pass@{k}", f"{chance:.1%} ({_interval(scores.pass_at_interval[k])})")
+    table.add_row("mean reward", "–" if scores.reward is None else f"{scores.reward:+.3f}")
+    for reason, count in problems.items():
+        table.add_row("failed", Text(f"{count}×: {reason}"))
+    return table
+
+
+def _interval(bounds: tuple[float, float]) -> str:
+    return f"95 % interval {bounds[0]:.1%} to {bounds[1]:.1%}"
+
+
 def not_enforced(calls: Sequence[Call], policy: str) -> dict[str, int]:
-    """By setting of the evaluation: answers in the policy's place that were sampled without it."""
+    """Count the answers that were sampled without a setting of the evaluation, by setting."""
     refused = Counter(
         name
         for call in calls
@@ -103,7 +128,7 @@ def not_enforced(calls: Sequence[Call], policy: str) -> dict[str, int]:
 
 
 def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float) -> Scores:
-    """Counts the rollouts whose reward is at least ``success``."""
+    """Count the rollouts whose reward is at least ``success``."""
     earned = rollout_rewards(rollouts, rewards)
     by_task: dict[str, list[bool]] = {}
     for rollout in rollouts:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
-from rich.console import Console
 from rich.table import Table
 
 from agentrl.config.commands import COMMANDS
 from agentrl.config.setting_names import Setting, settings_of
+from agentrl.console.output import console
 
 _OWN = {
     "--config": "TOML or YAML file of settings.",
@@ -17,9 +18,11 @@ _OWN = {
 }
 
 
-def command_help(name: str, description: str, console: Console, *, everything: bool) -> None:
+def print_help(name: str, *, everything: bool) -> None:
     """Print what a command does and its flags: the short ones, or all of them."""
     command = COMMANDS[name]
+    module = importlib.import_module(f"agentrl.cli.{name}")
+    description = str(getattr(module, f"{name}_command").__doc__)
     agent = "" if name == "serve" else "AGENT "
     console.print(f"Usage: agentrl {name} {agent}[FLAGS]\n", markup=False, highlight=False)
     console.print(inspect.cleandoc(description) + "\n", markup=False, highlight=False)

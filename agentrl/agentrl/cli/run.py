@@ -1,15 +1,19 @@
-"""``agentrl run``: one task, once, and what happened, as a tree. For debugging an agent."""
+"""``agentrl run``: run an agent on one task and print its trace, to debug it."""
 
 from __future__ import annotations
 
+import sys
 import time
 
-from rich.console import Console
 from rich.text import Text
 
+from agentrl.cli import Tokens
 from agentrl.config.commands import RunConfig
+from agentrl.config.loading import load, parse_flags
 from agentrl.config.settings import OtherModelSettings
+from agentrl.console.output import console
 from agentrl.console.trace_tree import rollout_tree
+from agentrl.runner import validate_agent
 from agentrl.runs.folder import RunFolder, adapters_to_serve
 from agentrl.training.rollout_queue import rollout_seed
 from agentrl.training.session import Session
@@ -18,10 +22,16 @@ from agentrl_trainer.data.skip_reasons import evaluation_reasons
 from agentrl_trainer.tiny import MODEL_DIR
 
 
-def run_once(config: RunConfig, console: Console) -> bool:
-    """Runs the agent on the task and prints its trace; True if the rollout succeeded."""
-    asks_for = config.model.name if config.model.base_url else None
-    config = _asking_elsewhere(config, config.model.base_url) if config.model.base_url else config
+def run_command(*tokens: Tokens) -> None:
+    """Run an agent on one task and print its trace: spans, calls, rewards, output and errors.
+
+    A failure is shown, not retried; the exit code is 1 then.
+    """
+    config = load(RunConfig, parse_flags(RunConfig, tokens))
+    validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
+    asks_for, url = None, config.model.base_url
+    if url is not None:
+        asks_for, config = config.model.name, _with_server(config, url)
     adapters = adapters_to_serve(config)
     folder = RunFolder.create(config.run.folder, None, "run")
     session = Session(
@@ -48,16 +58,17 @@ def run_once(config: RunConfig, console: Console) -> bool:
     console.print(rollout_tree(store, rollout))
     store.close()
     console.print(Text(f"{seconds:.1f} s; recorded in {folder.root}", "dim"), soft_wrap=True)
-    return rollout.state is RolloutState.SUCCEEDED
+    if rollout.state is not RolloutState.SUCCEEDED:
+        sys.exit(1)
 
 
-def _asking_elsewhere(config: RunConfig, base_url: str) -> RunConfig:
-    """The same, with ``base_url`` behind our gateway, so that its calls are recorded too.
+def _with_server(config: RunConfig, base_url: str) -> RunConfig:
+    """Put the server at ``base_url`` behind the gateway, which records its calls.
 
-    The gateway wants a model of its own all the same: the built-in one, under a name (its folder)
-    that is nobody else's, as is the adapter's.
+    The gateway needs a model of its own too: the built-in one, under a name (its folder) that no
+    agent requests.
     """
-    elsewhere = OtherModelSettings(
+    server = OtherModelSettings(
         model=f"openai/{config.model.name}", api_base=base_url, api_key_env=config.model.api_key_env
     )
     return config.model_copy(
@@ -65,8 +76,8 @@ def _asking_elsewhere(config: RunConfig, base_url: str) -> RunConfig:
             "model": config.model.model_copy(
                 update={"name": str(MODEL_DIR), "adapter": "no-adapter"}
             ),
-            "models": {**config.models, config.model.name: elsewhere},
-            # An agent that asks for something else shall hear so: not the built-in model.
+            "models": {**config.models, config.model.name: server},
+            # Other model names get 404, not the built-in model.
             "gateway": config.gateway.model_copy(update={"accept_any_model": False}),
         }
     )

@@ -1,7 +1,7 @@
-"""``agentrl runner``: more runners for a run that is under way, from this or another machine.
+"""``agentrl runner``: run rollouts of a run in progress, from this or another machine.
 
-Knows the store and the gateway by URL, and takes whatever it is not told from the run's own
-configuration. It holds nothing that the run needs: killed at any moment, its leases run out.
+Settings that are not given are the run's. The process holds nothing that the run needs: if it is
+killed, its leases expire.
 """
 
 from __future__ import annotations
@@ -10,53 +10,53 @@ import contextlib
 import time
 from typing import Any
 
-from rich.console import Console
-
+from agentrl.cli import Tokens
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load, parse_flags
 from agentrl.config.recorded import recorded
 from agentrl.config.settings import RunnerSettings
+from agentrl.console.output import print_line
 from agentrl.gateway.handle import secret_variables
 from agentrl.runner import RunnerConfig, start_pool
 from agentrl_tracer.store import Store
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
-def join(settings: JoinConfig, console: Console) -> None:
-    """Runs rollouts until the run is over.
-
-    Raises:
-        ConfigError: there is no such run, or it says not what its agent is.
-    """
+def runner_command(*tokens: Tokens) -> None:
+    """Run rollouts of a run in progress until it ends, from this or another machine."""
+    settings = load(JoinConfig, parse_flags(JoinConfig, tokens))
     store = Store(settings.run.store)
     run = _find_run(store, settings.run.id)
     config = runner_config(settings, run)
     pool = start_pool(config)
-    console.print(
+    print_line(
         f"{config.runners} runners for {run['name']} ({run['id']}), agent {config.agent}; "
-        f"their log is {pool.log}",
-        soft_wrap=True,
-        markup=False,
+        f"their log is {pool.log}"
     )
     try:
         with contextlib.suppress(KeyboardInterrupt):
             while _state(store, run["id"]) == "running":
                 if not pool.alive():
-                    console.print(f"the runners ended; starting them again\n{pool.log_tail(5)}")
+                    print_line(f"the runners ended and are restarted\n{pool.log_tail(5)}")
                     pool.restart()
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
     finally:
         pool.stop()
         store.close()
 
 
 def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
-    """What was told here comes before what the run was started with."""
+    """Return the given settings, completed by those of the run.
+
+    Raises:
+        ConfigError: neither names the agent.
+    """
     started: dict[str, Any] = run["config"]
     spec = settings.agent.entrypoint or recorded(started, "agent.entrypoint")
     if not spec:
-        raise ConfigError(f"agent: is missing, and the run {run['id']} names none")
+        raise ConfigError(f"agent.entrypoint: is missing, and the run {run['id']} names none")
 
     def of_run(name: str) -> Any:
         default = RunnerSettings.model_fields[name].default
@@ -80,7 +80,7 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
 
 
 def _model_name(run: dict[str, Any]) -> str:
-    """What the run's own runners tell agents to ask for, see ``Session``."""
+    """Return the model name that the run's own runners give to agents, see ``Session``."""
     started: dict[str, Any] = run["config"]
     if run["kind"] != "train" and not recorded(started, "model.adapter_path"):
         answered = recorded(started, "model.answered_by")
@@ -92,7 +92,7 @@ def _model_name(run: dict[str, Any]) -> str:
 
 
 def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
-    """Environment variables with keys: on the trainer's machine agents would inherit them."""
+    """Name the variables with keys, which agents on the trainer's machine would inherit."""
     models: dict[str, Any] = started.get("models") or {}
     return secret_variables(models, recorded(started, "sampler.vllm.key_env"))
 
@@ -104,8 +104,8 @@ def _find_run(store: Store, run_id: str | None) -> dict[str, Any]:
     else:
         found = [run for run in runs if run["state"] == "running"]
     if not found:
-        wanted = "a run that is under way" if run_id is None else f"the run {run_id!r}"
-        raise ConfigError(f"run: the store does not hold {wanted}; it has {len(runs)} runs")
+        wanted = "a run in progress" if run_id is None else f"the run {run_id!r}"
+        raise ConfigError(f"run.id: the store does not hold {wanted}; it has {len(runs)} runs")
     return found[-1]
 
 

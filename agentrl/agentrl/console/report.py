@@ -18,7 +18,6 @@ from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl_tracer.schemas import Accounting, Json, Outcomes, SkipReason
 
 if TYPE_CHECKING:
-    from agentrl.cli.eval import Scores
     from agentrl.runs.summary import Summary
 
 
@@ -97,27 +96,6 @@ def serve_command(summary: Summary, model: str, *, trust_remote_code: bool) -> s
 def shown(path: Path) -> str:
     """A path as people want to read and copy it: from here, if it is below."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def evaluation_report(scores: Scores, problems: dict[str, int]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_row("rollouts", f"{scores.rollouts} of {scores.tasks} tasks")
-    table.add_row(
-        "accuracy",
-        f"[b]{scores.accuracy:.1%}[/] ({scores.successes} successes; {_sure(scores.interval)})",
-    )
-    for k, chance in scores.pass_at.items():
-        table.add_row(f"pass@{k}", f"{chance:.1%} ({_sure(scores.pass_at_interval[k])})")
-    table.add_row("mean reward", "–" if scores.reward is None else f"{scores.reward:+.3f}")
-    for reason, count in problems.items():
-        table.add_row("failed", Text(f"{count}×: {reason}"))
-    return table
-
-
-def _sure(interval: tuple[float, float]) -> str:
-    return f"95 % interval {interval[0]:.1%} to {interval[1]:.1%}"
 
 
 def runs_table(runs: Sequence[Json], metrics: Sequence[dict[int, dict[str, float]]]) -> Table:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.cli.eval import score
-from agentrl.console.report import evaluation_report
+from agentrl.cli.eval import evaluation_report, score
 from agentrl.training.intervals import pass_at_k, task_interval, wilson
 from agentrl_tracer.schemas import Purpose, Reward, Rollout, RolloutState
 

@@ -1,0 +1,37 @@
+"""``agentrl export``: write a trained adapter for other servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from agentrl.console.output import console
+
+
+def export_command(
+    source: Annotated[str, Parameter(help="A run folder, RUN@STEP, or a PEFT folder.")],
+    out: Annotated[Path, Parameter(help="Folder to write; it must not exist.")],
+    *,
+    merged: Annotated[bool, Parameter(help="Merge the adapter into the base model.")] = False,
+    model: Annotated[str | None, Parameter(help="Base model; by default the run's.")] = None,
+    adapter: Annotated[str | None, Parameter(help="Which one, if a run has several.")] = None,
+    trust_remote_code: Annotated[
+        bool, Parameter(help="To merge, run the code that comes with the base model.")
+    ] = False,
+) -> None:
+    """Write a trained adapter as a PEFT folder or a merged model, and print how to serve it."""
+    from agentrl.export.adapter import export
+
+    with console.status("merging" if merged else "copying"):
+        exported = export(
+            source, out, merged=merged, model=model, adapter=adapter,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    kind = "model" if exported.merged else "adapter"
+    console.print(f"{kind} written to [b]{exported.folder}[/]; serve it with one of:")
+    for server, commands in exported.servers.items():
+        console.print(f"  [dim]{server}[/]", highlight=False)
+        for command in commands:
+            console.print(f"    [cyan]{command}[/]", soft_wrap=True, highlight=False)

@@ -1,0 +1,83 @@
+"""``agentrl serve``: serve a model, with or without trained adapters, over the OpenAI API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.cli import Tokens
+from agentrl.config.commands import ServeConfig
+from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load, parse_flags
+from agentrl.console.output import console, print_line
+from agentrl.gateway.handle import GatewayHandle
+from agentrl.gateway.process import GatewayPlan
+from agentrl.runs.folder import adapter_folders
+from agentrl.samplers.vllm.server import planned_server
+
+
+def serve_command(*tokens: Tokens) -> None:
+    """Serve a model, with or without trained adapters, over the OpenAI API."""
+    from agentrl_proxy.server.uvicorn import bind, url_of
+
+    config = load(ServeConfig, parse_flags(ServeConfig, tokens))
+    path, listen = config.model.adapter_path, config.gateway
+    adapters = adapter_folders(path, config) if path else {}
+    try:
+        sock = bind(listen.host, listen.port, operator_key=listen.operator_key)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"gateway.host/gateway.port: {error}") from error
+    _print_example(config, url_of(sock), list(adapters) or [config.model.name])
+    store = config.run.store
+    log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
+    vllm = planned_server(config, log, max_rank=None, adapters=adapters.values())
+    plan = GatewayPlan.of(
+        config,
+        vllm_url=vllm.url if vllm else None,
+        store=store,
+        operator_key=listen.operator_key,
+        adapters=tuple(adapters),
+        default_adapter=next(iter(adapters)) if len(adapters) == 1 else None,
+        agents=config.adapter_of_agent,
+        adapter_paths=adapters,
+    )
+    gateway = GatewayHandle(plan, None, sock)
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        stack.enter_context(_sigterm_interrupts())
+        if vllm is not None:
+            stack.callback(vllm.stop)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            console.print(f"[dim]starting vLLM; its log is {log}[/]", soft_wrap=True)
+            vllm.start()
+            with console.status("vLLM starts") as status:
+                vllm.wait(status.update if console.is_terminal else console.print)
+        gateway.start()
+        stack.callback(gateway.stop)
+        gateway.watch()
+
+
+def _print_example(config: ServeConfig, url: str, names: list[str]) -> None:
+    """Print a request that users copy."""
+    body = {"model": names[0], "messages": [{"role": "user", "content": "Who are you?"}]}
+    key = " -H 'authorization: Bearer '$KEY" if config.gateway.operator_key else ""
+    console.print(
+        f"[b]{' and '.join(names)}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. "
+        "Try:\n"
+    )
+    print_line(
+        f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
+        f"-d '{json.dumps(body)}'\n"
+    )
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM, which systemd, Docker and Kubernetes send, end the process like Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
