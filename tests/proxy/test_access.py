@@ -250,7 +250,8 @@ def test_strangers_hear_of_health_only(start: Any) -> None:
     keys = (None, "sk-wrong", gateway.claims[0].key)
     for headers in ({} if key is None else {"authorization": f"Bearer {key}"} for key in keys):
         assert HTTP.get(f"{gateway.url}/healthz", headers=headers).json() == {
-            "status": "ok", "version": version("agentrl-middleware"), "boot_id": "boot", "recoveries": 0,
+            "status": "ok", "version": version("agentrl-middleware"),
+            "boot_id": "boot", "recoveries": 0,
         }  # fmt: skip
     for headers in (OPERATOR, {"x-api-key": OPERATOR_KEY}):
         health = HTTP.get(f"{gateway.url}/healthz", headers=headers).json()
