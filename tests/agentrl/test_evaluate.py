@@ -44,7 +44,7 @@ def cli(*arguments: object, code: int = 0) -> str:
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run folder as training leaves it: two versions of an adapter that changes the model."""
     folder = RunFolder.create(tmp_path_factory.mktemp("runs"), "trained", "train")
-    folder.write_json(folder.config, {"model": "agentrl-tiny"})
+    folder.write_json(folder.config, {"model": {"name": "agentrl-tiny"}})
     folder.run_id.write_text("run")
     peft = attach_adapter(load_base("agentrl-tiny", device="cpu"), "policy", lora_config(4, 4), 0)
     for version in (3, 7):

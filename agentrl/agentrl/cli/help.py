@@ -25,7 +25,8 @@ def print_help(name: str, *, everything: bool) -> None:
     description = str(getattr(module, f"{name}_command").__doc__)
     agent = "" if name == "serve" else "AGENT "
     console.print(f"Usage: agentrl {name} {agent}[FLAGS]\n", markup=False, highlight=False)
-    console.print(inspect.cleandoc(description) + "\n", markup=False, highlight=False)
+    for paragraph in inspect.cleandoc(description).split("\n\n"):
+        console.print(" ".join(paragraph.split()) + "\n", markup=False, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, style="cyan", min_width=22)
     table.add_column(no_wrap=not everything, overflow="fold" if everything else "ellipsis")

@@ -26,6 +26,7 @@ import httpx
 from pydantic import Field
 
 from agentrl.config.commands import ModelCommand
+from agentrl.config.fields import Table
 from agentrl.config.secrets import filled
 from agentrl.config.settings import (
     GatewaySettings,
@@ -33,7 +34,6 @@ from agentrl.config.settings import (
     OtherModelSettings,
     RunnerSettings,
     SamplerSettings,
-    Table,
     TinkerSettings,
 )
 from agentrl.supervisor import end_with_parent
