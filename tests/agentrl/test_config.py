@@ -44,7 +44,8 @@ def test_help_is_one_screen_and_everything_is_behind_help_all() -> None:
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) <= 40
     said = " ".join(done.stdout.split())
-    for part in ("Training runs on this machine", "--backend tinker", "docs/client.md", "--help-all"):
+    parts = ("Training runs on this machine", "--backend tinker", "docs/client.md", "--help-all")
+    for part in parts:
         assert part in said
     assert (Path(__file__).parents[2] / "docs" / "client.md").is_file()
     every = agentrl("train", "--help-all").stdout

@@ -412,8 +412,10 @@ def test_a_run_says_what_it_waits_for_and_ends_without_it(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     config = TrainConfig(
-        agent="agents:mixed", tasks=tmp_path / "tasks.jsonl", sampler="vllm", vllm_url=url,
-        vllm_wait=4, device="cpu", runners=1,
+        **nested(
+            agent="agents:mixed", tasks=tmp_path / "tasks.jsonl", sampler="vllm", vllm_url=url,
+            vllm_wait=4, device="cpu", runners=1,
+        )
     )  # fmt: skip
     told: list[str] = []
     with session.Session(RunFolder(tmp_path / "run"), config, "train") as running:
