@@ -58,6 +58,8 @@ def main() -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=stderr)]
     )
+    if sys.platform == "win32":
+        _fail("agentrl runs on Linux and macOS. On Windows, run it in WSL.", code=2)
     tokens = sys.argv[1:]
     try:
         if tokens and tokens[0] in COMMANDS and {"-h", "--help", "--help-all"} & {*tokens}:

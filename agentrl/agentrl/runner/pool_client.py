@@ -8,6 +8,7 @@ others) and then stays open: its end tells the pool that the trainer is gone, ``
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -105,6 +106,8 @@ def start_pool(config: RunnerConfig) -> PoolHandle:
     check_environment()
     if config.python is not None:
         config = replace(config, python=check_python(config.python))
+    elif start_method() == "spawn":  # a fork that executes an interpreter is safe everywhere
+        config = replace(config, python=sys.executable)
     if config.concurrency > 1 and parse_agent(config.agent).kind == "command":
         raise ValueError(
             f"concurrency: got {config.concurrency}, but a command runs in a process of its own; "
@@ -112,6 +115,14 @@ def start_pool(config: RunnerConfig) -> PoolHandle:
         )
     validate_agent(config.agent, other_python=config.python is not None)
     return PoolHandle(config)
+
+
+def start_method() -> str:
+    """Return how attempts start: ``fork`` (Linux) or ``spawn`` (elsewhere, a fresh interpreter).
+
+    ``AGENTRL_START_METHOD`` overrides it, so that Linux can run what macOS runs.
+    """
+    return os.environ.get("AGENTRL_START_METHOD", "fork" if sys.platform == "linux" else "spawn")
 
 
 def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:

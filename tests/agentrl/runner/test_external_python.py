@@ -51,6 +51,21 @@ def test_an_agent_runs_in_another_virtual_environment(
     assert "ValueError: there" in (attempts[3].error or "")
 
 
+def test_where_forks_are_unsafe_each_process_starts_a_fresh_interpreter(
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS: the attempt inherits no module of its worker's."""
+    monkeypatch.setenv("AGENTRL_START_METHOD", "spawn")
+    (harness.folder / "agents.py").write_text(
+        "import sys\nfrom agentrl import emit_reward\n"
+        "def run(task): emit_reward(0.0 if 'sqlalchemy' in sys.modules else 1.0)\n"
+    )
+    harness.start("run", Policies(on_error="drop"))
+    attempts = harness.finish(harness.enqueue(count=2), 60)
+    assert [a.state for a in attempts] == [AttemptState.SUCCEEDED] * 2
+    assert [harness.values(a) for a in attempts] == [[1.0]] * 2
+
+
 def test_an_interpreter_that_cannot_run_agents_is_refused(
     harness: RunnerHarness, tmp_path: Path
 ) -> None:
