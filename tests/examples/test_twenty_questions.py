@@ -117,9 +117,10 @@ def test_rules(answerer: ModuleType, noun: str, question: str, answer: str, corr
 
 
 def test_the_rules_understand_every_question_that_the_tiny_model_knows(
-    answerer: ModuleType,
+    answerer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl_trainer.tiny.corpus import PROPERTIES
+    monkeypatch.syspath_prepend(EXAMPLE.parents[1] / "scripts" / "tiny_model")
+    from corpus import PROPERTIES
 
     asked: dict[str, list[str]] = defaultdict(list)
     for name, (question, _) in PROPERTIES.items():

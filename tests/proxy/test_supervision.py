@@ -122,7 +122,7 @@ def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(tmp_path: Pat
             assert legacy(**marked) == earlier
             assert chat(**asked, n=2).id != own.id  # unmarked: a sample of its own
             # The budget counts the calls of all four processes.
-            with pytest.raises(openai.RateLimitError, match="has made 8 calls of the 15"):
+            with pytest.raises(openai.RateLimitError, match="has made 8 of its 15 calls"):
                 once.chat.completions.create(**asked, n=8)
         process.stop()
         assert "the sampler has died" in (tmp_path / "gateway.log").read_text()

@@ -75,7 +75,7 @@ def publishing(step: int) -> None:
             die()
         return original(self, name, version, path)
 
-    around(session.Gateway, "try_load_adapter", load)
+    around(session.GatewayHandle, "try_load_adapter", load)
 
 
 def evaluating(step: int) -> None:

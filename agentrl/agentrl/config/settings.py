@@ -344,7 +344,7 @@ class TrainRunSettings(RunFolderSettings):
     steps: Count | None = None
     """Optimizer steps; by default one pass over the tasks."""
     backend: Literal["local", "tinker"] = "local"
-    """What trains and samples: this machine, or Tinker by its official SDK (agentrl[tinker]; the
+    """What trains and samples: this machine, or Tinker by its official SDK (the extra `tinker`; the
     key is in TINKER_API_KEY). The agent runs here either way."""
     store: str | None = None
     """Store: a path or PostgreSQL URL; by default a file in the run folder."""

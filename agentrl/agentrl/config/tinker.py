@@ -48,5 +48,5 @@ def check_backend(config: TrainConfig) -> None:
         )
     if find_spec("tinker") is None:
         raise ValueError(
-            "run.backend: \"tinker\" needs the official SDK: pip install 'agentrl[tinker]'"
+            "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"
         )

@@ -637,7 +637,7 @@ def test_tokens_of_providers_models_count(
     assert gateway.store.spent(claim.attempt_id) == (len(calls), sum(used))
     refused = answers[-1]
     assert refused.status_code == 429
-    assert f"used {sum(used)} tokens of the 100" in refused.json()["error"]["message"]
+    assert f"used {sum(used)} of its 100 tokens" in refused.json()["error"]["message"]
     assert post(gateway, protocol, "policy", stream=stream).status_code == 429
     with serving(create_app(gateway.deps)) as url:  # it remembers nothing
         path, body = ASKED[protocol]

@@ -321,7 +321,7 @@ def test_calls_count_in_the_rollouts_budget(start: Any, provider: Running) -> No
         api.chat.completions.create(model="answerer", messages=USER, n=2)
         api.chat.completions.create(model="policy", messages=USER)
         for model in ("answerer", "policy"):
-            with pytest.raises(openai.RateLimitError, match="made 3 calls of the 3"):
+            with pytest.raises(openai.RateLimitError, match="made 3 of its 3 calls"):
                 api.chat.completions.create(model=model, messages=USER)
     assert len(gateway.calls(gateway.claims[0])) == 3
     assert gateway.stats["over_budget"] == 2

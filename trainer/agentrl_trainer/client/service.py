@@ -41,7 +41,7 @@ class ServiceClient:
 
     Args:
         backend: "local" is this process, with torch; "tinker" is the official SDK
-            (``pip install 'agentrl[tinker]'``), and the default if ``base_url`` is given.
+            (``pip install 'tinker>=0.38,<1'``), and the default if ``base_url`` is given.
         base_url: a server that speaks Tinker's protocol; None with "tinker" is Tinker itself.
         folder: where states and metrics are saved; default a new folder in ``runs/``.
         device, dtype: of the local model, see ``loading.load_base``.

@@ -42,7 +42,7 @@ class TinkerService:
             self._sdk = import_module("tinker")
         except ImportError as error:
             raise ImportError(
-                "backend='tinker' needs the official SDK: pip install 'agentrl[tinker]'"
+                "backend='tinker' needs the official SDK: pip install 'tinker>=0.38,<1'"
             ) from error
         self._folder = Path(folder) if folder is not None else new_folder("tinker")
         self._service = self._sdk.ServiceClient(base_url=base_url, **options)
