@@ -52,6 +52,15 @@ def test_keys_and_paths(gateway: Running) -> None:
     assert sums.skipped == {SkipReason.NO_ROLLOUT: 1}
 
 
+def test_header_and_key_of_two_rollouts_are_refused(gateway: Running) -> None:
+    mine, other = gateway.claims[:2]
+    both = {"authorization": f"Bearer {mine.key}", "x-agentrl-rollout": other.key}
+    response = post(gateway.base_url() + "/chat/completions", None, headers=both)
+    assert response.status_code == 403
+    assert error_of(response)["code"] == "rollout_mismatch"
+    assert gateway.calls(mine) == gateway.calls(other) == []
+
+
 def test_without_an_operator_key_strangers_may_sample_but_not_as_a_rollout(start: Any) -> None:
     gateway: Running = start(operator_key=None)
     chat = "/chat/completions"
@@ -71,6 +80,7 @@ def test_a_sealed_attempt_is_over(gateway: Running) -> None:
             api.chat.completions.create(model="policy", messages=USER)
     assert caught.value.code == "attempt_sealed"
     assert caught.value.response.headers["x-should-retry"] == "false"
+    assert len(gateway.calls(claim)) == 1  # the second was refused before it was sampled
     reward = post(gateway.base_url(claim) + "/rewards", claim.key, {"value": 1})
     assert reward.status_code == 409
     assert gateway.store.rewards([claim.rollout_id]) == []

@@ -86,3 +86,10 @@ def test_a_lost_lease_makes_a_new_attempt_and_shuts_the_old_one_out(store: Store
     assert store.end_attempt(old.attempt_id, AttemptState.SUCCEEDED) is None
     assert store.end_attempt(new.attempt_id, AttemptState.SUCCEEDED) == RolloutState.SUCCEEDED
     assert store.rollouts(run_id)[0].winner == new.attempt_id
+
+
+def test_a_heartbeat_renews_no_other_lease(store: Store) -> None:
+    start_run(store, rollouts=2)
+    alive, dead = claimed(store, lease_s=5), claimed(store, lease_s=5)
+    assert store.heartbeat(alive.attempt_id, 60)
+    assert store.expire_leases(now=time.time() + 6) == [dead.attempt_id]
