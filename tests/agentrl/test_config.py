@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,15 @@ def test_help_is_one_screen_and_everything_is_behind_help_all() -> None:
     for setting in settings_of(TrainConfig):
         assert setting.flag in every
     assert "TINKER_API_KEY" in every
+
+
+def test_windows_is_refused_with_a_sentence_that_names_wsl() -> None:
+    code = "import sys; from agentrl.cli.main import main; sys.platform = 'win32'; main()"
+    command = [sys.executable, "-c", code, "runs", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "WSL" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.config.errors import ConfigError
 from agentrl.console.output import print_line
 
 
@@ -21,7 +22,12 @@ def tinker_server_command(
     import torch
     import uvicorn
 
-    from agentrl.tinker_server import create_app
+    try:
+        from agentrl.tinker_server import create_app
+    except ImportError as error:
+        raise ConfigError(
+            f"tinker-server needs Tinker's SDK: pip install 'tinker>=0.38,<1' ({error})"
+        ) from error
 
     torch.set_num_threads(1)  # training and sampling threads share the cores
     print_line(
