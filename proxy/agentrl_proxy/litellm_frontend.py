@@ -35,62 +35,52 @@ _TIMEOUT_S = 600.0
 
 
 class AgentRLLLM(CustomLLM):
-    """Sends LiteLLM's requests to the gateway. Its errors keep their status and text."""
+    """Sends LiteLLM's requests to the gateway. Its errors keep their status and text.
+
+    LiteLLM's proxy calls the asynchronous methods only, with all arguments by name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._client = httpx.Client(timeout=_TIMEOUT_S)
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
             weakref.WeakKeyDictionary()
         )
 
-    # LiteLLM passes all arguments by name.
-
-    def completion(self, **arguments: Any) -> ModelResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with _reachable():
-            return _whole(self._client.send(_request(self._client, arguments, stream=False)))
-
     async def acompletion(self, **arguments: Any) -> ModelResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
-        client = self._async_client()
-        with _reachable():
-            return _whole(await client.send(_request(client, arguments, stream=False)))
-
-    def streaming(self, **arguments: Any) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        request, end = _request(self._client, arguments, stream=True), _End()
-        with _reachable(), contextlib.closing(self._client.send(request, stream=True)) as answer:
-            if answer.status_code != 200:
-                answer.read()
-                raise _refused(answer)
-            for line in answer.iter_lines():
-                yield from _chunks(line, end)
+        async with self._answered(arguments, stream=False) as answer:
+            said = json.loads(await answer.aread())
+        prompt = said.pop("prompt_token_ids", None)
+        for choice in said["choices"]:
+            choice["provider_specific_fields"] = {
+                "token_ids": choice.pop("token_ids", None),
+                "prompt_token_ids": prompt,
+            }
+        return ModelResponse(**said)
 
     async def astreaming(self, **arguments: Any) -> AsyncIterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        client, end = self._async_client(), _End()
-        request = _request(client, arguments, stream=True)
-        with _reachable():
-            async with contextlib.aclosing(await client.send(request, stream=True)) as answer:
+        end = _End()
+        async with self._answered(arguments, stream=True) as answer:
+            async for line in answer.aiter_lines():
+                for chunk in _chunks(line, end):
+                    yield chunk
+
+    @contextlib.asynccontextmanager
+    async def _answered(
+        self, arguments: Mapping[str, Any], *, stream: bool
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request; the answer's body is not read yet."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:  # loops cannot share connections
+            self._clients[loop] = httpx.AsyncClient(timeout=_TIMEOUT_S)
+        try:
+            async with self._clients[loop].stream(**_request(arguments, stream=stream)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
                     raise _refused(answer)
-                async for line in answer.aiter_lines():
-                    for chunk in _chunks(line, end):
-                        yield chunk
-
-    def _async_client(self) -> httpx.AsyncClient:
-        """Return the client of this event loop: loops cannot share connections."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            self._clients[loop] = httpx.AsyncClient(timeout=_TIMEOUT_S)
-        return self._clients[loop]
-
-
-@contextlib.contextmanager
-def _reachable() -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPError as error:
-        said = f"{type(error).__name__}: {error}"
-        raise CustomLLMError(503, f"the gateway does not answer: {said}") from error
+                yield answer
+        except httpx.HTTPError as error:
+            said = f"{type(error).__name__}: {error}"
+            raise CustomLLMError(503, f"the gateway does not answer: {said}") from error
 
 
 @dataclass(slots=True)
@@ -102,9 +92,8 @@ class _End:
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def _request(
-    client: httpx.Client | httpx.AsyncClient, arguments: Mapping[str, Any], *, stream: bool
-) -> httpx.Request:
+def _request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
+    """Return httpx's arguments for one of LiteLLM's requests."""
     base = arguments.get("api_base")
     if not base:
         raise CustomLLMError(
@@ -129,26 +118,13 @@ def _request(
     if key:
         headers["authorization"] = f"Bearer {key}"
     timeout = arguments.get("timeout")
-    return client.build_request(
-        "POST",
-        f"{base.rstrip('/')}/chat/completions",
-        json=body,
-        headers=headers,
-        timeout=_TIMEOUT_S if timeout is None else timeout,
-    )
-
-
-def _whole(answer: httpx.Response) -> ModelResponse:
-    if answer.status_code != 200:
-        raise _refused(answer)
-    said = answer.json()
-    prompt = said.pop("prompt_token_ids", None)
-    for choice in said["choices"]:
-        choice["provider_specific_fields"] = {
-            "token_ids": choice.pop("token_ids", None),
-            "prompt_token_ids": prompt,
-        }
-    return ModelResponse(**said)
+    return {
+        "method": "POST",
+        "url": f"{base.rstrip('/')}/chat/completions",
+        "json": body,
+        "headers": headers,
+        "timeout": _TIMEOUT_S if timeout is None else timeout,
+    }
 
 
 def _chunks(line: str, end: _End) -> Iterator[ModelResponseStream]:

@@ -65,7 +65,7 @@ def _is_bias(value: Any) -> bool:
 
 def tool_choice(named: dict[str, Object], example: str) -> Value:
     """``named``: the object that chooses one tool, by its type."""
-    kinds = Tagged("type", named)
+    kinds = Tagged(named)
 
     def accepts(value: Any) -> bool:
         if isinstance(value, dict):
@@ -132,7 +132,6 @@ _MEDIA = {
 }
 _URL = Either("a string or an object with a url", str=TEXT, dict=Object(["url"], url=TEXT))
 _PART = Tagged(
-    "type",
     {"text": Object(["text"], text=TEXT), "refusal": Object(["refusal"], refusal=TEXT)},
     provider_kinds=_MEDIA
     | {name: Object([name], **{name: _URL}) for name in ("image_url", "video_url", "audio_url")}
@@ -158,11 +157,12 @@ def _message(required: list[str]) -> Object:
     )
 
 
-MESSAGE = Tagged("role", dict.fromkeys(ROLES, _message(["content"])) | {"assistant": _message([])})
+MESSAGE = Tagged(
+    dict.fromkeys(ROLES, _message(["content"])) | {"assistant": _message([])}, tag="role"
+)
 FUNCTION = Object(["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN)
 SCHEMA_FORMAT = Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN)
 _RESPONSE_FORMAT = Tagged(
-    "type",
     dict.fromkeys(("text", "json_object"), Object([]))
     | {"json_schema": Object(["json_schema"], json_schema=SCHEMA_FORMAT)},
     provider_kinds={},
@@ -190,7 +190,6 @@ CHAT = Object(
     return_token_ids=BOOLEAN,
     tools=Array(
         Tagged(
-            "type",
             {"function": Object(["function"], function=FUNCTION)},
             default="",  # some providers' own tools have none
             provider_kinds={},
@@ -229,7 +228,6 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     dialect: Dialect  # of the answer
-    stream: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
     n: int = 1
@@ -239,11 +237,14 @@ class ChatRequest:
     tool_choice: str = "auto"
     """auto, required, or ``function:name`` for one tool."""
     parallel_tool_calls: bool = True
-    include_usage: bool = False  # a stream ends with its usage
     return_token_ids: bool = False  # vLLM's extension: the exact ids of prompt and answer
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Those of max_tokens, temperature, top_p, top_k, stop and seed that the client set."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any])  # the wire request
+    prompt_ids: list[int] | None = None
+    """One prompt of a text completion: tokens to continue, in place of messages."""
+    first_choice: int = 0  # index in the response of this prompt's first choice
+    scored: bool = False  # the answer has the log-probs of the prompt's tokens, too
 
     @property
     def grammar_fields(self) -> list[str]:
@@ -274,13 +275,11 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
     if get("top_logprobs") and not get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     choice, tools, format = get("tool_choice"), get("tools"), get("response_format")
-    include_usage = bool((get("stream_options") or {}).get("include_usage"))
     return ChatRequest(
         model=raw["model"],
         messages=raw["messages"],
         tools=tools if tools and choice != "none" else None,
-        dialect=ChatDialect(include_usage=include_usage),
-        stream=bool(get("stream")),
+        dialect=ChatDialect(include_usage=include_usage(raw)),
         logprobs=bool(get("logprobs")),
         top_logprobs=get("top_logprobs") or 0,
         n=get("n") or 1,
@@ -290,14 +289,18 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         response_format=None if format is None or format["type"] == "text" else format,
         tool_choice=_tool_choice(choice, tools),
         parallel_tool_calls=get("parallel_tool_calls") is not False,
-        include_usage=include_usage,
         return_token_ids=bool(get("return_token_ids")),
         sampling=sampling,
         raw=raw,
     )
 
 
-def translated_request(chat: dict[str, Any], raw: dict[str, Any], dialect: Dialect) -> ChatRequest:
+def include_usage(raw: Mapping[str, Any]) -> bool:
+    """Return whether a stream ends with its usage."""
+    return bool((raw.get("stream_options") or {}).get("include_usage"))
+
+
+def translated_request(chat: dict[str, Any], dialect: Dialect, raw: dict[str, Any]) -> ChatRequest:
     """Check a request of another protocol that was translated to a chat request.
 
     Raises:

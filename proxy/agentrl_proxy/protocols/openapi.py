@@ -9,8 +9,9 @@ import re
 
 from agentrl_proxy.protocols.chat import CHAT, MESSAGE
 from agentrl_proxy.protocols.completions import COMPLETION
-from agentrl_proxy.protocols.fields import NAME, TEXT, Object, Schema, Value, integer, or_null
+from agentrl_proxy.protocols.fields import TEXT, Object, Schema, Value, or_null
 from agentrl_proxy.protocols.messages import COUNT, MESSAGES
+from agentrl_proxy.protocols.models import ADAPTER
 from agentrl_proxy.protocols.responses import RESPONSES
 
 _TEXT, _INTEGER, _LIST = TEXT.schema, {"type": "integer"}, {"type": "array"}
@@ -63,9 +64,7 @@ SCHEMAS: dict[str, Schema] = {
         explanation=TEXT,
     ).schema,
     "Reward": _answer(name=_TEXT, value=_REWARDS, key=_TEXT),
-    "AdapterRequest": _answer(
-        name=NAME.schema, version=integer(0, 2**31 - 1).schema, path=NAME.schema
-    ),
+    "AdapterRequest": ADAPTER.schema,
     "Adapter": _answer(name=_TEXT, version=_INTEGER),
     "ExportTraceServiceRequest": _about(
         "OTLP/HTTP, https://opentelemetry.io/docs/specs/otlp/", {"type": "object"}

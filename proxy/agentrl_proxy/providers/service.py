@@ -272,14 +272,7 @@ class ProviderService:
                 choice = streamed.add(chunk.model_dump(exclude_none=True))
                 if choice is None or not (choice["delta"] or choice["finish_reason"]):
                     continue
-                logprobs = choice["logprobs"]
-                data = call.dialect.chunk(
-                    call.heading,
-                    choice["index"],
-                    choice["delta"],
-                    logprobs=None if logprobs is None else logprobs["content"],
-                    finish_reason=choice["finish_reason"],
-                )
+                data = call.dialect.chunk(call.heading, choice)
                 if call.last_chunks or choice["finish_reason"]:
                     call.last_chunks.append(data)
                 elif data:

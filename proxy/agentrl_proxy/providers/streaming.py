@@ -64,14 +64,15 @@ class StreamedAnswer:
         if choice["logprobs"] is not None:
             self._logprobs = (self._logprobs or []) + choice["logprobs"]["content"]
         self._finish_reason = choice["finish_reason"] or self._finish_reason
-        return choice
+        entries = chat_objects.entries_of(choice)
+        return chat_objects.choice(self._index, choice["finish_reason"], entries, delta=delta)
 
     def response(self) -> dict[str, Any]:
         """The whole chat completion, as far as it has come."""
         choices: list[dict[str, Any]] = []
         if self._message is not None:
             reason, logprobs = self._finish_reason, self._logprobs
-            choices = [chat_objects.choice(self._index, self._message, reason, logprobs)]
+            choices = [chat_objects.choice(self._index, reason, logprobs, message=self._message)]
         return chat_objects.completion(self._heading, choices, self.usage or {})
 
     def _normalized_delta(self, delta: dict[str, Any]) -> dict[str, Any]:

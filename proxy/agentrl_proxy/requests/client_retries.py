@@ -19,9 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl_proxy.dependencies import GatewayStore
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.attempts import (
     AttemptMemories,
@@ -32,6 +31,9 @@ from agentrl_proxy.requests.attempts import (
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.recording import agent_name
 from agentrl_tracer.schemas import CallState, PastCall
+
+if TYPE_CHECKING:
+    from agentrl_tracer.store import Store
 
 RETRY_WITHIN_S = 90.0  # a client that was refused retries sooner, or not at all
 MAX_REMEMBERED = 64  # different requests of one attempt; also failures of identical ones
@@ -72,7 +74,7 @@ def identify(
 class ClientRetries:
     """Keeps track of requests, and finds the answers for their retries."""
 
-    def __init__(self, store: GatewayStore, attempts: AttemptMemories) -> None:
+    def __init__(self, store: Store, attempts: AttemptMemories) -> None:
         self._store = store
         self._attempts = attempts
         self._lookups = asyncio.Semaphore(_CONCURRENT_LOOKUPS)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from agentrl_proxy.dependencies import SpanExporter, TraceSink
+from agentrl_proxy.dependencies import TraceSink
 from agentrl_tracer.conventions import (
     AGENT_NAME,
     EVALUATION_EXPLANATION,
@@ -110,7 +110,7 @@ class OtlpExporter:
 class ExportingSink:
     """A sink that exports what another sink has recorded."""
 
-    def __init__(self, writer: TraceSink, exporter: SpanExporter) -> None:
+    def __init__(self, writer: TraceSink, exporter: OtlpExporter) -> None:
         self._writer = writer
         self._exporter = exporter
 
