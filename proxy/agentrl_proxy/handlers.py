@@ -129,10 +129,10 @@ class Handlers:
         return self._answer(received, chat_request, lambda raw, _: provider_chat_request(raw))
 
     async def completions(self, request: Request) -> Response:
-        received = await self._received(request)
+        received, deps = await self._received(request), self.deps
         return self._answer(
             received,
-            lambda raw: completion_requests(raw, self.deps.renderer),
+            lambda raw: completion_requests(raw, deps.renderer, deps.context_length),
             lambda raw, model: provider_completion_requests(raw, model)[0],
         )
 

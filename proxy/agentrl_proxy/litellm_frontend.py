@@ -21,8 +21,7 @@ import asyncio
 import contextlib
 import json
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
@@ -58,11 +57,30 @@ class AgentRLLLM(CustomLLM):
         return ModelResponse(**said)
 
     async def astreaming(self, **arguments: Any) -> AsyncIterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        end = _End()
+        # The chunk that ends the choice is held until usage is known: LiteLLM reads nothing later.
+        last: dict[str, Any] | None = None
+        usage, fields = None, dict[str, Any]()
         async with self._answered(arguments, stream=True) as answer:
             async for line in answer.aiter_lines():
-                for chunk in _chunks(line, end):
-                    yield chunk
+                if not line.startswith("data: {"):
+                    continue
+                said = json.loads(line.removeprefix("data: "))
+                if "error" in said:
+                    raise CustomLLMError(500, said["error"]["message"])
+                usage = said.get("usage") or usage
+                prompt = said.pop("prompt_token_ids", None)
+                for choice in said["choices"]:
+                    if choice["finish_reason"]:
+                        ids = choice.pop("token_ids", None)
+                        last, fields = said, {"token_ids": ids, "prompt_token_ids": prompt}
+                    else:
+                        yield ModelResponseStream(**said)
+        if last is not None:
+            delta = {"provider_specific_fields": fields}
+            yield ModelResponseStream(
+                **{**last, "choices": [{"index": 0, "delta": delta}]}, usage=usage
+            )
+            yield ModelResponseStream(**last)
 
     @contextlib.asynccontextmanager
     async def _answered(
@@ -83,15 +101,6 @@ class AgentRLLLM(CustomLLM):
             raise CustomLLMError(503, f"the gateway does not answer: {said}") from error
 
 
-@dataclass(slots=True)
-class _End:
-    """The chunk that ends the choice, held until usage is known: LiteLLM reads nothing later."""
-
-    chunk: dict[str, Any] | None = None
-    usage: dict[str, Any] | None = None
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
 def _request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     """Return httpx's arguments for one of LiteLLM's requests."""
     base = arguments.get("api_base")
@@ -103,13 +112,8 @@ def _request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     extra = params.pop("extra_body", None) or {}
     for name in ("stream", "stream_options", "max_retries", "extra_headers"):
         params.pop(name, None)
-    body = {
-        **params,
-        **extra,
-        "model": arguments["model"],
-        "messages": arguments["messages"],
-        "return_token_ids": True,
-    }
+    body = {**params, **extra, "return_token_ids": True}
+    body |= {name: arguments[name] for name in ("model", "messages")}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     given = {name.lower(): value for name, value in (arguments.get("headers") or {}).items()}
@@ -125,31 +129,6 @@ def _request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
         "headers": headers,
         "timeout": _TIMEOUT_S if timeout is None else timeout,
     }
-
-
-def _chunks(line: str, end: _End) -> Iterator[ModelResponseStream]:
-    """Return LiteLLM's chunks for one line of our event stream."""
-    if not line.startswith("data: "):
-        return
-    data = line.removeprefix("data: ")
-    if data == "[DONE]":
-        if end.chunk is not None:
-            ids = {**end.chunk, "choices": [{"index": 0, "delta": {
-                "provider_specific_fields": end.fields}}]}  # fmt: skip
-            yield ModelResponseStream(**ids, usage=end.usage)
-            yield ModelResponseStream(**end.chunk)
-        return
-    said = json.loads(data)
-    if "error" in said:
-        raise CustomLLMError(500, said["error"]["message"])
-    end.usage = said.get("usage") or end.usage
-    prompt = said.pop("prompt_token_ids", None)
-    for choice in said["choices"]:
-        if choice["finish_reason"]:
-            end.fields = {"token_ids": choice.pop("token_ids", None), "prompt_token_ids": prompt}
-            end.chunk = said
-        else:
-            yield ModelResponseStream(**said)
 
 
 def _refused(answer: httpx.Response) -> CustomLLMError:

@@ -14,7 +14,7 @@ from typing import Any
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import invalid, model_not_found, unavailable
 from agentrl_proxy.generation.choices import Choice
-from agentrl_proxy.generation.decoding import answer_room, decoding_params, recorded_params
+from agentrl_proxy.generation.decoding import decoding_params, recorded_params
 from agentrl_proxy.generation.response import SampledCall, adapter_version, generate_response
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
@@ -142,12 +142,12 @@ class ChatService:
                 "give; send one of them",
                 code="unsupported_parameter",
             )
-        param = "messages" if prompt.messages else "prompt"
         params = decoding_params(
             request,
             {} if caller.attempt is None else (caller.attempt.sampling or {}),
             deps.defaults,
-            room=answer_room(len(prompt.ids), deps.context_length, param),
+            prompt_tokens=len(prompt.ids),
+            context_length=deps.context_length,
             vocab_size=deps.renderer.vocab_size,
             grammar=None if constraint is None else constraint.grammar,
         )
@@ -233,10 +233,9 @@ class ChatService:
     async def record(
         self, call: SampledCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
-        whole = call.request.dialect.whole
         said: list[dict[str, Any] | None] = [None] * len(call.rows)
         if response is not None:
-            said = [whole({**response, "choices": [one]}) for one in response["choices"]]
+            said = [{**response, "choices": [one]} for one in response["choices"]]
         skip_reason = {
             CallState.CANCELLED: SkipReason.CLIENT_DISCONNECTED,
             CallState.ERROR: SkipReason.SAMPLER_ERROR,

@@ -11,8 +11,7 @@ from typing import Any
 
 import orjson
 
-from agentrl_proxy.protocols.chat_objects import Heading, choice, completion, message, usage
-from agentrl_proxy.rendering.reply import ParsedReply
+from agentrl_proxy.protocols.chat_objects import Heading
 
 
 class BlockEvents(ABC):
@@ -80,15 +79,3 @@ class BlockEvents(ABC):
 
 def event(kind: str, **data: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data}))
-
-
-def read_back(
-    heading: Heading,
-    reply: ParsedReply,
-    reason: str,
-    tokens: dict[str, int],
-    logprobs: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Return the chat completion of an answer that was read from its blocks."""
-    said = choice(0, reason, logprobs, message=message(reply))
-    return completion(heading, [said], usage(tokens["input_tokens"], tokens["output_tokens"]))

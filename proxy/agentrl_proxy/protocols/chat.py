@@ -14,7 +14,6 @@ Knows OpenAI's field names, their types and ranges. Does not know templates or t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +24,6 @@ from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     INTEGER,
     JSON_SCHEMA,
-    LIST,
     NAME,
     NONEMPTY,
     NUMBER,
@@ -38,11 +36,11 @@ from agentrl_proxy.protocols.fields import (
     Object,
     Tagged,
     Value,
-    WrongValue,
     check_body,
     integer,
     is_integer,
     is_number,
+    one_of,
     shown,
     text_or,
 )
@@ -63,22 +61,12 @@ def _is_bias(value: Any) -> bool:
     )
 
 
-def tool_choice(named: dict[str, Object], example: str) -> Value:
-    """``named``: the object that chooses one tool, by its type."""
-    kinds = Tagged(named)
-
-    def accepts(value: Any) -> bool:
-        if isinstance(value, dict):
-            with contextlib.suppress(WrongValue):
-                kinds.check(value, True)
-                return True
-        return value in ("none", "auto", "required")
-
-    return Value(
-        accepts,
-        f"none, auto, required or an object like {example}",
-        {"anyOf": [{"enum": ["none", "auto", "required"]}, kinds.schema]},
-        STRING_OR_OBJECT,
+def tool_choice(function: Object) -> Either:
+    """``function``: the object that chooses one tool."""
+    return Either(
+        "none, auto, required or an object that names a function",
+        str=replace(one_of("none", "auto", "required"), for_provider=TEXT),
+        dict=Tagged({"function": function}, provider_kinds={}),
     )
 
 
@@ -138,11 +126,8 @@ _PART = Tagged(
     | {name: Object([name], **{name: OBJECT}) for name in ("input_audio", "file")},
     refusal=("unsupported_content", "this model reads text only"),
 )
-TOOL_CALL = Object(
-    ["function"],
-    id=TEXT,
-    type=TEXT,
-    function=Object(["name"], name=TEXT, arguments=TEXT),
+_CALL = Object(
+    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=TEXT)
 )
 
 
@@ -153,7 +138,7 @@ def _message(required: list[str]) -> Object:
         name=TEXT,
         tool_call_id=TEXT,
         reasoning_content=TEXT,
-        tool_calls=Array(TOOL_CALL),
+        tool_calls=Array(_CALL),
     )
 
 
@@ -162,11 +147,6 @@ MESSAGE = Tagged(
 )
 FUNCTION = Object(["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN)
 SCHEMA_FORMAT = Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN)
-_RESPONSE_FORMAT = Tagged(
-    dict.fromkeys(("text", "json_object"), Object([]))
-    | {"json_schema": Object(["json_schema"], json_schema=SCHEMA_FORMAT)},
-    provider_kinds={},
-)
 CHAT = Object(
     ["model", "messages"],
     model=NAME,
@@ -179,12 +159,7 @@ CHAT = Object(
     top_logprobs=integer(0, MAX_TOP_LOGPROBS),
     logit_bias=LOGIT_BIAS,
     parallel_tool_calls=BOOLEAN,
-    modalities=Value(
-        lambda v: v == ["text"],
-        '["text"]; this model writes text only',
-        {"type": "array", "items": {"const": "text"}, "minItems": 1, "maxItems": 1},
-        LIST,
-    ),
+    modalities=Array(replace(one_of("text"), for_provider=TEXT)),
     stream=BOOLEAN,
     stream_options=STREAM_OPTIONS,
     return_token_ids=BOOLEAN,
@@ -195,11 +170,12 @@ CHAT = Object(
             provider_kinds={},
         )
     ),
-    tool_choice=tool_choice(
-        {"function": Object(["function"], function=Object(["name"], name=NONEMPTY))},
-        '{"type": "function", "function": {"name": "..."}}',
+    tool_choice=tool_choice(Object(["function"], function=Object(["name"], name=NONEMPTY))),
+    response_format=Tagged(
+        dict.fromkeys(("text", "json_object"), Object([]))
+        | {"json_schema": Object(["json_schema"], json_schema=SCHEMA_FORMAT)},
+        provider_kinds={},
     ),
-    response_format=_RESPONSE_FORMAT,
 )
 PROVIDER_CHAT = Object(
     CHAT.required,
@@ -211,10 +187,7 @@ PROVIDER_CHAT = Object(
     **dict.fromkeys(
         ("audio", "prediction", "web_search_options", "thinking", "output_config"), OBJECT
     ),
-    **dict.fromkeys(
-        ("function_call", "reasoning_effort"),
-        STRING_OR_OBJECT,
-    ),
+    **dict.fromkeys(("function_call", "reasoning_effort"), STRING_OR_OBJECT),
     functions=Array(Object(["name"], name=TEXT)),
 )
 """What a request to a provider's model may hold. Further fields are not passed on."""

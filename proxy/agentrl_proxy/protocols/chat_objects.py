@@ -1,7 +1,7 @@
 """Write OpenAI's chat completion objects, whole and in chunks, and define what a dialect is.
 
-Inside the gateway every answer is a chat completion. A ``Dialect`` writes it in the client's
-protocol: ``ChatDialect`` as it is; completions.py, responses.py and messages.py have
+Inside the gateway and in the store every answer is a chat completion. A ``Dialect`` writes it in
+the client's protocol: ``ChatDialect`` as it is; completions.py, responses.py and messages.py have
 the others. Does not know how tokens are sampled or recorded.
 """
 
@@ -61,10 +61,6 @@ class Dialect(Protocol):
         """Return a chat completion as the protocol's JSON body."""
         ...
 
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Return the chat completion of a body that ``whole`` made of our own model's answer."""
-        ...
-
     def failed(self, error: ApiError) -> bytes:
         """Write the event that ends a failed stream."""
         ...
@@ -96,9 +92,6 @@ class ChatDialect:
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         return response if response["usage"] else {**response, "usage": None}
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        return said
 
     def failed(self, error: ApiError) -> bytes:
         return sse(error.body())

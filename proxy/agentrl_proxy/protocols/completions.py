@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
-from agentrl_proxy.errors import invalid
+from agentrl_proxy.errors import context_length_exceeded, invalid
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import (
     CHOICES,
@@ -99,7 +99,9 @@ PROVIDER_COMPLETION = Object(
 """What a request to a provider's model may hold."""
 
 
-def completion_requests(raw: dict[str, Any], renderer: Renderer) -> list[ChatRequest]:
+def completion_requests(
+    raw: dict[str, Any], renderer: Renderer, context_length: int | None
+) -> list[ChatRequest]:
     """Check a request of ``/v1/completions`` to our own model; return a request for each prompt.
 
     Raises:
@@ -125,6 +127,9 @@ def completion_requests(raw: dict[str, Any], renderer: Renderer) -> list[ChatReq
     if limit == 0:  # nothing is sampled
         common.sampling["max_tokens"] = 0
     prompts = _prompts(raw["prompt"], renderer)
+    longest = max(map(len, prompts))
+    if context_length is not None and longest >= context_length:  # before any prompt is accepted
+        raise context_length_exceeded(longest, context_length, "prompt")
     check_choices(len(prompts), common.n)
     dialect = CompletionDialect(
         include_usage=include_usage(raw),
@@ -221,18 +226,6 @@ class CompletionDialect(ChatDialect):
             choices.append(_text_choice(one, text, entries, 0)[0])
         heading = chat_objects.heading_of(response).fields(self.chunk_kind)
         return {**heading, "choices": choices, "usage": response["usage"] or None}
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for one in said["choices"]:
-            text = one["text"].removeprefix(self._echo(one["index"]))
-            entries = None if one["logprobs"] is None else legacy_entries(one["logprobs"])
-            message = {"role": "assistant", "content": text}
-            choice = chat_objects.choice(
-                one["index"], one["finish_reason"], entries, message=message
-            )
-            choices.append(choice | {k: one[k] for k in ("stop_reason",) if k in one})
-        return chat_objects.completion(chat_objects.heading_of(said), choices, said["usage"])
 
     def _echo(self, index: int) -> str:
         return self._echoed[index // self._n] if self._echoed else ""

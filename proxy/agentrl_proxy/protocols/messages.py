@@ -5,7 +5,6 @@ LiteLLM translates a request to chat completions (translation.py). Does not know
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ import orjson
 
 from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import translation
-from agentrl_proxy.protocols.blocks import BlockEvents, event, read_back
+from agentrl_proxy.protocols.blocks import BlockEvents, event
 from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
@@ -38,7 +37,6 @@ from agentrl_proxy.protocols.fields import (
     refuse_unsupported,
     text_or,
 )
-from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
 
 # --- requests
 
@@ -202,9 +200,6 @@ _STOP_REASONS = {
     "tool_calls": "tool_use",
     "content_filter": "refusal",
 }
-_FINISH_REASONS = {said: reason for reason, said in _STOP_REASONS.items()} | {
-    "stop_sequence": "stop"
-}
 # One Anthropic message may become several chat messages, so its index is lost.
 _NAMES: Names = [
     (re.compile(pattern), own)
@@ -267,26 +262,6 @@ class MessagesDialect(BlockEvents):
         for call in message.get("tool_calls") or ():
             content.append({**self._tool_use(call), "input": _input(call)})
         return _message(heading_of(response), content, response["usage"]) | _stop(choice)
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        told = {full: name for name, full in self._names.items()}
-        reply = ParsedReply()
-        for block in said["content"]:
-            if block["type"] == "thinking":
-                reply.reasoning = block["thinking"]
-            elif block["type"] == "text":
-                reply.content = block["text"]
-            else:
-                arguments = block["input"]
-                if not isinstance(arguments, str):
-                    arguments = json.dumps(arguments, ensure_ascii=False)
-                name = str(block["name"])
-                reply.tool_calls.append(ToolCall(told.get(name, name), arguments, block["id"]))
-        reason = _FINISH_REASONS[said["stop_reason"]]
-        response = read_back(Heading(said["id"], said["model"]), reply, reason, said["usage"])
-        if said["stop_sequence"] is not None:
-            response["choices"][0]["stop_reason"] = said["stop_sequence"]
-        return response
 
     def failed(self, error: ApiError) -> bytes:
         return event("error", error=anthropic_error(error)["error"])
@@ -353,8 +328,7 @@ def _thoughts(said: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _input(call: dict[str, Any]) -> Any:
-    """Return a call's arguments. Those of a call that broke off in a stream stay text; only the
-    record has them here."""
+    """Return a call's arguments. Those of a call that broke off stay text."""
     arguments = call["function"]["arguments"]
     try:
         return orjson.loads(arguments)

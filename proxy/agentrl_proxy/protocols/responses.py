@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import translation
-from agentrl_proxy.protocols.blocks import BlockEvents, event, read_back
+from agentrl_proxy.protocols.blocks import BlockEvents, event
 from agentrl_proxy.protocols.chat import (
     FUNCTION,
     MAX_TOKENS,
@@ -41,7 +41,6 @@ from agentrl_proxy.protocols.fields import (
     refuse_unsupported,
     text_or,
 )
-from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
 
 # --- requests
 
@@ -76,13 +75,6 @@ _ITEM = Tagged(
     },
     default="message",
 )
-_TOOL = Tagged(
-    {"function": FUNCTION},
-    refusal=("unsupported_tool", "this model has no built-in tools"),
-)
-_FORMAT = Tagged(
-    dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT},
-)
 RESPONSES = Object(
     ["model", "input"],
     model=NAME,
@@ -92,11 +84,19 @@ RESPONSES = Object(
     max_tool_calls=replace(integer(0), for_provider=None),
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
-    tools=Array(_TOOL),
-    tool_choice=tool_choice(
-        {"function": Object(["name"], name=TEXT)}, '{"type": "function", "name": "..."}'
+    tools=Array(
+        Tagged(
+            {"function": FUNCTION},
+            refusal=("unsupported_tool", "this model has no built-in tools"),
+        )
     ),
-    text=Object([], format=_FORMAT),
+    tool_choice=tool_choice(Object(["name"], name=TEXT)),
+    text=Object(
+        [],
+        format=Tagged(
+            dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
+        ),
+    ),
     include=replace(LIST, schema={"type": "array", "items": {"enum": [_WITH_LOGPROBS]}}),
     reasoning=replace(
         OBJECT, schema=Object([], effort=one_of("minimal", "low", "medium", "high")).schema
@@ -179,7 +179,6 @@ _INCOMPLETE = {
     "length": {"reason": "max_output_tokens"},
     "content_filter": {"reason": "content_filter"},
 }
-_FINISH_REASONS = {details["reason"]: reason for reason, details in _INCOMPLETE.items()}
 # One item may become several messages, and several items one, so an item's index is lost.
 _NAMES: Names = [
     (re.compile(pattern), own)
@@ -241,22 +240,6 @@ class ResponsesDialect(BlockEvents):
         status = "completed" if incomplete is None else "incomplete"
         said = self._response(heading, status, items, response["usage"])
         return said | {"incomplete_details": incomplete}
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        reply, entries = ParsedReply(), None
-        for item in said["output"]:
-            if item["type"] == "reasoning":
-                reply.reasoning = item["summary"][0]["text"]
-            elif item["type"] == "message":
-                reply.content, entries = (item["content"][0][k] for k in ("text", "logprobs"))
-            else:
-                call = ToolCall(item["name"], item["arguments"], item["call_id"])
-                reply.tool_calls.append(call)
-        reason = "tool_calls" if reply.tool_calls else "stop"
-        if said["incomplete_details"] is not None:
-            reason = _FINISH_REASONS[said["incomplete_details"]["reason"]]
-        heading = Heading(said["id"], said["model"], created=said["created_at"])
-        return read_back(heading, reply, reason, said["usage"], entries or None)
 
     def failed(self, error: ApiError) -> bytes:
         assert self._heading is not None  # a stream that has not begun is refused, not failed

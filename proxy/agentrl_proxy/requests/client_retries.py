@@ -156,7 +156,6 @@ class _StoredRequest:
 
     def __init__(self, calls: Sequence[PastCall], identity: RequestIdentity) -> None:
         self._calls = [past.call for past in calls]
-        self._identity = identity
         first = self._calls[0]
         self.response_id = first.response_id
         self.seq = first.seq
@@ -185,10 +184,7 @@ class _StoredRequest:
         parts: list[Completion] = []
         for seq in dict.fromkeys(call.seq for call in self._calls):
             said = [
-                # Providers' answers are stored as chat completions whatever the protocol.
                 response
-                if response.get("object") == "chat.completion"
-                else self._identity.dialect.read(response)
                 for call in self._calls
                 if call.seq == seq and (response := call.response) and call.state not in _FAILED
             ]
