@@ -42,7 +42,7 @@ _GATEWAY_ROUTES: _Routes = _MODEL_ROUTES | {
     "/admin/adapters": ("POST", Handlers.load_adapter),
 }
 _ROLLOUT_ROUTES: _Routes = _MODEL_ROUTES | {  # under /rollouts/{rollout_id}
-    "/v1/rewards": ("POST", Handlers.rewards),
+    "/v1/rewards": ("POST", Handlers.rewards)
 }
 
 

@@ -63,7 +63,7 @@ COMPLETION = Object(
                 _TEXTS,
                 _TOKEN_IDS,
                 {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-            ],
+            ]
         },
     ),
     max_tokens=integer(0),
@@ -71,8 +71,7 @@ COMPLETION = Object(
     logprobs=replace(integer(0, MAX_TOP_LOGPROBS), for_provider=None),
     n=CHOICES,
     best_of=replace(  # checked against n
-        ANYTHING,
-        schema=CHOICES.schema | {"description": "no other number than n"},
+        ANYTHING, schema=CHOICES.schema | {"description": "no other number than n"}
     ),
     suffix=replace(ANYTHING, schema={"type": "null"}),
     **SAMPLING,

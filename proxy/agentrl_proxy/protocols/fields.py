@@ -296,9 +296,7 @@ STRING_OR_OBJECT = Value(lambda v: isinstance(v, str | dict), "a string or an ob
 OBJECT = Value(lambda v: isinstance(v, dict), "an object", {"type": "object"})
 LIST = Value(lambda v: isinstance(v, list), "a list", {"type": "array"})
 INTEGER = Value(
-    is_integer,
-    "an integer",
-    {"type": "integer", "minimum": -(2**63), "maximum": LARGEST_INTEGER},
+    is_integer, "an integer", {"type": "integer", "minimum": -(2**63), "maximum": LARGEST_INTEGER}
 )
 NUMBER = Value(is_number, "a number", {"type": "number"})
 JSON_SCHEMA = Value(lambda v: isinstance(v, dict), "an object, the JSON schema", {"type": "object"})

@@ -34,9 +34,7 @@ def _answer(**properties: Schema) -> Schema:
 
 
 _CHOICE = _answer(
-    index=_INTEGER,
-    message=MESSAGE.schema,
-    finish_reason={"enum": ["stop", "length", "tool_calls"]},
+    index=_INTEGER, message=MESSAGE.schema, finish_reason={"enum": ["stop", "length", "tool_calls"]}
 )
 SCHEMAS: dict[str, Schema] = {
     "ChatCompletionRequest": CHAT.schema,

@@ -86,8 +86,7 @@ RESPONSES = Object(
     truncation=one_of("auto", "disabled"),
     tools=Array(
         Tagged(
-            {"function": FUNCTION},
-            refusal=("unsupported_tool", "this model has no built-in tools"),
+            {"function": FUNCTION}, refusal=("unsupported_tool", "this model has no built-in tools")
         )
     ),
     tool_choice=tool_choice(Object(["name"], name=TEXT)),
