@@ -36,12 +36,12 @@ _MODEL_ROUTES: _Routes = {
     "/v1/messages/count_tokens": ("POST", Handlers.count_tokens),
     "/v1/traces": ("POST", Handlers.traces),
 }
-_GATEWAY_ROUTES: _Routes = _MODEL_ROUTES | {
+GATEWAY_ROUTES: _Routes = _MODEL_ROUTES | {
     "/healthz": ("GET", Handlers.healthz),
     "/openapi.json": ("GET", Handlers.openapi),
     "/admin/adapters": ("POST", Handlers.load_adapter),
 }
-_ROLLOUT_ROUTES: _Routes = _MODEL_ROUTES | {  # under /rollouts/{rollout_id}
+ROLLOUT_ROUTES: _Routes = _MODEL_ROUTES | {  # under /rollouts/{rollout_id}
     "/v1/rewards": ("POST", Handlers.rewards)
 }
 
@@ -85,11 +85,11 @@ def _find(scope: Scope) -> Callable[[Handlers, Request], Awaitable[Response]]:
         ApiError: there is no such path (404), or not with this method (405).
     """
     path: str = scope["path"]
-    routes, parameters = _GATEWAY_ROUTES, scope.setdefault("path_params", {})
+    routes, parameters = GATEWAY_ROUTES, scope.setdefault("path_params", {})
     if path.startswith("/rollouts/"):
         rollout_id, slash, rest = path.removeprefix("/rollouts/").partition("/")
         if rollout_id:
-            routes, path = _ROLLOUT_ROUTES, slash + rest
+            routes, path = ROLLOUT_ROUTES, slash + rest
             parameters["rollout_id"] = rollout_id
     if path.startswith("/v1/models/"):
         parameters["model"] = path.removeprefix("/v1/models/")
