@@ -15,7 +15,7 @@ from agentrl.config.errors import ConfigError
 from agentrl.config.settings import AdapterSettings
 from agentrl.runs.lock import LockedError, RunLock
 
-POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
+POINTER = "tinker.json"  # as agentrl_trainer.client.saved has it, which would import torch
 
 
 class RunFolder:

@@ -10,7 +10,7 @@ import pytest
 from client_data import ROW, TINY, supervised
 
 from agentrl_trainer.client import AdamParams, SamplingParams, ServiceClient, TrainingClient
-from agentrl_trainer.client.local.training import read_state
+from agentrl_trainer.client.saved import read_state
 from agentrl_trainer.client.parameters import TINKER_ONLY, tinker_options
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)

@@ -95,7 +95,7 @@ def test_saved_sampler_weights_are_served(service: ServiceClient, training: Trai
 
 
 def test_weights_of_a_dropped_client_are_unloaded(shared: TrainingClient) -> None:
-    base: Any = shared._backend.base  # type: ignore[attr-defined]
+    base = shared._base
     client = shared.save_weights_and_get_sampling_client().result()
     loaded = set(base.sampler.adapters)
     pending = client.sample(ROW, 1, SamplingParams(max_tokens=40, stop=[]))
@@ -109,7 +109,7 @@ def test_a_client_is_dropped_whatever_its_thread_holds(tmp_path: Path) -> None:
     """The garbage collector may run anywhere, also where the base's lock is held."""
     with ServiceClient(folder=tmp_path) as service:
         training = service.create_lora_training_client(TINY, rank=4)
-        base: Any = training._backend.base  # type: ignore[attr-defined]
+        base = training._base
         held = [training.save_weights_and_get_sampling_client().result()]
 
         def drop() -> None:

@@ -17,7 +17,7 @@ from agentrl_trainer.client import (
     ServiceClient,
     TrainingClient,
 )
-from agentrl_trainer.client.local.training import read_state
+from agentrl_trainer.client.saved import read_state
 from agentrl_trainer.data.training_row import with_extra
 from agentrl_trainer.learner.loss_options import ValueParams
 
