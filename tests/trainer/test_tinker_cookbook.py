@@ -44,7 +44,6 @@ from agentrl_trainer.client.rows import to_row
 from agentrl_trainer.data import packing as batches
 from agentrl_trainer.data.advantages import discounted_returns, group_advantages, token_advantages
 from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assemble, normalize_lengths
-from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.learner.loss_options import KlOptions
 from agentrl_trainer.learner.losses import LOSSES, kl_penalty
 from agentrl_trainer.learner.prepare_batch import Gae, with_gae
@@ -319,7 +318,7 @@ def test_a_turn_that_does_not_train_stays_as_context(ask: Ask) -> None:
             {"turns": [turn(rng, [1, 2, 3])], "final": 0.0},
         ]
     ]
-    batch = ours(made, replace(SETTINGS, rules=SkipRules(skip_agents=("helper",))))
+    batch = ours(made, replace(SETTINGS, skip_agents=("helper",)))
     assert batch.skipped == {"0-0-1": SkipReason.OTHER_AGENT}
     theirs = [as_row(one) for one in ask("training_data", groups=made)]
     # They leave the sampler's log-probs where the mask is off; ours are 0 there.

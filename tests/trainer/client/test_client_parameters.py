@@ -10,8 +10,8 @@ import pytest
 from client_data import ROW, TINY, supervised
 
 from agentrl_trainer.client import AdamParams, SamplingParams, ServiceClient, TrainingClient
-from agentrl_trainer.client.saved import read_state
 from agentrl_trainer.client.parameters import TINKER_ONLY, tinker_options
+from agentrl_trainer.client.saved import read_state
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 LOCAL, TINKER = SimpleNamespace(is_local=True), SimpleNamespace(is_local=False)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl_trainer.client.types import Array, Datum, ModelInput, RefusedRows
-from agentrl_trainer.data.packing import count_rows
+from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
 from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import LOSSES, Sums
@@ -115,7 +115,7 @@ def stats_of(
 ) -> StepStats:
     """Return the statistics of ``Learner.forward_backward`` for the same rows, except that each row
     counts by itself: what the service shares among rows is unknown."""
-    return step_stats(loss.item() / divisor, sums, count_rows(rows), started)
+    return step_stats(loss.item() / divisor, sums, count_tokens(rows), started)
 
 
 def trained_logprobs(

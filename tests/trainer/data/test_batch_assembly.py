@@ -216,9 +216,7 @@ def test_off_policy_calls_are_counted() -> None:
 def test_a_constrained_answer_is_weighted_by_the_mass_it_was_left() -> None:
     params = {"constrained": "json_schema", "constrained_log_mass": -1.0}
     forced = replace(call_of("r1", "forced", seq=1), params=params)
-    batch = pair(
-        [reward("r1", 1.0)], [reward("r2", 0.0)], forced, rules=SkipRules(off_policy="weight")
-    )
+    batch = pair([reward("r1", 1.0)], [reward("r2", 0.0)], forced, off_policy="weight")
     found = [datum.extra["weights"][-1] for datum in batch.rows]
     assert sorted(found) == pytest.approx([math.exp(-1), 1.0, 1.0])
 
@@ -228,14 +226,14 @@ def test_length_normalisation_keeps_the_weights_of_constrained_answers(how: Any)
     params = {"constrained": "json_schema", "constrained_log_mass": -1.0}
     forced = replace(call_of("r1", "forced", seq=1), params=params)
 
-    def weights(rules: SkipRules) -> list[float]:
-        settings = replace(SETTINGS, rules=rules, length_normalization=how)
+    def weights(off_policy: Any) -> list[float]:
+        settings = replace(SETTINGS, off_policy=off_policy, length_normalization=how)
         calls = [call_of("r1", "c1"), call_of("r2", "c2"), forced]
         earned = [reward("r1", 1.0), reward("r2", 0.0)]
         batch = assemble([rollout("r1"), rollout("r2")], calls, earned, settings)
         return sorted(datum.extra["weights"][-1] for datum in batch.rows)
 
-    plain, weighted = weights(SkipRules()), weights(SkipRules(off_policy="weight"))
+    plain, weighted = weights("train"), weights("weight")
     assert min(weighted) == pytest.approx(min(plain) * math.exp(-1))
     assert weighted[1:] == pytest.approx(sorted(plain)[1:])
 
@@ -313,8 +311,8 @@ def test_length_normalisation_is_the_mean_it_says(how: Any) -> None:
     datums, owners = [], []
     for owner, sizes in lengths.items():
         for size in sizes:
-            call = make("c", [1], list(range(10, 10 + size)))
-            (built,) = build_trajectories([call], max_length=64).trajectories
+            call = make("c", [1], list(range(10, 10 + size)), adapter="policy")
+            (built,) = build_trajectories([call], SETTINGS).trajectories
             datums.append(to_training_row(built, 1.0))
             owners.append(owner)
     terms = [[1.0 + 10 * i + t for t in range(d.trained)] for i, d in enumerate(datums)]
@@ -376,11 +374,9 @@ def steps(draw: st.DrawFn) -> tuple[list[Any], list[Call], list[Reward], StepSet
         min_group=draw(st.integers(1, 3)),
         discount=draw(st.sampled_from([1.0, 0.9])),
         length_normalization=draw(st.sampled_from(["token", "sequence", "rollout", "constant"])),
-        rules=SkipRules(
-            skip_agents=draw(st.sampled_from([(), ("title",)])),
-            truncated=draw(st.sampled_from(["train", "skip"])),
-            off_policy=draw(st.sampled_from(["train", "weight", "skip"])),
-        ),
+        skip_agents=draw(st.sampled_from([(), ("title",)])),
+        truncated=draw(st.sampled_from(["train", "skip"])),
+        off_policy=draw(st.sampled_from(["train", "weight", "skip"])),
     )
     return rollouts, calls, rewards, options
 
@@ -401,7 +397,7 @@ def test_every_call_has_one_fate_and_every_token_trains_once(drawn: Any) -> None
             assert len(column) == len(datum.tokens)
             assert all(map(math.isfinite, column))
     assert sum(batch.off_policy.values()) <= len(batch.trained)
-    if options.rules.off_policy != "train":
+    if options.off_policy != "train":
         assert batch.off_policy.keys() <= {"temperature"}  # which is what trains, then
     for metric in batch.metrics().values():
         assert math.isfinite(metric) or not any(r is not None for r in batch.rewards.values())
@@ -417,7 +413,7 @@ def test_every_call_has_one_fate_and_every_token_trains_once(drawn: Any) -> None
 @given(call_trees(), st.lists(st.tuples(st.integers(0, 14), st.floats(-5, 5)), max_size=5))
 def test_rewards_by_turn_add_up_to_the_rollouts(calls: list[Call], earned: list[Any]) -> None:
     rewards = [replace(reward("r1", value), response_id=f"c{at}") for at, value in earned]
-    built = build_trajectories(calls, max_length=100)
+    built = build_trajectories(calls, SkipRules(max_length=100))
     turns = [call.id for call in calls if call.id not in built.skipped]
     if turns:
         found = turn_rewards(rewards, calls, turns)
