@@ -23,7 +23,7 @@ from agentrl_trainer.learner.loss_options import ValueParams
 
 
 def test_what_a_service_refuses(service: ServiceClient, shared: TrainingClient) -> None:
-    with pytest.raises(ValueError, match="loss_fn: unknown loss 'reinforce'"):
+    with pytest.raises(ValueError, match="unknown loss 'reinforce'"):
         shared.forward_backward([supervised()], "reinforce")
     with pytest.raises(ValueError, match="data is empty"):
         shared.forward_backward([])
