@@ -581,7 +581,7 @@ def test_pass_at_k_is_theirs(ask: Ask) -> None:
     for task, outcomes in rewards.items():
         for i, value in enumerate(outcomes):
             name = f"{task}-{i}"
-            rollouts.append(rollout(name, task))
+            rollouts.append(replace(rollout(name, task), task_id=task))
             emitted.append(Reward(f"{name}-a", name, "reward", value, name))
     mine = score(rollouts, emitted, 1.0).pass_at
     assert sorted(mine) == [1, 2, 4, 8]
