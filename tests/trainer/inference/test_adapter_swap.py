@@ -76,7 +76,7 @@ def test_running_sequences_keep_the_version_that_they_started_with(
     settle(engine)
     assert engine.adapters == {"policy": 3}
     assert engine.stats().swaps == 3
-    assert [lane.version for lane in engine._scheduler.adapters.lanes] == [None, 3]
+    assert [lane.version for lane in engine._scheduler.lanes] == [None, 3]
 
 
 @pytest.mark.parametrize("how", ["swap", "unload"])
