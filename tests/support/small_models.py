@@ -134,7 +134,7 @@ class Asked:
         self._left = params.n
         self._done = threading.Event()
         self.handle: Handle = engine.submit(
-            SampleRequest(prompt, params, adapter, self._event, "test")
+            SampleRequest(prompt, params, adapter, self._event)
         )
 
     def _event(self, event: Event) -> None:

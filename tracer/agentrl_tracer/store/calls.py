@@ -1,10 +1,11 @@
-"""Record calls and spans, judge calls, and keep the sum that must hold."""
+"""Record calls, spans and rewards, judge calls, and keep the sum that must hold."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -24,11 +25,11 @@ from agentrl_tracer.schemas import (
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import json_text
-from agentrl_tracer.store.rewards import RewardStore, insert_rewards
+from agentrl_tracer.store.database import Database, json_text
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 _SPAN_COLUMNS = [t.spans.c[name] for name in Span.__dataclass_fields__]
+_REWARD_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
 _VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VERDICT))
@@ -100,7 +101,9 @@ class Delivery:
     rewards: Sequence[Reward] = ()
 
 
-class CallStore(RewardStore):
+class CallStore:
+    db: Database
+
     def write_calls(
         self,
         boot_id: str,
@@ -147,7 +150,8 @@ class CallStore(RewardStore):
 
     def _insert(self, cursor: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
         self.db.insert_records(cursor, t.spans, spans)
-        insert_rewards(self.db, cursor, rewards)
+        dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]
+        self.db.insert_records(cursor, t.rewards, dated)
 
     def _attempt_states(self, c: Any, ids: Sequence[str]) -> dict[str, AttemptState | None]:
         """Return the states of the attempts that exist."""
@@ -216,6 +220,11 @@ class CallStore(RewardStore):
         query = sa.select(*_SPAN_COLUMNS).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
 
+    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
+        """Return the rewards of these rollouts in order of creation."""
+        query = sa.select(*_REWARD_COLUMNS).where(t.rewards.c.rollout_id.in_(rollout_ids))
+        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
+
     def continuity(self, run_id: str) -> dict[str, Counter[str]]:
         """Count how the prompts of each rollout began, by rollout id and by kind.
 
@@ -240,16 +249,12 @@ class CallStore(RewardStore):
 
         A call judged before keeps its first verdict.
         """
+        judged = t.calls.update().where(t.calls.c.id == sa.bindparam("call_id"), _UNJUDGED)
         with self.db.write() as c:
             for column, verdicts in (("trained_step", trained), ("skip_reason", skipped)):
                 if verdicts:
-                    update = t.calls.update().where(
-                        t.calls.c.id == sa.bindparam("call_id"), _UNJUDGED
-                    )
-                    c.execute(
-                        update.values({column: sa.bindparam("verdict")}),
-                        [{"call_id": i, "verdict": verdict} for i, verdict in verdicts.items()],
-                    )
+                    rows = [{"call_id": i, column: verdict} for i, verdict in verdicts.items()]
+                    c.execute(judged, rows)
 
     def supersede(self, run_id: str, after_step: int) -> int:
         """Mark calls that a resumed run repeats as superseded; return their number.
@@ -272,14 +277,11 @@ class CallStore(RewardStore):
     def accounting(self, run_id: str) -> Accounting:
         """Return the run's sums, read in one transaction."""
         verdict = (t.calls.c.skip_reason, t.calls.c.trained_step.is_not(None))
+        gateways = sa.select(sa.func.sum(t.gateways.c.proxied)).where(t.gateways.c.run_id == run_id)
+        calls = sa.select(*verdict, sa.func.count()).where(t.calls.c.run_id == run_id)
         with self.db.write() as c:
-            gateways = sa.select(sa.func.coalesce(sa.func.sum(t.gateways.c.proxied), 0))
-            proxied = c.execute(gateways.where(t.gateways.c.run_id == run_id)).scalar_one()
-            rows = c.execute(
-                sa.select(*verdict, sa.func.count())
-                .where(t.calls.c.run_id == run_id)
-                .group_by(*verdict)
-            ).all()
+            proxied = c.execute(gateways).scalar() or 0
+            rows = c.execute(calls.group_by(*verdict)).all()
         counts: Counter[str | None] = Counter()
         for reason, was_trained, count in rows:
             counts["trained" if was_trained else reason] += count
