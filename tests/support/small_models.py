@@ -133,9 +133,7 @@ class Asked:
         self.first = threading.Event()
         self._left = params.n
         self._done = threading.Event()
-        self.handle: Handle = engine.submit(
-            SampleRequest(prompt, params, adapter, self._event)
-        )
+        self.handle: Handle = engine.submit(SampleRequest(prompt, params, adapter, self._event))
 
     def _event(self, event: Event) -> None:
         answer = self.answers[event.index]

@@ -110,21 +110,6 @@ def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
     }
 
 
-def test_of_many_same_requests_the_newest_are_looked_after(store: Store) -> None:
-    run_id = start_run(store)
-    claim = claimed(store)
-    store.register_gateway("one", run_id, 1)
-    asked = [
-        call_of(claim, f"a{i}", seq=i, request=ODD, prompt_ids=[1], response_ids=[7, i, 0])
-        for i in range(40)
-    ]
-    later = call_of(claim, "b", seq=40, request={}, prompt_ids=[1, 7, 30, 5], response_ids=[6])
-    store.write_calls("one", [], [*asked, later], 41)
-    found = store.same_requests(claim.attempt_id, ODD)
-    assert [past.call.seq for past in found] == list(range(40))
-    assert [past.continued for past in found] == [i < 24 or i == 30 for i in range(40)]
-
-
 @pytest.mark.parametrize("request_", [ODD, {"temperature": 1.0, "x": "\ud800"}, {}])
 def test_same_requests_are_found_by_what_was_asked(store: Store, request_: Any) -> None:
     run_id = start_run(store, rollouts=2)

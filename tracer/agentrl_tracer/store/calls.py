@@ -57,23 +57,6 @@ _SIZES = sa.select(
 ).where(_OF_ATTEMPT)
 
 
-def _continues(later: sa.FromClause) -> sa.ColumnElement[bool]:
-    """Whether a later call's prompt begins with this call's prompt and response.
-
-    The response's last token is left out: templates end turns in their own way.
-    """
-    prompt, response, beginning = t.calls.c.prompt_ids, t.calls.c.response_ids, later.c.prompt_ids
-    prompt_length, response_length = sa.func.length(prompt), sa.func.length(response) - _TOKEN_BYTES
-    return sa.and_(
-        later.c.attempt_id == t.calls.c.attempt_id,
-        later.c.seq > t.calls.c.seq,
-        response_length > 0,
-        sa.func.substr(beginning, 1, prompt_length) == prompt,
-        sa.func.substr(beginning, prompt_length + 1, response_length)
-        == sa.func.substr(response, 1, response_length),
-    )
-
-
 # The request's text is compared, not a digest: a further index or column would cost every call,
 # and only client retries after a restart need this.
 _SAME_REQUESTS = (
@@ -84,12 +67,7 @@ _SAME_REQUESTS = (
     )
     .order_by(t.calls.c.seq, t.calls.c.choice)
 )
-_CONTINUED = sa.select(t.calls.c.id).where(
-    _OF_ATTEMPT,
-    t.calls.c.response_id.in_(sa.bindparam("responses", expanding=True)),
-    sa.exists().where(_continues(t.calls.alias("later"))),
-)
-_MAX_COMPARED = 16  # requests: each is compared with every later call of its attempt
+_PROMPTS = sa.select(t.calls.c.seq, t.calls.c.prompt_ids).where(_OF_ATTEMPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +160,12 @@ class CallStore:
         return len(rows), tokens
 
     def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
-        """Return the attempt's calls with exactly this wire request, in order.
-
-        Whether a later call continued them is looked up for the newest requests, and assumed of
-        older ones.
-        """
-        rows = self.db.fetch(
-            _SAME_REQUESTS, {"attempt_id": attempt_id, "request": json_text(request)}
-        )
+        """Return the attempt's calls with exactly this wire request, in order."""
+        attempt = {"attempt_id": attempt_id}
+        rows = self.db.fetch(_SAME_REQUESTS, {**attempt, "request": json_text(request)})
         calls = [_call(row) for row in rows]
-        newest = list(dict.fromkeys(call.response_id for call in reversed(calls)))[:_MAX_COMPARED]
-        continued: set[str] = set()
-        if newest:
-            found = self.db.fetch(_CONTINUED, {"attempt_id": attempt_id, "responses": newest})
-            continued = {row["id"] for row in found}
-        return [
-            PastCall(call, call.response_id not in newest or call.id in continued) for call in calls
-        ]
+        later = [(row["seq"], row["prompt_ids"]) for row in self.db.fetch(_PROMPTS, attempt)]
+        return [PastCall(call, any(_continues(call, *other) for other in later)) for call in calls]
 
     def calls(
         self,
@@ -300,6 +267,20 @@ def _finished_row(call: Call, states: Mapping[str, AttemptState | None], boot_id
 def _select_states(names: Iterable[str]) -> sa.Select[Any, Any]:
     ids = [sa.bindparam(name, type_=sa.Text) for name in names]
     return sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(ids))
+
+
+def _continues(call: Call, seq: int, prompt: list[int]) -> bool:
+    """Whether a later call's prompt begins with this call's prompt and response.
+
+    The response's last token is left out: templates end turns in their own way.
+    """
+    start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.response_ids) - 1
+    return (
+        seq > call.seq
+        and start < end <= len(prompt)
+        and prompt[start:end] == call.response_ids[:-1]
+        and prompt[:start] == call.prompt_ids
+    )
 
 
 def _call(row: Any) -> Call:

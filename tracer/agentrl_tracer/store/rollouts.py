@@ -214,10 +214,6 @@ class RolloutStore:
                 ),
             )
 
-    def unfinished(self, ids: Collection[str]) -> int:
-        """Return how many of these rollouts are queued or running."""
-        return len(self.unfinished_ids(ids))
-
     def unfinished_ids(self, ids: Collection[str]) -> set[str]:
         """Return which of these rollouts are queued or running."""
         query = sa.select(t.rollouts.c.id).where(t.rollouts.c.id.in_(ids), _UNFINISHED)

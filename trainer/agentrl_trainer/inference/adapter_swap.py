@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -29,20 +28,12 @@ from agentrl_trainer.inference.llama_cpu import FusedLinear, LlamaCpuDecoder
 from agentrl_trainer.models.loading import BaseModel, ModelError, evaluation_mode
 from agentrl_trainer.models.lora import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
-from agentrl_trainer.models.moe import (
-    ExpertStack,
-    expert_stacks,
-    keep_weights_unmerged,
-    lora_scaling,
-    split_by_expert,
-    stacks_in_file,
-)
+from agentrl_trainer.models.moe import expert_count, keep_weights_unmerged, lora_scaling
 
 MERGE_BELOW = 200_000_000
 """Adapters are merged for base models of fewer parameters (float32 only)."""
 
 _serial = itertools.count()
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +54,6 @@ class AdapterWeights(ABC):
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
-        self._stacks = expert_stacks(base.model)
         self._active: PreparedAdapter | None = None
 
     @abstractmethod
@@ -93,6 +83,8 @@ class AdapterWeights(ABC):
 
 def why_not_merged(base: BaseModel, merge_below: int = MERGE_BELOW) -> str | None:
     """Say why adapters are not merged into copies of the weights; None if they are."""
+    if expert_count(base.model.config):
+        return "it is a mixture of experts"
     if getattr(base.model, "is_quantized", False):
         return "its weights are quantized"
     if base.dtype != torch.float32:
@@ -108,19 +100,18 @@ class MergedWeights(AdapterWeights):
     def __init__(self, base: BaseModel, decoder: LlamaCpuDecoder | None = None) -> None:
         super().__init__(base)
         self._decoder = decoder
-        self._adapted: dict[str, torch.nn.Linear | Conv1D | ExpertStack] = {
+        self._adapted: dict[str, torch.nn.Linear | Conv1D] = {
             name: module
             for name, module in base.model.named_modules()
             if isinstance(module, (torch.nn.Linear, Conv1D))
         }
         known = {id(cast(torch.nn.Module, base.model.get_input_embeddings()).weight)}
-        for linear in cast("list[torch.nn.Linear]", [*self._adapted.values()]):
+        for linear in self._adapted.values():
             if id(linear.weight) in known:
                 # Untie: a Parameter of its own over the same storage, because an adapter of a tied
                 # head must not change the embeddings, nor other layers with this weight (Zamba's).
                 linear.weight = torch.nn.Parameter(linear.weight.data, linear.weight.requires_grad)
             known.add(id(linear.weight))
-        self._adapted |= self._stacks
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._adapted.items()}
         self._changed: set[str] = set()
@@ -128,16 +119,16 @@ class MergedWeights(AdapterWeights):
     @torch.no_grad()
     def prepare(self, folder: Path) -> PreparedAdapter:
         merged: dict[str, torch.Tensor] = {}
-        for name, (a, b, scale) in read_lora(folder, self._stacks).items():
+        for name, (a, b, scale) in read_lora(folder).items():
             weight = self._original.get(name)
             if weight is None:
                 raise ModelError(f"adapter: {folder} adapts {name!r}: no linear layer here.")
             if isinstance(self._adapted[name], Conv1D):  # GPT-2's: its weight is [in, out]
                 a, b = b.T, a.T
-            if (*b.shape[:-1], a.shape[-1]) != tuple(weight.shape):
+            if (there := (b.shape[0], a.shape[1])) != tuple(weight.shape):
                 raise ModelError(
                     f"adapter: {folder} was trained on another model: {name} is "
-                    f"{tuple(weight.shape)} here, {(*b.shape[:-1], a.shape[-1])} there."
+                    f"{tuple(weight.shape)} here, {there} there."
                 )
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
@@ -161,7 +152,7 @@ class PeftWeights(AdapterWeights):
     _peft: PeftModel | None = None
 
     def prepare(self, folder: Path) -> PreparedAdapter:
-        read_lora(folder, self._stacks)
+        read_lora(folder)
         return PreparedAdapter(folder)
 
     def install(self, prepared: PreparedAdapter) -> None:
@@ -205,14 +196,8 @@ class PeftWeights(AdapterWeights):
         self._active = prepared
 
 
-def read_lora(
-    folder: Path, stacks: Mapping[str, ExpertStack]
-) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Read a plain LoRA: weight name to (A ``[rank, in]``, B ``[out, rank]``, scale).
-
-    A linear layer's weight goes by the layer's name. Weights of experts are the model's ``stacks``
-    and go by their own names; A and B have a leading expert dimension, such that B A has the
-    weight's shape.
+def read_lora(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """Read a plain LoRA: layer name to (A ``[rank, in]``, B ``[out, rank]``, scale).
 
     Raises:
         ModelError: a file is missing, or the folder holds anything but a plain LoRA.
@@ -229,7 +214,6 @@ def read_lora(
     if unusual:
         raise ModelError(f"adapter: {folder} uses {', '.join(unusual)}, which is not supported.")
     tensors = load_file(str(folder / WEIGHTS_FILE))
-    of_experts = stacks_in_file(config.get("target_parameters") or (), stacks)
     found: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
     for key, a in tensors.items():
         if not key.endswith(".lora_A.weight"):
@@ -238,12 +222,8 @@ def read_lora(
         b = tensors.get(f"{stem}.lora_B.weight")
         if b is None:
             raise ModelError(f"adapter: {folder} has {key} but no {stem}.lora_B.weight.")
-        name, rank = stem.removeprefix(_PREFIX), a.shape[0]
-        if name in of_experts:
-            name, stack = of_experts[name]
-            rank //= stack.weight.shape[0]
-            a, b = split_by_expert(a, b, stack)
-        found[name] = (a, b, lora_scaling(config, name, rank))
+        name = stem.removeprefix("base_model.model.")
+        found[name] = (a, b, lora_scaling(config, name, a.shape[0]))
     if 2 * len(found) != len(tensors):
         odd = sorted(k for k in tensors if ".lora_A." not in k and ".lora_B." not in k)[:3]
         raise ModelError(f"adapter: {folder} has tensors which are no plain LoRA: {odd}.")
