@@ -9,6 +9,7 @@ copies nothing: on a CPU, gathering scattered rows costs as much as the attentio
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from abc import ABC, abstractmethod
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+log = logging.getLogger(__name__)
 
 MIN_ROWS = 4
 MIN_TIME = 64
@@ -125,17 +128,21 @@ class KVPool:
     def prefixes(self, owner: object) -> list[Prefix]:
         return [e for e in self._entries if e.owner is owner]
 
-    def wants(self, owner: object, tokens: list[int]) -> bool:
-        """Whether these tokens are worth storing: long enough, and not stored already."""
-        size = len(tokens)
-        return size >= MIN_PREFIX and not any(
-            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1] and e.tokens[:size] == tokens
-            for e in self.prefixes(owner)
-        )
-
     def keep(self, owner: object, tokens: list[int], kv: Stored) -> None:
+        """Copy what was computed for ``tokens``, unless they are few or stored already."""
+        size, known = len(tokens), self.prefixes(owner)
+        if size < MIN_PREFIX or any(
+            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1] and e.tokens[:size] == tokens
+            for e in known
+        ):
+            return
+        try:
+            kv = kv.copied()
+        except RuntimeError:  # out of memory; a prefix is optional
+            log.warning("no memory to keep a prefix of %d tokens", size)
+            return
         # A conversation's next turn contains the previous one: keep only the longer.
-        for entry in self.prefixes(owner):
+        for entry in known:
             if tokens[: len(entry.tokens)] == entry.tokens:
                 self._drop(entry)
         while len(self._entries) >= MOST_PREFIXES:
@@ -146,8 +153,7 @@ class KVPool:
 
     def touch(self, entry: Prefix) -> None:
         """Mark an entry as the most recently used one."""
-        if entry in self._entries:
-            self._entries[entry] = self._entries.pop(entry)
+        self._entries[entry] = self._entries.pop(entry)
 
     def drop_owner(self, owner: object) -> None:
         for entry in self.prefixes(owner):

@@ -169,12 +169,12 @@ class Scheduler:
                 sibling.sequences.append(seq)
                 reused = len(seq.tokens)
             else:
-                source = lane.find_source(seq.tokens)
-                if lane.worth_waiting(seq.tokens, source.length):
+                reused, source = lane.find_source(seq.tokens)
+                if lane.worth_waiting(seq.tokens, reused):
                     passed.append(seq)
                     continue
                 try:
-                    started = lane.start_prefill(seq, source, force=not running)
+                    started = lane.start_prefill(seq, reused, source, force=not running)
                 except Exception as error:  # out of memory, most likely
                     self._fail(lane, error)
                     self.finish(seq, "error", f"{type(error).__name__}: {error}")
@@ -182,7 +182,6 @@ class Scheduler:
                 if not started:
                     self.waiting.appendleft(seq)
                     break
-                reused = source.length
             self.count.reused_tokens += reused
             seq.reused = seq.reused or reused
             if seq.lane is None:

@@ -8,7 +8,6 @@ changes version, and a superseded version disappears with its lane.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -24,8 +23,6 @@ from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows,
 from agentrl_trainer.inference.requests import SampleRequest
 from agentrl_trainer.inference.sampling import Uniforms
 from agentrl_trainer.models.common_prefix import common_prefix
-
-log = logging.getLogger(__name__)
 
 _OVERHEAD_TOKENS = 256
 """Cost of a forward before its first token, in tokens: weighs padding against more forwards."""
@@ -105,15 +102,6 @@ class Prefill:
 
 
 @dataclass(slots=True, eq=False)
-class Source:
-    """Where a prefix of a prompt is computed already."""
-
-    length: int = 0
-    kv: Stored | None = None
-    entry: Prefix | None = None
-
-
-@dataclass(slots=True, eq=False)
 class Lane:
     """The batch of one adapter version."""
 
@@ -151,22 +139,25 @@ class Lane:
     def resident(self) -> int:
         return len(self.decoding) + sum(len(j.sequences) for j in self.jobs)
 
-    def find_source(self, tokens: list[int]) -> Source:
+    def find_source(self, tokens: list[int]) -> tuple[int, Stored | None]:
         """Find the longest stored prefix of ``tokens``, short of its last (which needs logits)."""
-        best = Source()
+        length, source, used = 0, None, None
         held: list[tuple[list[int], int, Prefix | Rows, int]] = [
             *((e.tokens, len(e.tokens), e, 0) for e in self.pool.prefixes(self)),
             *((s.tokens, len(s.tokens) - 1, self.rows, i) for i, s in enumerate(self.decoding)),
             *((j.tokens, j.computed, self.filling, i) for i, j in enumerate(self.jobs)),
         ]
         for have, computed, place, row in held:
-            size = min(_beats(have, tokens, best.length), computed, len(tokens) - 1)
-            if size > best.length:
-                entry = place if isinstance(place, Prefix) else None
+            size = min(_beats(have, tokens, length), computed, len(tokens) - 1)
+            if size > length:
                 kv = place.kv if isinstance(place, Prefix) else place.peek(row, size)
-                if kv.usable(size) > best.length:
-                    best = Source(kv.usable(size), kv, entry)
-        return best if best.length >= MIN_PREFIX else Source()
+                if kv.usable(size) > length:
+                    length, source, used = kv.usable(size), kv, place
+        if length < MIN_PREFIX:
+            return 0, None
+        if isinstance(used, Prefix):
+            self.pool.touch(used)
+        return length, source
 
     def same_prompt(self, tokens: list[int]) -> Prefill | None:
         return next((j for j in self.jobs if j.tokens == tokens), None)
@@ -185,16 +176,16 @@ class Lane:
             extra += max(0, (len(self.jobs) + 1) * widest - self.filling.rows * self.filling.time)
         return extra <= 0 or self.pool.fits(extra)
 
-    def start_prefill(self, seq: Sequence, source: Source, *, force: bool) -> bool:
+    def start_prefill(
+        self, seq: Sequence, computed: int, source: Stored | None, *, force: bool
+    ) -> bool:
         longest = max([len(seq.tokens), *(len(j.tokens) for j in self.jobs)])
         if not self.filling.reserve(len(self.jobs) + 1, longest, force=force):
             return False
         row = self.filling.append()
-        if source.kv is not None:
-            self.filling.load(row, source.kv, source.length)
-            if source.entry is not None:
-                self.pool.touch(source.entry)
-        self.jobs.append(Prefill(list(seq.tokens), [seq], source.length))
+        if source is not None:
+            self.filling.load(row, source, computed)
+        self.jobs.append(Prefill(list(seq.tokens), [seq], computed))
         return True
 
     # -- computing ------------------------------------------------------------------------------
@@ -229,7 +220,7 @@ class Lane:
             else:
                 refused.append(seq)
         if (refused or not living) and self.current and not any(s.failed for s in job.sequences):
-            self._park(job.tokens, self.filling, row, length)
+            self.pool.keep(self, job.tokens, self.filling.peek(row, length))
         self.drop_job(job)
         return refused
 
@@ -256,7 +247,7 @@ class Lane:
         if seq.failed:
             self.rows.scrub(row)
         elif keep and self.current:
-            self._park(seq.tokens[:length], self.rows, row, length)
+            self.pool.keep(self, seq.tokens[:length], self.rows.peek(row, length))
         # The shortest row of each later block moves one block down, the last row into the hole.
         for start in range(row - row % BLOCK + BLOCK, len(self.decoding), BLOCK):
             row = self._move(min(self._block(start), key=self._length), row)
@@ -304,13 +295,6 @@ class Lane:
         self.decoding.clear()
         self.filling.free()
         self.rows.free()
-
-    def _park(self, tokens: list[int], rows: Rows, row: int, length: int) -> None:
-        if self.pool.wants(self, tokens):
-            try:
-                self.pool.keep(self, tokens, rows.peek(row, length).copied())
-            except RuntimeError:  # out of memory; a prefix is optional
-                log.warning("no memory to keep a prefix of %d tokens", length)
 
 
 def _beats(have: list[int], want: list[int], best: int) -> int:
