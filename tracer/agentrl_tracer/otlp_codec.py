@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from agentrl_tracer.conventions import (
