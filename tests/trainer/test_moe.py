@@ -490,12 +490,12 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
             (answer,) = one.wait()
             assert worst_difference(reference, prompt, answer) < 1e-5
         ids = [*prompt, *asked[1].wait()[0].ids]
-        (scored,) = engine.logprobs([ids], "new").result(30)
+        (scored,) = engine.score([ids], "new").result(30)
     zeros = [0.0] * len(ids)
     (trained,) = learner.forward(
         [TrainingRow(ids, [False, *[True] * (len(ids) - 1)], zeros, zeros)]
     )
-    assert scored[1:] == pytest.approx(trained[1:], abs=1e-5)
+    assert scored.logprobs[1:] == pytest.approx(trained[1:], abs=1e-5)
     prompt_only = learner.model(torch.tensor([prompt])).logits
     assert worst(prompt_only, model(torch.tensor([prompt])).logits) > 0.1  # it has learnt something
 

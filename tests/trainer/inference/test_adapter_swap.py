@@ -53,8 +53,8 @@ def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(
         with torch.no_grad():
             logprobs = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
         expected = logprobs[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
-        scored = engine.score(PROMPT, name).result(30).logprobs
-        assert scored[1:] == pytest.approx(expected, abs=CLOSE)
+        [scored] = engine.score([PROMPT], name).result(30)
+        assert scored.logprobs[1:] == pytest.approx(expected, abs=CLOSE)
 
 
 def test_running_sequences_keep_the_version_that_they_started_with(

@@ -117,7 +117,6 @@ class SamplerEngine:
         self._inbox: list[Sequence] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._stopping = False
-        self._versions: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._died: BaseException | None = None
 
@@ -144,8 +143,8 @@ class SamplerEngine:
     @property
     def adapters(self) -> dict[str, int]:
         """Loaded adapters and their current versions."""
-        with self._changed:
-            return dict(self._versions)
+        current = self._scheduler.current.copy()  # in one step, while the engine's thread goes on
+        return {name: x.version for name, x in current.items() if name and x.version is not None}
 
     def submit(self, request: SampleRequest) -> Handle:
         """Queue a request.
@@ -159,8 +158,8 @@ class SamplerEngine:
             self.grammars.start(params.grammar)
         with self._changed:
             self._require_running()
-            if request.adapter is not None and request.adapter not in self._versions:
-                known = ", ".join(sorted(self._versions)) or "none"
+            if request.adapter not in self._scheduler.current:
+                known = ", ".join(sorted(self.adapters)) or "none"
                 raise RequestError(
                     "unknown_adapter", f"no adapter {request.adapter!r} is loaded (loaded: {known})"
                 )
@@ -183,28 +182,16 @@ class SamplerEngine:
             ModelError: the folder, which is read on the caller's thread, does not fit this model.
         """
         prepared = self._weights.prepare(Path(folder))
-
-        def swap() -> None:
-            self._scheduler.swap(name, version, prepared)
-            with self._changed:
-                self._versions[name] = version
-
-        return self._command(swap)
+        return self._command(lambda: self._scheduler.swap(name, version, prepared))
 
     def unload_adapter(self, name: str) -> Future[None]:
         """Forget an adapter: running sequences finish, queued ones fail."""
+        return self._command(lambda: self._scheduler.unload(name))
 
-        def unload() -> None:
-            with self._changed:
-                self._versions.pop(name, None)
-            self._scheduler.unload(name)
-
-        return self._command(unload)
-
-    def logprobs(
-        self, rows: Sequences[list[int]], adapter: str | None
-    ) -> Future[list[list[float]]]:
-        """Return each token's log-prob given the tokens before it; 0 for the first of a row.
+    def score(
+        self, rows: Sequences[list[int]], adapter: str | None, top: int = 0
+    ) -> Future[list[Scored]]:
+        """Return log-probs of given rows, with ``top`` alternatives to each of their tokens.
 
         Runs between two steps of sampling; prefixes that the rows share are computed once.
 
@@ -214,12 +201,7 @@ class SamplerEngine:
         """
         for row in rows:
             self._check_row("a row to score", row)
-        return self._command(lambda: self._scheduler.logprobs(rows, adapter))
-
-    def score(self, row: list[int], adapter: str | None, top: int = 0) -> Future[Scored]:
-        """Like ``logprobs`` of one row, with ``top`` alternatives to each of its tokens."""
-        self._check_row("a row to score", row)
-        return self._command(lambda: self._scheduler.score(row, adapter, top))
+        return self._command(lambda: self._scheduler.score(rows, adapter, top))
 
     def stats(self) -> SamplerStats:
         with self._changed:

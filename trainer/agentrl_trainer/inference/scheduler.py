@@ -75,14 +75,16 @@ class Scheduler:
     def swap(self, name: str, version: int, prepared: PreparedAdapter) -> None:
         """Make a version the current one; the old one finishes what it has."""
         self.weights.install(prepared)
-        self.unload(name)
-        lane = Lane(name, version, prepared, self.forward, self.pool)
-        self.current[name] = lane
+        superseded = self.current.get(name)
+        self.current[name] = lane = Lane(name, version, prepared, self.forward, self.pool)
         self.lanes.append(lane)
+        self._supersede(superseded)
         self.count.swaps += 1
 
     def unload(self, name: str) -> None:
-        old = self.current.pop(name, None)
+        self._supersede(self.current.pop(name, None))
+
+    def _supersede(self, old: Lane | None) -> None:
         if old is not None:
             old.current = False
             self.pool.drop_owner(old)
@@ -96,19 +98,18 @@ class Scheduler:
             if lane.weights is not None:
                 self.weights.drop(lane.weights)
 
-    def logprobs(self, rows: Sequences[list[int]], adapter: str | None) -> list[list[float]]:
-        """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
+    def score(self, rows: Sequences[list[int]], adapter: str | None, top: int) -> list[Scored]:
+        """Score rows by one adapter version, with ``top`` alternatives to each token."""
         lane = self.current.get(adapter)
         if lane is None:
             raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
         self.weights.activate(lane.weights)
-        return self.scorer.logprobs(rows)
-
-    def score(self, row: list[int], adapter: str | None, top: int) -> Scored:
-        """Score one row, with ``top`` alternatives to each token, by one adapter version."""
-        [logprobs] = self.logprobs([row], adapter)
-        likeliest = self.scorer.likeliest(row, top) if top else [[] for _ in row]
-        return Scored(logprobs, likeliest, self.current[adapter].version)
+        return [
+            Scored(
+                logprobs, self.scorer.likeliest(row, top) if top else [[]] * len(row), lane.version
+            )
+            for row, logprobs in zip(rows, self.scorer.logprobs(rows), strict=True)
+        ]
 
     # -- a round --------------------------------------------------------------------------------
 
