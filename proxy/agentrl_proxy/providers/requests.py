@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import invalid
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.protocols.completions import (
@@ -28,8 +28,7 @@ from agentrl_proxy.protocols.completions import (
 from agentrl_proxy.protocols.fields import check_body
 from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.responses import responses_as_chat
-from agentrl_proxy.providers.service import ProviderRequest, ProviderService
-from agentrl_proxy.server.sse import Write
+from agentrl_proxy.providers.service import ProviderRequest
 
 
 def provider_chat_request(raw: dict[str, Any]) -> ProviderRequest:
@@ -82,22 +81,6 @@ def provider_completion_requests(
         one = {**chat, "messages": [{"role": "user", "content": prompt}]}
         requests.append(_request(raw, one, dialect, n=n, first_choice=i * n))
     return requests, dialect
-
-
-class CountWork:
-    """A request of ``/v1/messages/count_tokens``. It records nothing, and ends with its client."""
-
-    keep_alone = False
-
-    def __init__(self, service: ProviderService, request: ProviderRequest) -> None:
-        self._service = service
-        self._request = request
-
-    async def run(self, write: Write | None) -> dict[str, int]:
-        return {"input_tokens": await self._service.count(self._request)}
-
-    def failed(self, error: ApiError) -> bytes:
-        return self._request.dialect.failed(error)
 
 
 def _request(

@@ -9,27 +9,12 @@ two tool calls that share an index.
 from __future__ import annotations
 
 import secrets
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
 
 _REPLACED = ("role", "id", "type", "name", "index", "expires_at")
-
-
-class _ToolCall(NamedTuple):
-    """A streamed tool call, as its provider began it."""
-
-    place: int  # our index
-    id: str
-    name: str
-
-    def is_followed_by(self, id: str, name: str) -> bool:
-        """Whether a piece with this id and name (empty: none) begins another call. A piece without
-        a name does not, whatever its id: some servers make up an id for every piece."""
-        if not name:
-            return False
-        return id != self.id if id else name != self.name
 
 
 class StreamedAnswer:
@@ -41,9 +26,7 @@ class StreamedAnswer:
         self._message: dict[str, Any] | None = None
         self._logprobs: list[dict[str, Any]] | None = None
         self._finish_reason: str | None = None
-        self._calls: dict[int, _ToolCall] = {}  # the latest, by the provider's index
-        self._begun = 0  # calls
-        self._thinking = False
+        self._places: dict[int, int] = {}  # the provider's index of a tool call -> ours
         self.usage: dict[str, Any] | None = None
         self.said: dict[str, Any] = {}  # the provider's id and model
 
@@ -55,12 +38,16 @@ class StreamedAnswer:
         if not chunk.get("choices"):
             return None
         choice = normalized(chunk["choices"][0], self._index)
-        choice["delta"] = delta = self._normalized_delta(choice.get("delta") or {})
-        self._message = self._message or {"role": "assistant", "content": None}
-        calls = delta.get("tool_calls") or []
-        _merge(self._message, {k: v for k, v in delta.items() if k != "tool_calls"})
-        for call in calls:
-            self._add_call(self._message.setdefault("tool_calls", []), call)
+        delta = choice["delta"] = dict(choice.get("delta") or {})
+        message = self._message = self._message or {"role": "assistant", "content": None}
+        calls, thoughts = delta.pop("tool_calls", None), delta.pop("thinking_blocks", None)
+        _merge(message, delta)
+        if calls:
+            whole = message.setdefault("tool_calls", [])
+            delta["tool_calls"] = [self._add_call(whole, call) for call in calls]
+        if thoughts:
+            whole = message.setdefault("thinking_blocks", [])
+            delta["thinking_blocks"] = [_add_thought(whole, block) for block in thoughts]
         if choice["logprobs"] is not None:
             self._logprobs = (self._logprobs or []) + choice["logprobs"]["content"]
         self._finish_reason = choice["finish_reason"] or self._finish_reason
@@ -74,45 +61,27 @@ class StreamedAnswer:
             choices = [chat_objects.choice(self._index, self._message, reason, logprobs)]
         return chat_objects.completion(self._heading, choices, self.usage or {})
 
-    def _normalized_delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """Say each tool call's id, name and index as OpenAI does, and each thought once.
+    def _add_call(self, calls: list[dict[str, Any]], piece: dict[str, Any]) -> dict[str, Any]:
+        """Add a piece of a tool call. Return it with its id, name and index as OpenAI says them.
 
         Some providers repeat a call's id and name in every piece. Some begin a call under an index
-        that had one (LiteLLM's Ollama counts anew in every chunk). LiteLLM repeats a thought's
-        whole text beside its signature.
+        that had one (LiteLLM's Ollama counts anew in every chunk). A piece without a name begins
+        none, whatever its id: some servers make up an id for every piece.
         """
-        delta = dict(delta)
-        if delta.get("tool_calls"):
-            delta["tool_calls"] = [self._normalized_call(call) for call in delta["tool_calls"]]
-        if delta.get("thinking_blocks"):
-            delta["thinking_blocks"] = [self._thought(one) for one in delta["thinking_blocks"]]
-        return delta
-
-    def _normalized_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        place, function = call.get("index", 0), call.get("function") or {}
-        call_id, name = call.get("id") or "", function.get("name") or ""
-        arguments = function.get("arguments") or ""
-        known = self._calls.get(place)
-        if known is not None and not known.is_followed_by(call_id, name):
-            return {"index": known.place, "function": {"arguments": arguments}}
-        index, self._begun = self._begun, self._begun + 1
-        self._calls[place] = _ToolCall(index, call_id, name)
-        call_id = call_id or f"call_{secrets.token_hex(12)}"
+        place, function = piece.get("index", 0), piece.get("function") or {}
+        call_id, name = piece.get("id") or "", function.get("name") or ""
+        arguments, index = function.get("arguments") or "", self._places.get(place)
+        if index is not None:
+            call = calls[index]
+            known = call["id"] if call_id else call["function"]["name"]
+            if not name or known == (call_id or name):
+                call["function"]["arguments"] += arguments
+                return {"index": index, "function": {"arguments": arguments}}
+        index = self._places[place] = len(calls)
         function = {"name": name, "arguments": arguments}
+        call_id = call_id or f"call_{secrets.token_hex(12)}"
+        calls.append({"type": "function", "id": call_id, "function": {**function}})
         return {"type": "function", "id": call_id, "index": index, "function": function}
-
-    def _thought(self, block: dict[str, Any]) -> dict[str, Any]:
-        signed = bool(block.get("signature"))
-        repeated, self._thinking = signed and self._thinking, not signed
-        return {**block, "thinking": ""} if repeated else block
-
-    @staticmethod
-    def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> None:
-        if piece["index"] == len(calls):
-            begun = {k: v for k, v in piece.items() if k != "index"}
-            calls.append({**begun, "function": dict(piece["function"])})
-        else:
-            calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
 
 
 def normalized(choice: dict[str, Any], index: int) -> dict[str, Any]:
@@ -141,9 +110,7 @@ def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
     """Add a streamed piece: text and lists grow, objects are merged."""
     for key, value in piece.items():
         old: Any = whole.get(key)
-        if key == "thinking_blocks" and value:
-            whole[key] = _thoughts([*(old or ()), *value])
-        elif isinstance(old, dict) and isinstance(value, dict):
+        if isinstance(old, dict) and isinstance(value, dict):
             whole[key] = {**old}
             _merge(whole[key], value)
         elif isinstance(old, str | list) and type(old) is type(value) and key not in _REPLACED:
@@ -152,17 +119,18 @@ def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
             whole[key] = value
 
 
-def _thoughts(pieces: list[Any]) -> list[Any]:
-    """Join the pieces of Anthropic's thinking blocks: the last one has the signature."""
-    blocks: list[Any] = []
-    for piece in pieces:
-        last = blocks[-1] if blocks else {}
-        if last.get("type") == piece.get("type") == "thinking" and not last.get("signature"):
-            blocks[-1] = {
-                "type": "thinking",
-                "thinking": (last.get("thinking") or "") + (piece.get("thinking") or ""),
-                "signature": piece.get("signature") or "",
-            }
-        else:
-            blocks.append(piece)
-    return blocks
+def _add_thought(blocks: list[Any], piece: dict[str, Any]) -> dict[str, Any]:
+    """Add a piece of Anthropic's thinking blocks; the last piece of a block has the signature.
+    Return it without the block's text, which LiteLLM repeats beside the signature."""
+    last = blocks[-1] if blocks else {}
+    if not last.get("type") == piece.get("type") == "thinking" or last.get("signature"):
+        blocks.append(piece)
+        return piece
+    if piece.get("signature"):
+        piece = {**piece, "thinking": ""}
+    blocks[-1] = {
+        "type": "thinking",
+        "thinking": (last.get("thinking") or "") + (piece.get("thinking") or ""),
+        "signature": piece.get("signature") or "",
+    }
+    return piece

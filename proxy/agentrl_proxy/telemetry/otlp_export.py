@@ -6,13 +6,13 @@ came. Calls, and rewards of agents without OpenTelemetry, leave as spans of the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
 
 from agentrl_proxy.dependencies import SpanExporter, TraceSink
 from agentrl_tracer.conventions import (
@@ -73,37 +73,29 @@ class OtlpExporter:
         self.lost += len(self._take(_MAX_QUEUED, 0.0))
 
     def _run(self) -> None:
-        while True:
-            spans = self._take(_MAX_BATCH, 0.2)
-            if spans:
-                if self._send(spans):
-                    self.sent += len(spans)
-                else:
-                    self.lost += len(spans)
-            elif self._closing.is_set():
-                return
-
-    def _send(self, spans: Sequence[Span]) -> bool:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         from agentrl_tracer.otlp_codec import readable_span
 
-        try:
-            result = self._exporter.export([readable_span(span) for span in spans])
-        except Exception:  # one bad span must not end the thread
-            log.exception("%d spans could not be exported to %s", len(spans), self.url)
-            return False
-        return result is SpanExportResult.SUCCESS
+        while (spans := self._take(_MAX_BATCH, 0.2)) or not self._closing.is_set():
+            if not spans:
+                continue
+            result = None
+            try:
+                result = self._exporter.export([readable_span(span) for span in spans])
+            except Exception:  # one bad span must not end the thread
+                log.exception("%d spans could not be exported to %s", len(spans), self.url)
+            if result is SpanExportResult.SUCCESS:
+                self.sent += len(spans)
+            else:
+                self.lost += len(spans)
 
     def _take(self, most: int, timeout_s: float) -> list[Span]:
         spans: list[Span] = []
-        try:
-            if timeout_s:
-                spans.append(self._queue.get(timeout=timeout_s))
+        with contextlib.suppress(queue.Empty):
+            spans.append(self._queue.get(timeout=timeout_s))
             while len(spans) < most:
                 spans.append(self._queue.get_nowait())
-        except queue.Empty:
-            pass
         return spans
 
 
@@ -135,8 +127,7 @@ class ExportingSink:
 
 def _call_span(call: Call) -> Span:
     """The gateway's span of a call, under the span that made it."""
-    return _span(
-        call,
+    return Span(
         trace_id=call.trace_id or _hash(call.attempt_id or call.response_id, 16),
         span_id=_hash(call.id, 8),
         parent_span_id=call.span_id,
@@ -145,7 +136,7 @@ def _call_span(call: Call) -> Span:
         start_ns=int(call.started_at * 1e9),
         end_ns=int((call.ended_at or time.time()) * 1e9),
         status="error" if call.state is CallState.ERROR else "unset",
-        attributes={
+        attributes={  # those that are None are not exported
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "agentrl",
             "gen_ai.request.model": call.model,
@@ -158,13 +149,16 @@ def _call_span(call: Call) -> Span:
             "agentrl.adapter.version": call.adapter_version,
             "error.type": call.error,
         },
+        events=[],
+        resource=_RESOURCE,
+        rollout_id=call.rollout_id,
+        attempt_id=call.attempt_id,
     )
 
 
 def _reward_span(reward: Reward) -> Span:
     created_ns = int(reward.created_at * 1e9)
-    return _span(
-        reward,
+    return Span(
         trace_id=_hash(reward.attempt_id, 16),
         span_id=_hash(f"{reward.attempt_id} {reward.key}", 8),
         parent_span_id=None,
@@ -179,17 +173,10 @@ def _reward_span(reward: Reward) -> Span:
             EVALUATION_EXPLANATION: reward.explanation,
             RESPONSE_ID: reward.response_id,
         },
-    )
-
-
-def _span(of: Call | Reward, attributes: Mapping[str, Any], **fields: Any) -> Span:
-    return Span(
-        attributes={name: value for name, value in attributes.items() if value is not None},
         events=[],
         resource=_RESOURCE,
-        rollout_id=of.rollout_id,
-        attempt_id=of.attempt_id,
-        **fields,
+        rollout_id=reward.rollout_id,
+        attempt_id=reward.attempt_id,
     )
 
 

@@ -12,7 +12,7 @@ from provider_servers import SECRET, FaultyServer, answerer
 from running_gateway import running
 from scripted_sampler import Running
 
-from agentrl_proxy.providers.litellm import make_router
+from agentrl_proxy.providers.litellm_setup import make_router
 from agentrl_proxy.rendering.renderer import Renderer
 
 

@@ -175,7 +175,7 @@ def test_litellm_that_does_not_start_is_nobodys_request(
         def failing(_: Any) -> None:
             raise ImportError(f"no module named x, says {SECRET}")
 
-        monkeypatch.setattr("agentrl_proxy.providers.litellm.make_router", failing)
+        monkeypatch.setattr("agentrl_proxy.providers.litellm_setup.make_router", failing)
         gateway = elsewhere(start, provider)
     else:
         gateway = elsewhere(start, provider, params={"tpm": "a lot"})
