@@ -63,7 +63,4 @@ async def _warm_up(litellm: Any) -> None:
                 model="openai/none", messages=hello, api_base=base, api_key="none", max_retries=0
             )
     with contextlib.suppress(Exception):
-        mock: dict[str, Any] = {"model": "openai/none", "mock_response": "hello"}
-        await litellm.acompletion(messages=hello, **mock)
-        async for _ in await litellm.acompletion(messages=hello, stream=True, **mock):
-            pass
+        await litellm.acompletion(model="openai/none", messages=hello, mock_response="hello")

@@ -93,8 +93,7 @@ def _request(
 ) -> ProviderRequest:
     if n == 1:  # Responses and Messages have no ``n``
         chat = {name: value for name, value in chat.items() if name != "n"}
-    stream = bool(raw.get("stream"))
-    return ProviderRequest(raw["model"], chat, raw, dialect, stream, n, first_choice)
+    return ProviderRequest(raw["model"], chat, raw, dialect, n, first_choice)
 
 
 def _include_usage(raw: Mapping[str, Any]) -> bool:

@@ -6,6 +6,9 @@ never train. Does not know which protocol the client speaks (requests.py).
 - A model that stands in for the policy is sampled as the rollout's settings force. If the provider
   refuses a forced setting (reasoning models take temperature 1 only), it is asked again without it,
   and the row names it in ``params["not_enforced"]``.
+- A provider is asked for a whole answer. A client that streams gets its events when the answer is
+  complete: LiteLLM streams one finish reason for several choices, drops or estimates usage, and
+  passes each provider's own ways of cutting tool calls and thoughts.
 - The usage that a provider reports counts in the rollout's budget. LiteLLM invents one where the
   provider reports none; that is not recorded, and ``params["usage_unknown"]`` says why.
 - A provider's key goes to that provider only. Of a request's fields only OpenAI's own are passed on
@@ -25,10 +28,10 @@ from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
 from agentrl_proxy.errors import invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
+from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
 from agentrl_proxy.providers import litellm_setup
 from agentrl_proxy.providers.failures import api_error, without_cause
 from agentrl_proxy.providers.redaction import Redaction
-from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.lifecycle import OpenCall
@@ -55,7 +58,6 @@ class ProviderRequest:
     chat: Mapping[str, Any]  # the request in the fields of chat completions
     raw: dict[str, Any]  # the wire request
     dialect: chat_objects.Dialect
-    stream: bool
     n: int = 1
     first_choice: int = 0  # index in the response of this prompt's first choice
 
@@ -71,8 +73,6 @@ class ProviderCall(OpenCall):
     params: dict[str, Any] = field(  # added to the rows' params
         default_factory=lambda: {"usage_unknown": "the answer did not come to its end"}
     )
-    streamed: StreamedAnswer | None = None
-    last_chunks: list[bytes] = field(default_factory=list[bytes])
     sent: bool = False  # whether LiteLLM has sent it to the provider
 
     def log_event(self, details: dict[str, Any]) -> None:
@@ -131,12 +131,6 @@ class ProviderService:
                     forced = (attempt.sampling or {}).get("force") or {}
             chat = {**request.chat, **forced}
             fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
-            # Of several choices LiteLLM streams one finish reason, and it does not say whether a
-            # text completion's usage is an estimate. Such requests are sent without ``stream``.
-            in_text = model.model.startswith("text-completion-")
-            if request.stream and request.n == 1 and not in_text:
-                # Usage is recorded whether or not the client wants it.
-                fields |= {"stream": True, "stream_options": {"include_usage": True}}
             rows = open_calls(
                 self._deps.writer,
                 response_id=heading.id,
@@ -161,13 +155,7 @@ class ProviderService:
 
     async def generate(self, call: ProviderCall, write: Write | None) -> dict[str, Any]:
         try:
-            answer = await self._send(call)
-            if write is not None and "stream" in call.fields:
-                response = await _relay(answer, call, write)
-            else:
-                response = _whole(answer, call)
-                if write is not None:
-                    call.last_chunks = [*chat_objects.replayed(call.request.dialect, response)]
+            response = _chat_completion(await self._send(call), call)
         except Exception as error:
             refusal, status = api_error(
                 error, call.request.name, sent=call.sent, clean=self._redaction.clean
@@ -182,7 +170,7 @@ class ProviderService:
         return response
 
     def last_chunks(self, call: ProviderCall, response: dict[str, Any]) -> list[bytes]:
-        return call.last_chunks
+        return [*chat_objects.replayed(call.request.dialect, response)]
 
     def answered(self, call: ProviderCall, response: dict[str, Any]) -> None: ...
 
@@ -190,8 +178,6 @@ class ProviderService:
         self, call: ProviderCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
         ended_at = time.time()
-        if response is None and call.streamed is not None:
-            response = call.streamed.response()
         choices = {one["index"]: one for one in (response or {}).get("choices", ())}
         not_enforced = call.params.get("not_enforced", ())
         rows: list[Call] = []
@@ -275,52 +261,13 @@ class ProviderService:
             raise unavailable(message, "other_models_unavailable") from None
 
 
-async def _relay(chunks: Any, call: ProviderCall, write: Write) -> dict[str, Any]:
-    """Pass chunks on as they come. Those that end the choice wait in ``last_chunks``."""
-    streamed = call.streamed = StreamedAnswer(call.heading, call.request.first_choice)
-    try:
-        async for chunk in chunks:
-            choice = streamed.add(chunk.model_dump(exclude_none=True))
-            if choice is None or not (choice["delta"] or choice["finish_reason"]):
-                continue
-            logprobs = choice["logprobs"]
-            data = call.request.dialect.chunk(
-                call.heading,
-                choice["index"],
-                choice["delta"],
-                logprobs=None if logprobs is None else logprobs["content"],
-                finish_reason=choice["finish_reason"],
-            )
-            if call.last_chunks or choice["finish_reason"]:
-                call.last_chunks.append(data)
-            elif data:
-                await write(data)
-        # LiteLLM's last chunk always has a usage; the provider's own chunks have only its.
-        if not any(getattr(chunk, "usage", None) for chunk in getattr(chunks, "chunks", ())):
-            streamed.usage = None
-        _note(call, chunks, streamed.usage, streamed.said)
-    finally:  # close the connection of a broken stream now, not at garbage collection
-        if (close := getattr(chunks, "aclose", None)) is not None:
-            await close()
-    return streamed.response()
-
-
-def _whole(answer: Any, call: ProviderCall) -> dict[str, Any]:
+def _chat_completion(answer: Any, call: ProviderCall) -> dict[str, Any]:
+    """Return LiteLLM's response as the gateway's chat completion, and note what it says of it."""
     said = answer.model_dump(exclude_none=True)
     call.heading.fingerprint = said.get("system_fingerprint")
     usage = said.get("usage") or {}
     if not usage.get("total_tokens"):  # LiteLLM's zeros for a usage that was not reported
         usage = {}
-    _note(call, answer, usage, said)
-    choices: list[dict[str, Any]] = []
-    for choice in said["choices"]:
-        one = normalized(choice, choice.get("index", 0) + call.request.first_choice)
-        choices.append({**one, "message": {"content": None, **choice["message"]}})
-    return chat_objects.completion(call.heading, choices, usage)
-
-
-def _note(call: ProviderCall, answer: Any, usage: Any, said: dict[str, Any]) -> None:
-    """Record what Router and provider say of an answer: its model, price and retries."""
     hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
     extra = hidden.get("additional_headers") or {}
     notes = {
@@ -334,3 +281,31 @@ def _note(call: ProviderCall, answer: Any, usage: Any, said: dict[str, Any]) -> 
     }
     del call.params["usage_unknown"]
     call.params |= {key: value for key, value in notes.items() if value is not None}
+    choices: list[dict[str, Any]] = []
+    for choice in said["choices"]:
+        logprobs = choice.get("logprobs")
+        if logprobs is not None:
+            content = logprobs.get("content")
+            if content is None and "tokens" in logprobs:
+                content = legacy_entries(logprobs)
+            content = [_logprob_entry(one) for one in content or ()]
+            logprobs = {"refusal": None, **logprobs, "content": content}
+        choices.append(
+            {
+                "finish_reason": None,
+                **choice,
+                "index": choice.get("index", 0) + call.request.first_choice,
+                "message": {"content": None, **choice["message"]},
+                "logprobs": logprobs,
+            }
+        )
+    return chat_objects.completion(call.heading, choices, usage)
+
+
+def _logprob_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """A log-prob entry with all its fields. Some providers give no bytes or no alternatives."""
+    own, *tops = (
+        {**plain_entry(one["token"], one["logprob"]), **one}
+        for one in (entry, *(entry.get("top_logprobs") or ()))
+    )
+    return {**own, "top_logprobs": tops}

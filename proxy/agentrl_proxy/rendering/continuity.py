@@ -99,7 +99,8 @@ class Conversations:
     def __init__(self) -> None:
         self._said: OrderedDict[ConversationKey, Said] = OrderedDict()
         self._total = 0
-        self._said_with: dict[bytes, ConversationKey] = {}  # only tells why one branched
+        self.said_with: dict[bytes, ConversationKey] = {}
+        """By messages: the key of their newest reply. It only tells why a prompt branched."""
 
     def __len__(self) -> int:
         return len(self._said)
@@ -108,22 +109,18 @@ class Conversations:
         old = self._said.pop(key, None)
         self._total += said.length - (0 if old is None else old.length)
         self._said[key] = said
-        self._said_with[key.messages] = key
+        self.said_with[key.messages] = key
         while self._said and (len(self._said) > MAX_CONVERSATIONS or self._total > MAX_TOKENS):
             key, said = self._said.popitem(last=False)
             self._total -= said.length
-            if self._said_with.get(key.messages) == key:
-                del self._said_with[key.messages]
+            if self.said_with.get(key.messages) == key:
+                del self.said_with[key.messages]
 
     def get(self, key: ConversationKey) -> Said | None:
         said = self._said.get(key)
         if said is not None:
             self._said.move_to_end(key)
         return said
-
-    def said_with(self, messages: bytes) -> ConversationKey | None:
-        """The key with which this conversation was last remembered."""
-        return self._said_with.get(messages)
 
 
 def render_prompt(
@@ -141,26 +138,26 @@ def render_prompt(
     for message in normal:  # keys[i] covers the first i messages
         keys.append(keys[-1].then(message))
 
-    def made(ids: list[int], continues: Said | None, branched: Branch | None) -> Prompt:
-        return Prompt(ids, normal, keys[-1], continues, branched, opened)
-
-    if conversations is None:
-        return made(renderer.encode(text), None, Branch.NO_ROLLOUT)
-    if not len(conversations):
-        return made(renderer.encode(text), None, Branch.FIRST_CALL)
     # Look for the longest remembered beginning. It ends with an assistant's reply.
     ends = [i for i in range(len(normal), 0, -1) if normal[i - 1]["role"] == "assistant"]
-    if not ends:
-        return made(renderer.encode(text), None, Branch.NEW_CONVERSATION)
-    for count in ends:
-        known = conversations.get(keys[count])
-        if known is None:
-            continue
-        ids = _continue(renderer, known.ids(), normal[:count], tools, text)
-        if ids is not None:
-            last = count == ends[0]
-            return made(ids, known, None if last else _reason(conversations, normal, keys[ends[0]]))
-    return made(renderer.encode(text), None, _reason(conversations, normal, keys[ends[0]]))
+    ids = continues = branched = None
+    if conversations is None:
+        branched = Branch.NO_ROLLOUT
+    elif not len(conversations):
+        branched = Branch.FIRST_CALL
+    elif not ends:
+        branched = Branch.NEW_CONVERSATION
+    else:
+        for count in ends:
+            known = conversations.get(keys[count])
+            ids = known and _continue(renderer, known.ids(), normal[:count], tools, text)
+            if ids is not None:
+                continues = known
+                break
+            branched = branched or _reason(conversations, normal, keys[count])
+    if ids is None:
+        ids = renderer.encode(text)
+    return Prompt(ids, normal, keys[-1], continues, branched, opened)
 
 
 def remember_reply(
@@ -217,7 +214,7 @@ def _continue(
 
 def _reason(conversations: Conversations, messages: list[Message], key: ConversationKey) -> Branch:
     """Return why the last reply is not continued. ``key`` covers the messages up to it."""
-    said_with = conversations.said_with(key.messages)
+    said_with = conversations.said_with.get(key.messages)
     if said_with is None:
         return Branch.HISTORY_EDITED
     if said_with.tools != key.tools:

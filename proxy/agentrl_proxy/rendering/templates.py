@@ -69,9 +69,7 @@ LLAMA_3 = _template(
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     _WHOLE,
     # A message that is one JSON object is a call without delimiters.
-    {
-        "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)"\s*:)',
-    },
+    {"open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)"\s*:)'},
     {},
 )
 """Llama 3.1, 3.2 and 3.3: one call a message; ``parameters`` instead of ``arguments``."""

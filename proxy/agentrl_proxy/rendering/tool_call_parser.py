@@ -34,12 +34,13 @@ class ReplyTemplate:
     def __init__(self, spec: dict[str, Any], prefill: str) -> None:
         self._spec = spec
         self.prefill = prefill
-        self._prefilled = bool(_after_anchor(spec, prefill).strip())
         self._loaded: dict[bool, Any] = {}
         self.streams_calls = _is_json_call(spec["fields"].get("tool_calls"))
         # Most replies contain no delimiter: without any of its first characters there is nothing
-        # to parse. "" disables the shortcut, because a pattern could start anywhere.
-        self.plain_without = "" if self._prefilled else _first_characters(spec)
+        # to parse. "" disables the shortcut: the chat template wrote a part of the reply, or a
+        # pattern could start anywhere.
+        bare = [prefill.rpartition(anchor)[2].strip() for anchor in _literals(spec, "start_anchor")]
+        self.plain_without = "" if prefill and "" not in bare else _first_characters(spec)
 
     @property
     def reasoning_marks(self) -> tuple[str, str] | None:
@@ -293,15 +294,6 @@ Parser: TypeAlias = ReplyParser | PlainTextParser
 def _literals(part: dict[str, Any], key: str) -> list[str]:
     literals: Any = part.get(key) or []
     return [literals] if isinstance(literals, str) else literals
-
-
-def _after_anchor(spec: dict[str, Any], prefill: str) -> str:
-    """Return what the chat template wrote after the start of the assistant's message."""
-    for anchor in _literals(spec, "start_anchor"):
-        _, found, rest = prefill.rpartition(anchor)
-        if found:
-            return rest
-    return prefill
 
 
 def _first_characters(spec: dict[str, Any]) -> str:

@@ -170,28 +170,20 @@ def _answer(request: TrackedRequest, past: Sequence[PastCall]) -> Completion | N
 def _is_answered(request: TrackedRequest, calls: Sequence[Call]) -> bool:
     """Whether the rows of a request are all of its answer. A provider may give fewer choices than
     requested; our own sampler (it alone reports prompt tokens) gives all of them."""
-    done = [call for call in calls if call.state is CallState.COMPLETED]
-    others = [call for call in calls if call.state is not CallState.COMPLETED]
-    return len({call.choice // request.n for call in done}) == request.prompts and all(
-        not call.prompt_ids and call.ended_at is not None for call in others
+    prompts = {call.choice // request.n for call in calls if call.state is CallState.COMPLETED}
+    return len(prompts) == request.prompts and all(
+        call.state is CallState.COMPLETED or (not call.prompt_ids and call.ended_at is not None)
+        for call in calls
     )
 
 
 def _completion(request: TrackedRequest, calls: Sequence[Call]) -> Completion:
-    parts: dict[int, list[Completion]] = {}  # by prompt
+    parts: dict[int, Completion] = {}  # by prompt
     for call in calls:
-        if call.state is CallState.COMPLETED and (response := call.response):
+        if call.state is CallState.COMPLETED and (said := call.response):
             # Providers' answers are stored as chat completions whatever the protocol.
-            written = response.get("object") == "chat.completion"
-            said = response if written else request.dialect.read(response)
-            parts.setdefault(call.seq, []).append(said)
-    return chat_objects.together(
-        [
-            {
-                **said[0],
-                "choices": [choice for one in said for choice in one["choices"]],
-                "usage": said[0]["usage"] or {},
-            }
-            for said in parts.values()
-        ]
-    )
+            if said.get("object") != "chat.completion":
+                said = request.dialect.read(said)
+            empty = {**said, "choices": [], "usage": said["usage"] or {}}
+            parts.setdefault(call.seq, empty)["choices"] += said["choices"]
+    return chat_objects.together([*parts.values()])

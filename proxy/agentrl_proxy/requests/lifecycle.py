@@ -95,7 +95,7 @@ class ClientRequest:
     request: TrackedRequest
     caller: Caller
     headers: Mapping[str, str]
-    commits: ClassVar[set[asyncio.Task[Any]]] = set()  # whose clients have left
+    commits: ClassVar[set[asyncio.Task[Any]]] = set()  # kept until they end
 
     @property
     def keep_alone(self) -> bool:
@@ -187,10 +187,7 @@ class ClientRequest:
             raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error from None
 
     async def _commit(
-        self,
-        pairs: list[tuple[Any, Completion]],
-        answer: Completion,
-        memory: AttemptMemory | None,
+        self, pairs: list[tuple[Any, Completion]], answer: Completion, memory: AttemptMemory | None
     ) -> None:
         """Record the answer. A client that leaves now does not stop it: its retry gets the answer.
 
@@ -210,9 +207,6 @@ class ClientRequest:
                         self.service.answered(call, said)
                     durable = answer
                 return state
-            except Exception:
-                log.exception("the store did not take %s", answer["id"])
-                raise unavailable("the answer could not be recorded", "store_error") from None
             finally:
                 self.retries.end(self.request, memory, durable)
 
@@ -223,11 +217,11 @@ class ClientRequest:
             state = await asyncio.shield(commit)
         except asyncio.CancelledError:
             self.stats.cancelled += 1
-            commit.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             raise
-        except ApiError:
+        except Exception as error:
             self.stats.failed += 1
-            raise
+            log.exception("the store did not take %s", answer["id"])
+            raise unavailable("the answer could not be recorded", "store_error") from error
         if attempt is not None and state is not AttemptState.RUNNING:
             self.stats.late += 1
             self.retries.attempts.forget(attempt.attempt_id)

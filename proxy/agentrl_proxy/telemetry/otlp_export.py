@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from agentrl_proxy.dependencies import SpanExporter, TraceSink
@@ -99,29 +100,29 @@ class OtlpExporter:
         return spans
 
 
+@dataclass(frozen=True, slots=True)
 class ExportingSink:
     """A sink that exports what another sink has recorded."""
 
-    def __init__(self, writer: TraceSink, exporter: SpanExporter) -> None:
-        self._writer = writer
-        self._exporter = exporter
+    writer: TraceSink
+    exporter: SpanExporter
 
     def open(self, call: Call) -> None:
-        self._writer.open(call)
+        self.writer.open(call)
 
     async def finish(self, call: Call) -> AttemptState | None:
-        state = await self._writer.finish(call)
-        self._exporter.put([_call_span(call)])
+        state = await self.writer.finish(call)
+        self.exporter.put([_call_span(call)])
         return state
 
     async def deliver(
         self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
     ) -> AttemptState | None:
-        state = await self._writer.deliver(attempt_id, spans, rewards)
+        state = await self.writer.deliver(attempt_id, spans, rewards)
         if attempt_id is None or state is AttemptState.RUNNING:  # else it was refused
             known = {span.span_id for span in spans}
             plain = [_reward_span(reward) for reward in rewards if reward.key not in known]
-            self._exporter.put([*spans, *plain])
+            self.exporter.put([*spans, *plain])
         return state
 
 
