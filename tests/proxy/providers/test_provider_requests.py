@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from gateway_client import wait_until
 from official_clients import CALL, TOOLS, USER, claude, client
@@ -118,38 +117,6 @@ def test_a_schema_is_the_providers_to_enforce(gateway: Running, provider: Runnin
     with client(gateway) as api:
         api.responses.create(model="answerer", input="hi", text={"format": format})
     assert provider.sampler.requests[0].params.grammar
-
-
-def test_openai_agents(gateway: Running, provider: Running) -> None:
-    """An agent of the OpenAI Agents SDK whose model is somebody else's, by the Responses API."""
-    agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    seen = list[str]()
-
-    @agents.function_tool
-    def search(q: str, k: int) -> str:
-        """Looks things up."""
-        seen.append(f"{q}/{k}")
-        return "50.9 N"
-
-    async def run(streamed: bool) -> Any:
-        turns = iter([CALL, "It is at 50.9 N."])
-        provider.sampler.script = lambda *_: next(turns)
-        claim = gateway.claims[0]
-        async with openai.AsyncOpenAI(base_url=gateway.base_url(claim), api_key=claim.key) as api:
-            model = agents.OpenAIResponsesModel("answerer", api)
-            agent = agents.Agent("finder", model=model, tools=[search])
-            if not streamed:
-                return await agents.Runner.run(agent, "Where is Köln?")
-            made = agents.Runner.run_streamed(agent, "Where is Köln?")
-            async for _ in made.stream_events():
-                pass
-            return made
-
-    for streamed in (False, True):
-        assert asyncio.run(run(streamed)).final_output == "It is at 50.9 N."
-    assert seen == ["köln/3"] * 2
-    recorded(gateway, 4)
 
 
 # --- Messages
@@ -501,20 +468,6 @@ async def test_a_client_that_leaves_cancels_the_call(
     assert call.params["usage_unknown"] == "the answer did not come to its end"
     wait_until(lambda: gateway.stats["in_flight"] == 0)
     assert gateway.store.accounting(gateway.run_id).adds_up
-
-
-def test_a_marked_retry_is_replayed_in_every_protocol(gateway: Running, provider: Running) -> None:
-    claim = gateway.claims[0]
-    with httpx.Client(headers={"authorization": f"Bearer {claim.key}"}, timeout=60) as api:
-        for path, body in ASKED.values():
-            url = gateway.base_url(claim) + path
-            asked = {"model": "answerer", **body}
-            first = api.post(url, json=asked)
-            again = api.post(url, json=asked, headers={"x-stainless-retry-count": "1"})
-            assert first.is_success
-            assert first.json() == again.json()
-    assert len(provider.sampler.requests) == 4
-    recorded(gateway, 4)
 
 
 # --- budgets

@@ -473,33 +473,6 @@ def test_retries_at_once_of_what_failed(gateway: Running) -> None:
     assert_only_the_last_answer_trains(gateway, again[0], failed=3)
 
 
-def test_of_several_prompts_to_another_model_one_fails(
-    start: Callable[..., Running], renderer: Renderer, tmp_path: Any
-) -> None:
-    with running(tmp_path / "provider", renderer, {}) as provider:
-        base, key = provider.base_url(), str(provider.deps.operator_key)
-        gateway = start(provider_models={"answerer": ProviderModel("openai/policy", base, key,
-                                                                   num_retries=0)})  # fmt: skip
-        fell: list[Any] = []
-
-        def script(ids: Any, *_: Any) -> str:
-            if "Two" in renderer.decode(ids) and not fell:
-                fell.append(ids)
-                raise RuntimeError("it fell over")
-            return f"answer {len(ids)}"
-
-        provider.sampler.script = script
-        asked = {"model": "answerer", "prompt": ["One", "Two", "Three"]}
-        assert post(gateway, "/completions", asked).status_code == 503
-        answer = post(gateway, "/completions", asked, headers=RETRY).raise_for_status().json()
-        assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
-        assert post(gateway, "/completions", asked, headers=RETRY).json() == answer
-        rows = gateway.calls(gateway.claims[0])
-        assert [row.state for row in rows].count(CallState.COMPLETED) == 3
-        with restarted(gateway) as after:
-            assert post(after, "/completions", asked, headers=RETRY).json() == answer
-
-
 def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) -> None:
     """Its gateway died between two commits."""
     asked = HELLO | {"n": 3}
