@@ -13,12 +13,7 @@ from agentrl_proxy.errors import ApiError, invalid
 
 log = logging.getLogger("agentrl.proxy")
 
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-}
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def api_error(
@@ -77,8 +72,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _provider_code(error: BaseException) -> str | None:
     """The provider's own code (``context_length_exceeded``, ...), if it gave one."""
-    code = getattr(error, "code", None)
-    body = getattr(error, "body", None)
+    code, body = getattr(error, "code", None), getattr(error, "body", None)
     if isinstance(body, dict):
         inner = body.get("error")
         code = (inner if isinstance(inner, dict) else body).get("code", code)

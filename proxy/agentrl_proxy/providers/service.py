@@ -54,12 +54,15 @@ _RECORDED = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "sto
 class ProviderRequest:
     """A checked request to a provider's model, or one of its bare prompts."""
 
-    name: str
-    chat: Mapping[str, Any]  # the request in the fields of chat completions
     raw: dict[str, Any]  # the wire request
+    chat: Mapping[str, Any]  # the same in the fields of chat completions
     dialect: chat_objects.Dialect
     n: int = 1
     first_choice: int = 0  # index in the response of this prompt's first choice
+
+    @property
+    def name(self) -> str:
+        return self.raw["model"]
 
 
 @dataclass(slots=True)
@@ -131,6 +134,8 @@ class ProviderService:
                     forced = (attempt.sampling or {}).get("force") or {}
             chat = {**request.chat, **forced}
             fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
+            if request.n == 1:
+                fields.pop("n", None)
             rows = open_calls(
                 self._deps.writer,
                 response_id=heading.id,
@@ -217,11 +222,8 @@ class ProviderService:
             message = f"the tokens of a prompt to {request.name!r} were not counted: {said}"
             raise invalid(None, message) from None
 
-    # --- inside
-
     async def _send(self, call: ProviderCall) -> Any:
-        """Send a call to its provider, without the forced settings that its model refuses. Return
-        LiteLLM's response, or its stream of chunks."""
+        """Send a call to its provider, without the forced settings that its model refuses."""
         router, name = await self._ready_router(), call.request.name
         refused = self._refused.setdefault(name, set())
         while True:

@@ -85,7 +85,7 @@ class CallReader:
             ValueError: it is malformed. How its text was cut into pieces does not matter.
         """
         if self._form is _ARGUMENTS_ALONE:
-            return tool_call({"name": self._name, "arguments": self.text.strip()}, self._id)
+            return tool_call(self._name, self.text, self._id)
         try:
             value = json.loads(self.text)
         except RecursionError:
@@ -95,23 +95,20 @@ class CallReader:
         named = [value[key] for key in _ARGUMENTS if key in value]
         if len(named) > 1:  # ambiguous, and one may have been shown already
             raise ValueError("a tool call with arguments and parameters")
-        call = self.begun
-        if call is None:
-            return tool_call(
-                {"name": value.get("name"), "arguments": (named or ["{}"])[0]}, self._id
-            )
-        if [value["name"], *named] != [call.name, json.loads(call.arguments)]:
-            raise ValueError("a tool call with two names or arguments")
-        return tool_call({"name": call.name, "arguments": call.arguments}, self._id)
+        arguments, call = (named or ["{}"])[0], self.begun
+        if call is not None:
+            if [value["name"], arguments] != [call.name, json.loads(call.arguments)]:
+                raise ValueError("a tool call with two names or arguments")
+            arguments = call.arguments
+        return tool_call(value.get("name"), arguments, self._id)
 
 
-def tool_call(function: dict[str, Any], call_id: str | None = None) -> ToolCall:
+def tool_call(name: Any, arguments: Any, call_id: str | None = None) -> ToolCall:
     """Return a checked call. Its arguments may be JSON text, whose spelling is kept.
 
     Raises:
         ValueError: name or arguments are malformed.
     """
-    name, arguments = function.get("name"), function.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError("a tool call without a name")
     if not isinstance(arguments, str):

@@ -60,8 +60,6 @@ class Renderer:
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         self._token_bytes: dict[int, bytes] = {}
 
-    # --- messages to ids
-
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as templates expect them: text contents, tool arguments as values."""
         return [self._normalize_one(message) for message in messages]
@@ -104,8 +102,6 @@ class Renderer:
     ) -> list[int]:
         """Return the prompt ids of wire messages."""
         return self.encode(self.text(self.normalize(messages), tools))
-
-    # --- ids to text and replies
 
     def is_stop(self, token_id: int) -> bool:
         return token_id in self._stop_ids
@@ -167,8 +163,6 @@ class Renderer:
                 known = self.decode_raw([token_id]).encode() if token else b""
             self._token_bytes[token_id] = known
         return known
-
-    # --- inside
 
     def _written(self, messages: list[Message], **settings: Any) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -69,7 +68,7 @@ class Constraints:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._known: OrderedDict[bytes, Constraint] = OrderedDict()
+        self._known: dict[bytes, Constraint] = {}
 
     async def of(self, output: StructuredOutput) -> Constraint | None:
         """Return what the sampler has to enforce; None: nothing.
@@ -87,11 +86,9 @@ class Constraints:
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.
+            if len(self._known) >= _MOST_REMEMBERED:
+                self._known.clear()
             known = self._known[key] = await asyncio.to_thread(self._compile, output)
-            if len(self._known) > _MOST_REMEMBERED:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(key)
         return known
 
     @cached_property

@@ -181,8 +181,9 @@ class ReplyParser:
                 self._take_call(event)
             elif kind == "region_close":
                 value = event["value"]
-                values = value if isinstance(value, list) else [value]
-                self._calls += [tool_call(one["function"]) for one in values]
+                for one in value if isinstance(value, list) else [value]:
+                    function = one["function"]
+                    self._calls.append(tool_call(function["name"], function.get("arguments", {})))
         elif name == "content" and kind == "region_chunk":
             # No blank line between thinking and answer.
             between = self._reasoning and not self._content

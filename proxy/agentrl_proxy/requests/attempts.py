@@ -7,7 +7,6 @@ retries are answered from it (client_retries.py), and prompts are rendered anew.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,8 +37,8 @@ class AttemptMemory:
     patience: float = QUIET_S
     spent: Spent | None = None  # None: not read from the store yet
     conversations: Conversations = field(default_factory=Conversations)
-    requests: OrderedDict[bytes, IdenticalRequests] = field(default_factory=OrderedDict[bytes, Any])
-    """By TrackedRequest.key, least recently used first."""
+    requests: dict[bytes, IdenticalRequests] = field(default_factory=dict[bytes, Any])
+    """By TrackedRequest.key: those that run, or failed and were not retried."""
 
     async def take_seq(self, first: Callable[[], Awaitable[int]]) -> int:
         """Return the next number in the order of acceptance; ``first`` reads the initial one."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -53,7 +52,7 @@ class Credentials:
         self._store = store
         self._operator = None if operator_key is None else _digest(operator_key)
         self._stats = stats
-        self._known: OrderedDict[bytes, AttemptRef] = OrderedDict()
+        self._known: dict[bytes, AttemptRef] = {}
 
     async def caller(
         self, headers: Mapping[str, str], rollout_id: str | None, *, may_be_sealed: bool = False
@@ -131,16 +130,14 @@ class Credentials:
         if key is None:
             return None, None
         digest = _digest(key)
-        known = self._known.get(digest)
-        if known is not None:
-            self._known.move_to_end(digest)
+        if (known := self._known.get(digest)) is not None:
             return known, None
         found = await ask(self._store, self._store.authenticate, key)
         if found is None:
             return None, None
+        if len(self._known) >= _MAX_CACHED:
+            self._known.clear()
         self._known[digest] = found
-        if len(self._known) > _MAX_CACHED:
-            self._known.popitem(last=False)
         return found, found.state
 
     def _is_operator(self, key: str | None) -> bool:

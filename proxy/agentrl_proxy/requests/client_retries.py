@@ -27,7 +27,6 @@ from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.recording import agent_name
 from agentrl_tracer.schemas import Call, CallState, PastCall
 
-MAX_REMEMBERED = 64  # different requests of one attempt
 _CONCURRENT_LOOKUPS = 4  # after a restart many clients retry, and the store serves others too
 
 Completion = dict[str, Any]
@@ -85,15 +84,8 @@ class ClientRetries:
 
     def begin(self, request: TrackedRequest, memory: AttemptMemory | None) -> None:
         """Register a request that will be sampled. ``end`` must follow."""
-        if memory is None:
-            return
-        requests, key = memory.requests, request.key
-        requests.setdefault(key, IdenticalRequests()).running.append(request)
-        requests.move_to_end(key)
-        if len(requests) > MAX_REMEMBERED:
-            idle = next((k for k, same in requests.items() if not same.running), None)
-            if idle is not None:
-                del requests[idle]
+        if memory is not None:
+            memory.requests.setdefault(request.key, IdenticalRequests()).running.append(request)
 
     def end(
         self,

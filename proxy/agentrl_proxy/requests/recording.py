@@ -29,9 +29,7 @@ class Sampled:
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    tops: list[Sequence[tuple[int, float]]] = field(
-        default_factory=list[Sequence[tuple[int, float]]]
-    )
+    tops: list[Sequence[tuple[int, float]]] = field(default_factory=list[Any])
     version: int | None = None  # the oldest: an adapter may be swapped during the answer
     versions: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
     """(first token, version) of each stretch that one version sampled."""

@@ -488,17 +488,6 @@ def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) 
         assert [seen.params.n for seen in after.sampler.requests] == [3]
 
 
-def test_what_is_remembered_of_requests_is_bounded(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentrl_proxy.requests.client_retries.MAX_REMEMBERED", 4)
-    gateway.sampler.healthy = False
-    for i in range(8):
-        assert post(gateway, CHAT, HELLO | {"seed": i}).status_code == 503
-    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
-    assert len(memory.requests) == 4
-
-
 # --- retries of identical requests that run
 
 
