@@ -1,6 +1,6 @@
 """Makes the example's files anew: the database, and the tasks to train and to evaluate on.
 
-The populations are invented: nobody can answer without looking them up. No sum and no city of the
+The populations are invented: no model can answer without looking them up. No sum and no city of the
 held-out tasks is among the training tasks.
 """
 
