@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from agentrl.config.commands import COMMANDS
 from agentrl.config.recorded import flattened
-from agentrl.config.renamed_settings import RENAMED
+from agentrl.config.setting_names import flag_of, places_of
 
 
+@cache
 def dotted(name: str) -> str:
     """The dotted name of a setting that is named by its short name."""
-    return name if "." in name else RENAMED.get(name, (name,))[0]
+    if "." in name:
+        return name
+    return next((one for command in COMMANDS.values() for one in places_of(name, command)), name)
 
 
 def nested(**settings: Any) -> dict[str, Any]:
@@ -36,9 +40,9 @@ def changed(recorded: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 def flags(_command: str = "train", **settings: Any) -> list[str]:
     """Settings as a command's flags: the short one where there is one."""
+    short = {one for flags in COMMANDS[_command].short_flags.values() for one in flags}
     given: list[str] = []
     for name, value in settings.items():
-        short = name.replace("_", "-")
-        is_short = any(short in (flag, *flag) for flag in COMMANDS[_command].short_flags.values())
-        given += ["--" + (short if is_short else dotted(name).replace("_", "-")), str(value)]
+        flag = flag_of(name)
+        given += [flag if flag[2:] in short else flag_of(dotted(name)), str(value)]
     return given
