@@ -11,7 +11,7 @@ from pathlib import Path
 from agentrl.cli import Tokens
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.loading import load, parse_flags
+from agentrl.config.loading import load
 from agentrl.console.output import console, print_line
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
@@ -23,9 +23,9 @@ def serve_command(*tokens: Tokens) -> None:
     """Serve a model, with or without trained adapters, over the OpenAI API."""
     from agentrl_proxy.server.uvicorn import bind, url_of
 
-    config = load(ServeConfig, parse_flags(ServeConfig, tokens))
-    path, listen = config.model.adapter_path, config.gateway
-    adapters = adapter_folders(path, config) if path else {}
+    config = load(ServeConfig, tokens)
+    listen = config.gateway
+    adapters = adapter_folders(config, config.model.adapter_path)
     try:
         sock = bind(listen.host, listen.port, operator_key=listen.operator_key)
     except (ValueError, OSError) as error:

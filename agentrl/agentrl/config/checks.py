@@ -6,19 +6,17 @@ Each ``check_`` function raises ValueError.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from functools import reduce
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import BaseModel
+
 from agentrl.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from agentrl.config.algorithm_options import AlgorithmSettings
     from agentrl.config.commands import EvalConfig, ModelCommand, TrainConfig
-    from agentrl.config.settings import SamplerSettings
 
 LOSSES = ("ppo", "cispo", "dro", "gspo", "dppo")
 """The losses that have a table of options."""
@@ -37,17 +35,21 @@ _LOCAL_ONLY = {
 """Settings that must keep their defaults over Tinker, and why."""
 
 
-def changed(table: BaseModel) -> list[str]:
-    """Names of the settings of a table that differ from their defaults."""
-    fields = type(table).model_fields
-    return [name for name in fields if getattr(table, name) != fields[name].get_default()]
+def _changed(root: BaseModel, name: str) -> list[str]:
+    """Names of the settings that differ from their defaults: a setting's own, or a table's."""
+    *tables, key = name.split(".")
+    table: BaseModel = reduce(getattr, tables, root)
+    value, field = getattr(table, key), type(table).model_fields[key]
+    if isinstance(value, BaseModel):
+        return [one for key in type(value).model_fields for one in _changed(root, f"{name}.{key}")]
+    return [name] if value != field.get_default(call_default_factory=True) else []
 
 
-def _check_unused(name: str, table: BaseModel, needs: str, but: Collection[str] = ()) -> None:
-    """Refuse changed settings of a table that has no effect."""
-    for key in changed(table):
-        if key not in but:
-            raise ValueError(f"{name}.{key}: has no effect; it needs {needs}")
+def _check_effect(root: BaseModel, needs: dict[str, tuple[bool, str]]) -> None:
+    """Refuse changed settings without effect: by setting or table, whether and why it has one."""
+    for name, (has_effect, what) in needs.items():
+        if not has_effect and (changed := _changed(root, name)):
+            raise ValueError(f"{changed[0]}: has no effect without {what}")
 
 
 # ---- the algorithm
@@ -90,41 +92,41 @@ def length_normalization(
     return algorithm.length_normalization or by_default
 
 
-def _check_algorithm(config: TrainConfig) -> None:
-    algorithm = config.algorithm
+# ---- agentrl train
+
+
+def check_train(config: TrainConfig) -> None:
+    algorithm, rollouts, estimator = config.algorithm, config.rollouts, config.algorithm.estimator
+    corrects = correction_mode(config) != "none"
+    needs: dict[str, tuple[bool, str]] = {
+        "algorithm.kl": (algorithm.kl.coef > 0, "algorithm.kl.coef above 0"),
+        "algorithm.length_constant": (
+            length_normalization(algorithm) == "constant", "length_normalization constant",
+        ),
+        "evaluation.stop_at": (
+            config.evaluation.tasks is not None, "evaluation.tasks, whose accuracy it is",
+        ),
+        "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
+        "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),
+    }  # fmt: skip
+    for key in ("level", "low", "high"):
+        needs[f"algorithm.correction.{key}"] = corrects, "mode truncate or mask"
+    if not getattr(algorithm.of_estimator, "normalize_std", True):
+        table = f"algorithm.{table_of(estimator)}"
+        for key in ("std_ddof", "std_epsilon"):
+            needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
+    _check_effect(config, needs)
     dual, high = algorithm.ppo.dual_clip_threshold, algorithm.ppo.clip_high_threshold
     if dual is not None and dual <= high:
         raise ValueError(
             f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 "
             "is usual"
         )
-    if not algorithm.kl.coef:
-        _check_unused("algorithm.kl", algorithm.kl, "algorithm.kl.coef above 0")
-    correction = algorithm.correction
-    if correction_mode(config) == "none":
-        _check_unused("algorithm.correction", correction, "mode truncate or mask", but=["mode"])
-    chosen = algorithm.of_estimator
-    if not getattr(chosen, "normalize_std", True):
-        name = f"algorithm.{table_of(algorithm.estimator)}"
-        others = type(chosen).model_fields.keys() - {"std_ddof", "std_epsilon"}
-        _check_unused(name, chosen, f"{name}.normalize_std", but=others)
-    if algorithm.length_constant and length_normalization(algorithm) != "constant":
-        raise ValueError(
-            "algorithm.length_constant: has no effect; it needs length_normalization constant"
-        )
     if algorithm.off_policy != "train" and config.sampler.temperature == 0:
         raise ValueError(
             f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
             "every answer, all of them greedy; raise the temperature, or set off_policy to train"
         )
-
-
-# ---- agentrl train
-
-
-def check_train(config: TrainConfig) -> None:
-    _check_algorithm(config)
-    rollouts, estimator = config.rollouts, config.algorithm.estimator
     compares = estimator not in ("reinforce", "gae")  # the rollouts of a group
     least = max(2, rollouts.min_group)
     if compares and rollouts.group_size < least:
@@ -137,23 +139,15 @@ def check_train(config: TrainConfig) -> None:
             f"rollouts.resample_zero_variance: does not go with estimator {estimator!r}, which "
             "learns from groups with equal rewards too; leave it out"
         )
-    if rollouts.stale is not None and not rollouts.max_staleness:
-        raise ValueError("rollouts.stale: has no effect; it needs a max_staleness above 0")
-    if rollouts.stale == "correct" and correction_mode(config) == "none":
+    if rollouts.stale == "correct" and not corrects:
         raise ValueError(
             "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode "
             "out, or set stale to drop or wait"
-        )
-    if config.evaluation.stop_at is not None and config.evaluation.tasks is None:
-        raise ValueError(
-            "evaluation.stop_at: has no effect without evaluation.tasks, whose accuracy it is"
         )
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
     if config.run.backend == "tinker":
         _check_tinker(config)
-    elif given := changed(config.tinker):
-        raise ValueError(f'tinker.{given[0]}: has no effect without run.backend = "tinker"')
 
 
 def check_warmup(warmup_steps: int, steps: int) -> None:
@@ -167,8 +161,7 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
 
 def _check_tinker(config: TrainConfig) -> None:
     for name, why in _LOCAL_ONLY.items():
-        *tables, key = name.split(".")
-        if key in changed(reduce(getattr, tables, config)):
+        if _changed(config, name):
             raise ValueError(f'{name}: not with run.backend = "tinker": {why}; leave it out')
     if config.algorithm.estimator == "gae":
         raise ValueError(
@@ -191,23 +184,22 @@ def greedy_note(samples: int, temperature: float) -> str | None:
     )
 
 
-# ---- models and samplers
-
-
-def check_vllm(sampler: SamplerSettings) -> None:
-    vllm, given = sampler.vllm, changed(sampler.vllm)
-    if given and sampler.kind != "vllm":
-        raise ValueError(f'sampler.vllm.{given[0]}: has no effect without sampler.kind = "vllm"')
-    if vllm.url and (vllm.python or vllm.args):
-        raise ValueError("sampler.vllm.url: this server runs already; leave out python and args")
-    for name, has in (("key_env", "needs no key"), ("wait", "may take its time")):
-        if name in given and not vllm.url:
-            raise ValueError(
-                f"sampler.vllm.{name}: is for sampler.vllm.url; a server started here {has}"
-            )
+# ---- models
 
 
 def check_models(config: ModelCommand) -> None:
+    vllm = config.sampler.vllm
+    runs = vllm.url is not None
+    _check_effect(
+        config,
+        {
+            "sampler.vllm": (config.sampler.kind == "vllm", 'sampler.kind = "vllm"'),
+            "sampler.vllm.key_env": (runs, "sampler.vllm.url; one started here needs no key"),
+            "sampler.vllm.wait": (runs, "sampler.vllm.url; one started here may take its time"),
+        },
+    )
+    if runs and (vllm.python or vllm.args):
+        raise ValueError("sampler.vllm.url: this server runs already; leave out python and args")
     if config.model.load_in_4bit and config.sampler.kind == "vllm":
         raise ValueError(
             "model.load_in_4bit: vLLM would sample from another model than the trainer's, because "

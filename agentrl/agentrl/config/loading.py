@@ -9,7 +9,6 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -18,75 +17,60 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config.checks import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand
 from agentrl.config.errors import ConfigError, explain, unknown_setting
-from agentrl.config.setting_names import flag_of, nearest, places_of, settings_of, variable_of
+from agentrl.config.setting_names import nearest, settings_of
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
 
 _PREFIX = "AGENTRL_"
 _OF_AGENTS = ("model", "gateway", "task")
-"""Variables that agents read: no settings, though old settings had these names."""
+"""Variables that agents read: no settings, though a setting's name may end so."""
 _ANY_VALUE = "--sampler.vllm.args"
 """Takes a value that begins with a hyphen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """What the command line said.
-
-    Attributes:
-        settings: nested, those that were given.
-        agent: the positional argument.
-        config: the file of settings.
-        resume: the run folder to continue.
-    """
-
-    settings: dict[str, Any]
-    agent: str | None
-    config: Path | None
-    resume: Path | None
-
-
 def load(
-    command: type[Config], flags: Flags, environment: Mapping[str, str] = os.environ
+    command: type[Config], tokens: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> Config:
-    """Merge the sources and validate.
+    """Read the tokens after the command's name, merge them with the other sources, and validate.
 
     Raises:
         ConfigError: names each setting that is wrong, and the fix.
     """
-    given = _merged(
-        _read_file(flags.config) if flags.config else {},
+    given, rest = _parse_flags(command, tokens)
+    file, resume = given.pop("config"), given.pop("resume", None)
+    settings = _merged(
+        _read_file(file) if file else {},
         _from_environment(command, environment),
-        flags.settings,
-        {"agent": {"entrypoint": flags.agent}} if flags.agent else {},
+        *(_nested(name, value) for name, value in given.items()),
+        *({"agent": {"entrypoint": agent}} for agent in rest),
     )
-    before = _resumed(flags.resume, given) if flags.resume else {}
+    before = _resumed(resume, settings) if resume else {}
     try:
-        return command.model_validate(_merged(before, given))
+        return command.model_validate(_merged(before, settings))
     except ValidationError as error:
         raise ConfigError(explain(error, command)) from error
 
 
-def parse_flags(command: type[BaseModel], tokens: Sequence[str]) -> Flags:
-    """Read the tokens after the command's name.
+def resume_of(tokens: Sequence[str]) -> Path | None:
+    """Return the run folder that ``agentrl train`` is told to continue."""
+    return _parse_flags(COMMANDS["train"], tokens)[0]["resume"]
 
-    Raises:
-        ConfigError: there is no such flag; names its new name or the nearest one.
-    """
+
+def _parse_flags(
+    command: type[BaseModel], tokens: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags by the setting's name, and the agent where one is given."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     if command is COMMANDS["train"]:
         parser.add_argument("--resume", type=Path)
-    for setting in settings_of(command):
-        kind, how = setting.field.annotation, "store"
-        if get_origin(kind) is list:
-            how = "append"
-        elif kind is bool:
-            how = argparse.BooleanOptionalAction
-        if setting.flags:
-            parser.add_argument(
-                *setting.flags, dest=setting.name, action=how, default=argparse.SUPPRESS
-            )
+    for setting in filter(lambda one: one.flags, settings_of(command)):
+        kind = setting.field.annotation
+        how = argparse.BooleanOptionalAction if kind is bool else "store"
+        how = "append" if get_origin(kind) is list else how
+        parser.add_argument(
+            *setting.flags, dest=setting.name, action=how, default=argparse.SUPPRESS
+        )
     tokens = list(tokens)
     if _ANY_VALUE in tokens[:-1]:
         at = tokens.index(_ANY_VALUE)
@@ -95,15 +79,13 @@ def parse_flags(command: type[BaseModel], tokens: Sequence[str]) -> Flags:
         given, rest = parser.parse_known_args(tokens)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
-    for token in rest:
-        if token.startswith("-"):
-            raise ConfigError(_unknown_flag(token.partition("=")[0], command))
+    flags = [flag for setting in settings_of(command) for flag in setting.flags]
+    for flag in (token.partition("=")[0] for token in rest if token.startswith("-")):
+        near = nearest(flag, flags) or " See --help-all."
+        raise ConfigError(f"{flag}: there is no such flag.{near}")
     if len(rest) > 1:
         raise ConfigError(f"{rest[1]!r} is one argument too many: the agent is {rest[0]!r}")
-    values = vars(given)
-    config, resume = values.pop("config"), values.pop("resume", None)
-    settings = _merged(*(_nested(name, value) for name, value in values.items()))
-    return Flags(settings, rest[0] if rest else None, config, resume)
+    return vars(given), rest
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
@@ -122,13 +104,6 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
             both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
             merged[key] = _merged(merged[key], value) if both else value
     return merged
-
-
-def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
-    if places := places_of(flag.lstrip("-").replace("-", "_"), command):
-        return f"{flag}: is now {' or '.join(map(flag_of, places))}"
-    flags = [one for setting in settings_of(command) for one in setting.flags]
-    return f"{flag}: there is no such flag.{nearest(flag, flags) or ' See --help-all.'}"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -150,22 +125,18 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) -> dict[str, Any]:
     known = {setting.name for setting in settings_of(command)}
+    of_any = {one.name for kind in COMMANDS.values() for one in settings_of(kind)}
+    ends = {one.rpartition(".")[2] for one in known}.difference(_OF_AGENTS)
     given: dict[str, Any] = {}
     for variable, value in environment.items():
-        name = variable.removeprefix(_PREFIX).lower().replace("__", ".")
-        if name == variable.lower():  # no prefix
+        if not variable.startswith(_PREFIX):
             continue
+        name = variable.removeprefix(_PREFIX).lower().replace("__", ".")
         if name in known or name.partition(".")[0] in known:  # a row of a table
             given = _merged(given, _nested(name, value))
-        elif "." in name and not _of_another_command(name):
+        elif name in ends or ("." in name and name not in of_any):
             raise ConfigError(f"{variable}: {unknown_setting(name, command)}")
-        elif name not in _OF_AGENTS and (places := places_of(name, command)):
-            raise ConfigError(f"{variable}: is now {' or '.join(map(variable_of, places))}")
     return given
-
-
-def _of_another_command(name: str) -> bool:
-    return any(name == one.name for command in COMMANDS.values() for one in settings_of(command))
 
 
 def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:

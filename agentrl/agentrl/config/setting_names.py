@@ -16,7 +16,6 @@ from pydantic_core import PydanticUndefined
 
 NAME = "NAME"
 """Stands for a key of a table whose keys the user chooses, as in ``models.NAME.timeout``."""
-_OLD_NAMES = {"agent": "agent.entrypoint", "correction": "algorithm.correction.mode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Setting:
     @property
     def variable(self) -> str:
         """Its environment variable."""
-        return variable_of(self.name)
+        return "AGENTRL_" + self.name.replace(".", "__").upper()
 
     @property
     def default(self) -> str | None:
@@ -62,10 +61,6 @@ class Setting:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def variable_of(name: str) -> str:
-    return "AGENTRL_" + name.replace(".", "__").upper()
 
 
 def settings_of(command: type[BaseModel]) -> Iterator[Setting]:
@@ -108,24 +103,6 @@ def setting_at(
     return None, ".".join(parts)
 
 
-def places_of(name: str, command: type[BaseModel]) -> list[str]:
-    """Return the settings that a name without a table may mean.
-
-    Before settings had tables, ``evaluation.every`` was ``eval_every``, ``algorithm.kl.coef``
-    ``kl_coef``, and ``rollouts.group_size`` ``group_size``.
-    """
-    settings = [one for one in settings_of(command) if one.flags]
-    if short := [one.name for one in settings if name.replace("_", "-") in one.short]:
-        return short
-    old = name.replace("eval_", "evaluation_", 1) if name.startswith("eval_") else name
-    return [
-        one.name
-        for one in settings
-        if _OLD_NAMES.get(name) == one.name
-        or old in (one.name.rpartition(".")[2], "_".join(one.name.split(".")[-2:]))
-    ]
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean X?`` with the known name nearest to ``name``; empty if none is."""
     names = list(known)
@@ -133,7 +110,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
         names = [*dict.fromkeys(one.partition(".")[0] for one in names), *names]
     last = name.rpartition(".")[2]
     same = [one for one in names if one.rpartition(".")[2] == last]  # the wrong table
-    near = same or difflib.get_close_matches(name, names, n=1)
+    near = sorted(same, key=lambda one: (NAME in one, one.count("."))) or difflib.get_close_matches(
+        name, names, n=1
+    )
     if not near:
         ends = {one.rpartition(".")[2]: one for one in names}
         near = [ends[one] for one in difflib.get_close_matches(last, ends, n=1)]

@@ -9,11 +9,10 @@ Relative paths are relative to the working directory. Checks that concern severa
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agentrl.config import checks
 from agentrl.config.fields import (
     Count,
     HttpUrl,
@@ -238,11 +237,6 @@ class SamplerSettings(Table):
     max_tokens: Count = 256
     """Longest answer in tokens where the request sets no limit."""
     vllm: VllmSamplerSettings = VllmSamplerSettings()
-
-    @model_validator(mode="after")
-    def _check_vllm(self) -> Self:
-        checks.check_vllm(self)
-        return self
 
 
 class TinkerSettings(Table):
