@@ -57,27 +57,27 @@ def eval_command(*tokens: Tokens) -> None:
     tasks = load_tasks(how.tasks, "evaluation.tasks")
     if note := greedy_note(how.samples, how.temperature):
         console.print(f"note: {note}", soft_wrap=True)
-    done = execute(
+    session, rollouts, calls = execute(
         config,
         "eval",
         tasks,
         lambda ids: plan_evaluation(ids, 0, how.samples, config.run.seed, how.temperature),
         asks_for=model.adapter if model.answered_by else None,
     )
-    rewards = done.store.rewards([rollout.id for rollout in done.rollouts])
-    done.store.close()
-    scores = score(done.rollouts, rewards, how.success_reward)
-    problems = count_failures(done.rollouts)
-    refused = not_enforced(done.calls, model.adapter) if model.answered_by else {}
+    rewards = session.store.rewards([rollout.id for rollout in rollouts])
+    session.store.close()
+    scores = score(rollouts, rewards, how.success_reward)
+    problems = count_failures(rollouts)
+    refused = not_enforced(calls, model.adapter) if model.answered_by else {}
     summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
-    done.folder.write_json(done.folder.summary, summary)
+    session.folder.write_json(session.folder.summary, summary)
     console.print(evaluation_report(scores, problems))
     for name, count in refused.items():
         console.print(
             f"[yellow]{model.answered_by} refuses {name} {how.temperature:g}: "
             f"{count} answers were sampled at its own {name}[/]"
         )
-    console.print(f"[dim]recorded in {done.folder.root}[/]")
+    console.print(f"[dim]recorded in {session.folder.root}[/]")
 
 
 def evaluation_report(scores: Scores, problems: Mapping[str, int]) -> Table:

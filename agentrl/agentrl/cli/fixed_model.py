@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rich.progress import Progress
 
@@ -13,18 +12,7 @@ from agentrl.console.output import console
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout
-from agentrl_tracer.store import Store
 from agentrl_trainer.data.skip_reasons import evaluation_reasons
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What was executed; the caller closes the store."""
-
-    folder: RunFolder
-    store: Store
-    rollouts: list[Rollout]
-    calls: list[Call]
 
 
 def execute(
@@ -33,8 +21,10 @@ def execute(
     tasks: Sequence[Json],
     plan: Callable[[list[str]], Sequence[NewRollout]],
     asks_for: str | None,
-) -> Recorded:
+) -> tuple[Session, list[Rollout], list[Call]]:
     """Execute rollouts with the model or the adapters that the settings name.
+
+    Returns the session, whose store the caller closes, the rollouts and their calls.
 
     Args:
         kind: ``eval`` or ``run``.
@@ -59,4 +49,4 @@ def execute(
     calls = store.calls(rollout_ids=[rollout.id for rollout in rollouts])
     store.settle(trained={}, skipped=evaluation_reasons(calls))
     store.end_run(session.run_id, "finished")
-    return Recorded(folder, store, rollouts, calls)
+    return session, rollouts, calls

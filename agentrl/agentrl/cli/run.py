@@ -31,17 +31,16 @@ def run_command(*tokens: Tokens) -> None:
         asks_for = config.model.name
         _use_server(config, config.model.base_url)
     seed = rollout_seed(config.run.seed, "run")
-    done = execute(
+    session, [rollout], _ = execute(
         config,
         "run",
         [config.agent.task],
         lambda ids: [NewRollout(ids[0], "run", Purpose.EVAL, step=0, index=0, seed=seed)],
         asks_for,
     )
-    [rollout] = done.rollouts
-    console.print(rollout_tree(done.store, rollout))
-    done.store.close()
-    console.print(Text(f"recorded in {done.folder.root}", "dim"), soft_wrap=True)
+    console.print(rollout_tree(session.store, rollout))
+    session.store.close()
+    console.print(Text(f"recorded in {session.folder.root}", "dim"), soft_wrap=True)
     if rollout.state is not RolloutState.SUCCEEDED:
         sys.exit(1)
 

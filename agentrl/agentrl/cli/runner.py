@@ -37,7 +37,7 @@ def runner_command(*tokens: Tokens) -> None:
     )
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            while any(one["id"] == run["id"] for one in _running(store)):
+            while _find_run(store, run["id"])["state"] == "running":
                 if not pool.alive():
                     print_line(f"the runners ended and are restarted\n{pool.log_tail(5)}")
                     pool.restart()
@@ -51,19 +51,19 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     """Return the given settings, completed by those of the run.
 
     Raises:
-        ConfigError: neither names the agent.
+        ConfigError: the run's settings are those of an earlier version.
     """
     started: dict[str, Any] = run["config"]
-    spec = settings.agent.entrypoint or recorded(started, "agent.entrypoint")
-    if not spec:
-        raise ConfigError(f"agent.entrypoint: is missing, and the run {run['id']} names none")
+    agent = recorded(started, "agent.entrypoint")
+    if agent is None:
+        raise ConfigError(f"run.id: an earlier version started the run {run['id']}; it cannot join")
     # The settings that the run did not change may be new since it was started.
     ours = RunnerSettings().model_dump() | (started.get("rollouts") or {})
     return RunnerConfig(
         store=settings.run.store,
         gateway=settings.gateway.url,
         run_id=run["id"],
-        agent=spec,
+        agent=settings.agent.entrypoint or agent,
         model=_model_name(run),
         logs=str(settings.run.logs.absolute()),
         runners=settings.rollouts.runners,
@@ -89,17 +89,14 @@ def _model_name(run: dict[str, Any]) -> str:
     return adapters[0] if len(adapters) == 1 else recorded(started, "model.adapter", "policy")
 
 
-def _running(store: Store) -> list[dict[str, Any]]:
-    return [run for run in store.runs() if run["state"] == "running"]
-
-
-def _find_run(store: Store, run_id: str | None) -> dict[str, Any]:
+def _find_run(store: Store, wanted: str | None) -> dict[str, Any]:
+    """Return the run of this id or name; by default the newest one in progress."""
     runs = store.runs()
-    if run_id is None:
-        wanted, found = "a run in progress", _running(store)
+    if wanted is None:
+        found = [run for run in runs if run["state"] == "running"]
     else:
-        wanted = f"the run {run_id!r}"
-        found = [run for run in runs if run_id in (run["id"], run["name"])]
+        found = [run for run in runs if wanted in (run["id"], run["name"])]
     if not found:
-        raise ConfigError(f"run.id: the store does not hold {wanted}; it has {len(runs)} runs")
+        what = f"the run {wanted!r}" if wanted else "a run in progress"
+        raise ConfigError(f"run.id: the store does not hold {what}; it has {len(runs)} runs")
     return found[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 from agentrl.cli import Tokens
@@ -46,7 +45,8 @@ def serve_command(*tokens: Tokens) -> None:
     )
     gateway = GatewayHandle(plan, None, sock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        stack.enter_context(_sigterm_interrupts())
+        # SIGTERM, which systemd, Docker and Kubernetes send, ends the process like Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         if vllm is not None:
             stack.callback(vllm.stop)
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +71,3 @@ def _print_example(config: ServeConfig, url: str, names: list[str]) -> None:
         f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
         f"-d '{json.dumps(body)}'\n"
     )
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM, which systemd, Docker and Kubernetes send, end the process like Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

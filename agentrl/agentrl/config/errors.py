@@ -28,9 +28,9 @@ def unknown_setting(name: str, command: type[BaseModel]) -> str:
 
 def _explain_one(problem: ErrorDetails, command: type[BaseModel]) -> str:
     said = problem["msg"].removeprefix("Value error, ")
-    setting, name = setting_at(command, problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return unknown_setting(name, command)
+        return unknown_setting(".".join(map(str, problem["loc"])), command)
+    setting, name = setting_at(command, problem["loc"])
     if problem["type"] == "model_type" and setting is None:
         inside = next(one.name for one in settings_of(command) if one.name.startswith(f"{name}."))
         return f"{name}: is a table of settings, such as {inside}"

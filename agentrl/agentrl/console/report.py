@@ -41,7 +41,6 @@ def facts(rows: Iterable[tuple[str, Any]]) -> Table:
 def training_report(summary: Summary) -> Panel:
     """Show replies before and after, the figures, and where things are."""
     accounting = summary.accounting
-    trainable = accounting.recorded - accounting.skipped.get(SkipReason.EVALUATION, 0)
     rewards = [reward for reward in summary.rewards if reward is not None]
     change = f"{rewards[0]:+.2f} → [b]{rewards[-1]:+.2f}[/]" if rewards else "there was none"
     rows = [("mean reward", f"{change} in {summary.steps} steps")]
@@ -55,15 +54,13 @@ def training_report(summary: Summary) -> Panel:
         ("adapter", shown(summary.adapter)),
     ]
     if summary.learned_nothing:
-        why = [("[red]not trained[/]", said) for said in _why_nothing_trained(accounting)]
+        trainable = accounting.recorded - accounting.skipped.get(SkipReason.EVALUATION, 0)
         title = f"[b]nothing was learned: 0 of {trainable} calls trained[/]"
-        return Panel(facts([*why, *rows]), title=title, title_align="left", border_style="red")
-    replies = Table(box=None, padding=(0, 2), show_edge=False)
-    replies.add_column("held-out prompt", style="dim")
-    replies.add_column("before")
-    replies.add_column("after", style="green")
-    for reply in summary.replies:
-        replies.add_row(*map(Text, reply))
+        said = facts([*_why_nothing_trained(accounting), *rows])
+        return Panel(said, title=title, title_align="left", border_style="red")
+    replies = Table("held-out prompt", "before", "after", box=None, padding=(0, 2))
+    for prompt, before, after in summary.replies:
+        replies.add_row(Text(prompt, "dim"), Text(before), Text(after, "green"))
     parts = Group(*([replies, Text()] if summary.replies else []), facts(rows))
     return Panel(parts, title="[b]trained[/]", title_align="left", border_style="green")
 
@@ -84,15 +81,14 @@ _WHAT_HELPS: dict[str, str] = {
 }
 
 
-def _why_nothing_trained(accounting: Accounting) -> list[str]:
+def _why_nothing_trained(accounting: Accounting) -> list[tuple[str, str]]:
     """Return each reason with its count, the most frequent first."""
-    counts = {k: n for k, n in accounting.skipped.items() if k != SkipReason.EVALUATION}
-    if accounting.recorded == sum(accounting.skipped.values()) - sum(counts.values()):
-        return ["the agent did not ask the model: it is at OPENAI_BASE_URL, named AGENTRL_MODEL"]
-    return [
-        f"{count} {reason}" + (f": {_WHAT_HELPS[reason]}" if reason in _WHAT_HELPS else "")
-        for reason, count in Counter(counts).most_common()
-    ]
+    counts = Counter(accounting.skipped)
+    if accounting.recorded == counts.pop(SkipReason.EVALUATION, 0):
+        said = ["the agent did not ask the model: it is at OPENAI_BASE_URL, named AGENTRL_MODEL"]
+    else:
+        said = [f"{n} {why}: {_WHAT_HELPS.get(why, '')}" for why, n in counts.most_common()]
+    return [("[red]not trained[/]", one.removesuffix(": ")) for one in said]
 
 
 def serve_command(summary: Summary, model: str, *, trust_remote_code: bool) -> str:
@@ -163,8 +159,12 @@ def show_run(console: Console, store: Store, run_id: str) -> None:
         ("adds up", "[green]yes[/]" if accounting.adds_up else "[red]no[/]"),
     ]
     _print_table(console, ("calls", ""), sums)
-    if continuity := store.continuity(run_id):
-        _show_continuity(console, continuity)
+    began = sum(map(Counter, store.continuity(run_id).values()), Counter[str]())
+    if began:  # how prompts began: a conversation has to begin somewhere, all else is a branch
+        begun = [("continued exactly", began.pop("continued", 0))]
+        for name in ("first_call", "new_conversation", "no_rollout"):
+            begun += [(name.replace("_", " "), began.pop(name))] if name in began else []
+        _print_table(console, ("prompts", ""), [*begun, *_counted("branched: ", began)])
 
 
 def _counted(prefix: str, counts: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -179,30 +179,3 @@ def _print_table(
     for row in rows:
         table.add_row(*map(str, row))
     console.print(table)
-
-
-# A conversation has to begin somewhere. Every other way of not continuing is a branch.
-_BEGINNINGS = ("first_call", "new_conversation", "no_rollout")
-_MOST_BRANCHED = 20
-
-
-def _show_continuity(console: Console, continuity: Mapping[str, Mapping[str, int]]) -> None:
-    """Show how prompts began: in all, and in the rollouts that branched most."""
-    total, branched = Counter[str](), list[tuple[str, Counter[str]]]()
-    for rollout_id, counts in continuity.items():
-        total.update(counts)
-        why = Counter({k: n for k, n in counts.items() if k not in ("continued", *_BEGINNINGS)})
-        branched += [(rollout_id, why)] if why else []
-    began = [(name.replace("_", " "), total.pop(name)) for name in _BEGINNINGS if name in total]
-    rows = [("continued exactly", total.pop("continued", 0)), *began]
-    _print_table(console, ("prompts", ""), [*rows, *_counted("branched: ", total)])
-    branched.sort(key=lambda one: -one[1].total())
-    most = [
-        (name, continuity[name].get("continued", 0), why.total(),
-         ", ".join(f"{kind} {count}" for kind, count in sorted(why.items())))
-        for name, why in branched[:_MOST_BRANCHED]
-    ]  # fmt: skip
-    if most:
-        _print_table(console, ("rollout", "continued", "branched", "why"), most)
-    if len(branched) > _MOST_BRANCHED:
-        console.print(f"and {len(branched) - _MOST_BRANCHED} rollouts more that branched")

@@ -94,27 +94,27 @@ def _add_records(
     known = {span.span_id for span in shown}
     by_response = {span.attributes.get("gen_ai.response.id"): span.span_id for span in shown}
     root = next((span.span_id for span in shown if span.parent_span_id is None), None)
-    children: dict[str | None, list[tuple[float, Span | Call | Reward]]] = defaultdict(list)
+    children: dict[str | None, list[tuple[float, str | None, list[Text]]]] = defaultdict(list)
     for span in shown:
         parent = span.parent_span_id if span.parent_span_id in known else None
-        children[parent].append((span.start_ns / 1e9, span))
+        children[parent].append((span.start_ns / 1e9, span.span_id, [_span_line(span)]))
     for call in calls:
         # The client's id first: a framework's span may have several calls below it.
         parent = by_response.get(call.response_id, call.span_id)
-        children[parent if parent in known else root].append((call.started_at, call))
+        children[parent if parent in known else root].append(
+            (call.started_at, None, _call_lines(call))
+        )
     for reward in rewards:
         parent = reward.span_id if reward.span_id in known else root
-        children[parent].append((reward.created_at, reward))
+        children[parent].append((reward.created_at, None, [_reward_line(reward)]))
 
     def add_children(under: Tree, parent: str | None) -> None:
-        for _, item in sorted(children[parent], key=itemgetter(0)):
-            match item:
-                case Span():
-                    add_children(under.add(_span_line(item)), item.span_id)
-                case Call():
-                    _add_call(under, item)
-                case Reward():
-                    under.add(_reward_line(item))
+        for _, span_id, lines in sorted(children[parent], key=itemgetter(0)):
+            below = under.add(lines[0])
+            for line in lines[1:]:
+                below.add(line)
+            if span_id is not None:
+                add_children(below, span_id)
 
     add_children(branch, None)
 
@@ -136,30 +136,27 @@ def _span_line(span: Span) -> Text:
     return line
 
 
-def _add_call(branch: Tree, call: Call) -> None:
+def _call_lines(call: Call) -> list[Text]:
     verdict = None
     if call.trained_step is not None:
         verdict = f"  trained in step {call.trained_step}", "green"
     elif call.skip_reason is not None:
         verdict = f"  skipped: {call.skip_reason}", "yellow"
-    below = branch.add(
-        _line(
-            ("call ", "bold magenta"),
-            (call.model, "magenta"),
-            (f" = {call.adapter}@{call.adapter_version}", "magenta") if call.adapter else None,
-            (f"  by {call.agent}", "") if call.agent else None,
-            (f"  {len(call.prompt_ids)} + {len(call.response_ids)} tokens", "dim"),
-            _seconds(call.started_at, call.ended_at),
-            (f"  {call.finish_reason}", "dim") if call.finish_reason else None,
-            (f"  {call.state}", "red") if call.state is not CallState.COMPLETED else None,
-            verdict,
-        )
+    head = _line(
+        ("call ", "bold magenta"),
+        (call.model, "magenta"),
+        (f" = {call.adapter}@{call.adapter_version}", "magenta") if call.adapter else None,
+        (f"  by {call.agent}", "") if call.agent else None,
+        (f"  {len(call.prompt_ids)} + {len(call.response_ids)} tokens", "dim"),
+        _seconds(call.started_at, call.ended_at),
+        (f"  {call.finish_reason}", "dim") if call.finish_reason else None,
+        (f"  {call.state}", "red") if call.state is not CallState.COMPLETED else None,
+        verdict,
     )
-    below.add(_line(("asked  ", "dim"), (prompt_excerpt(call.request), "")))
+    lines = [head, _line(("asked  ", "dim"), (prompt_excerpt(call.request), ""))]
     if call.response is not None:
-        below.add(_line(("answer ", "dim"), (answer_excerpt(call.response), "")))
-    if call.error:
-        below.add(Text(excerpt(call.error), "red"))
+        lines.append(_line(("answer ", "dim"), (answer_excerpt(call.response), "")))
+    return [*lines, Text(excerpt(call.error), "red")] if call.error else lines
 
 
 def _reward_line(reward: Reward) -> Text:

@@ -157,14 +157,18 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
     """
     path = Path(source)
     run, step = run_and_step(source)
-    if fetched := how_to_fetch(path):
-        raise ConfigError(f"{field}: {str(source)!r} is on Tinker; fetch it first: {fetched[0]}")
     if (path / "adapter_config.json").is_file():
-        return {path.name: path}
-    if run.config.is_file():
+        found = {path.name: path}
+    elif run.config.is_file():
         found = _adapters_of(run, step, field)
     else:
         found = {file.parent.name: file.parent for file in path.glob("*/adapter_config.json")}
+    for folder in (path, *found.values()):
+        if fetched := how_to_fetch(folder):
+            raise ConfigError(
+                f"{field}: {str(source)!r} is on Tinker; fetch it, and give the folder that it "
+                f"writes: {fetched[0]}"
+            )
     if not found:
         raise ConfigError(
             f"{field}: {str(source)!r} is no run folder, and no PEFT folder: it has no "
@@ -211,11 +215,6 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
                 f"kept are those of: {kept}"
             )
         found[folder.name] = versions[version]
-        if fetched := how_to_fetch(versions[version]):
-            raise ConfigError(
-                f"{field}: adapter {folder.name!r} of {run.root} is on Tinker; fetch it, and give "
-                f"the folder that it writes: {fetched[0]}"
-            )
     return found
 
 
