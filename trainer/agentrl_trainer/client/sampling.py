@@ -152,8 +152,8 @@ class SamplingClient(Client):
     ) -> APIFuture[list[list[float | None]]]:
         """Run ``compute_logprobs`` for many prompts; shared prefixes are computed once."""
         tokens, engine = [tokens_of(prompt) for prompt in prompts], self._base.sampler
-        scored = chain(self._name, lambda name: engine.logprobs(tokens, name))
-        return self._convert(scored, lambda rows: [[None, *row[1:]] for row in rows])
+        scored = chain(self._name, lambda name: engine.score(tokens, name))
+        return self._convert(scored, lambda rows: [[None, *row.logprobs[1:]] for row in rows])
 
     def _convert(self, future: Future[S], convert: Callable[[S], T]) -> APIFuture[T]:
         """Convert a result; until it is there this client is kept, and so its weights."""
