@@ -28,7 +28,6 @@ from agentrl_proxy.protocols.messages import messages_request
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
-    CountWork,
     provider_chat_request,
     provider_completion_requests,
     provider_message_request,
@@ -38,7 +37,7 @@ from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, Credentials, ask
 from agentrl_proxy.requests.client_retries import ClientRetries, identify
-from agentrl_proxy.requests.lifecycle import ClientRequest, RequestLifecycle, Service
+from agentrl_proxy.requests.lifecycle import ClientRequest, Service
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.sampler import RefusedError
@@ -79,8 +78,7 @@ class Handlers:
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
         self.providers = ProviderService(deps, self.attempts, self.stats, admission)
-        retries = ClientRetries(deps.store, self.attempts)
-        self.lifecycle = RequestLifecycle(retries, self.attempts, self.stats)
+        self.retries = ClientRetries(deps.store, self.attempts)
 
     # --- about the gateway
 
@@ -150,7 +148,7 @@ class Handlers:
         raw, provider = received.raw, received.provider
         if provider is not None:
             asked = provider_message_request(raw, provider, counted=True)
-            return WorkResponse(CountWork(self.providers, asked), stream=False)
+            return json_response({"input_tokens": await self.providers.count(asked)})
         counted = messages_request(raw, counted=True)
         adapter = self.chat.resolve_model(counted.model, received.headers)
         prompt = self.chat.render(counted, received.caller, adapter)
@@ -187,8 +185,10 @@ class Handlers:
         service: Service = self.chat if provider is None else self.providers
         parts = asked if isinstance(asked, list) else [asked]
         dialect, n = parts[0].dialect, parts[0].n
-        identity = identify(raw, received.body, dialect, headers, len(parts), n)
-        work = ClientRequest(self.lifecycle, service, parts, identity, received.caller, headers)
+        tracked = identify(raw, received.body, dialect, headers, len(parts), n)
+        work = ClientRequest(
+            self.retries, self.stats, service, parts, tracked, received.caller, headers
+        )
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
     # --- spans, rewards, adapters

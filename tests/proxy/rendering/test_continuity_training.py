@@ -1,0 +1,158 @@
+"""A long conversation trains as one row of exactly what was sampled; an edited one as two."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from conversations import ODD_CALL, echo, one_by_one
+from official_clients import TOOLS, client, streamed
+from running_gateway import running
+from scripted_sampler import Running
+
+from agentrl.samplers.embedded import EmbeddedSampler
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.sampler import TokenEvent
+from agentrl_tracer.schemas import Call
+from agentrl_trainer.models.loading import load_base
+from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
+
+WEIGHTS = Path(__file__).parents[3] / "trainer/agentrl_trainer/tiny/weights"
+TURNS = 12
+
+
+class Tap:
+    """The sampler, and what went in and came out of it."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.samples: list[tuple[list[int], list[int]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    async def sample(self, prompt_ids: Any, params: Any, adapter: Any) -> AsyncIterator[Any]:
+        said = list[int]()
+        self.samples.append((list(prompt_ids), said))
+        async for event in self._sampler.sample(prompt_ids, params, adapter):
+            if isinstance(event, TokenEvent):
+                said.append(event.token_id)
+            yield event
+
+
+class Said:
+    """A streamed answer as ``echo`` wants a message."""
+
+    def __init__(self, stream: Any) -> None:
+        text, calls, _, _ = streamed(stream)
+        self.content, self.tool_calls = text, calls
+
+
+def talk(
+    api: openai.OpenAI, *, edit_after: int | None = None, before: Any = None, **asked: Any
+) -> None:
+    """Twelve streamed turns with tools. With ``edit_after`` the third message is edited then."""
+    messages: list[Any] = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "Say you are 7."},
+    ]
+    for turn in range(TURNS):
+        if before is not None:
+            before(turn)
+        with api.chat.completions.create(
+            model="policy", messages=messages, tools=TOOLS, stream=True, **asked
+        ) as stream:
+            reply = echo(Said(stream))
+        messages.append(reply)
+        if reply.get("tool_calls") or turn % 3 == 1:
+            messages.append({"role": "tool", "tool_call_id": "theirs-0", "content": f"{turn} N"})
+        else:
+            messages.append({"role": "user", "content": f"Say you are {turn}."})
+        if turn == edit_after:
+            messages[2] = {"role": "assistant", "content": "I never said that."}
+
+
+def check_rows(calls: list[Call], edited: bool) -> None:
+    from agentrl_trainer.data.packing import pack
+    from agentrl_trainer.data.skip_reasons import SkipRules
+    from agentrl_trainer.data.training_row import to_training_row
+    from agentrl_trainer.data.trajectories import build_trajectories
+
+    assert len(calls) == TURNS
+    built = build_trajectories(calls, SkipRules(max_length=100_000))
+    assert not built.skipped
+    rows = built.trajectories
+    assert len(rows) == (2 if edited else 1)
+    by_id = {call.id: call for call in calls}
+    # Nothing lost, nothing twice: every call trains once, with the tokens and log-probs it sampled.
+    assert sorted(i for row in rows for i in row.call_ids) == sorted(by_id)
+    for row in rows:
+        for turn in row.turns:
+            call = by_id[turn.call_id]
+            assert row.tokens[turn.start : turn.end] == call.response_ids
+            assert row.tokens[: turn.start] == call.prompt_ids
+            assert row.logprobs[turn.start : turn.end] == call.response_logprobs
+            assert all(row.mask[turn.start : turn.end])
+        last = by_id[row.turns[-1].call_id]
+        assert row.tokens == last.prompt_ids + last.response_ids
+    sampled = sum(len(call.response_ids) for call in calls)
+    assert sum(sum(row.mask) for row in rows) == sampled
+    batches = pack([to_training_row(row, 1.0) for row in rows], token_budget=100_000)
+    trained = [token for batch in batches for token in batch.targets.tolist()]
+    assert len(trained) == sampled
+    assert sorted(trained) == sorted(token for call in calls for token in call.response_ids)
+    branches = [call.params["branched"] for call in calls if "branched" in call.params]
+    assert branches == ["first_call", *(["history_edited"] if edited else [])]
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_with_tool_calls(gateway: Running, edited: bool) -> None:
+    """Replies in ids that no tokenizer would choose, every other one a tool call."""
+    renderer = gateway.renderer
+
+    def say(turn: int) -> None:
+        text = ODD_CALL if turn % 2 == 0 else f"Turn {turn}: grüße 日本 👍. "
+        gateway.sampler.script = lambda *_: one_by_one(renderer, text)
+
+    gateway.deps.context_length = 50_000
+    with client(gateway) as api:
+        talk(api, edit_after=5 if edited else None, before=say)
+    calls = gateway.calls(gateway.claims[0])
+    for call, seen in zip(calls, gateway.sampler.requests, strict=True):
+        assert call.prompt_ids == seen.prompt_ids
+        assert call.response_ids == seen.sampled[0]
+    assert sum(call.finish_reason == "stop" for call in calls) == TURNS
+    made = [c.response["choices"][0]["finish_reason"] for c in calls if c.response]
+    assert made.count("tool_calls") == TURNS // 2
+    check_rows(calls, edited)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_with_the_embedded_engine(tmp_path: Path, edited: bool) -> None:
+    """The real model: says what it says. Tools are offered, tool results come back."""
+    adapter = tmp_path / "adapter"
+    other = load_base(str(WEIGHTS), device="cpu", dtype="float32")
+    fresh = attach_adapter(other, "policy", lora_config(4, 8), seed=1)
+    save_adapter(fresh, "policy", adapter)
+    base = load_base(str(WEIGHTS), device="cpu", dtype="float32")
+    sampler = EmbeddedSampler(base)
+    seen = Tap(sampler)
+    sampler.start()
+    sampler.engine.load_adapter("policy", 1, adapter).result()
+    try:
+        with (
+            running(
+                tmp_path, Renderer(base.tokenizer), {}, sampler=seen,
+                context_length=base.context_length, defaults={"max_tokens": 8},
+            ) as gateway,
+            client(gateway) as api,
+        ):  # fmt: skip
+            talk(api, edit_after=5 if edited else None, temperature=1.0)
+            calls = gateway.calls(gateway.claims[0])
+    finally:
+        sampler.stop()
+    assert [(c.prompt_ids, c.response_ids) for c in calls] == seen.samples
+    check_rows(calls, edited)

@@ -1,0 +1,192 @@
+"""The gateway's routes: every error's shape, models, health and adapters."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from gateway_client import BODY, HTTP, error_of, post
+from official_clients import TOOLS, USER, client
+from scripted_sampler import OPERATOR_KEY, Running
+
+from agentrl_proxy.app import create_app
+from agentrl_proxy.server.uvicorn import bind, is_loopback, serving
+
+OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ({"model": None}, "model"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 0.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": []}, "stream_options"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ],
+)
+def test_a_wrong_field_is_named(gateway: Running, change: dict[str, Any], param: str) -> None:
+    response = post(gateway.base_url() + "/chat/completions", OPERATOR_KEY, BODY | change)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert gateway.sampler.requests == []
+
+
+def test_harmless_fields_are_accepted(gateway: Running) -> None:
+    content = [{"type": "text", "text": "Say you "}, {"type": "text", "text": "are 7."}]
+    body = {
+        "model": "policy",
+        "messages": [
+            {"role": "developer", "content": "Be brief.", "name": "x", "surprise": 1},
+            {"role": "user", "content": content},
+        ],
+        "temperature": None,
+        "user": "u",
+        "store": False,
+        "parallel_tool_calls": True,
+        "frequency_penalty": 0.5,
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "search"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    }
+    assert post(gateway.base_url() + "/chat/completions", OPERATOR_KEY, body).status_code == 200
+    prompt = gateway.renderer.decode_raw(gateway.sampler.requests[0].prompt_ids)
+    assert "Be brief." in prompt
+    assert "<|im_start|>user\nSay you are 7.<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("GET", "/nowhere", b"", 404, "not_found"),
+        ("GET", "/v1/chat/completions", b"", 405, "method_not_allowed"),
+        ("POST", "/v1/chat/completions", b"{", 400, "invalid_json"),
+        ("POST", "/v1/chat/completions", b"[]", 400, "invalid_value"),
+        ("POST", "/v1/chat/completions", b" " * 2000, 413, "body_too_large"),
+        ("POST", "/v1/traces", b"x", 415, "unsupported_media_type"),
+    ],
+)
+def test_errors_have_one_shape(
+    start: Any, method: str, path: str, content: bytes, status: int, code: str
+) -> None:
+    gateway: Running = start(max_body_bytes=1000)
+    headers = {"authorization": f"Bearer {OPERATOR_KEY}"}
+    response = httpx.request(method, gateway.url + path, content=content, headers=headers)
+    assert response.status_code == status
+    assert error_of(response)["code"] == code
+
+
+def test_zipped_bodies(start: Any) -> None:
+    gateway: Running = start(max_body_bytes=10_000)
+    url = gateway.base_url() + "/chat/completions"
+    headers = {"authorization": f"Bearer {OPERATOR_KEY}", "content-encoding": "gzip"}
+    good = gzip.compress(json.dumps(BODY).encode())
+    for content, status in (
+        (good, 200),
+        (good[:-9], 400),
+        (b"not zipped", 400),
+        (gzip.compress(b" " * 100_000), 413),
+    ):
+        assert HTTP.post(url, content=content, headers=headers).status_code == status
+    headers["content-encoding"] = "br"
+    assert HTTP.post(url, content=b"", headers=headers).status_code == 415
+
+
+def test_an_internal_error_says_nothing_but_its_shape(gateway: Running) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    gateway.sampler.stats = broken  # type: ignore[method-assign]
+    response = HTTP.get(f"{gateway.url}/healthz")
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal_error"
+    assert "secret" not in response.text
+
+
+def test_models(start: Any) -> None:
+    gateway: Running = start(accept_any_model=False)
+    with client(gateway) as api:
+        assert [model.id for model in api.models.list()] == ["base", "policy"]
+        with pytest.raises(openai.NotFoundError) as caught:
+            api.chat.completions.create(model="gpt-4o-mini", messages=USER)
+        assert caught.value.code == "model_not_found"
+        answer = api.chat.completions.create(model="base", messages=USER)
+        assert answer.system_fingerprint == "base"
+    [call] = gateway.calls(gateway.claims[0])
+    assert (call.adapter, call.adapter_version) == (None, None)
+
+
+def test_health_and_adapters(gateway: Running) -> None:
+    url = f"{gateway.url}/admin/adapters"
+    body = {"name": "policy", "version": 4, "path": "/somewhere"}
+    assert post(url, gateway.claims[0].key, body).status_code == 403
+    assert post(url, None, body).status_code == 401
+    assert error_of(post(url, OPERATOR_KEY, body | {"version": True}))["param"] == "version"
+    assert post(url, OPERATOR_KEY, body | {"path": "/missing"}).status_code == 503
+    assert post(url, OPERATOR_KEY, body).json() == {"name": "policy", "version": 4}
+    assert gateway.sampler.loaded == [("policy", 4, "/somewhere")]
+    health = HTTP.get(f"{gateway.url}/healthz", headers=OPERATOR).json()
+    assert health["status"] == "ok"
+    assert health["boot_id"] == "boot"
+    assert health["adapters"] == {"policy": 4}
+    with client(gateway) as api:
+        answer = api.chat.completions.create(model="policy", messages=USER)
+    assert answer.system_fingerprint == "policy@4"
+
+
+def test_an_adapter_that_is_not_loaded(gateway: Running) -> None:
+    gateway.sampler.adapters = {}
+    response = post(gateway.base_url() + "/chat/completions", OPERATOR_KEY)
+    assert response.status_code == 503
+    assert error_of(response)["code"] == "adapter_not_loaded"
+
+
+def test_binding(gateway: Running) -> None:
+    with pytest.raises(ValueError, match="operator key"):
+        bind("0.0.0.0", 0, operator_key=None)
+    with bind("0.0.0.0", 0, operator_key="k") as bound:
+        assert bound.getsockname()[1] > 0
+        with pytest.raises(OSError, match="in use"):
+            bind("0.0.0.0", bound.getsockname()[1], operator_key="k")
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("::1")
+    assert not is_loopback("example.org")
+    with serving(create_app(gateway.deps)) as url:
+        assert HTTP.get(f"{url}/healthz").status_code == 200
