@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
@@ -25,20 +25,11 @@ from agentrl_tracer.store import Store
 EXAMPLE = Path(__file__).parents[2] / "examples" / "twenty_questions"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        f"twenty_questions_{name}", EXAMPLE / f"{name}.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def answerer() -> ModuleType:
-    return load("answerer")
+def answerer() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        yield import_module("answerer")
 
 
 def rows(name: str) -> list[dict[str, Any]]:

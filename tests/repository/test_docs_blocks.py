@@ -28,18 +28,13 @@ ROOT = Path(__file__).parents[2]
 MODELS = {"Qwen/Qwen3-0.6B": "agentrl-tiny"}
 
 # What the blocks of each page need that is not here, and how many of them do.
-NEEDS = {
+NEEDS: dict[str, dict[str, int]] = {
     "README.md": {"an environment of its own": 2},
-    "docs/tutorial.md": {},
     "docs/rewards.md": {"a running rollout": 1},
-    "docs/runs.md": {},
     "docs/serving.md": {"llama.cpp and Ollama": 1},
-    "docs/adapters.md": {},
-    "docs/attribution.md": {},
-    "docs/client.md": {},
     "docs/scale.md": {"a cluster": 3},
     "docs/vllm.md": {"a GPU": 2},
-}
+} | {f"docs/{name}.md": {} for name in ("tutorial", "runs", "adapters", "attribution", "client")}
 
 BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>.+?) -->\n)?```(?P<language>\w+)(?: title=\"(?P<title>.+?)\")?\n"
