@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -29,15 +29,10 @@ class TinkerServiceClient(ServiceClient):
     ``TINKER_API_KEY``, without ``base_url`` it reaches Tinker itself."""
 
     def __init__(
-        self,
-        *,
-        base_url: str | None = None,
-        backend: Literal["local", "tinker"] | None = None,
-        folder: Folder | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        **options: Any,
+        self, *, base_url: str | None = None, folder: Folder | None = None, **options: Any
     ) -> None:
+        for local in ("backend", "device", "dtype"):
+            options.pop(local, None)
         try:
             self._sdk = import_module("tinker")
         except ImportError as error:
