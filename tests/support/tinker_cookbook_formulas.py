@@ -7,12 +7,11 @@ the case. Everything else is the cookbook's code.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from typing import get_args
 
 import tinker
 import torch
+from peer import answer_questions
 from tinker_cookbook import hyperparam_utils
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.distillation import train_on_policy
@@ -182,10 +181,4 @@ def losses() -> list[str]:
 
 
 if __name__ == "__main__":
-    # Only answers go to stdout, whatever the libraries print.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        question = json.loads(line)
-        found = globals()[question["function"]](**question["arguments"])
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+    answer_questions(globals())

@@ -17,9 +17,8 @@ be compared here. Where the two differ by design, the test says so and checks th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ pytestmark = [
         reason="no tinker-cookbook here, and AGENTRL_TEST_TINKER_PYTHON names no Python with it",
     ),
 ]
-RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 SETTINGS = StepSettings(adapters=frozenset({"policy"}), max_length=10_000)
 
 
@@ -59,14 +57,6 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     script = Path(__file__).parents[1] / "support" / "tinker_cookbook_formulas.py"
     with peer(PYTHON, script, tmp_path_factory.mktemp("cookbook")) as ask:
         yield ask
-
-
-@pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    threads = torch.get_num_threads()
-    monkeypatch.syspath_prepend(str(RECIPES))
-    yield import_module
-    torch.set_num_threads(threads)
 
 
 def single(value: float) -> float:
@@ -117,7 +107,7 @@ def conversation(rng: random.Random, root: list[int]) -> list[Turn]:
             prompt = whole(turns[-1]) + tokens(rng, rng.choice([0, 1, 4]))
             continued.append(turns[-1])
         elif how == "branch" and continued:
-            # From a turn that already goes on elsewhere: see the difference tested below.
+            # From a turn that already goes on elsewhere: the cookbook looks at neighbors only.
             prompt = whole(rng.choice(continued)) + tokens(rng, 3)
         elif how == "again":
             prompt = list(turns[-1]["prompt"])
@@ -225,28 +215,6 @@ def test_datums_are_those_of_assemble_training_data(ask: Ask, seed: int) -> None
         close(sampled[1:], datum["logprobs"])
 
 
-def test_interleaved_agents_are_put_together_by_ours_and_cut_up_by_theirs(ask: Ask) -> None:
-    """A1 B1 A2 B2: the cookbook looks at neighbours only, so it computes each prefix again. Each
-    sampled token trains once on either side, with the same credit."""
-    rng = random.Random(2)
-    first, second = turn(rng, [1, 2, 3]), turn(rng, [9, 8, 7])
-    turns = [first, second]
-    turns += [turn(rng, [*whole(first), 4]), turn(rng, [*whole(second), 6])]
-    made = [[{"turns": turns, "final": 1.0}, {"turns": [turn(rng, [1])], "final": 0.0}]]
-    mine, theirs = ours(made).rows, [as_row(one) for one in ask("training_data", groups=made)]
-    assert (len(mine), len(theirs)) == (2 + 1, 4 + 1)
-
-    def trained(rows: list[TrainingRow]) -> list[tuple[int, float, float]]:
-        return sorted(
-            (row.tokens[at], round(row.logprobs[at], 6), round(row.advantages[at], 6))
-            for row in rows
-            for at, on in enumerate(row.mask)
-            if on
-        )
-
-    assert trained(mine) == trained(theirs)
-
-
 def test_a_turn_that_does_not_train_stays_as_context(ask: Ask) -> None:
     """Theirs masks turns that could not be parsed, ours those of agents that are not selected."""
     rng = random.Random(3)
@@ -269,9 +237,7 @@ def test_a_turn_that_does_not_train_stays_as_context(ask: Ask) -> None:
     same_rows(batch.rows, cleaned)
 
 
-def test_a_recipe_makes_the_datum_that_the_cookbook_makes(
-    ask: Ask, recipe: Callable[[str], Any]
-) -> None:
+def test_a_recipe_makes_the_datum_that_the_cookbook_makes(ask: Ask, recipe: Any) -> None:
     rng = random.Random(4)
     one, other = turn(rng, [3, 1, 4, 1, 5]), turn(rng, [3, 1, 4, 1, 5])
     made = [[{"turns": [one], "final": 1.0}, {"turns": [other], "final": -1.0}]]
@@ -419,7 +385,7 @@ def test_discounted_sums_are_theirs(ask: Ask, discount: float) -> None:
 
 
 def test_a_student_is_taught_what_on_policy_distillation_teaches(
-    ask: Ask, recipe: Callable[[str], Any], tmp_path: Path
+    ask: Ask, recipe: Any, tmp_path: Path
 ) -> None:
     """Our recipe's datums, by the model that ships, and their reverse KL of the same log-probs."""
     distillation, sft = recipe("distillation"), recipe("sft")
@@ -453,7 +419,7 @@ def test_a_student_is_taught_what_on_policy_distillation_teaches(
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 @pytest.mark.parametrize("pairs", [1, 5])
 def test_dpo_loss_gradient_and_margin_are_those_of_compute_dpo_loss(
-    ask: Ask, recipe: Callable[[str], Any], pairs: int, beta: float
+    ask: Ask, recipe: Any, pairs: int, beta: float
 ) -> None:
     rng = random.Random(pairs)
     policy = [
@@ -513,9 +479,7 @@ def test_supervised_datums_are_theirs(ask: Ask, length: int) -> None:
     assert mine.advantages[1:] == theirs["weights"]
 
 
-def test_the_recipe_weighs_tokens_as_theirs_does(
-    ask: Ask, recipe: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_the_recipe_weighs_tokens_as_theirs_does(ask: Ask, recipe: Any, tmp_path: Path) -> None:
     with ServiceClient(folder=tmp_path) as service:
         tokenizer = service.create_sampling_client(base_model="agentrl-tiny").get_tokenizer()
     mine = recipe("sft").example(tokenizer, 417)
