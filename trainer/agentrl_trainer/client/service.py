@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from torch import Tensor
@@ -79,10 +78,12 @@ class ServiceClient:
             raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
         if kind == "local" and base_url is not None:
             raise ValueError("base_url is for backend='tinker'; the local one runs in this process")
-        made: Any = cls
-        if kind == "tinker":
-            from agentrl_trainer.client.tinker.service import TinkerServiceClient as made
-        return super().__new__(made)
+        if kind == "local":
+            return super().__new__(cls)
+        from agentrl_trainer.client.tinker.service import TinkerServiceClient
+
+        made: Any = super().__new__(TinkerServiceClient)
+        return made
 
     def __init__(
         self,
@@ -310,13 +311,8 @@ class ServiceClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        status: EndStatus = "success"
-        if error is not None:
-            status = "errored" if isinstance(error, Exception) else "interrupted"
-        self.close(status, repr(error) if status == "errored" else None)
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self.close("errored", repr(error))
+        else:
+            self.close("success" if error is None else "interrupted")

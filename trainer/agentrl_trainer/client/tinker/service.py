@@ -12,8 +12,7 @@ from agentrl_trainer.checkpoint import Checkpoint
 from agentrl_trainer.client.futures import APIFuture, Worker, finished
 from agentrl_trainer.client.saved import folder_of
 from agentrl_trainer.client.service import ServiceClient
-from agentrl_trainer.client.tinker.sampling import TinkerSamplingClient
-from agentrl_trainer.client.tinker.training import TinkerTrainingClient
+from agentrl_trainer.client.tinker.clients import TinkerSamplingClient, TinkerTrainingClient
 from agentrl_trainer.client.types import (
     EndStatus,
     Folder,
