@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
 from torch import Tensor
@@ -49,6 +50,7 @@ from agentrl_trainer.models.loading import TINY_MODEL, load_base
 from agentrl_trainer.models.lora import CONFIG_FILE
 
 _OF_MODEL = ("load_in_4bit", "trust_remote_code")
+_TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 
 
 class ServiceClient:
@@ -78,12 +80,7 @@ class ServiceClient:
             raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
         if kind == "local" and base_url is not None:
             raise ValueError("base_url is for backend='tinker'; the local one runs in this process")
-        if kind == "local":
-            return super().__new__(cls)
-        from agentrl_trainer.client.tinker.service import TinkerServiceClient
-
-        made: Any = super().__new__(TinkerServiceClient)
-        return made
+        return super().__new__(cls if kind == "local" else resolve_name(_TINKER))
 
     def __init__(
         self,
