@@ -30,7 +30,7 @@ from agentrl_trainer.inference.kv_cache import (
 )
 from agentrl_trainer.inference.requests import SampleRequest
 from agentrl_trainer.inference.sampling import Uniforms
-from agentrl_trainer.models.common_prefix import common_prefix
+from agentrl_trainer.models.prefix_attention import common_prefix
 
 if TYPE_CHECKING:
     from agentrl_trainer.inference.adapter_swap import PreparedAdapter

@@ -13,7 +13,6 @@ from typing import Any
 from agentrl_trainer.checkpoint import (
     Restored,
     latest_checkpoint,
-    load_checkpoint,
     restore_rng,
     save_checkpoint,
 )
@@ -151,9 +150,9 @@ class LocalService:
 
         def work() -> Restored:
             found = latest_checkpoint(root)
-            if found.folder is None:
+            checkpoint = found.checkpoint
+            if checkpoint is None:
                 return Restored(None, {}, found.torn)
-            checkpoint = load_checkpoint(found.folder)
             base.learner.load_state_dict(checkpoint.tensors)
             restore_rng(checkpoint.rng)
             return Restored(checkpoint.step, checkpoint.meta, found.torn)

@@ -15,12 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from agentrl_trainer.checkpoint import (
-    Checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from agentrl_trainer.client.futures import wait
 from agentrl_trainer.client.local.base import LocalBase
 from agentrl_trainer.client.local.sampling import LocalSampling
@@ -247,13 +242,13 @@ class LocalTraining:
 def read_state(path: str) -> Checkpoint:
     """Read what ``save_state`` wrote; ValueError if there is no whole state at ``path``."""
     latest = latest_checkpoint(path)
-    if latest.folder is None:
+    if latest.checkpoint is None:
         why = "; ".join(f"{folder.name}: {fault}" for folder, fault in latest.torn.items())
         raise ValueError(
             f"path: {path} holds no whole state{f' ({why})' if why else ''}; give what save_state "
             "returned"
         )
-    return load_checkpoint(latest.folder)
+    return latest.checkpoint
 
 
 def _renamed(state: Mapping[str, Tensor], before: str, after: str) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from typing import Any
 from agentrl_trainer.checkpoint import (
     Restored,
     latest_checkpoint,
-    load_checkpoint,
     restore_rng,
     save_checkpoint,
 )
@@ -112,13 +111,13 @@ class TinkerService:
     def restore_checkpoint(self, root: Path) -> Future[Restored]:
         def work() -> Restored:
             found = latest_checkpoint(root)
-            if found.folder is None:
+            checkpoint = found.checkpoint
+            if checkpoint is None:
                 return Restored(None, {}, found.torn)
-            checkpoint = load_checkpoint(found.folder)
             states = checkpoint.meta.get(_STATES, {})
             if states.keys() != self._trained.keys():
                 raise ValueError(
-                    f"checkpoint {found.folder} holds states of {sorted(states) or 'no client'} on "
+                    f"the checkpoint in {root} holds states of {sorted(states) or 'no client'} on "
                     f"Tinker, but this trains {sorted(self._trained)}"
                 )
             # The SDK deprecates loading into an existing client, so each gets a new one.

@@ -28,10 +28,10 @@ from agentrl.export.adapter import export
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models import lora
 from agentrl_trainer.models.loading import ModelError, load_base, load_facts, resolve_model
 from agentrl_trainer.models.lora import (
-    adapter_shapes,
     attach_adapter,
     load_adapter_weights,
     lora_config,
@@ -77,7 +77,7 @@ def test_resolve_model(folder, tmp_path, monkeypatch) -> None:
     assert resolve_model(str(folder)) == str(folder)
     assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     for name, message in (
-        ("", "model: is empty"),
+        ("", "without a config.json"),
         ("./nowhere", "no folder './nowhere'"),
         (str(tmp_path), "without a config.json"),
     ):
@@ -312,7 +312,6 @@ def test_save_and_load_in_place(tmp_path) -> None:
     written = json.loads((target / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "test-model"
     assert (written["r"], written["lora_alpha"], written["peft_type"]) == (4, 8, "LORA")
-    assert all(4 in shape for shape in adapter_shapes(target).values())
 
     loaded = attach_adapter(as_base(qwen3()), "policy", config, seed=9)
     attach_adapter(loaded, "judge", config, seed=9)
@@ -329,22 +328,22 @@ def test_save_and_load_in_place(tmp_path) -> None:
         assert torch.equal(by_peft(ids).logits, saved(ids).logits)
 
 
-def test_load_explains_mismatches(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "rank", "targets", "message"),
+    [
+        (2, 8, "all-linear", r"is \[4, 64\] in the folder and \[8, 64\] in the adapter"),
+        (3, 4, "all-linear", r"layers\.2.* is missing in the folder"),
+        (2, 4, ["q_proj"], "k_proj.* and missing in the adapter"),
+    ],
+)
+def test_load_explains_mismatches(
+    layers: int, rank: int, targets: Any, message: str, tmp_path: Path
+) -> None:
     saved = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=1)
-    save_adapter(saved, "policy", tmp_path / "v1")
-    rank8 = attach_adapter(as_base(qwen3()), "policy", lora_config(8, 8), seed=1)
-    with pytest.raises(ModelError, match=r"has shape .* but adapter 'policy' has"):
-        load_adapter_weights(rank8, "policy", tmp_path / "v1")
-    deeper = attach_adapter(as_base(qwen3(layers=3)), "policy", lora_config(4, 8), seed=1)
-    with pytest.raises(ModelError, match="lacks tensors"):
-        load_adapter_weights(deeper, "policy", tmp_path / "v1")
-    fewer = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8, ["q_proj"]), seed=1)
-    with pytest.raises(ModelError, match="has unknown tensors"):
-        load_adapter_weights(fewer, "policy", tmp_path / "v1")
-    with pytest.raises(ModelError, match="does not exist"):
-        load_adapter_weights(saved, "policy", tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="'judge' is not attached"):
-        load_adapter_weights(saved, "judge", tmp_path / "v1")
+    save_adapter(saved, "policy", tmp_path)
+    other = attach_adapter(as_base(qwen3(layers)), "policy", lora_config(rank, 8, targets), seed=1)
+    with pytest.raises(ModelError, match=message):
+        load_adapter_weights(other, "policy", tmp_path)
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
@@ -371,10 +370,6 @@ def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_base_in_four_bits_learns() -> None:
     pytest.importorskip("bitsandbytes")
-    from agentrl_trainer.data.training_row import TrainingRow
-    from agentrl_trainer.learner.learner import Learner
-    from agentrl_trainer.learner.loss_options import AdamParams
-
     base = load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
     kinds = {type(m).__name__ for m in base.model.modules()}
     assert "Linear4bit" in kinds
