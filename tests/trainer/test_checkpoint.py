@@ -54,14 +54,8 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def draw() -> list[float]:
-    legacy = np.random
-    return [
-        random.random(),
-        random.gauss(0, 1),
-        legacy.rand(),
-        legacy.normal(),
-        float(torch.rand(())),
-    ]
+    of_numpy = [np.random.rand(), np.random.normal()]
+    return [random.random(), random.gauss(0, 1), *of_numpy, float(torch.rand(()))]
 
 
 def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:

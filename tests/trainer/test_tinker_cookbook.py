@@ -419,7 +419,7 @@ def test_kl_and_entropy_are_those_of_compute_kl_sample_train(ask: Ask, seed: int
     theirs = ask("kl_sample_train", rows=made, training=others)
     sampled, advantages, mask = columns(made)
     lp = padded(others)
-    _, sums = LOSSES["importance_sampling"](lp, sampled, advantages, mask, {})
+    _, sums = LOSSES["importance_sampling"](lp[mask], sampled[mask], advantages[mask], {})
     count = int(sums["tokens"])
     k1 = float(sums["kl_k1"]) / count
     assert k1 == pytest.approx(theirs["optim/kl_sample_train_v1"], rel=1e-6)
@@ -444,7 +444,8 @@ def test_our_kl_and_theirs_agree_where_the_engines_do(ask: Ask) -> None:
     others = [[0.0 if lp is None else lp for lp in row[1:]] for row in near]
     theirs = ask("kl_sample_train", rows=made, training=others)
     sampled, advantages, mask = columns(made)
-    _, sums = LOSSES["importance_sampling"](padded(others), sampled, advantages, mask, {})
+    lp = padded(others)[mask]
+    _, sums = LOSSES["importance_sampling"](lp, sampled[mask], advantages[mask], {})
     k3 = float(sums["kl_k3"]) / int(sums["tokens"])
     assert k3 == pytest.approx(theirs["optim/kl_sample_train_v2"], rel=2e-3)
     assert k3 != pytest.approx(theirs["optim/kl_sample_train_v2"], rel=1e-5)
@@ -457,8 +458,9 @@ def gradient(
     lp = sampled.clone().requires_grad_()
     config, reference = more.get("config", {}), more.get("reference")
     loss, sums = LOSSES["importance_sampling"](
-        lp, sampled, advantages, mask, config, reference=reference
-    )
+        lp[mask], sampled[mask], advantages[mask], config,
+        reference=None if reference is None else reference[mask],
+    )  # fmt: skip
     (found,) = torch.autograd.grad(loss, lp)
     return found, sums
 
