@@ -57,26 +57,22 @@ def test_floors_do_not_know(package: str, unknown: set[str]) -> None:
         assert not imports_of(file) & unknown, file
 
 
-def modules_after(statement: str) -> set[str]:
+HEAVY = {"torch", "litellm", "fastapi", "transformers", "sqlalchemy"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "loads", "without"),
+    [
+        ("import agentrl", "agentrl", HEAVY | {"opentelemetry", "numpy"}),
+        ("from agentrl import emit_reward", "opentelemetry.sdk.trace", HEAVY | {"openai"}),
+        ("import agentrl.cli.main", "agentrl.cli.main", {"torch", "transformers", "fastapi"}),
+    ],
+)
+def test_what_starts_is_cheap(statement: str, loads: str, without: set[str]) -> None:
     code = f"{statement}\nimport sys\nprint(*sorted(sys.modules), sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    return set(done.stdout.split())
-
-
-def test_import_agentrl_is_cheap() -> None:
-    loaded = modules_after("import agentrl")
-    assert "agentrl" in loaded
-    heavy = {"torch", "litellm", "fastapi", "transformers", "sqlalchemy", "opentelemetry", "numpy"}
-    assert not loaded & heavy
-
-
-def test_emit_reward_needs_opentelemetry_only() -> None:
-    loaded = modules_after("from agentrl import emit_reward")
-    assert "opentelemetry.sdk.trace" in loaded
-    assert not loaded & {"torch", "litellm", "fastapi", "transformers", "sqlalchemy", "openai"}
-
-
-def test_command_line_help_does_not_load_torch() -> None:
-    assert not modules_after("import agentrl.cli.main") & {"torch", "transformers", "fastapi"}
+    loaded = set(done.stdout.split())
+    assert loads in loaded
+    assert not loaded & without

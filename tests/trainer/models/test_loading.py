@@ -49,16 +49,14 @@ def folder(tmp_path_factory) -> Path:
     return target
 
 
-def randomise(peft_model: PeftModel, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_()
+def adapted(seed: int = 1, *, layers: int = 2, rank: int = 4, targets: Any = "all-linear") -> Any:
+    config = lora_config(rank, 8, targets)
+    return attach_adapter(as_base(qwen3(layers)), "policy", config, seed)
 
 
-def adapter_tensors(peft_model: PeftModel, name: str = "policy") -> dict[str, torch.Tensor]:
-    return {k: p.detach().clone() for k, p in peft_model.named_parameters() if f".{name}." in k}
+def weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter's, as they are in the model."""
+    return {k: p for k, p in model.named_parameters() if ".policy." in k}
 
 
 def test_load_base(folder) -> None:
@@ -132,25 +130,23 @@ def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
 
 def test_refusals(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="could not load 'no-such-model'"):
-        load_base("no-such-model")
     T5Config().save_pretrained(tmp_path / "t5")
-    with pytest.raises(ModelError, match="encoder-decoder"):
-        load_base(str(tmp_path / "t5"))
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit" / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(ModelError, match="not a causal language model"):
-        load_base(str(tmp_path / "vit"))
     qwen3().save_pretrained(tmp_path / "silent")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "silent")
-    with pytest.raises(ModelError, match="no chat template"):
-        load_base(str(tmp_path / "silent"))
-    with pytest.raises(ModelError, match="dtype: 'float33'"):
-        load_base(str(folder), dtype="float33")
-    with pytest.raises(ModelError, match="device: 'tpux'"):
-        load_base(str(folder), device="tpux")
+    for name, options, message in (
+        ("no-such-model", {}, "could not load 'no-such-model'"),
+        (str(tmp_path / "t5"), {}, "encoder-decoder"),
+        (str(tmp_path / "vit"), {}, "not a causal language model"),
+        (str(tmp_path / "silent"), {}, "no chat template"),
+        (str(folder), {"dtype": "float33"}, "dtype: 'float33'"),
+        (str(folder), {"device": "tpux"}, "device: 'tpux'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_base(name, **options)
 
 
 OWN_CODE = """
@@ -246,29 +242,30 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
     assert worst_difference(merged, [5, 6], answer) < 1e-5
 
 
+TEXT = {"vocab_size": 257, "hidden_size": 32, "pad_token_id": 0}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4, "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "more", "length"),
+    ("config", "length"),
     [
-        (LlamaConfig, {}, 512),
-        (MambaConfig, {}, 1000),  # the tokenizer's
-        (BloomConfig, {"seq_length": 300}, 300),
+        (LlamaConfig(**TEXT, max_position_embeddings=512), 512),
+        (MambaConfig(**TEXT), 1000),  # the tokenizer's
+        (BloomConfig(**TEXT, seq_length=300), 300),
         (
-            Phi3Config,
-            {
-                "original_max_position_embeddings": 128,
-                "rope_parameters": {
-                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-                    "long_factor": [2.0] * 4, "original_max_position_embeddings": 128,
-                },
-            },
+            Phi3Config(
+                **TEXT, max_position_embeddings=512, num_attention_heads=4,
+                original_max_position_embeddings=128, rope_parameters=LONG_ROPE,
+            ),
             128,
         ),
     ],
 )  # fmt: skip
-def test_context_lengths(kind: Any, more: dict[str, Any], length: int, tmp_path: Path) -> None:
-    small = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512}
-    named = small if kind in (LlamaConfig, Phi3Config) else {"hidden_size": 32}
-    kind(vocab_size=257, pad_token_id=0, **named, **more).save_pretrained(tmp_path)
+def test_context_lengths(config: Any, length: int, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.model_max_length = 1000
     tokenizer.save_pretrained(tmp_path)
@@ -276,19 +273,15 @@ def test_context_lengths(kind: Any, more: dict[str, Any], length: int, tmp_path:
 
 
 def test_attach_is_deterministic_and_leaves_the_global_seed() -> None:
+    first = adapted()
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=1)
-    torch.manual_seed(5)
-    one = adapter_tensors(attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=1))
-    torch.manual_seed(5)
     attach_adapter(first, "judge", lora_config(2, 8), seed=1)
     assert torch.equal(torch.rand(3), expected)
-    two = adapter_tensors(first)
+    one, two, other = weights(adapted()), weights(first), weights(adapted(seed=2))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
-    other = adapter_tensors(attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=2))
     assert any(not torch.equal(one[k], other[k]) for k in one)
     # q, k, v, o, gate, up, down in each of two layers; not the output embedding.
     assert len(one) == 2 * 7 * 2
@@ -298,9 +291,9 @@ def test_attach_is_deterministic_and_leaves_the_global_seed() -> None:
 
 
 def test_save_and_load_in_place(tmp_path) -> None:
-    config = lora_config(4, 8)
-    saved = attach_adapter(as_base(qwen3()), "policy", config, seed=1)
-    randomise(saved, 3)
+    saved = adapted()
+    for parameter in weights(saved).values():
+        torch.nn.init.normal_(parameter)
     target = tmp_path / "run" / "v1"
     save_adapter(saved, "policy", target)
     save_adapter(saved, "policy", target)  # replacing is allowed
@@ -313,13 +306,13 @@ def test_save_and_load_in_place(tmp_path) -> None:
     assert written["base_model_name_or_path"] == "test-model"
     assert (written["r"], written["lora_alpha"], written["peft_type"]) == (4, 8, "LORA")
 
-    loaded = attach_adapter(as_base(qwen3()), "policy", config, seed=9)
-    attach_adapter(loaded, "judge", config, seed=9)
-    before = {k: p for k, p in loaded.named_parameters() if ".policy." in k}
+    loaded = adapted(seed=9)
+    attach_adapter(loaded, "judge", lora_config(4, 8), seed=9)
+    before = weights(loaded)
     load_adapter_weights(loaded, "policy", target)
-    after = {k: p for k, p in loaded.named_parameters() if ".policy." in k}
+    after = weights(loaded)
     assert all(before[k] is after[k] for k in before)
-    assert all(torch.equal(after[k], v) for k, v in adapter_tensors(saved).items())
+    assert all(torch.equal(after[k], v) for k, v in weights(saved).items())
 
     # PEFT itself reads the folder and computes the same.
     ids = torch.tensor([[1, 2, 3]])
@@ -339,18 +332,17 @@ def test_save_and_load_in_place(tmp_path) -> None:
 def test_load_explains_mismatches(
     layers: int, rank: int, targets: Any, message: str, tmp_path: Path
 ) -> None:
-    saved = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=1)
-    save_adapter(saved, "policy", tmp_path)
-    other = attach_adapter(as_base(qwen3(layers)), "policy", lora_config(rank, 8, targets), seed=1)
+    save_adapter(adapted(), "policy", tmp_path)
+    other = adapted(layers=layers, rank=rank, targets=targets)
     with pytest.raises(ModelError, match=message):
         load_adapter_weights(other, "policy", tmp_path)
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
-    peft_model = attach_adapter(as_base(llama()), "policy", lora_config(4, 8), seed=1)
+    peft_model = adapted()
     save_adapter(peft_model, "policy", tmp_path / "v1")
     before = (tmp_path / "v1" / "adapter_model.safetensors").read_bytes()
-    randomise(peft_model, 1)
+    torch.nn.init.normal_(next(iter(weights(peft_model).values())))
 
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError("no space left")
