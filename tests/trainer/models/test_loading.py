@@ -23,6 +23,7 @@ from transformers import (
     T5Config,
     dynamic_module_utils,
 )
+from transformers.quantizers import quantizer_bnb_4bit
 
 from agentrl.export.adapter import export
 from agentrl_trainer.data.training_row import TrainingRow
@@ -324,9 +325,9 @@ def test_save_and_load_in_place(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("layers", "rank", "targets", "message"),
     [
-        (2, 8, "all-linear", r"is \[4, 64\] in the folder and \[8, 64\] in the adapter"),
+        (2, 8, "all-linear", r"is \[4, 96\] in the folder and \[8, 96\] in the adapter"),
         (3, 4, "all-linear", r"layers\.2.* is missing in the folder"),
-        (2, 4, ["q_proj"], "k_proj.* and missing in the adapter"),
+        (2, 4, ["q_proj"], "down_proj.* and missing in the adapter"),
     ],
 )
 def test_load_explains_mismatches(
@@ -355,7 +356,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
 
 
 def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ModelError, match="bitsandbytes"):
         load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
 
