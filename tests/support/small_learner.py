@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import BaseModel
@@ -98,6 +98,12 @@ def data(
             )
         )
     return datums
+
+
+def warm(datums: list[TrainingRow]) -> list[TrainingRow]:
+    """Each token at a temperature of its own."""
+    columns = [[0.5 + (t % 7) / 4 for t in range(len(datum.tokens))] for datum in datums]
+    return with_extra(datums, temperature=columns)
 
 
 def on_policy(trainer: Learner, datums: list[TrainingRow], spread: float = 0) -> list[TrainingRow]:

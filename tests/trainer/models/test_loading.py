@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
-from small_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
+from small_models import (
+    Asked,
+    as_base,
+    byte_tokenizer,
+    llama,
+    qwen3,
+    running_engine,
+    save_model,
+    worst_difference,
+)
 from transformers import (
     BloomConfig,
     GenerationConfig,
@@ -26,8 +34,9 @@ from transformers import (
 from transformers.quantizers import quantizer_bnb_4bit
 
 from agentrl.export.adapter import export
+from agentrl_trainer import tiny
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models import lora
@@ -45,8 +54,7 @@ def folder(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("model") / "random-qwen3"
     own = qwen3()
     own.generation_config = GenerationConfig(eos_token_id=[7, 9])
-    own.save_pretrained(target)
-    byte_tokenizer().save_pretrained(target)
+    save_model(own, target)
     return target
 
 
@@ -82,8 +90,6 @@ def test_resolve_model(folder, tmp_path, monkeypatch) -> None:
     ):
         with pytest.raises(ModelError, match=message):
             resolve_model(name)
-    from agentrl_trainer import tiny
-
     monkeypatch.setattr(tiny, "MODEL_DIR", tmp_path / "gone")
     with pytest.raises(ModelError, match="rebuild them with"):
         resolve_model("agentrl-tiny")
@@ -91,22 +97,10 @@ def test_resolve_model(folder, tmp_path, monkeypatch) -> None:
     assert load_base("agentrl-tiny").name == "agentrl-tiny"
 
 
-def test_code_beside_a_model_that_transformers_has_is_not_run(folder, tmp_path) -> None:
-    """Many repositories keep the code from before transformers knew the model."""
-    copied = tmp_path / "both"
-    shutil.copytree(folder, copied)
-    config = json.loads((copied / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
-    (copied / "config.json").write_text(json.dumps(config))
-    (copied / "modeling_own.py").write_text("raise SystemExit('it was run')")
-    assert type(load_base(str(copied)).model).__module__.startswith("transformers.models.qwen3")
-
-
 def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
     """Of a model which transformers has, whose own old code stays unused (Moonlight's files)."""
     copied = tmp_path / "own-tokenizer"
-    llama().save_pretrained(copied)
-    byte_tokenizer().save_pretrained(copied)
+    save_model(llama(), copied)
     for name, entry in (
         ("config.json", {"AutoConfig": "old.Config", "AutoModelForCausalLM": "old.Model"}),
         ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_own.Own", None]}),
@@ -223,14 +217,10 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
     assert losses[-1] < losses[0]
     learner.save_adapter("default", tmp_path / "v1")
 
-    engine = SamplerEngine(load_base(own, device="cpu", trust_remote_code=True))
-    assert engine.strategy == "row by row, recomputed"
-    engine.start()
-    try:
+    with running_engine(load_base(own, device="cpu", trust_remote_code=True)) as engine:
+        assert engine.strategy == "row by row, recomputed"
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
-        (answer,) = Asked(engine, [5, 6], SampleParams(max_tokens=9, seed=1), "policy").wait()
-    finally:
-        engine.stop()
+        answer = Asked(engine, [5, 6], SampleParams(max_tokens=9, seed=1), "policy").one()
     assert len(answer.tokens) == 9
     assert worst_difference(learner.base.model, [5, 6], answer) < 1e-5
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from small_models import Asked, as_base, byte_tokenizer, qwen3, worst_difference
+from small_learner import assert_same, gradients
+from small_models import (
+    Asked,
+    as_base,
+    qwen3,
+    running_engine,
+    save_model,
+    worst_difference,
+)
 from torch import Tensor
 from transformers import (
     AfmoeConfig,
@@ -362,16 +370,14 @@ def test_grouped_products_of_any_size(
 def datums() -> list[TrainingRow]:
     """A group over one prompt, and a conversation's second turn over the first."""
     prompt = tokens(20).tolist()
-    rows: list[TrainingRow] = []
-    for seed in range(3):
-        answer = tokens(6 + seed, seed=seed + 1).tolist()
-        mask = [False] * 20 + [True] * len(answer)
-        zeros = [0.0] * (20 + len(answer))
-        rows.append(TrainingRow(prompt + answer, mask, zeros, [1.0 - seed] * len(mask)))
-    longer = rows[0].tokens + tokens(8, seed=9).tolist()
-    mask = [False] * 30 + [True] * (len(longer) - 30)
-    rows.append(TrainingRow(longer, mask, [0.0] * len(longer), [0.5] * len(longer)))
-    return rows
+    answers = [(prompt + tokens(6 + s, seed=s + 1).tolist(), 20, 1.0 - s) for s in range(3)]
+    longer = (answers[0][0] + tokens(8, seed=9).tolist(), 30, 0.5)
+    return [
+        TrainingRow(
+            row, [at >= start for at in range(len(row))], [0.0] * len(row), [credit] * len(row)
+        )
+        for row, start, credit in (*answers, longer)
+    ]
 
 
 @pytest.mark.parametrize("make", SERVED)
@@ -381,18 +387,12 @@ def test_shared_prefixes_give_the_log_probs_and_gradients_of_single_rows(make: M
     assert learner.why_not_shared is None
     rows = datums()
 
-    def gradients() -> dict[str, Tensor]:
-        named = learner.model.named_parameters()
-        found = {n: p.grad.clone() for n, p in named if p.grad is not None}
-        learner.discard_gradients()
-        return found
-
     stats = learner.forward_backward(rows, "cross_entropy", normalize_by=1.0)
     assert stats.tokens_saved > 40
-    together, alone = gradients(), {}
+    together, alone = gradients(learner), {}
     for row in rows:
         learner.forward_backward([row], "cross_entropy", normalize_by=1.0)
-        for name, grad in gradients().items():
+        for name, grad in gradients(learner).items():
             alone[name] = alone.get(name, 0) + grad
     assert together.keys() == alone.keys()
     assert any("experts" in name for name in together)
@@ -406,15 +406,12 @@ def test_shared_prefixes_give_the_log_probs_and_gradients_of_single_rows(make: M
 def test_recomputed_activations_give_the_same_gradients() -> None:
     found: list[dict[str, Tensor]] = []
     for checkpointing in (False, True):
-        learner = Learner(
-            as_base(qwen3_moe()), rank=RANK, alpha=ALPHA, gradient_checkpointing=checkpointing
-        )
+        options = {"rank": RANK, "alpha": ALPHA, "gradient_checkpointing": checkpointing}
+        learner = Learner(as_base(qwen3_moe()), **options)
         become(learner.model, 1)
         learner.forward_backward(datums(), "cross_entropy", normalize_by=1.0)
-        named = learner.model.named_parameters()
-        found.append({n: p.grad for n, p in named if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    assert all(worst(found[0][name], found[1][name]) < 1e-6 for name in found[0])
+        found.append(gradients(learner))
+    assert_same(found[0], found[1], rtol=0.0, atol=1e-6)
 
 
 def learned(model: PreTrainedModel, steps: int) -> Learner:
@@ -434,26 +431,19 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
     learner.step(datums(), "cross_entropy")
     learner.save_adapter("default", tmp_path / "v2")
     for merge_below in (10**9, 0):
-        engine = SamplerEngine(as_base(copy.deepcopy(model)), merge_below=merge_below)
-        engine.start()
-        try:
+        with running_engine(as_base(copy.deepcopy(model)), merge_below=merge_below) as engine:
             engine.load_adapter("old", 1, tmp_path / "v1").result(30)
             engine.load_adapter("new", 2, tmp_path / "v2").result(30)
             how = SampleParams(max_tokens=40, seed=1)
             prompt = tokens(12).tolist()
             asked = [Asked(engine, prompt, how, name) for name in ("old", "new", None, "new")]
             for one, reference in zip(asked, (first, learner.model, model), strict=False):
-                (answer,) = one.wait()
-                assert worst_difference(reference, prompt, answer) < 1e-5
-            ids = [*prompt, *asked[1].wait()[0].ids]
+                assert worst_difference(reference, prompt, one.one()) < 1e-5
+            ids = [*prompt, *asked[1].one().ids]
             (scored,) = engine.logprobs([ids], "new").result(30)
-        finally:
-            engine.stop()
         zeros = [0.0] * len(ids)
-        (trained,) = learner.forward(
-            [TrainingRow(ids, [False, *[True] * (len(ids) - 1)], zeros, zeros)]
-        )
-        assert scored[1:] == pytest.approx(trained[1:], abs=1e-5)
+        row = TrainingRow(ids, [False, *[True] * (len(ids) - 1)], zeros, zeros)
+        assert scored[1:] == pytest.approx(learner.forward([row])[0][1:], abs=1e-5)
     prompt_only = learner.model(torch.tensor([prompt])).logits
     assert worst(prompt_only, model(torch.tensor([prompt])).logits) > 0.1  # it has learnt something
 
@@ -461,14 +451,11 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
 def test_a_resumed_learner_goes_on_to_the_last_bit() -> None:
     whole = learned(qwen3_moe(), 3)
     half = learned(qwen3_moe(), 2)
-    state = {key: value.clone() for key, value in half.state_dict().items()}
     resumed = learned(qwen3_moe(), 0)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(half.state_dict())
     resumed.step(datums(), "cross_entropy")
-    expected, found = whole.state_dict(), resumed.state_dict()
-    assert expected.keys() == found.keys()
-    assert any("experts" in key for key in expected)
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert any("experts" in key for key in resumed.state_dict())
+    assert_same(resumed.state_dict(), whole.state_dict(), rtol=0.0, atol=0.0)
 
 
 # ---- files
@@ -491,9 +478,7 @@ def test_export_writes_a_merged_mixture(make: Make, tmp_path: Path) -> None:
     model, ids = make(), tokens(2, 12)
     peft = adapted(model)
     save_adapter(peft, "policy", tmp_path / "v1")
-    model.save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
-    out, base = tmp_path / "out", str(tmp_path / "base")
+    out, base = tmp_path / "out", save_model(model, tmp_path / "base")
     assert export(str(tmp_path / "v1"), out, merged=True, model=base, adapter=None).merged
     whole = AutoModelForCausalLM.from_pretrained(out)
     assert worst(whole(ids).logits, peft(ids).logits) < 1e-5
@@ -515,17 +500,11 @@ def test_an_adapter_of_another_mixture_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_client_trains_attention_or_experts_alone(tmp_path: Path) -> None:
-    qwen2_moe().save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
+    base = save_model(qwen2_moe(), tmp_path / "base")
     mlps = {"gate_proj", "up_proj", "down_proj", "experts", "base_layer"}
-    for which, expected in (
-        ("train_mlp", {f"{x}_proj" for x in "qkvo"}),
-        ("train_attn", mlps),
-    ):
+    for which, expected in (("train_mlp", {f"{x}_proj" for x in "qkvo"}), ("train_attn", mlps)):
         service = ServiceClient(folder=tmp_path / which, device="cpu")
-        client = service.create_lora_training_client(
-            str(tmp_path / "base"), RANK, 0, **{which: False}
-        )
+        client = service.create_lora_training_client(base, RANK, 0, **{which: False})
         names = client.local(
             lambda learner: [n for n, p in learner.model.named_parameters() if p.requires_grad]
         ).result()

@@ -70,8 +70,6 @@ class Learner(AdapterOptimizers):
         gradient_checkpointing: bool = False,
         value: ValueParams | None = None,
     ) -> None:
-        if not adapters or len(set(adapters)) < len(adapters):
-            raise ValueError(f"adapters must be distinct names, at least one: {list(adapters)}")
         super().__init__(adam or AdamParams(), value.lr if value else 0.0)
         self.base = base
         # A CPU is fastest with activations that stay in its caches; a GPU must be filled.

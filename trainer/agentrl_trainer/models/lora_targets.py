@@ -119,16 +119,13 @@ def _linears(model: Any) -> list[str]:
 
 def _default(model: Any) -> list[str]:
     """List the paths of the linear layers that "all-linear" means."""
-    head = model.get_output_embeddings()
+    head, left_out = model.get_output_embeddings(), _not_adaptable(model)
     mixture = expert_count(model.config) > 0
-    left_out = _not_adaptable(model)
     return [
         path
         for path, module in text_modules(model)
-        if isinstance(module, (nn.Linear, Conv1D))
-        and module is not head
-        and not (mixture and _is_router(path))
-        and path not in left_out
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        if path not in left_out and not (mixture and _is_router(path))
     ]
 
 
