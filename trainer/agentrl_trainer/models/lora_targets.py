@@ -40,7 +40,7 @@ _STATE_SPACES = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemo
 def adaptable(model: Any) -> list[str]:
     """List the paths of the linear layers and expert weights that adapters may have."""
     mixture = expert_count(model.config) > 0
-    return [p for p in _linears(model) if not (mixture and _is_router(p))] + [*expert_stacks(model)]
+    return [p for p in _linears(model) if not (mixture and _is_router(p))] + expert_stacks(model)
 
 
 def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
@@ -56,7 +56,7 @@ def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
     mixture = expert_count(model.config) > 0
     if not (mixture or is_multimodal(model.config) or _not_adaptable(model)):
         return config
-    stacks = [*expert_stacks(model)]
+    stacks = expert_stacks(model)
     if config.target_modules == "all-linear":
         chosen, experts = _default(model), stacks
     else:

@@ -19,7 +19,6 @@ Shapes: E experts, K of them per token, T tokens, S = T * K slots, r the experts
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -35,23 +34,6 @@ from agentrl_trainer.models.loading import is_multimodal
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
 _SENSES = ("vision", "visual", "audio", "image_embed")  # some decoders hold the towers themselves
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStack:
-    """One weight of all experts of a layer."""
-
-    owner: nn.Module
-    name: str
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """[E, out, in], or [E, in, out] where ``transposed``."""
-        return cast(nn.Parameter, getattr(self.owner, self.name))
-
-    @property
-    def transposed(self) -> bool:
-        return bool(getattr(self.owner, "is_transposed", False))
 
 
 def expert_count(config: Any) -> int:
@@ -70,17 +52,20 @@ def _first(config: Any, names: Sequence[str]) -> int:
     return next((n for n in found if isinstance(n, int)), 0)
 
 
-def expert_stacks(model: Any) -> dict[str, ExpertStack]:
-    """Find the experts' weights by path, in the order in which PEFT wraps those of a module."""
+def expert_stacks(model: Any) -> list[str]:
+    """List the paths of the experts' weights, in the order in which PEFT wraps those of a module.
+
+    A weight of all experts of a layer is [E, out, in], or [E, in, out].
+    """
     if not (count := expert_count(model.config)):
-        return {}
-    return {
-        f"{path}.{name}": ExpertStack(module, name)
+        return []
+    return [
+        f"{path}.{name}"
         for path, module in text_modules(model)
         if not isinstance(module, nn.Conv1d)  # its weight has three dimensions as well
         for name, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3 and weight.shape[0] == count and weight.is_floating_point()
-    }
+    ]
 
 
 def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -107,36 +92,9 @@ def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-# ---- adapters on disk
-
-
-def stacks_in_file(
-    target_parameters: Sequence[str], stacks: Mapping[str, ExpertStack]
-) -> dict[str, tuple[str, ExpertStack]]:
-    """Map the paths that PEFT gives the experts' weights in a file to the model's.
-
-    A module's second weight wraps the first, so the first is found under one more "base_layer".
-    """
-    by_module: dict[str, list[str]] = {}
-    for path in stacks:
-        if any(names(target, path) for target in target_parameters):
-            by_module.setdefault(path.rpartition(".")[0], []).append(path)
-    return {
-        module + ".base_layer" * depth: (path, stacks[path])
-        for module, paths in by_module.items()
-        for depth, path in enumerate(reversed(paths))
-    }
-
-
 def names(target: str, path: str) -> bool:
     """Tell whether PEFT takes ``path`` for what ``target`` names."""
     return path == target or path.endswith(f".{target}")
-
-
-def split_by_expert(a: Tensor, b: Tensor, stack: ExpertStack) -> tuple[Tensor, Tensor]:
-    """Reshape PEFT's A [E * r, in] and B [out, r * E], so that ``b @ a`` updates the weight."""
-    a, b = _by_expert(a, b, stack.weight.shape[0])
-    return (b.transpose(1, 2), a.transpose(1, 2)) if stack.transposed else (a, b)
 
 
 def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
