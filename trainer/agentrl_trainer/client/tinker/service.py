@@ -114,8 +114,8 @@ class TinkerServiceClient(ServiceClient):
         states = checkpoint.meta.get(_STATES, {})
         if states.keys() != self._trained.keys():
             raise ValueError(
-                f"the checkpoint of step {checkpoint.step} holds states of "
-                f"{sorted(states) or 'no client'} on Tinker, but this trains {sorted(self._trained)}"
+                f"checkpoint {checkpoint.step} holds states of {sorted(states) or 'no client'} on "
+                f"Tinker, but this trains {sorted(self._trained)}"
             )
         for name, path in states.items():
             # The SDK deprecates loading into an existing client, so each gets a new one.
