@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
@@ -48,6 +49,11 @@ def gemma2() -> PreTrainedModel:
 def cohere() -> PreTrainedModel:
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
     return AutoModelForCausalLM.from_config(CohereConfig(**small, logit_scale=0.25))
+
+
+def qwen3_moe() -> PreTrainedModel:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, **experts))
 
 
 def gpt2() -> PreTrainedModel:

@@ -25,6 +25,7 @@ from small_learner import (
     on_policy,
     plain_logprobs,
     qwen3,
+    qwen3_moe,
     trained,
     warm,
 )
@@ -115,6 +116,7 @@ HEAD = ["lm_head", "q_proj"]  # the output embedding trains: its chunks are comp
     ("build", "targets", "loss", "rows"),
     [
         *((qwen3, "all-linear", loss, data()) for loss in sorted(LOSSES)),
+        (qwen3_moe, "all-linear", "ppo", data()),
         (gemma2, "all-linear", "ppo", data()),
         (cohere, "all-linear", "ppo", data()),
         (qwen3, HEAD, "importance_sampling", data()),
@@ -172,13 +174,13 @@ def test_parts_of_a_step_accumulate() -> None:
     assert_same(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [qwen3, gpt2])
+@pytest.mark.parametrize("build", [qwen3, gpt2, qwen3_moe])
 def test_gradient_checkpointing_changes_nothing(build: Any) -> None:
     """GPT-2 has dropout in its layers, which must stay off."""
     plain = learner(build=build, off_start=True)
     saving = learner(build=build, off_start=True, gradient_checkpointing=True)
     runs: list[int] = []
-    layer = "model.layers.0.mlp" if build is qwen3 else "transformer.h.0.mlp"
+    layer = "transformer.h.0.mlp" if build is gpt2 else "model.layers.0.mlp"
     saving.base.model.get_submodule(layer).register_forward_pre_hook(lambda *_: runs.append(1))
     for trainer in (plain, saving):
         trainer.forward_backward(data())
@@ -365,13 +367,14 @@ def test_an_adapter_without_data_stays_as_it_is() -> None:
 # ---- saving
 
 
-def test_a_resumed_learner_goes_on_to_the_last_bit() -> None:
-    straight = learner(adapters=["a", "b"])
+@pytest.mark.parametrize("build", [qwen3, qwen3_moe])
+def test_a_resumed_learner_goes_on_to_the_last_bit(build: Any) -> None:
+    straight = learner(build=build, adapters=["a", "b"])
     for seed in range(2):
         straight.step(data(seed, adapters=("a", "b")))
     state = straight.state_dict()
     kept = {key: value.clone() for key, value in state.items()}
-    resumed = learner(adapters=["a", "b"], seed=99)
+    resumed = learner(build=build, adapters=["a", "b"], seed=99)
     resumed.load_state_dict(state)
     assert_same(resumed.state_dict(), state)
     for trainer in (straight, resumed):

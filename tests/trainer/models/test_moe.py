@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from small_learner import assert_same, gradients
+from small_learner import gradients
 from small_models import (
     Asked,
     as_base,
@@ -243,13 +243,10 @@ def test_a_learner_says_what_it_trains() -> None:
         (["q_proj"], "the 4 experts of a layer are in no weight that LoRA was put on; routers"),
     ):
         learner = Learner(as_base(mixtral()), rank=RANK, targets=targets)
+        wrapped = any(isinstance(m, ParamWrapper) for m in learner.model.modules())
+        assert wrapped == (targets == "all-linear")
         assert (learner.what_is_trained("default") or "").startswith(expected)
     assert Learner(as_base(qwen3()), rank=RANK).what_is_trained("default") is None
-
-
-def test_targets_without_experts_leave_them_alone() -> None:
-    peft = adapted(mixtral(), ["q_proj"])
-    assert not any(isinstance(m, ParamWrapper) for m in peft.modules())
 
 
 @pytest.mark.parametrize(
@@ -402,17 +399,6 @@ def test_shared_prefixes_give_the_log_probs_and_gradients_of_single_rows(make: M
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_recomputed_activations_give_the_same_gradients() -> None:
-    found: list[dict[str, Tensor]] = []
-    for checkpointing in (False, True):
-        options = {"rank": RANK, "alpha": ALPHA, "gradient_checkpointing": checkpointing}
-        learner = Learner(as_base(qwen3_moe()), **options)
-        become(learner.model, 1)
-        learner.forward_backward(datums(), "cross_entropy", normalize_by=1.0)
-        found.append(gradients(learner))
-    assert_same(found[0], found[1], rtol=0.0, atol=1e-6)
-
-
 def learned(model: PreTrainedModel, steps: int) -> Learner:
     learner = Learner(as_base(model), rank=RANK, alpha=ALPHA, adam=AdamParams(learning_rate=2e-2))
     for _ in range(steps):
@@ -443,16 +429,6 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
     assert scored.logprobs[1:] == pytest.approx(learner.forward([row])[0][1:], abs=1e-5)
     prompt_only = learner.model(torch.tensor([prompt])).logits
     assert worst(prompt_only, model(torch.tensor([prompt])).logits) > 0.1  # it has learnt something
-
-
-def test_a_resumed_learner_goes_on_to_the_last_bit() -> None:
-    whole = learned(qwen3_moe(), 3)
-    half = learned(qwen3_moe(), 2)
-    resumed = learned(qwen3_moe(), 0)
-    resumed.load_state_dict(half.state_dict())
-    resumed.step(datums(), "cross_entropy")
-    assert any("experts" in key for key in resumed.state_dict())
-    assert_same(resumed.state_dict(), whole.state_dict(), rtol=0.0, atol=0.0)
 
 
 # ---- files
