@@ -232,6 +232,8 @@ def trie_attention(
     if trie is None:
         mask = additive(attention_mask, query)
         return explicit(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
+    if any(kwargs.get(name) is not None for name in ("sinks", "position_bias")):
+        raise NotImplementedError("attention with biases: rows are padded instead")
     if trie.flex and sinks is None:
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
     queries, keys, values = (_by_token(x) for x in (query, key, value))
