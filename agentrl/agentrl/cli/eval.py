@@ -18,9 +18,8 @@ from agentrl.config.tasks import load_tasks
 from agentrl.console.output import console
 from agentrl.runner import validate_agent
 from agentrl.runs.folder import RunFolder, adapters_to_serve
-from agentrl.training.evaluation import plan_evaluation
-from agentrl.training.failures import count_failures
-from agentrl.training.intervals import pass_at_k, task_interval
+from agentrl.training.evaluation import pass_at_k, plan_evaluation, task_interval
+from agentrl.training.metrics import count_failures
 from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Reward, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
@@ -64,7 +63,6 @@ def eval_command(*tokens: Tokens) -> None:
         folder,
         config,
         "eval",
-        base_only=not adapters,
         adapter_paths=adapters,
         asks_for=config.model.adapter if config.model.answered_by else None,
     )
@@ -74,7 +72,7 @@ def eval_command(*tokens: Tokens) -> None:
         bar = progress.add_task("starting", total=len(tasks) * how.samples)
         session.wait_ready(progress.console.print)
         rollouts = session.execute(
-            plan_evaluation(task_ids, 0, how.samples, config.run.seed, how.temperature),
+            plan_evaluation(task_ids, 0, how, config.run.seed),
             lambda done, total: progress.update(bar, completed=done, description="rollouts"),
         )
     ids = [rollout.id for rollout in rollouts]

@@ -34,14 +34,7 @@ def run_command(*tokens: Tokens) -> None:
         asks_for, config = config.model.name, _with_server(config, url)
     adapters = adapters_to_serve(config)
     folder = RunFolder.create(config.run.folder, None, "run")
-    session = Session(
-        folder,
-        config,
-        "run",
-        base_only=not adapters,
-        adapter_paths=adapters,
-        asks_for=asks_for,
-    )
+    session = Session(folder, config, "run", adapter_paths=adapters, asks_for=asks_for)
     store, run_id = session.store, session.run_id
     [task_id] = store.add_tasks(run_id, "run", [config.agent.task])
     seed = rollout_seed(config.run.seed, "run")

@@ -13,7 +13,6 @@ from agentrl_proxy.sampler import (
     DecodingParams,
     FinishEvent,
     GrammarError,
-    RefusalCode,
     RefusedError,
     SampleEvent,
     TokenEvent,
@@ -29,11 +28,6 @@ from agentrl_trainer.inference import (
 from agentrl_trainer.models.loading import BaseModel, ModelError
 
 log = logging.getLogger("agentrl")
-
-_REFUSALS: dict[str, RefusalCode] = {
-    "invalid_parameter": "invalid_parameter",
-    "unknown_adapter": "unknown_adapter",
-}
 
 
 class EmbeddedSampler:
@@ -119,16 +113,12 @@ class EmbeddedSampler:
         running = params.n
         try:
             while running:
-                event = await events.get()
-                if isinstance(event, Finished):
+                e = await events.get()
+                if isinstance(e, Finished):
                     running -= 1
-                    yield FinishEvent(
-                        event.index, event.reason, event.error, event.stop, event.log_mass
-                    )
+                    yield FinishEvent(e.index, e.reason, e.error, e.stop, e.log_mass)
                 else:
-                    yield TokenEvent(
-                        event.index, event.token_id, event.logprob, event.top, event.adapter_version
-                    )
+                    yield TokenEvent(e.index, e.token_id, e.logprob, e.top, e.adapter_version)
         finally:
             if running:
                 handle.cancel()
@@ -156,13 +146,13 @@ class EmbeddedSampler:
         if not self._round:
             return
         ready, self._round = self._round, []
+
+        def deliver() -> None:
+            for queue, event in ready:
+                queue.put_nowait(event)
+
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, ready)
-
-
-def _deliver(ready: list[tuple[asyncio.Queue[Event], Event]]) -> None:
-    for queue, event in ready:
-        queue.put_nowait(event)
+            self._loop.call_soon_threadsafe(deliver)
 
 
 def _refusal(error: RequestError) -> Exception:
@@ -170,4 +160,6 @@ def _refusal(error: RequestError) -> Exception:
         return GrammarError(str(error))
     if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
         return ContextLengthError(str(error))
-    return RefusedError(_REFUSALS.get(error.code, "stopped"), str(error))
+    if error.code in ("invalid_parameter", "unknown_adapter"):
+        return RefusedError(error.code, str(error))
+    return RefusedError("stopped", str(error))

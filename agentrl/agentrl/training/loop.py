@@ -30,7 +30,7 @@ def train(run: TrainingRun) -> Summary:
         RunError: nothing can be rolled out, for a reason the message gives.
     """
     step = run.restore()
-    run.wait_ready(step)
+    run.begin(step)
     publish(run, step)
     run.started()
     evaluate_if_due(run, step)
@@ -54,7 +54,7 @@ def train_step(run: TrainingRun, step: int) -> None:
         }
         whole = batches.whole()
         run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
-    row = run.row(step, taken=taken, calls=calls, batches=batches, passes=passes)
+    row = run.row(step, taken, calls, batches, passes)
     row |= seconds_row(timer) | seconds_row(parts)
     with timer("checkpoint"):
         run.checkpoint(step, row)

@@ -36,14 +36,13 @@ class MetricsLog:
         self._run_id = run_id
         settings = config.model_dump(mode="json", exclude=MAY_HOLD_SECRETS)
         self._trackers = Trackers(config.run.trackers, folder, settings, note)
+        self.close = self._trackers.close
+        self.rows = folder.read_metrics
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         self._folder.append_metrics(row)
         self._store.log_metrics(self._run_id, step, finite_numbers(row))
         self._trackers.log(step, row)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return self._folder.read_metrics()
 
     def held_out(self) -> dict[int, float]:
         """Return the held-out accuracies measured so far, by step."""
@@ -65,6 +64,3 @@ class MetricsLog:
             self._store.log_metrics(self._run_id, step, finite_numbers(row))
         if checkpointed is not None and not any(REWARD in row for row in of_step):
             self.log(step, checkpointed)
-
-    def close(self) -> None:
-        self._trackers.close()

@@ -8,8 +8,9 @@ trackio keep what they were told first (the same numbers, for a synchronous run)
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
@@ -27,12 +28,11 @@ MAY_HOLD_SECRETS: dict[str, Any] = {
 """Settings with URLs or parameters that may hold passwords: no tracker gets them."""
 
 
-class Tracker(Protocol):
+class _Tracker(NamedTuple):
+    log: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
     forgets: bool
     """Whether it drops what a resumed run repeats; one that does not is not told again."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
 
 
 class Trackers:
@@ -53,12 +53,18 @@ class Trackers:
         note: Callable[[str], None],
     ) -> None:
         for name in names:
-            _require(name)
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise ConfigError(
+                    f"run.trackers: {name} cannot be imported ({error}); "
+                    f"`pip install {name}`, or leave it out"
+                ) from error
         self._names = names
         self._folder = folder
-        self._settings = settings
+        self._settings = dict(settings)
         self._note = note
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, _Tracker] = {}
         self._told: dict[int, set[str]] = {}
 
     def begin(self, step: int | None = None, told: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -72,7 +78,8 @@ class Trackers:
         for row in told:
             self._told.setdefault(int(row["step"]), set()).update(row)
         for name in self._names:
-            self._guard(name, lambda name=name: self._begin(name, step))
+            with self._given_up_if_it_fails(name):
+                self._open[name] = _OPEN[name](self._folder, self._settings, step)
         for row in told:
             if row["step"] == step:
                 self.log(int(row["step"]), row)
@@ -82,92 +89,67 @@ class Trackers:
         values = {name: value for name, value in finite_numbers(row).items() if name != "step"}
         news = {k: v for k, v in values.items() if k not in self._told.get(step, ())}
         for name, tracker in list(self._open.items()):
-            if told := values if tracker.forgets else news:
-                self._guard(name, lambda tracker=tracker, told=told: tracker.log(step, told))
+            with self._given_up_if_it_fails(name):
+                if told := values if tracker.forgets else news:
+                    tracker.log(step, told)
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):
-            self._guard(name, tracker.close)
+            with self._given_up_if_it_fails(name):
+                tracker.close()
 
-    def _begin(self, name: str, step: int | None) -> None:
-        self._open[name] = _KINDS[name](self._folder, self._settings, step)
-
-    def _guard(self, name: str, act: Callable[[], None]) -> None:
+    @contextmanager
+    def _given_up_if_it_fails(self, name: str) -> Iterator[None]:
         try:
-            act()
+            yield
         except Exception as error:  # a tracker's server may be away
             self._open.pop(name, None)
             self._note(f"tracker {name} was given up: {type(error).__name__}: {error}")
 
 
-class _TensorBoard:
-    forgets = True
+def _tensorboard(folder: RunFolder, _settings: dict[str, Any], step: int | None) -> _Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    # Readers drop what earlier files hold of this step and the ones after it.
+    writer: Any = SummaryWriter(str(folder.root / "tensorboard"), purge_step=step)
 
-        # Readers drop what earlier files hold of this step and the ones after it.
-        where = str(folder.root / "tensorboard")
-        self._writer: Any = SummaryWriter(where, purge_step=step)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _HostedRun:
-    """A run of W&B or of trackio, which has W&B's interface."""
-
-    forgets = False  # they ignore steps that have been
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return _Tracker(log, writer.close, forgets=True)
 
 
-def _wandb(folder: RunFolder, settings: Mapping[str, Any], _step: int | None) -> Tracker:
+def _wandb(folder: RunFolder, settings: dict[str, Any], _step: int | None) -> _Tracker:
     import wandb  # pyright: ignore[reportMissingImports]
 
     # The run's own id: a resumed run continues in the same place.
-    return _HostedRun(wandb.init(
+    return _hosted(wandb.init(
         project="agentrl", name=folder.name, id=folder.run_id.read_text().strip(), resume="allow",
-        dir=str(folder.root), config=dict(settings),
+        dir=str(folder.root), config=settings,
         settings={"console": "off"},  # the panel in the terminal is drawn many times a second
     ))  # fmt: skip
 
 
-def _trackio(folder: RunFolder, settings: Mapping[str, Any], _step: int | None) -> Tracker:
+def _trackio(folder: RunFolder, settings: dict[str, Any], _step: int | None) -> _Tracker:
     import trackio  # pyright: ignore[reportMissingImports]
 
     # trackio resumes by name, and another run's folder may have the same one.
     name = f"{folder.name}-{folder.run_id.read_text().strip()[-8:]}"
-    return _HostedRun(trackio.init(
-        project="agentrl", name=name, resume="allow", config=dict(settings), embed=False,
+    return _hosted(trackio.init(
+        project="agentrl", name=name, resume="allow", config=settings, embed=False,
         auto_log_cpu=False,
     ))  # fmt: skip
 
 
-_KINDS: dict[str, Callable[[RunFolder, Mapping[str, Any], int | None], Tracker]] = {
-    "tensorboard": _TensorBoard,
+def _hosted(run: Any) -> _Tracker:
+    """Log to a run of W&B or of trackio, which has W&B's interface; both ignore earlier steps."""
+    return _Tracker(lambda step, values: run.log(dict(values), step=step), run.finish, False)
+
+
+_OPEN: dict[str, Callable[[RunFolder, dict[str, Any], int | None], _Tracker]] = {
+    "tensorboard": _tensorboard,
     "wandb": _wandb,
     "trackio": _trackio,
 }
-
-
-def _require(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"run.trackers: {name} cannot be imported ({error}); "
-            f"`pip install {name}`, or leave it out"
-        ) from error

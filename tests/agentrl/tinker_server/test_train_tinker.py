@@ -167,7 +167,7 @@ def test_a_run_on_tinker_is_the_run_here(
         there.finish()
     else:
         there.kill_at(moment, 1)
-        there.resume()
+        there.finish()
 
     there.accounting()
     rows, expected = there.curve(), here.curve()
