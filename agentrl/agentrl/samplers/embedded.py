@@ -89,21 +89,14 @@ class EmbeddedSampler:
         request = SampleRequest(
             prompt_ids=list(prompt_ids),
             params=SampleParams(
-                max_tokens=params.max_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                stop_ids=self._eos_ids,
-                stop=params.stop,
-                seed=params.seed,
-                n=params.n,
-                top_logprobs=params.top_logprobs,
-                grammar=params.grammar,
+                max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
+                top_k=params.top_k, stop_ids=self._eos_ids, stop=params.stop, seed=params.seed,
+                n=params.n, top_logprobs=params.top_logprobs, grammar=params.grammar,
                 logit_bias=params.logit_bias,
             ),
             adapter=adapter,
             on_event=lambda event: self._round.append((events, event)),
-        )
+        )  # fmt: skip
         try:
             if params.grammar is not None and not self.engine.grammars.knows(params.grammar):
                 await asyncio.to_thread(self.engine.grammars.start, params.grammar)

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl_proxy.rendering.detokenizer import Detokenizer
 from agentrl_proxy.sampler import (
     ContextLengthError,
     DecodingParams,
@@ -39,7 +38,7 @@ class TinkerSampler:
 
     Args:
         model: the base model, by the service's name.
-        tokenizer: its Hugging Face tokenizer, to find stop strings.
+        tokenizer: its Hugging Face tokenizer, to tell which stop string ended a response.
         eos_ids: tokens that end an answer.
         context_length: of the base model.
     """
@@ -168,22 +167,19 @@ class TinkerSampler:
     def _events(
         self, choice: int, sequence: SampledSequence, params: DecodingParams, version: int | None
     ) -> Iterator[SampleEvent]:
-        """Yield the events of a response, up to the token that completes a stop string."""
         if len(sequence.logprobs) != len(sequence.tokens):
             yield FinishEvent(choice, "error", "Tinker returned tokens without log-probs")
             return
-        text = Detokenizer(lambda ids: self._tokenizer.decode(list(ids)), params.stop)
-        for at, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
-            top = sequence.topk_logprobs[at] if sequence.topk_logprobs else None
-            yield TokenEvent(choice, token, logprob, top, version)
-            if params.stop:
-                text.push(token)
-                if text.stopped_by is not None:
-                    yield FinishEvent(choice, "stop", stop_string=text.stopped_by)
-                    return
-        if params.stop:
-            text.finish()
-        yield FinishEvent(choice, sequence.stop_reason, stop_string=text.stopped_by)
+        top = sequence.topk_logprobs or [None] * len(sequence.tokens)
+        for token, logprob, alternatives in zip(
+            sequence.tokens, sequence.logprobs, top, strict=True
+        ):
+            yield TokenEvent(choice, token, logprob, alternatives, version)
+        # The service ends a response with the token that completes a stop string.
+        text = self._tokenizer.decode(sequence.tokens) if params.stop else ""
+        found = [stop for stop in params.stop if stop in text]
+        ended_by = min(found, key=lambda stop: text.index(stop) + len(stop), default=None)
+        yield FinishEvent(choice, sequence.stop_reason, stop_string=ended_by)
 
 
 def _refusal(error: Exception) -> Exception:

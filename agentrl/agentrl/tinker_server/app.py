@@ -6,8 +6,6 @@ server is for one user on one machine: it accepts any key, so it should listen t
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -22,13 +20,10 @@ from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
 from agentrl.tinker_server.messages import PROTOBUF
 from agentrl.tinker_server.request_store import Answer, Json
-from agentrl.tinker_server.server import TinkerServer, session_of
+from agentrl.tinker_server.server import TinkerServer
 from agentrl_trainer.client import ServiceClient
 
-log = logging.getLogger(__name__)
-
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
-_CHECK_SECONDS = 15.0  # between looks for silent sessions
 
 
 def create_app(
@@ -46,9 +41,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(_end_silent_sessions(server))
         yield
-        watching.cancel()
         await run_in_threadpool(server.close)
 
     app = FastAPI(title="agentrl", openapi_url=None, lifespan=lifespan)
@@ -60,15 +53,6 @@ def create_app(
         return JSONResponse({"detail": str(error)}, 422)
 
     return app
-
-
-async def _end_silent_sessions(server: TinkerServer) -> None:
-    while True:
-        await asyncio.sleep(min(server.lease_seconds / 4, _CHECK_SECONDS))
-        try:
-            await run_in_threadpool(server.finish_silent)
-        except Exception:  # the next check must come all the same
-            log.exception("silent sessions could not be ended")
 
 
 def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
@@ -96,7 +80,8 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
         return {"type": "create_session", "session_id": session}
 
     @routes.post("/session_heartbeat")
-    async def heartbeat(body: Json) -> Json:
+    def heartbeat(body: Json) -> Json:
+        server.finish_silent()
         session = body["session_id"]
         if session not in server.heard:
             raise HTTPException(410, f"there is no session {session!r}, or no longer")
@@ -148,8 +133,9 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
 
     @routes.get("/samplers/{sampler}")
     async def get_sampler(sampler: str) -> Json:
-        found = server.sampler(sampler)
-        return {"sampler_id": sampler, "base_model": found.base_model, "model_path": found.path}
+        client, path = server.sampler(sampler)
+        base = client.get_base_model()
+        return {"sampler_id": sampler, "base_model": base, "model_path": path}
 
     @routes.post("/asample")
     def sample(body: Json) -> Json:
@@ -161,8 +147,6 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
     @routes.post("/retrieve_future", response_model=None)
     async def retrieve_future(body: Json) -> Response | Json:
         request_id = body["request_id"]
-        if (owner := server.requests.owner(request_id)) is not None:
-            server.renew(session_of(owner))
         try:
             answer = await server.requests.answer(request_id, _POLL_SECONDS)
         except TimeoutError:

@@ -67,10 +67,6 @@ class RequestStore:
                     self._by_sequence.popitem(last=False)
             return request_id
 
-    def owner(self, request_id: str) -> str | None:
-        """Return the owner of a request, or None if the request is unknown or forgotten."""
-        return self._results.get(request_id, (None, None))[0]
-
     async def answer(self, request_id: str, within: float | None = None) -> Answer:
         """Wait for a result.
 

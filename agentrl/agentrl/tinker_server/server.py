@@ -4,14 +4,12 @@ over the local client API. ``app`` has the routes."""
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import HTTPException
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
@@ -43,24 +41,21 @@ _SAMPLE_OPTIONS = (
 )
 
 
-@dataclass(slots=True)
-class _Sampler:
-    base_model: str
+class Sampler(NamedTuple):
+    client: SamplingClient
     path: str | None  # of saved weights
-    again: Callable[[], SamplingClient] | None  # None: of weights that were never saved
-    client: SamplingClient | None  # None: dropped, and made again when it is used
 
 
 class TinkerServer:
     """The sessions, and what they hold.
 
-    A session ends after ``lease_seconds`` of silence; the SDK sends a heartbeat every ten. The SDK
-    does not tell when it drops a sampler, so the ``kept`` most recently used ones stay loaded. A
-    dropped one of weights that were never saved is gone for good.
+    A session ends after ``lease_seconds`` of silence, at the heartbeat of another session; the SDK
+    sends one every ten seconds. The SDK
+    does not tell when it drops a sampler, so the ``kept`` most recently used ones stay.
     """
 
     def __init__(
-        self, service: ServiceClient, folder: Path, lease_seconds: float, kept: int = 32
+        self, service: ServiceClient, folder: Path, lease_seconds: float, kept: int = 64
     ) -> None:
         self.service = service
         self.folder = folder
@@ -72,8 +67,7 @@ class TinkerServer:
         # Loading a base model may take longer than the SDK waits for a response.
         self._loading = ThreadPoolExecutor(4, thread_name_prefix="agentrl-tinker-load")
         self._kept = kept
-        self._samplers: OrderedDict[str, _Sampler] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()  # of the samplers
+        self.samplers: OrderedDict[str, Sampler] = OrderedDict()  # least recently used first
 
     def submit(self, owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> Json:
         """Start ``work`` for ``owner``; return the id by which the SDK fetches the result."""
@@ -93,9 +87,8 @@ class TinkerServer:
             model = self.models.pop(model_id, None)
             if model is not None:  # else another thread has dropped it
                 model.close()
-        with self._lock:
-            for sampler in [key for key in self._samplers if session_of(key) == session]:
-                del self._samplers[sampler]
+        for sampler in [key for key in [*self.samplers] if session_of(key) == session]:
+            self.samplers.pop(sampler, None)
         self.requests.release(f"{session}:")
 
     def finish_silent(self) -> None:
@@ -145,19 +138,11 @@ class TinkerServer:
         return {"model_id": model_id}
 
     def info(self, body: Json) -> Json:
-        info = self.model(body["model_id"]).get_info()
-        data = {
-            "arch": info.model_data.arch,
-            "model_name": info.model_name,
-            "tokenizer_id": resolve_model(info.model_name),
-        }
-        return {
-            "model_id": body["model_id"],
-            "model_data": data,
-            "is_lora": True,
-            "lora_rank": info.lora_rank,
-            "model_name": info.model_name,
-        }
+        info, model_id = self.model(body["model_id"]).get_info(), body["model_id"]
+        name, arch = info.model_name, info.model_data.arch
+        data = {"arch": arch, "model_name": name, "tokenizer_id": resolve_model(name)}
+        own = {"is_lora": True, "lora_rank": info.lora_rank, "model_name": name}
+        return {"model_id": model_id, "model_data": data} | own
 
     def forward_backward(self, request: ForwardBackwardRequest) -> Future[Answer]:
         client = self.model(request.model_id)
@@ -218,60 +203,32 @@ class TinkerServer:
 
     def create_sampler(self, body: Json) -> Json:
         path, create = body.get("model_path") or None, self.service.create_sampling_client
-
-        def make() -> SamplingClient:
-            return create(self.path(path)) if path else create(base_model=body.get("base_model"))
-
+        client = create(self.path(path)) if path else create(base_model=body.get("base_model"))
         session, number = body["session_id"], body["sampling_session_seq_id"]
-        made = self.add_sampler(session, number, make(), path, make)
-        return {"type": "create_sampling_session"} | made
+        return {"type": "create_sampling_session"} | self.add_sampler(session, number, client, path)
 
     def add_sampler(
-        self,
-        session: str,
-        number: int,
-        client: SamplingClient,
-        path: str | None = None,
-        again: Callable[[], SamplingClient] | None = None,
+        self, session: str, number: int, client: SamplingClient, path: str | None = None
     ) -> Json:
         sampler = f"{session}:sample:{number}"
-        with self._lock:
-            self._samplers[sampler] = _Sampler(client.get_base_model(), path, again, client)
-            self._drop_unused()
+        self.samplers[sampler] = Sampler(client, path)
+        while len(self.samplers) > self._kept:
+            self.samplers.popitem(last=False)
         return {"sampling_session_id": sampler}
 
-    def sampler(self, sampler: str) -> _Sampler:
-        if sampler not in self._samplers:
+    def sampler(self, sampler: str) -> Sampler:
+        try:
+            self.samplers.move_to_end(sampler)
+            return self.samplers[sampler]
+        except KeyError as error:
             raise HTTPException(
                 404,
-                f"there is no sampler {sampler!r}: its session has ended, or {self._kept} more "
-                "have been used since, and its weights were saved nowhere",
-            )
-        return self._samplers[sampler]
-
-    def use_sampler(self, sampler: str) -> SamplingClient:
-        with self._lock:
-            found = self.sampler(sampler)
-            self._samplers.move_to_end(sampler)
-            if found.client is None:
-                assert found.again is not None
-                found.client = found.again()
-                self._drop_unused()
-            return found.client
-
-    @property
-    def loaded_samplers(self) -> list[str]:
-        """Ids of samplers that were not dropped, least recently used first."""
-        return [sampler for sampler, one in self._samplers.items() if one.client]
-
-    def _drop_unused(self) -> None:
-        for sampler in self.loaded_samplers[: -self._kept]:
-            self._samplers[sampler].client = None
-            if self._samplers[sampler].again is None:
-                del self._samplers[sampler]
+                f"there is no sampler {sampler!r}: its session has ended, or {self._kept} others "
+                "have been used since; create it again",
+            ) from error
 
     def sample(self, body: Json) -> Future[Answer]:
-        client = self.use_sampler(body["sampling_session_id"])
+        client = self.sampler(body["sampling_session_id"]).client
         chunks = body["prompt"]["chunks"]
         if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
             raise ValueError("prompt: only tokens can be sampled from, no images or sound")

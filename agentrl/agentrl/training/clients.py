@@ -61,15 +61,10 @@ def _on_this_machine(
 ) -> TrainingClients:
     model, learning = config.model, config.learning
     service = ServiceClient(
-        folder=folder,
-        device=model.device,
-        dtype=model.dtype,
-        load_in_4bit=model.load_in_4bit,
-        trust_remote_code=model.trust_remote_code,
-        token_budget=learning.micro_batch_tokens,
-        gradient_checkpointing=learning.gradient_checkpointing,
-        value=value_params(config),
-    )
+        folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
+        trust_remote_code=model.trust_remote_code, token_budget=learning.micro_batch_tokens,
+        gradient_checkpointing=learning.gradient_checkpointing, value=value_params(config),
+    )  # fmt: skip
     clients = _adapters(service, config, alpha=learning.alpha)
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()

@@ -35,11 +35,11 @@ def plan_evaluation(
     """Plan the rollouts of each task, at ``how.temperature`` whatever the agent asks for."""
     return [
         NewRollout(
-            task_id=task_id,
-            group_id=f"eval-{step}-{task_id}",
-            purpose=Purpose.EVAL,
-            step=step,
-            index=index,
+            task_id,
+            f"eval-{step}-{task_id}",
+            Purpose.EVAL,
+            step,
+            index,
             seed=rollout_seed(seed, "eval", step, task_id, index),
             sampling={"force": {"temperature": how.temperature}},
         )

@@ -200,13 +200,12 @@ class RolloutQueue:
             group.version, group.step = step - 1, max(group.planned_for, step)
         new = [
             NewRollout(
-                task_id=self._task_ids[group.task],
-                group_id=group.group_id,
-                purpose=Purpose.TRAIN,
-                step=group.step,
-                index=index,
+                self._task_ids[group.task],
+                group.group_id,
+                Purpose.TRAIN,
+                group.step,
+                index,
                 seed=rollout_seed(self._seed, "train", group.planned_for, group.position, index),
-                sampling={},
             )
             for group in groups
             for index in range(self._settings.group_size)
@@ -283,14 +282,11 @@ def tasks_in_order(first: int, count: int, tasks: int, seed: int) -> list[int]:
     Each epoch is a shuffle of its own. The result depends on the arguments alone, so a resumed run
     continues where it was.
     """
-    orders: dict[int, list[int]] = {}
-    chosen: list[int] = []
-    for position in range(first, first + count):
-        epoch, place = divmod(position, tasks)
-        if epoch not in orders:
-            orders[epoch] = random.Random(f"{seed}/{epoch}").sample(range(tasks), tasks)
-        chosen.append(orders[epoch][place])
-    return chosen
+    orders = {
+        epoch: random.Random(f"{seed}/{epoch}").sample(range(tasks), tasks)
+        for epoch in range(first // tasks, (first + count - 1) // tasks + 1)
+    }
+    return [orders[at // tasks][at % tasks] for at in range(first, first + count)]
 
 
 def rollout_seed(*parts: object) -> int:

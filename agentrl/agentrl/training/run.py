@@ -65,13 +65,9 @@ class TrainingRun:
         max_length = config.learning.max_length or self._backend.context_length
         self.records = StepRecords(config, self.store, max_length)
         self._queue = RolloutQueue(
-            session,
-            config,
-            task_ids,
-            steps=self.steps,
-            staleness=self.records.staleness,
+            session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
             teaches=self.records.teaches,
-        )
+        )  # fmt: skip
         self._saved: dict[str, str] = {}  # path of each adapter's newest version
 
     # ---- within a step
@@ -199,15 +195,9 @@ class TrainingRun:
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
             summary = summarise(
-                self.folder,
-                self.store,
-                self.run_id,
-                step,
-                model=self.config.model.name,
-                adapters=self.config.trained,
-                eval_ids=self.eval_ids,
-                seconds=self.timer.spent,
-            )
+                self.folder, self.store, self.run_id, step, model=self.config.model.name,
+                adapters=self.config.trained, eval_ids=self.eval_ids, seconds=self.timer.spent,
+            )  # fmt: skip
         self.store.end_run(self.run_id, "finished")
         self.metrics_log.close()
         self._backend.close()

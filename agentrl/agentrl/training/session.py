@@ -100,12 +100,8 @@ class Session:
     def _register(self, kind: str) -> str:
         """Return the run's id, new or as the folder has it, and store its settings."""
         config = self.config
-        policies = Policies(
-            on_error=config.rollouts.on_error,
-            on_timeout=config.rollouts.on_timeout,
-            on_missing_reward=config.rollouts.on_missing_reward,
-            max_attempts=config.rollouts.max_attempts,
-        )
+        named = {"on_error", "on_timeout", "on_missing_reward", "max_attempts"}
+        policies = Policies(**config.rollouts.model_dump(include=named))
         settings = config.model_dump(mode="json")
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
@@ -145,21 +141,15 @@ class Session:
     def _start_runners(self) -> PoolHandle | RayPool:
         config = self.config
         models = config.model_dump(mode="json")["models"]
+        how = config.rollouts
         runners = RunnerConfig(
-            store=self.store.url,
-            gateway=self.gateway.url,
-            run_id=self.run_id,
-            agent=config.agent.entrypoint,
-            model=self._asks_for,
-            runners=config.rollouts.runners,
-            timeout_s=config.rollouts.timeout,
-            lease_s=config.rollouts.lease,
-            logs=str(self.folder.logs),
-            concurrency=config.rollouts.concurrency,
+            store=self.store.url, gateway=self.gateway.url, run_id=self.run_id,
+            agent=config.agent.entrypoint, model=self._asks_for, logs=str(self.folder.logs),
+            runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
+            concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
             python=config.agent.python,
-            rollouts_per_process=config.rollouts.rollouts_per_process,
             withheld=secret_variables(models, config.sampler.vllm.key_env),
-        )
+        )  # fmt: skip
         if config.rollouts.runners_on != "ray":
             return start_pool(runners)
         from agentrl.runner.ray import RayPool

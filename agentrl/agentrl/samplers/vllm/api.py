@@ -143,24 +143,15 @@ def completion(
     """
     greedy_of_many = params.temperature == 0 and params.n > 1  # vLLM refuses that
     body: dict[str, Any] = {
-        "model": model,
-        "prompt": list(prompt_ids),
-        "max_tokens": max_tokens,
+        "model": model, "prompt": list(prompt_ids), "max_tokens": max_tokens, "n": params.n,
         "temperature": 1.0 if greedy_of_many else params.temperature,
-        "top_p": params.top_p,
-        "top_k": 1 if greedy_of_many else params.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "n": params.n,
-        "logprobs": params.top_logprobs,
-        "stop": list(params.stop),
-        "stop_token_ids": list(eos_ids),
+        "top_p": params.top_p, "top_k": 1 if greedy_of_many else params.top_k, "min_p": 0.0,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "stop": list(params.stop), "stop_token_ids": list(eos_ids),
         "skip_special_tokens": False,  # a stop string may be one
-        "return_token_ids": True,
+        "logprobs": params.top_logprobs, "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-    }
+    }  # fmt: skip
     if params.seed is not None:
         # Choice i samples from vLLM's seed + i, so close seeds would share streams: spread them.
         digest = blake2b(str(params.seed).encode(), digest_size=8).digest()
