@@ -173,7 +173,7 @@ def test_a_finished_session_leaves_nothing(client: Client) -> None:
     client.post("sessions/s1/finish", {"reason": {"type": "success"}})
     assert not server.models
     assert server.requests.kept == 0
-    assert not server.loaded_samplers
+    assert not server.samplers
     assert client.http.get("samplers/s1:sample:1").status_code == 404
 
 
@@ -225,7 +225,7 @@ def test_silence_ends_a_session(tmp_path: Path) -> None:
             assert say("session_heartbeat", {"session_id": loud}).status_code == 200
             time.sleep(0.05)
         assert set(server.models) == {f"{loud}:train:0"}
-        assert server.requests.owner(request) is None
+        assert request not in server.requests._results
         assert say("session_heartbeat", {"session_id": silent}).status_code == 410
         optim = {"model_id": f"{silent}:train:0", "adam_params": {}}
         assert say("optim_step", optim).status_code == 404
@@ -276,31 +276,19 @@ def test_a_model_that_comes_after_its_session_is_not_kept(
     client.server.service.create_lora_training_client(TINY, rank=4, name="s1-train-0")
 
 
-def test_the_samplers_that_were_used_last_stay_loaded(tmp_path: Path) -> None:
+def test_the_samplers_that_were_used_last_stay(tmp_path: Path) -> None:
     with ServiceClient(folder=tmp_path) as service:
         server = TinkerServer(service, tmp_path, 300.0, kept=2)
         training = service.create_lora_training_client(TINY, rank=4, name="s-train-0")
         training.save_weights_for_sampler("a").result()
-
-        def saved(number: int) -> None:
-            body = {"session_id": "s", "sampling_session_seq_id": number}
-            server.create_sampler(body | {"model_path": "tinker://s:train:0/sampler_weights/a"})
-
-        def unsaved(number: int) -> None:
-            server.add_sampler("s", number, training.save_weights_and_get_sampling_client())
-
-        saved(0)
-        unsaved(1)
-        server.use_sampler("s:sample:0")
-        unsaved(2)
-        assert server.loaded_samplers == ["s:sample:0", "s:sample:2"]
-        with pytest.raises(HTTPException, match="saved nowhere"):
-            server.use_sampler("s:sample:1")
-        unsaved(3)
-        assert server.loaded_samplers == ["s:sample:2", "s:sample:3"]
-        again = server.use_sampler("s:sample:0")  # made again
-        assert len(again.compute_logprobs(ROW).result()) == len(ROW)
-        assert server.loaded_samplers == ["s:sample:3", "s:sample:0"]
+        saved = {"session_id": "s", "model_path": "tinker://s:train:0/sampler_weights/a"}
+        server.create_sampler(saved | {"sampling_session_seq_id": 0})
+        server.add_sampler("s", 1, training.save_weights_and_get_sampling_client())
+        assert len(server.sampler("s:sample:0").client.compute_logprobs(ROW).result()) == len(ROW)
+        server.add_sampler("s", 2, training.save_weights_and_get_sampling_client())
+        assert [*server.samplers] == ["s:sample:0", "s:sample:2"]
+        with pytest.raises(HTTPException, match="create it again"):
+            server.sampler("s:sample:1")
 
 
 def test_an_output_without_rows() -> None:
