@@ -290,4 +290,4 @@ def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(
     done = hands.execute(plan, nothing)
     assert ran == [rollout.id for rollout in done]
     assert {rollout.purpose for rollout in done} == {Purpose.EVAL}
-    assert hands.store.unfinished(ahead) == len(ahead)
+    assert len(hands.store.unfinished_ids(ahead)) == len(ahead)
