@@ -71,10 +71,6 @@ class EmbeddedSampler:
         self.engine.load_adapter(name, version, path).result()
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """
-        Raises:
-            RefusedError: the folder does not fit the model.
-        """
         try:
             loaded = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
         except ModelError as error:

@@ -93,11 +93,6 @@ class RequestStore:
             if owner.startswith(owners):
                 self._results.pop(request_id, None)
 
-    @property
-    def kept(self) -> int:
-        """The number of requests that run, or whose result can be fetched."""
-        return len(self._results)
-
 
 def _answer(done: Future[Answer]) -> Answer:
     try:

@@ -147,7 +147,7 @@ class TinkerServer:
     def forward_backward(self, request: ForwardBackwardRequest) -> Future[Answer]:
         client = self.model(request.model_id)
         run = client.forward if request.forward_only else client.forward_backward
-        config = messages.loss_config(request)
+        config = {name: one.text or one.number for name, one in request.loss_fn_config_v2.items()}
         done = run(messages.datums(request), request.loss_fn, config)
         return map_future(done.future(), messages.forward_backward_output)
 

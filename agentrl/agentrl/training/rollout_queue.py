@@ -227,22 +227,16 @@ class RolloutQueue:
             nonlocal finished
             unfinished = self._store.unfinished_ids(ids)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
-            enough = (
-                len(finished) >= count
-                and (
-                    len(finished) == len(self._groups)  # waiting longer changes nothing
-                    or self._may_take(step, finished[:count])
-                )
-            )
+            enough = len(finished) == len(self._groups)  # waiting longer changes nothing
+            if not enough and len(finished) >= count:
+                chosen = finished[:count]
+                left = [group.version for group in self._groups if group not in chosen]
+                enough = self._staleness.may_leave(step, left, self._batch_size)
             total = count * self._settings.group_size
             return (total if enough else min(len(ids) - len(unfinished), total)), total, enough
 
         self._session.wait(check, on_progress)
         return finished[:count]
-
-    def _may_take(self, step: int, chosen: Sequence[_Group]) -> bool:
-        left = [group.version for group in self._groups if group not in chosen]
-        return self._staleness.may_leave(step, left, self._batch_size)
 
     def _hand_over(self, step: int, taken: Sequence[_Group]) -> list[list[Rollout]]:
         """Move groups out of the queue into the step, also in the store; return their rollouts."""

@@ -5,7 +5,6 @@ What happens in a step, and in which order, is in ``agentrl.training.loop``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +67,7 @@ class TrainingRun:
             session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
             teaches=self.records.teaches,
         )  # fmt: skip
-        self._saved: dict[str, str] = {}  # path of each adapter's newest version
+        self.saved: dict[str, str] = {}  # path of each adapter's newest version
 
     # ---- within a step
 
@@ -118,18 +117,9 @@ class TrainingRun:
         rate, staleness = self.learning_rate(step), self.records.staleness
         return step_row(step, taken, calls, batches, passes, outcomes, rate, staleness)
 
-    def publish(self, step: int, saved: Mapping[str, str]) -> None:
-        """Make adapters the ones that answer, as version ``step``.
-
-        Args:
-            saved: by adapter, the path that ``save_weights_for_sampler`` returned.
-        """
-        self._saved = dict(saved)
-        self.load_published(step)
-
     def load_published(self, step: int) -> None:
-        """Load the published adapters into the sampler, which empties its prefix cache."""
-        for name, path in self._saved.items():
+        """Load the saved adapters into the sampler, which empties its prefix cache."""
+        for name, path in self.saved.items():
             self.session.publish(name, step, path, step, self.display.note)
 
     # ---- across crashes
@@ -186,9 +176,6 @@ class TrainingRun:
         health = self.session.wait_ready(self.display.note)
         if why := health["sampler"].get("why_not_lean"):
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
-
-    def started(self) -> None:
-        self.timer.spent["start"] = time.perf_counter() - self.session.started
 
     def finish(self, step: int) -> Summary:
         self._queue.close()

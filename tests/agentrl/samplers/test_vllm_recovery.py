@@ -20,6 +20,7 @@ from settings import nested
 
 from agentrl import timing
 from agentrl.config.commands import ServeConfig, TrainConfig
+from agentrl.gateway import handle
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import PLAN, GatewayPlan
 from agentrl.runs.folder import RunFolder
@@ -326,6 +327,12 @@ def test_a_server_that_does_not_list_what_it_loads_is_asked_once_a_round(
     assert list(server.loras.values()) == ["/1"]
 
 
+@pytest.fixture
+def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of pytest would write its log where pytest captures it."""
+    monkeypatch.setattr(handle, "_may_fork", lambda: False)
+
+
 def session_with(folder: Path, url: str, **settings: Any) -> session.Session:
     config = TrainConfig(
         **nested(
@@ -337,7 +344,7 @@ def session_with(folder: Path, url: str, **settings: Any) -> session.Session:
 
 
 def test_a_publication_that_is_refused_for_good_ends_the_run(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
 ) -> None:
     """While the server is in trouble it waits, and says so; what it refuses is an error."""
     monkeypatch.setattr(timing, "FIRST_NOTICE_S", 1.0)
@@ -410,7 +417,7 @@ def waits_of(gateway: GatewayHandle) -> float | None:
 
 
 def test_a_run_says_what_it_waits_for_and_ends_without_it(
-    nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
 ) -> None:
     monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.5)
     monkeypatch.setattr(timing, "LONGEST_PAUSE_S", 0.5)

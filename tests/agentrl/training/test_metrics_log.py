@@ -8,16 +8,16 @@ told is tested without them too.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from peer import python_with
 from settings import nested
 
 from agentrl.config.commands import TrainConfig
@@ -26,7 +26,6 @@ from agentrl.runs.folder import RunFolder
 from agentrl.training.metrics_log import MetricsLog, Trackers
 from agentrl_tracer.store import Store
 
-PYTHON = os.environ.get("AGENTRL_TEST_TRACKERS_PYTHON")
 ROWS = [
     {"step": 1, "reward/mean": 0.5, "loss": float("nan"), "name": "x"},
     {"step": 1, "eval/accuracy": 0.25},
@@ -84,19 +83,11 @@ def told(folder: RunFolder, rows: list[dict[str, Any]], *names: Any, **begin: An
     return notes
 
 
-def test_tensorboard_gets_the_metrics(folder: RunFolder) -> None:
-    pytest.importorskip("tensorboard")
-    assert told(folder, ROWS, "tensorboard") == []
-    assert scalars(folder) == {
-        "reward/mean": [(1, 0.5), (2, 0.75)],
-        "eval/accuracy": [(1, 0.25)],
-    }
-
-
 def test_tensorboard_draws_no_step_of_a_resumed_run_twice(folder: RunFolder) -> None:
     pytest.importorskip("tensorboard")
     before = [*ROWS, {"step": 3, "reward/mean": 1.0}, {"step": 4, "reward/mean": 0.0}]
-    told(folder, before, "tensorboard")
+    assert told(folder, before, "tensorboard") == []
+    assert scalars(folder)["reward/mean"] == [(1, 0.5), (2, 0.75), (3, 1.0), (4, 0.0)]
     # Killed in step 5, resumed from the checkpoint of step 2: 3 and 4 happen again, differently.
     after = [{"step": 3, "reward/mean": 0.25}, {"step": 4, "reward/mean": 0.125}]
     told(folder, after, "tensorboard", step=2, told=before)
@@ -126,49 +117,30 @@ def test_a_tracker_that_is_not_there_is_refused(
         Trackers([name], folder, {}, print)
 
 
-class Recorded:
-    """A module like wandb's: ``init`` makes a run with ``log`` and ``finish``."""
-
-    def __init__(self) -> None:
-        self.begun: list[dict[str, Any]] = []
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.finished = 0
-
-    def init(self, **options: Any) -> Recorded:
-        self.begun.append(options)
-        return self
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.rows.append((step, values))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_what_a_tracker_is_told(
     name: Any, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = Recorded()
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=module.init))
+    module = Mock()
+    monkeypatch.setitem(sys.modules, name, module)
     assert told(folder, ROWS, name) == []
-    [options] = module.begun
-    assert options["project"] == "agentrl"
-    assert options["resume"] == "allow"
-    assert options["config"] == {"seed": 3}
-    if name == "wandb":
-        assert options["id"] == "00001876543210fedcba9876"
-        assert options["dir"] == str(folder.root)
-    else:
-        assert options["name"] == "hello-dcba9876"
-    expected = [(1, {"reward/mean": 0.5}), (1, {"eval/accuracy": 0.25}), (2, {"reward/mean": 0.75})]
-    assert module.rows == expected
-    assert module.finished == 1
+    own = {"id": "00001876543210fedcba9876", "dir": str(folder.root)}
+    expected = own if name == "wandb" else {"name": "hello-dcba9876"}
+    expected |= {"project": "agentrl", "resume": "allow", "config": {"seed": 3}}
+    assert module.init.call_args.kwargs.items() >= expected.items()
+    assert module.init.return_value.finish.call_count == 1
 
     # Resumed from step 1: what it was told of step 2 stays, whatever step 2 is now.
     again = [{"step": 2, "reward/mean": 0.7}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 2.0}]
     told(folder, again, name, step=1, told=ROWS)
-    assert module.rows[len(expected) :] == [(2, {"loss": 1.0}), (3, {"loss": 2.0})]
+    calls = module.init.return_value.log.call_args_list
+    assert [(call.kwargs["step"], *call.args) for call in calls] == [
+        (1, {"reward/mean": 0.5}),
+        (1, {"eval/accuracy": 0.25}),
+        (2, {"reward/mean": 0.75}),
+        (2, {"loss": 1.0}),
+        (3, {"loss": 2.0}),
+    ]
 
 
 SCRIPT = """
@@ -185,55 +157,22 @@ for row in rows:
     trackers.log(row["step"], row)
 trackers.close()
 """
-
 READ_TRACKIO = """
 import json
 from trackio.sqlite_storage import SQLiteStorage
 
 [run] = SQLiteStorage.get_runs("agentrl")
 rows = SQLiteStorage.get_logs("agentrl", run)
-config = SQLiteStorage.get_run_config("agentrl", run)
-print(json.dumps({"run": run, "rows": rows, "config": config}))
-"""
-
-# LevelDB's log format: blocks of 32 KiB, in them records of checksum, length, kind and bytes.
-READ_WANDB = """
-import json, struct, sys
-from wandb.proto import wandb_internal_pb2 as wandb
-
-data, at, whole, rows, runs = open(sys.argv[1], "rb").read(), 7, b"", [], []
-while at + 7 <= len(data):
-    left = 32768 - at % 32768
-    if left < 7:
-        at += left
-        continue
-    _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-    whole += data[at + 7 : at + 7 + length]
-    at += 7 + length
-    if kind in (1, 4):
-        record = wandb.Record()
-        record.ParseFromString(whole)
-        whole = b""
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-        elif record.WhichOneof("record_type") == "run":
-            runs.append(record.run.run_id)
-print(json.dumps({"rows": rows, "runs": runs}))
+print(json.dumps([run, rows, SQLiteStorage.get_run_config("agentrl", run)]))
 """
 
 
-def python_with(name: str) -> str:
-    if PYTHON is not None:
-        return PYTHON
-    if importlib.util.find_spec(name) is None:
+def run(name: str, script: str, *arguments: Any, **env: str) -> str:
+    python = python_with(name, "AGENTRL_TEST_TRACKERS_PYTHON")
+    if python is None:
         pytest.skip(f"{name} is not installed: see the top of this file")
-    return sys.executable
-
-
-def run(python: str, script: str, *arguments: str, **env: str) -> str:
     done = subprocess.run(
-        [python, "-c", script, *arguments],
+        [python, "-c", script, *(a if isinstance(a, str) else json.dumps(a) for a in arguments)],
         capture_output=True, text=True, timeout=150, check=False, env={**os.environ, **env},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -242,41 +181,25 @@ def run(python: str, script: str, *arguments: str, **env: str) -> str:
 
 @pytest.mark.trackers
 def test_trackio_for_real(folder: RunFolder, tmp_path: Path) -> None:
-    python = python_with("trackio")
     env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    rows = [row for row in ROWS if "loss" not in row] + [{"step": 2, "loss": 0.5}]
-    run(python, SCRIPT, "trackio", str(folder.root), json.dumps(rows), "{}", **env)
-    resumed = json.dumps({"step": 1, "told": rows})
-    again = json.dumps([{"step": 2, "loss": 0.25}, {"step": 3, "loss": 0.125}])
-    run(python, SCRIPT, "trackio", str(folder.root), again, resumed, **env)
-
-    found = json.loads(run(python, READ_TRACKIO, **env))
-    assert found["run"] == "hello-dcba9876"  # one run, gone on with
-    assert found["config"]["seed"] == 3
-    logged = [{k: v for k, v in row.items() if k != "timestamp"} for row in found["rows"]]
-    assert logged == [
-        {"step": 1, "eval/accuracy": 0.25},
-        {"step": 2, "reward/mean": 0.75},
-        {"step": 2, "loss": 0.5},
-        {"step": 3, "loss": 0.125},
-    ]
+    rows = [*ROWS[1:], {"step": 2, "loss": 0.5}]
+    run("trackio", SCRIPT, "trackio", str(folder.root), rows, {}, **env)
+    again = [{"step": 2, "loss": 0.25}, {"step": 3, "loss": 0.125}]
+    resumed = {"step": 1, "told": rows}
+    run("trackio", SCRIPT, "trackio", str(folder.root), again, resumed, **env)
+    name, found, config = json.loads(run("trackio", READ_TRACKIO, **env))
+    assert name == "hello-dcba9876"  # one run, continued
+    assert config["seed"] == 3
+    logged = [{k: v for k, v in row.items() if k != "timestamp"} for row in found]
+    assert logged == [*rows, {"step": 3, "loss": 0.125}]
 
 
 @pytest.mark.trackers
 def test_wandb_for_real_offline(folder: RunFolder) -> None:
-    python = python_with("wandb")
     env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    rows = json.dumps([row for row in ROWS if "loss" not in row] + [{"step": 3, "loss": 0.5}])
-    run(python, SCRIPT, "wandb", str(folder.root), rows, "{}", **env)
+    run(
+        "wandb", SCRIPT, "wandb", str(folder.root), [*ROWS[1:], {"step": 3, "loss": 0.5}], {}, **env
+    )
     [file] = folder.root.glob("wandb/offline-run-*/*.wandb")
-    found = json.loads(run(python, READ_WANDB, str(file), **env))
-    assert set(found["runs"]) == {"00001876543210fedcba9876"}
-    logged = [
-        {k: v for k, v in row.items() if k not in ("_timestamp", "_runtime")}
-        for row in found["rows"]
-    ]
-    assert logged == [
-        {"_step": 1, "eval/accuracy": 0.25},
-        {"_step": 2, "reward/mean": 0.75},
-        {"_step": 3, "loss": 0.5},
-    ]
+    for told in (b"00001876543210fedcba9876", b"eval/accuracy", b"reward/mean", b"loss", b"0.75"):
+        assert told in file.read_bytes()

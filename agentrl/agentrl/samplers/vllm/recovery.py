@@ -32,8 +32,7 @@ _FAILURES = 3
 class VllmWatch:
     """A thread that checks the server each second and recovers from its death.
 
-    Args:
-        learn: checks that a new server is fit, before it gets its adapters.
+    ``learn`` checks that a new server is fit, before it gets its adapters.
     """
 
     def __init__(

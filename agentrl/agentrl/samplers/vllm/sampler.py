@@ -120,7 +120,6 @@ class VllmSampler:
 
     @property
     def healthy(self) -> bool:
-        """Whether the server answers, with all adapters. It may become healthy again."""
         return self._client.healthy
 
     def stats(self) -> dict[str, Any]:
@@ -142,12 +141,6 @@ class VllmSampler:
         self._adapters.load(name, version, path)
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """Load a version beside the one that answers now, then answer with it.
-
-        Raises:
-            RefusedError: the server does not take it (``invalid_parameter``), or is lost
-                (``stopped``).
-        """
         deadline = time.monotonic() + _PATIENCE_S
         while not self.healthy:
             if time.monotonic() > deadline:
