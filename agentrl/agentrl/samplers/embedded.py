@@ -67,15 +67,14 @@ class EmbeddedSampler:
         return self.engine.base.context_length
 
     def load_now(self, name: str, version: int, path: str) -> None:
-        """Like ``load_adapter``, before an event loop runs."""
+        """Run ``load_adapter`` in this thread."""
         self.engine.load_adapter(name, version, path).result()
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         try:
-            loaded = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
+            await asyncio.to_thread(self.load_now, name, version, path)
         except ModelError as error:
             raise RefusedError("invalid_parameter", str(error)) from error
-        await asyncio.wrap_future(loaded)
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None

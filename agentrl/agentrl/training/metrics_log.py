@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl.config.commands import TrainConfig
@@ -88,24 +89,24 @@ class _Tracker(NamedTuple):
     """Whether it drops what a resumed run repeats; one that does not is not told again."""
 
 
+@dataclass(slots=True)
 class Trackers:
     """The trackers of a run.
-
-    Args:
-        note: receives a message when a tracker fails.
 
     Raises:
         ConfigError: the package of a configured tracker is not installed.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        folder: RunFolder,
-        settings: Mapping[str, Any],
-        note: Callable[[str], None],
-    ) -> None:
-        for name in names:
+    names: Sequence[str]
+    folder: RunFolder
+    settings: dict[str, Any]
+    note: Callable[[str], None]
+    """Receives a message when a tracker fails."""
+    _open: dict[str, _Tracker] = field(default_factory=dict[str, _Tracker])
+    _told: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+
+    def __post_init__(self) -> None:
+        for name in self.names:
             try:
                 importlib.import_module(name)
             except ImportError as error:
@@ -113,12 +114,6 @@ class Trackers:
                     f"run.trackers: {name} cannot be imported ({error}); "
                     f"`pip install {name}`, or leave it out"
                 ) from error
-        self._names = names
-        self._folder = folder
-        self._settings = dict(settings)
-        self._note = note
-        self._open: dict[str, _Tracker] = {}
-        self._told: dict[int, set[str]] = {}
 
     def begin(self, step: int | None = None, told: Sequence[Mapping[str, Any]] = ()) -> None:
         """Open the trackers.
@@ -130,9 +125,9 @@ class Trackers:
         """
         for row in told:
             self._told.setdefault(int(row["step"]), set()).update(row)
-        for name in self._names:
+        for name in self.names:
             with self._given_up_if_it_fails(name):
-                self._open[name] = _OPEN[name](self._folder, self._settings, step)
+                self._open[name] = _OPEN[name](self.folder, self.settings, step)
         for row in told:
             if row["step"] == step:
                 self.log(int(row["step"]), row)
@@ -157,7 +152,7 @@ class Trackers:
             yield
         except Exception as error:  # a tracker's server may be away
             self._open.pop(name, None)
-            self._note(f"tracker {name} was given up: {type(error).__name__}: {error}")
+            self.note(f"tracker {name} was given up: {type(error).__name__}: {error}")
 
 
 def _tensorboard(folder: RunFolder, _settings: dict[str, Any], step: int | None) -> _Tracker:

@@ -73,41 +73,26 @@ class StepRollouts:
         }
 
 
+@dataclass(slots=True)
 class RolloutQueue:
-    """The groups of one run, step by step.
+    """The groups of one run, step by step."""
 
-    Args:
-        task_ids: what ``_Group.task`` indexes; each epoch goes through all, shuffled.
-        steps: of the whole run.
-        staleness: how far groups may run ahead.
-        teaches: whether a finished group of a step carries any signal; called with
-            ``resample_zero_variance``.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        config: TrainConfig,
-        task_ids: Sequence[str],
-        *,
-        steps: int,
-        staleness: StalenessLimit,
-        teaches: Callable[[int, list[Rollout]], bool],
-    ) -> None:
-        self._session = session
-        self._store = session.store
-        self._task_ids = task_ids
-        self._steps = steps
-        self._settings = config.rollouts
-        self._batch_size = config.rollouts.batch_size
-        self._seed = config.run.seed
-        self._staleness = staleness
-        self._teaches = teaches
-        self._tasks_drawn = 0
-        self._planned = 0  # steps whose groups have been planned
-        self._plans: list[_Group] = []  # not queued yet
-        self._groups: list[_Group] = []  # in queue order
-        self._handed_over: float | None = None
+    session: Session
+    config: TrainConfig
+    task_ids: Sequence[str]
+    """What ``_Group.task`` indexes; each epoch goes through all, shuffled."""
+    steps: int
+    """Of the whole run."""
+    staleness: StalenessLimit
+    """How far groups may run ahead."""
+    teaches: Callable[[int, list[Rollout]], bool]
+    """Whether a finished group of a step carries any signal; called with
+    ``resample_zero_variance``."""
+    _tasks_drawn: int = 0
+    _planned: int = 0  # steps whose groups have been planned
+    _plans: list[_Group] = field(default_factory=list[_Group])  # not queued yet
+    _groups: list[_Group] = field(default_factory=list[_Group])  # in queue order
+    _handed_over: float | None = None
 
     def take(self, step: int, on_progress: OnProgress) -> StepRollouts:
         """Wait for the groups of a step; those of the next steps are running on return.
@@ -117,21 +102,23 @@ class RolloutQueue:
         """
         overlapped = 0.0
         if self._handed_over is not None and self._groups:
-            ahead = self._store.rollouts(self._session.run_id, ids=_ids(self._groups))
+            ahead = self.session.store.rollouts(self.session.run_id, ids=_ids(self._groups))
             overlapped = seconds_of_running(ahead, self._handed_over)
         self._queue_up_to(step)
         rollouts: list[Rollout] = []
         filled = carried_over = resampled = 0
-        for rounds_left in range(self._settings.resample_zero_variance, -1, -1):
-            taken = self._wait_for(step, self._batch_size - filled, on_progress)
+        for rounds_left in range(self.config.rollouts.resample_zero_variance, -1, -1):
+            taken = self._wait_for(step, self.config.rollouts.batch_size - filled, on_progress)
             carried_over += sum(group.planned_for < step for group in taken)
             for members in self._hand_over(step, taken):
                 rollouts += members
-                filled += not self._settings.resample_zero_variance or self._teaches(step, members)
-            missing = self._batch_size - filled
+                filled += not self.config.rollouts.resample_zero_variance or self.teaches(
+                    step, members
+                )
+            missing = self.config.rollouts.batch_size - filled
             if not missing or not rounds_left:
                 break
-            first = self._batch_size + resampled
+            first = self.config.rollouts.batch_size + resampled
             self._queue(step, self._plan(step, range(first, first + missing)))
             resampled += missing
         # A resumed run repeats this step: what it did not take belongs to the next one.
@@ -142,7 +129,7 @@ class RolloutQueue:
     def under_way(self) -> tuple[int, int]:
         """Return the numbers of finished and of all rollouts of later steps."""
         ids = _ids(self._groups)
-        return len(ids) - len(self._store.unfinished_ids(ids)), len(ids)
+        return len(ids) - len(self.session.store.unfinished_ids(ids)), len(ids)
 
     # ---- interruptions
 
@@ -169,9 +156,9 @@ class RolloutQueue:
         """Cancel the groups that no step took, and judge their calls as left over."""
         if not self._groups:
             return
-        self._store.cancel(self._session.run_id, "the run ended before a step took its group")
-        calls = self._store.calls(rollout_ids=_ids(self._groups))
-        self._store.settle(trained={}, skipped=left_over_reasons(calls))
+        self.session.store.cancel(self.session.run_id, "the run ended before a step took its group")
+        calls = self.session.store.calls(rollout_ids=_ids(self._groups))
+        self.session.store.settle(trained={}, skipped=left_over_reasons(calls))
         self._groups = []
 
     # ---- queueing
@@ -181,16 +168,18 @@ class RolloutQueue:
 
         Never more than these steps take, or the last of them could not take its groups in time.
         """
-        last = self._staleness.last_queued_step(step, self._steps)
+        last = self.staleness.last_queued_step(step, self.steps)
         while self._planned < last:
             self._planned += 1
-            self._plans += self._plan(self._planned, range(self._batch_size))
-        room = max((last - step + 1) * self._batch_size - len(self._groups), 0)
+            self._plans += self._plan(self._planned, range(self.config.rollouts.batch_size))
+        room = max((last - step + 1) * self.config.rollouts.batch_size - len(self._groups), 0)
         now, self._plans = self._plans[:room], self._plans[room:]
         self._queue(step, now)
 
     def _plan(self, step: int, positions: Collection[int]) -> list[_Group]:
-        drawn = tasks_in_order(self._tasks_drawn, len(positions), len(self._task_ids), self._seed)
+        drawn = tasks_in_order(
+            self._tasks_drawn, len(positions), len(self.task_ids), self.config.run.seed
+        )
         self._tasks_drawn += len(positions)
         return [_Group(step, place, task) for place, task in zip(positions, drawn, strict=True)]
 
@@ -200,19 +189,21 @@ class RolloutQueue:
             group.version, group.step = step - 1, max(group.planned_for, step)
         new = [
             NewRollout(
-                self._task_ids[group.task],
+                self.task_ids[group.task],
                 group.group_id,
                 Purpose.TRAIN,
                 group.step,
                 index,
-                seed=rollout_seed(self._seed, "train", group.planned_for, group.position, index),
+                seed=rollout_seed(
+                    self.config.run.seed, "train", group.planned_for, group.position, index
+                ),
             )
             for group in groups
-            for index in range(self._settings.group_size)
+            for index in range(self.config.rollouts.group_size)
         ]
-        ids = iter(self._session.enqueue(new) if new else ())
+        ids = iter(self.session.enqueue(new) if new else ())
         for group in groups:
-            group.ids = [next(ids) for _ in range(self._settings.group_size)]
+            group.ids = [next(ids) for _ in range(self.config.rollouts.group_size)]
         self._groups += groups
 
     # ---- taking
@@ -225,31 +216,31 @@ class RolloutQueue:
 
         def check() -> tuple[int, int, bool]:
             nonlocal finished
-            unfinished = self._store.unfinished_ids(ids)
+            unfinished = self.session.store.unfinished_ids(ids)
             finished = [g for g in self._groups if unfinished.isdisjoint(g.ids)]
             enough = len(finished) == len(self._groups)  # waiting longer changes nothing
             if not enough and len(finished) >= count:
                 chosen = finished[:count]
                 left = [group.version for group in self._groups if group not in chosen]
-                enough = self._staleness.may_leave(step, left, self._batch_size)
-            total = count * self._settings.group_size
+                enough = self.staleness.may_leave(step, left, self.config.rollouts.batch_size)
+            total = count * self.config.rollouts.group_size
             return (total if enough else min(len(ids) - len(unfinished), total)), total, enough
 
-        self._session.wait(check, on_progress)
+        self.session.wait(check, on_progress)
         return finished[:count]
 
     def _hand_over(self, step: int, taken: Sequence[_Group]) -> list[list[Rollout]]:
         """Move groups out of the queue into the step, also in the store; return their rollouts."""
         self._move([group for group in taken if group.step != step], step)
         of_group: dict[str, list[Rollout]] = {group.group_id: [] for group in taken}
-        for rollout in self._store.rollouts(self._session.run_id, ids=_ids(taken)):
+        for rollout in self.session.store.rollouts(self.session.run_id, ids=_ids(taken)):
             of_group[rollout.group_id].append(rollout)
         self._groups = [group for group in self._groups if group not in taken]
         return list(of_group.values())
 
     def _move(self, groups: Sequence[_Group], step: int) -> None:
         if groups:
-            self._store.move_to_step(_ids(groups), step)
+            self.session.store.move_to_step(_ids(groups), step)
         for group in groups:
             group.step = step
 

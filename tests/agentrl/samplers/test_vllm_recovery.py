@@ -295,11 +295,7 @@ def test_a_load_that_took_too_long_is_unloaded(
 ) -> None:
     monkeypatch.setattr(adapters, "_LOAD_S", 0.2)
     go_on = threading.Event()
-
-    def loading() -> None:
-        go_on.wait()
-
-    server.while_loading = loading
+    server.while_loading = lambda: go_on.wait() and None
 
     with pytest.raises(RefusedError, match="ReadTimeout") as refused:
         sampler.load_now("policy", 1, "/late")
@@ -401,19 +397,12 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
     try:
         killed = gateway.pid
         os.kill(killed, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while gateway.pid == killed and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert waits_of(gateway) is None
+        eventually(lambda: gateway.pid != killed)
+        environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
+        [told] = [one for one in environment if one.startswith(f"{PLAN}=")]
+        assert json.loads(told.partition("=")[2])["vllm_wait"] is None
     finally:
         gateway.stop()
-
-
-def waits_of(gateway: GatewayHandle) -> float | None:
-    """What the process that runs now was told."""
-    environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
-    (told,) = [one for one in environment if one.startswith(f"{PLAN}=")]
-    return json.loads(told.partition("=")[2])["vllm_wait"]
 
 
 def test_a_run_says_what_it_waits_for_and_ends_without_it(

@@ -159,6 +159,7 @@ def slow_creation(
 
 def test_a_finished_session_leaves_nothing(client: Client) -> None:
     server = client.server
+    assert messages.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))  # no rows
     unnamed = {"model_id": client.create("s1"), "seq_id": 1, "sampling_session_seq_id": 0}
     client.done("save_weights_for_sampler", unnamed)
     body = {"session_id": "s1", "sampling_session_seq_id": 1, "base_model": TINY}
@@ -289,7 +290,3 @@ def test_the_samplers_that_were_used_last_stay(tmp_path: Path) -> None:
         assert [*server.samplers] == ["s:sample:0", "s:sample:2"]
         with pytest.raises(HTTPException, match="create it again"):
             server.sampler("s:sample:1")
-
-
-def test_an_output_without_rows() -> None:
-    assert messages.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -48,14 +47,13 @@ class VllmError(RuntimeError):
     """The server cannot be used as it is; the message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fitness:
+class Fitness(NamedTuple):
     """What ``check`` found."""
 
-    base: str
+    base: str = ""
     """The server's name of the base model."""
-    context_length: int | None
-    enforces_grammars: bool
+    context_length: int | None = None
+    enforces_grammars: bool = False
 
 
 def why_not_up(server: httpx.Client, timeout_s: float) -> str | None:

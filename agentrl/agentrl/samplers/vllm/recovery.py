@@ -29,7 +29,7 @@ _FAILURES = 3
 """Failed health checks in a row after which a started server is ended."""
 
 
-class VllmWatch:
+class VllmWatch(threading.Thread):
     """A thread that checks the server each second and recovers from its death.
 
     ``learn`` checks that a new server is fit, before it gets its adapters.
@@ -38,25 +38,19 @@ class VllmWatch:
     def __init__(
         self, client: VllmClient, adapters: VllmAdapters, learn: Callable[[], None]
     ) -> None:
-        self._client = client
-        self._adapters = adapters
-        self._learn = learn
+        super().__init__(name="vllm-watch", daemon=True)
+        self._client, self._adapters, self._learn = client, adapters, learn
         self.recoveries = 0
         self.metrics: dict[str, float] = {}
         """The server's counters, at most a second old."""
         self.stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vllm-watch", daemon=True)
-
-    def start(self) -> None:
-        self._client.mark_healthy()
-        self._thread.start()
 
     def stop(self) -> None:
         self.stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=2.0)  # it may be waiting for a server that hangs
+        if self.ident is not None:
+            self.join(timeout=2.0)  # it may be waiting for a server that hangs
 
-    def _run(self) -> None:
+    def run(self) -> None:
         failures = 0
         while not self.stopping.wait(_POLL_S):
             try:

@@ -74,8 +74,7 @@ class VllmSampler:
         self.context_length = context_length
         self._wait_s = wait_s
         self._eos_ids = sorted(eos_ids)
-        self._base = ""
-        self._enforces_grammars = False
+        self._found = api.Fitness()
         self._in_flight = 0
         self._client = VllmClient(url, api_key)
         self._adapters = VllmAdapters(self._client)
@@ -102,11 +101,11 @@ class VllmSampler:
             if self._watch.stopping.wait(_POLL_S):
                 return
         self._learn()
+        self._client.mark_healthy()
         self._watch.start()
 
     def _learn(self) -> None:
-        found = api.check(self._client.blocking, self._eos_ids[0])
-        self._base, self._enforces_grammars = found.base, found.enforces_grammars
+        found = self._found = api.check(self._client.blocking, self._eos_ids[0])
         self.context_length = min(self.context_length, found.context_length or self.context_length)
         if not found.enforces_grammars:
             log.warning("vLLM: %s", api.NO_GRAMMARS)
@@ -156,7 +155,7 @@ class VllmSampler:
             raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
         self._in_flight += 1
         try:
-            yield (load.lora, load.version) if load else (self._base, None)
+            yield (load.lora, load.version) if load else (self._found.base, None)
         except (httpx.TransportError, RuntimeError) as error:
             if isinstance(error, httpx.TransportError) or not self.healthy:
                 raise self._client.unavailable(error) from error
@@ -169,7 +168,7 @@ class VllmSampler:
     ) -> AsyncGenerator[SampleEvent]:
         room = self.context_length - len(prompt_ids)
         if params.grammar is not None:
-            if not self._enforces_grammars:
+            if not self._found.enforces_grammars:
                 raise GrammarError(api.NO_GRAMMARS)
             room -= 1  # scoring an answer samples one more token
         if room < 1:
