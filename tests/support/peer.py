@@ -29,7 +29,8 @@ def peer(python: str, script: Path, home: Path) -> Iterator[Ask]:
     """One process for all questions: importing a trainer takes seconds. Its working directory and
     HOME are ``home``."""
     log = home / "log"
-    environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "HOME": str(home)}
+    environment = {"HF_HUB_OFFLINE": "1", "HOME": str(home)}
+    environment |= {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
     with (
         log.open("w") as errors,
         subprocess.Popen(

@@ -7,59 +7,54 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from agentrl_trainer.client.futures import finished, gather, map_future
-from agentrl_trainer.client.types import Options, SampledSequence, SampleOptions, SampleResponse
+from agentrl_trainer.client.futures import APIFuture, gather, map_future
+from agentrl_trainer.client.sampling import Prompt, SamplingClient, tokens_of
+from agentrl_trainer.client.types import SampleResponse, SamplingParams
 
 
-class TinkerSampling:
+class TinkerSamplingClient(SamplingClient):
     """``made`` is a sampling client of the SDK, or the SDK's future of one."""
-
-    is_local = False
 
     def __init__(self, sdk: Any, made: Any) -> None:
         self._sdk = sdk
         self._client = made.result() if hasattr(made, "result") else made
-        self.base_model = str(self._client.get_base_model())
 
-    @property
-    def ready(self) -> Future[None]:
-        return finished(None)
-
-    def sample(self, prompt: list[int], options: SampleOptions) -> Future[SampleResponse]:
+    def sample(
+        self,
+        prompt: Prompt,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
+        *,
+        topk_sample_logprobs: int = 0,
+        **tinker: Any,
+    ) -> APIFuture[SampleResponse]:
+        """Return the SDK's response, which has the fields of ours and more."""
         done = self._client.sample(
-            prompt=self._sdk.ModelInput.from_ints(prompt),
-            num_samples=options.num_samples,
-            sampling_params=self._sdk.SamplingParams(**asdict(options.params)),
-            include_prompt_logprobs=options.include_prompt_logprobs,
-            topk_sample_logprobs=options.topk_sample_logprobs,
-            **options.tinker,
+            prompt=self._sdk.ModelInput.from_ints(tokens_of(prompt)),
+            num_samples=num_samples,
+            sampling_params=self._sdk.SamplingParams(**asdict(sampling_params or SamplingParams())),
+            include_prompt_logprobs=include_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            **tinker,
         )
-        return map_future(_concurrent(done), _response)
+        return map_future(_concurrent(done), lambda response: response)
 
-    def logprobs(
-        self, prompts: Sequence[list[int]], tinker: Options
-    ) -> Future[list[list[float | None]]]:
-        inputs = [self._sdk.ModelInput.from_ints(prompt) for prompt in prompts]
-        requests = [self._client.compute_logprobs(one, **tinker) for one in inputs]
-        return gather([_concurrent(request) for request in requests])
+    def compute_logprobs(self, prompt: Prompt, **tinker: Any) -> APIFuture[list[float | None]]:
+        tokens = self._sdk.ModelInput.from_ints(tokens_of(prompt))
+        done = self._client.compute_logprobs(tokens, **tinker)
+        return map_future(_concurrent(done), lambda logprobs: logprobs)
 
-    def tokenizer(self) -> Any:
+    def compute_logprobs_batch(
+        self, prompts: Sequence[Prompt]
+    ) -> APIFuture[list[list[float | None]]]:
+        return gather([self.compute_logprobs(prompt) for prompt in prompts])
+
+    def get_tokenizer(self) -> Any:
         return self._client.get_tokenizer()
 
-
-def _response(done: Any) -> SampleResponse:
-    return SampleResponse(
-        [
-            SampledSequence(
-                list(one.tokens), list(one.logprobs or []), one.stop_reason, one.topk_logprobs
-            )
-            for one in done.sequences
-        ],
-        done.prompt_logprobs,
-        done.topk_prompt_logprobs,
-        done.target_prompt_logprobs,
-        done.prompt_alt_tokens,
-    )
+    def get_base_model(self) -> str:
+        return str(self._client.get_base_model())
 
 
 def _concurrent(made: Any) -> Future[Any]:

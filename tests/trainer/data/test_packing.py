@@ -123,7 +123,6 @@ def test_to_datum() -> None:
         tokens=[1, 2, 3, 4],
         mask=[False, True, False, True],
         logprobs=[0.0, -1.0, 0.0, -2.0],
-        versions=[-1, 0, -1, 0],
         turns=[Turn("a", 1, 2), Turn("b", 3, 4)],
         temperatures=[1.0] * 4,
     )
