@@ -49,9 +49,9 @@ class Sampler(NamedTuple):
 class TinkerServer:
     """The sessions, and what they hold.
 
-    A session ends after ``lease_seconds`` of silence, at the heartbeat of another session; the SDK
-    sends one every ten seconds. The SDK
-    does not tell when it drops a sampler, so the ``kept`` most recently used ones stay.
+    A session ends after ``lease_seconds`` of silence, at the next heartbeat of another; the SDK
+    sends one every ten seconds. It does not tell when it drops a sampler, so the ``kept`` most
+    recently used ones stay.
     """
 
     def __init__(
