@@ -39,6 +39,7 @@ class EmbeddedSampler:
         self._round: list[tuple[asyncio.Queue[Event], Event]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine = SamplerEngine(base, after_round=self._hand_over)
+        self.stop = self.engine.stop
 
     def start(self) -> None:
         if self.engine.why_not_lean:
@@ -47,9 +48,6 @@ class EmbeddedSampler:
                 self.engine.why_not_lean,
             )
         self.engine.start()
-
-    def stop(self) -> None:
-        self.engine.stop()
 
     @property
     def adapters(self) -> Mapping[str, int]:

@@ -18,17 +18,14 @@ from agentrl_trainer.models.model_size import count_parameters, parameters_in_na
 
 @dataclass(frozen=True, slots=True)
 class TrainingClients:
-    """A backend's service, and its training clients by adapter.
-
-    Attributes:
-        failures: what the clients raise when the backend's service fails.
-    """
+    """A backend's service, and its training clients by adapter."""
 
     service: ServiceClient
     clients: dict[str, TrainingClient]
     context_length: int
     peak_learning_rate: float
     failures: tuple[type[Exception], ...] = ()
+    """What the clients raise when the backend's service fails."""
 
     def close(self) -> None:
         """End the session with the service; a failure of the service is ignored by now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -20,7 +20,7 @@ _KEEP_ALIVE_S = 2.0
 
 
 class VllmClient:
-    """Requests from threads (``blocking``) and from event loops (``connection``, ``post``).
+    """Requests from threads (``blocking``) and from event loops (``connection``).
 
     ``recovery`` marks the server as healthy or lost; requests fail while it is lost.
     """
@@ -65,14 +65,6 @@ class VllmClient:
             return RefusedError("stopped", f"vLLM does not answer: {type(error).__name__}: {error}")
         why = self.trouble or "it does not answer"
         return RefusedError("stopped", f"vLLM is out of use: {why}")
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        """
-        Raises:
-            RefusedError: the server is lost.
-            httpx.TransportError: it does not answer.
-        """
-        return await (await self.connection()).post(path, json=body)
 
     async def connection(self) -> httpx.AsyncClient:
         """Return the running event loop's client, which closes when the loop ends.

@@ -245,7 +245,8 @@ class VllmSampler:
     async def _complete(
         self, body: dict[str, Any], *, constrained: bool = False
     ) -> list[dict[str, Any]]:
-        answer = await self._client.post("/v1/completions", body)
+        client = await self._client.connection()
+        answer = await client.post("/v1/completions", json=body)
         if answer.status_code != 200:
             raise api.refusal(answer.status_code, answer.content, constrained=constrained)
         return answer.json()["choices"]
