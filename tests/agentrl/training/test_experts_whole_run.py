@@ -56,7 +56,7 @@ def test_a_mixture_of_experts_is_trained_and_sampled_as_one_policy(
     assert "each of the 4 experts in 2 layers has a LoRA of rank 2" in run.output
     # Which decoder samples, once: in the run's notes, and in what the gateway says.
     said = (
-        "sampled by the model's own modules, not by the lean decoder: its layers have other parts"
+        "sampled by the model's own modules, not by the lean decoder: it is a mixture of experts"
     )
     assert run.output.count(said) == 1
     assert (run.folder.logs / "gateway.log").read_text().count(said) == 1
