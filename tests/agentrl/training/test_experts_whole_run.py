@@ -55,9 +55,7 @@ def test_a_mixture_of_experts_is_trained_and_sampled_as_one_policy(
     run = Run(tmp_path, "mixed", model=mixture, **settings).finish()
     assert "each of the 4 experts in 2 layers has a LoRA of rank 2" in run.output
     # Which decoder samples, once: in the run's notes, and in what the gateway says.
-    said = (
-        "sampled by the model's own modules, not by the lean decoder: it is a mixture of experts"
-    )
+    said = "sampled by the model's own modules, not by the lean decoder: it is a mixture of experts"
     assert run.output.count(said) == 1
     assert (run.folder.logs / "gateway.log").read_text().count(said) == 1
     rows = [row for row in run.folder.read_metrics() if "reward/mean" in row]
