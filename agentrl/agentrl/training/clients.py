@@ -13,7 +13,7 @@ from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.schedules import default_learning_rate
 from agentrl_trainer.models.loading import load_facts
-from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
+from agentrl_trainer.models.lora import count_parameters, parameters_in_name
 
 
 @dataclass(frozen=True, slots=True)
