@@ -55,3 +55,14 @@ def peer(python: str, script: Path, home: Path) -> Iterator[Ask]:
             return json.loads(answer)
 
         yield ask
+
+
+def answer_questions(functions: dict[str, Any]) -> None:
+    """Answer until stdin ends; runs in the other process. Only answers go to its stdout, whatever
+    the libraries print."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        question = json.loads(line)
+        found = functions[question["function"]](**question["arguments"])
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from call_records import call_of, reward, rollout
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +11,6 @@ from hypothesis import strategies as st
 from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, RolloutState, SkipReason
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import StepSettings, assemble
-from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.models.loading import load_base
 
 PAIR = [rollout("r1"), rollout("r2")]
 WON = [reward("r1", 1), reward("r2", 0)]
@@ -186,27 +182,3 @@ def test_of_one_adapter_it_is_what_assemble_says() -> None:
     assert whole.trained == alone.trained
     assert whole.skipped == alone.skipped
     assert whole.metrics() == alone.metrics()
-
-
-def test_each_adapter_has_a_step_of_its_own() -> None:
-    """Training both in turn gives each the weights it would have had alone."""
-    calls = [
-        replace(call(r, f"{r}-{a}", a, seq=i), prompt_ids=[5, 9, 11 + i], response_ids=[20 + k, 2])
-        for k, r in enumerate(("r1", "r2"))
-        for i, a in enumerate(BOTH)
-    ]
-    batches = assemble_adapters(PAIR, calls, WON, SETTINGS, BOTH)
-    adam = AdamParams(learning_rate=1e-3)
-
-    def weights(trained: list[str]) -> dict[str, torch.Tensor]:
-        learner = Learner(load_base("agentrl-tiny"), adapters=tuple(BOTH), rank=4)
-        for name in trained:
-            learner.step(batches.by_adapter[name].rows, adam=adam)
-        return learner.state_dict()
-
-    both, asker_only = weights(["asker", "answerer"]), weights(["asker"])
-    for key, value in asker_only.items():
-        if "/asker/" in key:
-            assert torch.equal(both[key], value), key
-    moved = [k for k in both if k.startswith("weights/answerer/") and "lora_B" in k]
-    assert any(not torch.equal(both[k], asker_only[k]) for k in moved)

@@ -102,16 +102,6 @@ def test_choices_of_an_answer_that_a_retry_completed() -> None:
     assert len(built.skipped) == 2
 
 
-def test_errors_and_then_success() -> None:
-    lost = [
-        make(f"e{i}", [1], [], seq=i, state=CallState.ERROR, error=error)
-        for i, error in enumerate(("429", "500"))
-    ]
-    built = build(*lost, make("a", [1], [10], seq=2))
-    assert rows(built) == [["a"]]
-    assert built.skipped == dict.fromkeys(("e0", "e1"), SkipReason.SAMPLER_ERROR)
-
-
 @pytest.mark.parametrize("policy", ["train", "skip"])
 def test_an_answer_cut_off_at_its_limit_follows_the_policy(policy: Any) -> None:
     cut = make("cut", [1], [10, 11], seq=0, finish_reason="length")
@@ -122,22 +112,6 @@ def test_an_answer_cut_off_at_its_limit_follows_the_policy(policy: Any) -> None:
     else:
         assert rows(built) == [["following"]]
         assert built.skipped == {"cut": SkipReason.TRUNCATED}
-
-
-def test_lengths_that_disagree_reject_the_call_and_the_batch_lives() -> None:
-    bad = make("bad", [1], [10, 11], seq=0, response_logprobs=[-0.5])
-    built = build(bad, make("good", [1, 10, 11, 2], [12], seq=1))
-    assert rows(built) == [["good"]]
-    assert built.skipped == {"bad": SkipReason.MALFORMED_RECORD}
-
-
-def test_late_calls() -> None:
-    """Open when the attempt was sealed, or finished after it: the gateway marks the latter."""
-    still = make("still", [1], [], seq=0, state=CallState.OPEN)
-    after = make("after", [1], [10], seq=1, skip_reason=SkipReason.LATE_CALL)
-    built = build(still, after, make("good", [1], [11], seq=2))
-    assert rows(built) == [["good"]]
-    assert built.skipped == dict.fromkeys(("still", "after"), SkipReason.LATE_CALL)
 
 
 # ---- who answered, and how
@@ -151,15 +125,6 @@ def test_auxiliary_calls_are_left_out_by_their_agent() -> None:
     built = build(a, title, summary, nameless, skip_agents=("title", "summar*"))
     assert rows(built) == [["a", "nameless"]]
     assert built.skipped == dict.fromkeys(("title", "summary"), SkipReason.OTHER_AGENT)
-
-
-def test_two_models_in_one_rollout() -> None:
-    a = make("a", [1], [10], seq=0)
-    judge = make("judge", [1, 10, 2], [30, 31], seq=1, adapter=None, adapter_version=None)
-    b = make("b", [1, 10, 2, 30, 31, 3], [11], seq=2)
-    built = build(a, judge, b)
-    assert rows(built) == [["a", "b"]]
-    assert built.skipped == {"judge": SkipReason.NOT_TRAINABLE_MODEL}
 
 
 @pytest.mark.parametrize(

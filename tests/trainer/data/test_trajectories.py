@@ -52,6 +52,10 @@ HISTORIES: dict[str, tuple[list[tuple[list[int], list[int]]], list[list[int]]]] 
         [([1], [10]), ([1, 10, 2], [11]), ([7, 8], [12]), ([1, 12, 3], [13])],
         [[0, 1], [2], [3]],
     ),
+    "an assistant message that no model sampled": (
+        [([1], [10]), ([1, 10, 2, 50, 51, 3], [11])],
+        [[0, 1]],
+    ),
     "the same request again": ([([1, 2], [17, 18])] * 3, [[0], [1], [2]]),
     "the longest parent": ([([1], [12]), ([1], [12, 13]), ([1, 12, 13, 4], [15])], [[0], [1, 2]]),
     "a prompt that ends inside an answer": ([([1, 2], [13, 14]), ([1, 2, 13], [15])], [[0], [1]]),
@@ -102,14 +106,6 @@ def test_other_adapters_are_context() -> None:
     assert asker.tokens == [1, 2, 3, 4, 5, 6]
     assert asker.mask == [False, True, False, False, False, True]
     assert (guesser.adapter, guesser.mask) == ("guesser", [False, False, False, True])
-
-
-def test_an_assistant_message_that_nobody_sampled_is_context_only() -> None:
-    a = make("a", [1], [10], seq=0)
-    b = make("b", [1, 10, 2, 50, 51, 3], [11], seq=1)  # 50 51: written by the agent's author
-    (row,) = build(a, b).trajectories
-    assert row.tokens == [1, 10, 2, 50, 51, 3, 11]
-    assert [i for i, on in enumerate(row.mask) if on] == [1, 6]
 
 
 def test_n_choices_are_siblings() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
 from torch import Tensor
@@ -28,7 +28,6 @@ from agentrl_trainer.checkpoint import (
     Checkpoint,
     Restored,
     latest_checkpoint,
-    load_checkpoint,
     restore_rng,
     save_checkpoint,
 )
@@ -50,6 +49,7 @@ from agentrl_trainer.models.loading import TINY_MODEL, load_base
 from agentrl_trainer.models.lora import CONFIG_FILE
 
 _OF_MODEL = ("load_in_4bit", "trust_remote_code")
+_TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 
 
 class ServiceClient:
@@ -79,10 +79,7 @@ class ServiceClient:
             raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
         if kind == "local" and base_url is not None:
             raise ValueError("base_url is for backend='tinker'; the local one runs in this process")
-        made: Any = cls
-        if kind == "tinker":
-            from agentrl_trainer.client.tinker.service import TinkerServiceClient as made
-        return super().__new__(made)
+        return super().__new__(cls if kind == "local" else resolve_name(_TINKER))
 
     def __init__(
         self,
@@ -250,9 +247,9 @@ class ServiceClient:
 
         def work() -> Restored:
             found = latest_checkpoint(root)
-            if found.folder is None:
+            checkpoint = found.checkpoint
+            if checkpoint is None:
                 return Restored(None, {}, found.torn)
-            checkpoint = load_checkpoint(found.folder)
             self._load_states(checkpoint)
             restore_rng(checkpoint.rng)
             return Restored(checkpoint.step, checkpoint.meta, found.torn)
@@ -310,13 +307,8 @@ class ServiceClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        status: EndStatus = "success"
-        if error is not None:
-            status = "errored" if isinstance(error, Exception) else "interrupted"
-        self.close(status, repr(error) if status == "errored" else None)
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self.close("errored", repr(error))
+        else:
+            self.close("success" if error is None else "interrupted")

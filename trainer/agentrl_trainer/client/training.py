@@ -243,13 +243,14 @@ class TrainingClient(Client):
         check_tinker_only("save_state", tinker)
         target = self._target(STATES, name, overwrite)
 
+        meta = {
+            "base_model": self._base.name,
+            "adapter": self._name,
+            "lora": asdict(self._options),
+            "user_metadata": dict(tinker.get("user_metadata") or {}),
+        }
+
         def work() -> SavedPath:
-            meta = {
-                "base_model": self._base.name,
-                "adapter": self._name,
-                "lora": asdict(self._options),
-                "user_metadata": dict(tinker.get("user_metadata") or {}),
-            }
             state = self._base.learner.state_dict([self._name])
             save_checkpoint(target, self._updates, tensors=state, meta=meta, keep=1)
             return SavedPath(str(target))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -96,8 +96,7 @@ Data: TypeAlias = Sequence[Datum] | Sequence[TrainingRow]
 """What can be learned from: Tinker's datums, or the trainer's own rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossCall:
+class LossCall(NamedTuple):
     """The arguments of ``TrainingClient.forward`` and ``forward_backward``."""
 
     data: Data

@@ -321,9 +321,9 @@ def _row(
 
 
 def _deviations(call: Call) -> list[str]:
-    found = {
-        sampled_otherwise(call): True,
-        "temperature": temperature_of(call) != 1.0,
-        "mixed_versions": bool(call.params.get("mixed_versions")),
-    }
-    return [how for how, applies in found.items() if how is not None and applies]
+    found = [
+        sampled_otherwise(call),
+        "temperature" if temperature_of(call) != 1.0 else None,
+        "mixed_versions" if call.params.get("mixed_versions") else None,
+    ]
+    return [how for how in found if how is not None]

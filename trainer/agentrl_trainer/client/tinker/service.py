@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -12,8 +12,7 @@ from agentrl_trainer.checkpoint import Checkpoint
 from agentrl_trainer.client.futures import APIFuture, Worker, finished
 from agentrl_trainer.client.saved import folder_of
 from agentrl_trainer.client.service import ServiceClient
-from agentrl_trainer.client.tinker.sampling import TinkerSamplingClient
-from agentrl_trainer.client.tinker.training import TinkerTrainingClient
+from agentrl_trainer.client.tinker.clients import TinkerSamplingClient, TinkerTrainingClient
 from agentrl_trainer.client.types import (
     EndStatus,
     Folder,
@@ -29,15 +28,10 @@ class TinkerServiceClient(ServiceClient):
     ``TINKER_API_KEY``, without ``base_url`` it reaches Tinker itself."""
 
     def __init__(
-        self,
-        *,
-        base_url: str | None = None,
-        backend: Literal["local", "tinker"] | None = None,
-        folder: Folder | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        **options: Any,
+        self, *, base_url: str | None = None, folder: Folder | None = None, **options: Any
     ) -> None:
+        for local in ("backend", "device", "dtype"):
+            options.pop(local, None)
         try:
             self._sdk = import_module("tinker")
         except ImportError as error:
@@ -114,8 +108,8 @@ class TinkerServiceClient(ServiceClient):
         states = checkpoint.meta.get(_STATES, {})
         if states.keys() != self._trained.keys():
             raise ValueError(
-                f"checkpoint {checkpoint.folder} holds states of {sorted(states) or 'no client'} "
-                f"on Tinker, but this trains {sorted(self._trained)}"
+                f"checkpoint {checkpoint.step} holds states of {sorted(states) or 'no client'} on "
+                f"Tinker, but this trains {sorted(self._trained)}"
             )
         for name, path in states.items():
             # The SDK deprecates loading into an existing client, so each gets a new one.

@@ -1,4 +1,4 @@
-"""One adapter in training on Tinker: converts our values to the SDK's and back.
+"""Training and sampling clients on Tinker: they convert our values to the SDK's and back.
 
 ``tinker.rows`` converts the trainer's own rows. ``mask`` and other inputs of ours in a client's
 datum are for the local backend: Tinker names what it does not know.
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl_trainer.client.futures import APIFuture, Worker, finished, map_future
+from agentrl_trainer.client.futures import APIFuture, Worker, finished, gather, map_future
 from agentrl_trainer.client.rows import metrics_of
+from agentrl_trainer.client.sampling import Prompt, SamplingClient, tokens_of
 from agentrl_trainer.client.saved import POINTER
 from agentrl_trainer.client.tinker.rows import (
     TinkerPolicy,
@@ -31,7 +32,6 @@ from agentrl_trainer.client.tinker.rows import (
     trained_logprobs,
     unweighted,
 )
-from agentrl_trainer.client.tinker.sampling import TinkerSamplingClient
 from agentrl_trainer.client.training import TrainingClient
 from agentrl_trainer.client.types import (
     AdamParams,
@@ -41,6 +41,8 @@ from agentrl_trainer.client.types import (
     ForwardBackwardOutput,
     LossCall,
     OptimStepResponse,
+    SampleResponse,
+    SamplingParams,
     SavedPath,
     numbers,
     token_ids,
@@ -240,6 +242,56 @@ class TinkerTrainingClient(TrainingClient):
 
     def close(self) -> APIFuture[None]:
         return finished(None)  # Tinker keeps models until their session ends
+
+
+class TinkerSamplingClient(SamplingClient):
+    """``made`` is a sampling client of the SDK, or the SDK's future of one."""
+
+    def __init__(self, sdk: Any, made: Any) -> None:
+        self._sdk = sdk
+        self._client = made.result() if hasattr(made, "result") else made
+
+    def sample(
+        self,
+        prompt: Prompt,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
+        *,
+        topk_sample_logprobs: int = 0,
+        **tinker: Any,
+    ) -> APIFuture[SampleResponse]:
+        """Return the SDK's response, which has the fields of ours and more."""
+        done = self._client.sample(
+            prompt=self._sdk.ModelInput.from_ints(tokens_of(prompt)),
+            num_samples=num_samples,
+            sampling_params=self._sdk.SamplingParams(**asdict(sampling_params or SamplingParams())),
+            include_prompt_logprobs=include_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            **tinker,
+        )
+        return map_future(_concurrent(done), lambda response: response)
+
+    def compute_logprobs(self, prompt: Prompt, **tinker: Any) -> APIFuture[list[float | None]]:
+        tokens = self._sdk.ModelInput.from_ints(tokens_of(prompt))
+        done = self._client.compute_logprobs(tokens, **tinker)
+        return map_future(_concurrent(done), lambda logprobs: logprobs)
+
+    def compute_logprobs_batch(
+        self, prompts: Sequence[Prompt]
+    ) -> APIFuture[list[list[float | None]]]:
+        return gather([self.compute_logprobs(prompt) for prompt in prompts])
+
+    def get_tokenizer(self) -> Any:
+        return self._client.get_tokenizer()
+
+    def get_base_model(self) -> str:
+        return str(self._client.get_base_model())
+
+
+def _concurrent(made: Any) -> Future[Any]:
+    # The SDK's future is a concurrent Future too for now, which warns when used as one.
+    return made.future() if hasattr(made, "future") else made
 
 
 def _datums(sdk: Any, data: Data) -> list[Any]:
