@@ -42,7 +42,7 @@ def train_command(*tokens: Tokens) -> None:
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
     console.print("[dim]loading torch, the gateway and the runners[/]")
     with (
-        Session(folder, config, "train", imports_torch=True) as session,
+        Session(folder, config, "train") as session,
         # After the session, which may fork: the display has a thread.
         TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
