@@ -255,13 +255,10 @@ def test_gae_puts_rewards_where_they_were_earned() -> None:
 
 @pytest.mark.parametrize("how", ["token", "sequence", "rollout", "constant"])
 def test_length_normalisation_is_the_mean_it_says(how: Any) -> None:
-    lengths = {"r1": [3], "r2": [1, 4]}  # trained tokens of each rollout's sequences
-    owners = [owner for owner, sizes in lengths.items() for _ in sizes]
+    owners, lengths = ["r1", "r2", "r2"], [3, 1, 4]  # trained tokens of each sequence
     datums = [
-        TrainingRow(
-            [0] * (size + 1), [False, *[True] * size], [0.0] * (size + 1), [1.0] * (size + 1)
-        )
-        for size in sum(lengths.values(), [])
+        TrainingRow([0] * (n + 1), [False, *[True] * n], [0.0] * (n + 1), [1.0] * (n + 1))
+        for n in lengths
     ]
     terms = [[1.0 + 10 * i + t for t in range(d.trained)] for i, d in enumerate(datums)]
     expected = {
