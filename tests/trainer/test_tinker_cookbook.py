@@ -284,7 +284,7 @@ def test_kl_and_entropy_are_those_of_compute_kl_sample_train(ask: Ask, seed: int
     theirs = ask("kl_sample_train", rows=made, training=others)
     sampled, advantages, mask = columns(made)
     lp = padded(others)
-    _, sums = LOSSES["importance_sampling"](lp, sampled, advantages, mask, {})
+    _, sums = LOSSES["importance_sampling"](lp[mask], sampled[mask], advantages[mask], {})
     count = int(sums["tokens"])
     k1 = float(sums["kl_k1"]) / count
     assert k1 == pytest.approx(theirs["optim/kl_sample_train_v1"], rel=1e-6)
@@ -304,7 +304,9 @@ def gradient(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of importance sampling on policy, with respect to the log-probs."""
     lp = sampled.clone().requires_grad_()
-    loss, sums = LOSSES["importance_sampling"](lp, sampled, advantages, mask, config, **more)
+    columns = {name: column[mask] for name, column in more.items()}
+    given = (lp[mask], sampled[mask], advantages[mask])
+    loss, sums = LOSSES["importance_sampling"](*given, config, **columns)
     return torch.autograd.grad(loss, lp)[0], sums
 
 

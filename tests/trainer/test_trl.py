@@ -194,15 +194,16 @@ def value_and_gradient(
         [d.extra.get("weights", [1.0] * 10)[1:] for d in weighted], dtype=torch.float64
     )
     corrects = config.get("correction", "none") != "none"
+    flat = {name: column[mask] for name, column in columns.items()}
     total, sums = LOSSES[loss](
-        lp,
-        columns["sampled"] if corrects else columns["old"],
-        advantages,
-        mask,
+        lp[mask],
+        flat["sampled"] if corrects else flat["old"],
+        advantages[mask],
         config,
-        weights=weights,
-        proximal=columns["old"] if corrects else None,
-        reference=columns["reference"],
+        sequences=torch.arange(len(mask))[:, None].expand_as(mask)[mask],
+        weights=weights[mask],
+        proximal=flat["old"] if corrects else None,
+        reference=flat["reference"],
     )
     value = total / mask.sum()
     value.backward()
@@ -308,8 +309,7 @@ def test_logprobs_and_entropy_are_trls(ask: Ask, temperature: float) -> None:
     for at in (0, 5, 10):
         with torch.no_grad():
             lp = ours.of_hidden(hidden[at].expand(len(vocabulary), -1), vocabulary)
-        everywhere = torch.ones_like(lp, dtype=torch.bool)
-        expected = token_sums(lp * lp.exp(), torch.zeros_like(lp), everywhere)["logprob"]
+        expected = token_sums(lp * lp.exp(), torch.zeros_like(lp))["logprob"]
         close(-expected, theirs["entropy"][at], rel=1e-5)
 
 

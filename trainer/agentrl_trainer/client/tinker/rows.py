@@ -92,7 +92,6 @@ def loss_of(
         of_tokens,
         flat([row.logprobs for row in rows]),
         flat([row.advantages for row in rows]),
-        torch.ones_like(of_tokens, dtype=torch.bool),
         config,
         sequences=torch.repeat_interleave(torch.arange(len(rows)), counts),
         **{
