@@ -54,11 +54,10 @@ def test_adapters_that_are_not_merged_need_the_models_own_modules() -> None:
     assert half.why_not_lean == "its weights are bfloat16"
 
 
-def test_an_adapter_of_some_layers_comes_and_goes(engine_of, base, tmp_path: Path) -> None:
+def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) -> None:
     """Of the layers whose weights are joined, only some are adapted."""
     plain = copy.deepcopy(base.model)
     adapted = make_adapter(base, tmp_path / "v1", 0, ["k_proj", "up_proj"])
-    engine = engine_of(base)
     engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
     for name, reference in (("policy", adapted), (None, plain), ("policy", adapted)):
         answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=150, seed=1), name).one()
