@@ -113,6 +113,7 @@ def create_app(deps: GatewayDependencies) -> FastAPI:
         handlers.providers.start()
         yield
         sweeper.cancel()
+        await handlers.providers.close()
         if handlers.forward is not None:
             await asyncio.to_thread(handlers.forward.close)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from typing import Any
 
 import httpx
@@ -111,22 +109,6 @@ def test_errors_have_one_shape(
     response = httpx.request(method, gateway.url + path, content=content, headers=headers)
     assert response.status_code == status
     assert error_of(response)["code"] == code
-
-
-def test_zipped_bodies(start: Any) -> None:
-    gateway: Running = start(max_body_bytes=10_000)
-    url = gateway.base_url() + "/chat/completions"
-    headers = {"authorization": f"Bearer {OPERATOR_KEY}", "content-encoding": "gzip"}
-    good = gzip.compress(json.dumps(BODY).encode())
-    for content, status in (
-        (good, 200),
-        (good[:-9], 400),
-        (b"not zipped", 400),
-        (gzip.compress(b" " * 100_000), 413),
-    ):
-        assert HTTP.post(url, content=content, headers=headers).status_code == status
-    headers["content-encoding"] = "br"
-    assert HTTP.post(url, content=b"", headers=headers).status_code == 415
 
 
 def test_an_internal_error_says_nothing_but_its_shape(gateway: Running) -> None:

@@ -22,6 +22,14 @@ def answerer(provider: Running, **more: Any) -> ProviderModel:
     return ProviderModel("openai/policy", f"{provider.url}/v1", **(settings | more))
 
 
+def asking(start: Any, upstream: FaultyServer, model: str = "openai/x", **more: Any) -> Running:
+    """A gateway whose model ``answerer`` is this server's."""
+    settings: dict[str, Any] = {"num_retries": 0, "api_key": SECRET}
+    deps = more.pop("deps", {})
+    other = ProviderModel(model, upstream.url, **(settings | more))
+    return start(provider_models={"answerer": other}, **deps)
+
+
 class FaultyServer:
     """An HTTP server that answers with what it is given, in turn; the last one for good. Bytes are
     an event stream."""

@@ -108,6 +108,13 @@ class ProviderService:
             making = asyncio.to_thread(litellm_setup.make_router, self._models)
             self._router = asyncio.create_task(making)
 
+    async def close(self) -> None:
+        """Close LiteLLM's connections to providers: uvloop waits for them as it closes."""
+        if self._router is not None and self._router.done() and not self._router.exception():
+            import litellm
+
+            await litellm.close_litellm_async_clients()
+
     def model_of(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """Return the provider's model that a request names, if it does."""
         name = raw.get("model")

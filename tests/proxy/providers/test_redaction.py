@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from official_clients import USER, client
-from provider_servers import SECRET, assert_no_key, only_call, said, trouble
+from provider_servers import SECRET, asking, assert_no_key, only_call, said, trouble
 from scripted_sampler import Running
 
 from agentrl_proxy.dependencies import ProviderModel
@@ -54,8 +54,7 @@ def test_secrets_beside_the_key_are_not_quoted_either(
     }
     if place == "parameter":
         params = {"organization": hidden, "aws_region_name": "us-east-1"}
-    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0, params=params)
-    gateway: Running = start(provider_models={"answerer": other})
+    gateway = asking(start, upstream, params=params)
     caplog.set_level(logging.DEBUG)
     claim = gateway.claims[0]
     response = httpx.post(

@@ -160,17 +160,6 @@ def test_json_object_and_n(live: Live, stream: bool) -> None:
     assert "stop" in reasons
 
 
-def test_streamed_parse(live: Live) -> None:
-    with live.api.chat.completions.stream(
-        model="m", messages=ASKED, response_format=Verdict, seed=2
-    ) as stream:
-        deltas = [e.delta for e in stream if e.type == "content.delta"]
-        final = stream.get_final_completion().choices[0].message
-    assert isinstance(final.parsed, Verdict)
-    assert "".join(deltas) == final.content
-    assert len(deltas) > 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_choice_required(live: Live, stream: bool) -> None:
     names = set[str]()
