@@ -30,7 +30,7 @@ from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
 from agentrl_proxy.providers import litellm_setup
-from agentrl_proxy.providers.failures import api_error, without_cause
+from agentrl_proxy.providers.failures import api_error
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
@@ -253,10 +253,7 @@ class ProviderService:
                 refused |= found
 
     async def _ready_router(self) -> Any:
-        """
-        Raises:
-            ApiError: LiteLLM cannot be imported, or rejects the configuration (503).
-        """
+        """Raise an ApiError (503) if LiteLLM is not importable or rejects the configuration."""
         router = self._router
         if router is None or (router.done() and router.exception() is not None):
             self.start()  # a failure may pass
@@ -265,8 +262,8 @@ class ProviderService:
             return await asyncio.shield(self._router)
         except Exception as error:
             said = self._redaction.clean(f"{type(error).__name__}: {error}")
-            log.error("LiteLLM does not start", exc_info=without_cause(error, said))
             message = f"LiteLLM, which calls providers' models, does not start: {said}"
+            log.error(message)
             raise unavailable(message, "other_models_unavailable") from None
 
 
