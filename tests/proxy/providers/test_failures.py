@@ -7,7 +7,6 @@ import logging
 import time
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from official_clients import USER, client
@@ -18,6 +17,7 @@ from provider_servers import (
     asking,
     assert_no_key,
     only_call,
+    post_to,
     said,
     trouble,
 )
@@ -26,20 +26,12 @@ from scripted_sampler import Running
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_tracer.schemas import CallState, SkipReason
 
-HI = [{"role": "user", "content": "h"}]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def untraced() -> None:
     """Other tests of this process trace openai, as an agent's process does. A gateway's does not,
     and the tracing would be the first to fail on a provider's answer."""
     OpenAIInstrumentor().uninstrument()
-
-
-def post(gateway: Running, path: str, body: dict[str, Any]) -> httpx.Response:
-    claim = gateway.claims[0]
-    headers = {"x-api-key": claim.key}
-    return httpx.post(f"{gateway.base_url(claim)}/{path}", json=body, headers=headers, timeout=60)
 
 
 def test_timeout(start: Any, provider: Running) -> None:
@@ -91,13 +83,7 @@ def test_a_providers_refusal_in_openais_shape(
     upstream = faulty((status, quoting))
     gateway = asking(start, upstream)
     caplog.set_level(logging.DEBUG)
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", "messages": USER, "stream": stream},
-        headers={"authorization": f"Bearer {claim.key}"},
-        timeout=30,
-    )
+    response = post_to(gateway, stream=stream)
     assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
     assert response.status_code == status
     error = response.json()["error"]
@@ -108,7 +94,7 @@ def test_a_providers_refusal_in_openais_shape(
     call = only_call(gateway)
     assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
     assert_no_key(gateway, caplog.text, response.text, call.error or "")
-    assert claim.key not in json.dumps(upstream.seen)
+    assert gateway.claims[0].key not in json.dumps(upstream.seen)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +113,7 @@ def test_without_a_request_the_provider_is_not_named(
 ) -> None:
     provider = faulty((200, said("x")))
     gateway = asking(start, provider, model)
-    answer = post(gateway, "chat/completions", {"model": "answerer", "messages": HI} | body)
+    answer = post_to(gateway, **body)
     assert provider.seen == []
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -151,7 +137,7 @@ def test_a_failed_answer_names_the_provider(
     start: Any, faulty: Any, answered: Any, status: int
 ) -> None:
     gateway = asking(start, faulty(answered))
-    got = post(gateway, "chat/completions", {"model": "answerer", "messages": HI})
+    got = post_to(gateway)
     assert got.status_code == status
     error = got.json()["error"]
     assert error["code"] == "provider_error"
@@ -175,7 +161,7 @@ def test_litellm_that_does_not_start_is_503(
     else:
         gateway = asking(start, provider, params={"tpm": "a lot"})
     for path in ("chat/completions", "messages", "messages/count_tokens"):
-        answer = post(gateway, path, {"model": "answerer", "messages": HI, "max_tokens": 9})
+        answer = post_to(gateway, path, max_tokens=9)
         assert answer.status_code == 503, answer.text
         assert "LiteLLM" in answer.text
         assert "does not start" in answer.text
@@ -195,6 +181,6 @@ def test_a_count_that_fails_names_its_cause(
         raise TypeError("an odd prompt")
 
     monkeypatch.setattr("litellm.token_counter", failing)
-    answer = post(gateway, "messages/count_tokens", {"model": "answerer", "messages": HI})
+    answer = post_to(gateway, "messages/count_tokens")
     assert answer.status_code == 400
     assert "an odd prompt" in answer.text

@@ -11,7 +11,7 @@ import openai
 import pytest
 from gateway_client import wait_until
 from official_clients import CALL, TOOLS, USER, client, streamed
-from provider_servers import SECRET, answerer, assert_no_key, only_call, said, trouble
+from provider_servers import SECRET, answerer, assert_no_key, only_call, post_to, said, trouble
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
@@ -266,12 +266,7 @@ def test_unknown_models_keep_their_rule(start: Any, provider: Running) -> None:
     ],
 )
 def test_what_the_gateway_itself_refuses(gateway: Running, body: Any, param: str) -> None:
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", **body},
-        headers={"authorization": f"Bearer {claim.key}"},
-    )
+    response = post_to(gateway, **body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
-    assert gateway.calls(claim) == []
+    assert gateway.calls(gateway.claims[0]) == []
