@@ -8,45 +8,28 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call, CallState, Purpose, Reward, Rollout, RolloutState
-from agentrl_trainer.data.off_policy import token_versions
 from agentrl_trainer.data.trajectories import TrajectorySet
 
 
 def make(name: str, prompt: list[int], response: list[int], seq: int = 0, **changes: Any) -> Call:
     call = Call(
-        id=name,
-        response_id=name,
-        choice=0,
-        run_id="run",
-        rollout_id="rollout",
-        attempt_id="attempt",
-        seq=seq,
-        agent=None,
-        model="policy",
-        adapter="default",
-        adapter_version=3,
-        state=CallState.COMPLETED,
-        prompt_ids=prompt,
-        response_ids=response,
+        id=name, response_id=name, choice=0, run_id="run", rollout_id="rollout",
+        attempt_id="attempt", seq=seq, agent=None, model="policy", adapter="default",
+        adapter_version=3, state=CallState.COMPLETED, prompt_ids=prompt, response_ids=response,
         # Unmistakable: a log-prob says which call and which position it belongs to.
         response_logprobs=[-(seq + 1) - i / 1000 for i in range(len(response))],
-        finish_reason="stop",
-        params={},
-        request=None,
-        response=None,
-        error=None,
-        trace_id=None,
-        span_id=None,
-        started_at=0.0,
-        ended_at=1.0,
-    )
+        finish_reason="stop", params={}, request=None, response=None, error=None, trace_id=None,
+        span_id=None, started_at=0.0, ended_at=1.0,
+    )  # fmt: skip
     return dataclasses.replace(call, **changes)
 
 
-def rollout(name: str, group: str = "g", state: RolloutState = RolloutState.SUCCEEDED) -> Rollout:
+def rollout(
+    name: str, group: str = "g", state: RolloutState = RolloutState.SUCCEEDED, task: str = "task"
+) -> Rollout:
     winner = f"{name}-a" if state is RolloutState.SUCCEEDED else None
     return Rollout(
-        name, "run", "task", group, Purpose.TRAIN, 1, 0, 0, state, None, 1, winner, 0.0, 0.0, 0.0
+        name, "run", task, group, Purpose.TRAIN, 1, 0, 0, state, None, 1, winner, 0.0, 0.0, 0.0
     )
 
 
@@ -65,7 +48,7 @@ def check_invariants(calls: list[Call], built: TrajectorySet) -> None:
     trained: dict[str, int] = {}
     for trajectory in built.trajectories:
         size = len(trajectory.tokens)
-        assert len(trajectory.mask) == len(trajectory.logprobs) == len(trajectory.versions) == size
+        assert len(trajectory.mask) == len(trajectory.logprobs) == size
         by_id = {call.id: call for call in calls}
         expected_mask = [False] * size
         for turn in trajectory.turns:
@@ -75,14 +58,11 @@ def check_invariants(calls: list[Call], built: TrajectorySet) -> None:
             assert trajectory.tokens[: turn.start] == call.prompt_ids
             assert trajectory.tokens[turn.start : turn.end] == call.response_ids
             assert trajectory.logprobs[turn.start : turn.end] == call.response_logprobs
-            assert trajectory.versions[turn.start : turn.end] == token_versions(call)
             assert not any(expected_mask[turn.start : turn.end]), "turns overlap"
             expected_mask[turn.start : turn.end] = [True] * (turn.end - turn.start)
         assert trajectory.mask == expected_mask
-        for at in range(size):
-            if not trajectory.mask[at]:
-                assert trajectory.logprobs[at] == 0.0
-                assert trajectory.versions[at] == -1
+        untrained = zip(trajectory.mask, trajectory.logprobs, strict=True)
+        assert not any(logprob for on, logprob in untrained if not on)
     assert set(trained.values()) <= {1}, "a call trains twice"
     assert trained.keys() | built.skipped.keys() == {call.id for call in calls}
     assert not trained.keys() & built.skipped.keys()
@@ -98,27 +78,14 @@ def call_trees(draw: st.DrawFn) -> list[Call]:
         prompt = draw(some)
         if calls and draw(st.integers(0, 3)):
             other = draw(st.sampled_from(calls))
-            prompt = (
-                draw(
-                    st.sampled_from(
-                        [
-                            other.prompt_ids,
-                            other.prompt_ids + other.response_ids,
-                            other.prompt_ids + other.response_ids + prompt,
-                        ]
-                    )
-                )
-                or prompt
-            )
+            whole = other.prompt_ids + other.response_ids
+            prompt = draw(st.sampled_from([other.prompt_ids, whole, whole + prompt])) or prompt
         calls.append(
             make(
-                f"c{seq}",
-                prompt,
-                draw(st.one_of(some, some, some, st.just([]))),
-                seq=seq,
+                f"c{seq}", prompt, draw(st.one_of(some, some, some, st.just([]))), seq=seq,
                 adapter=draw(st.sampled_from(["x", "x", "y", None])),
                 adapter_version=draw(st.integers(0, 3)),
                 state=draw(st.sampled_from([*[CallState.COMPLETED] * 5, *CallState])),
             )
-        )
+        )  # fmt: skip
     return calls

@@ -30,7 +30,7 @@ FORMULAS: list[Callable[..., Any]] = [
     step.normalize_lengths,
     schedules.schedule_factor,
     schedules.default_learning_rate,
-    optimizers.AdapterOptimizers.step,
+    optimizers.AdapterOptimizers.optim_step,
     pick._invert,
     pick._filtered_pick,
 ]

@@ -7,7 +7,7 @@ import sys
 from agentrl.cli import Tokens
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
-from agentrl.config.loading import load, parse_flags
+from agentrl.config.loading import load, resume_of
 from agentrl.config.tasks import load_tasks, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_line
@@ -26,16 +26,15 @@ def train_command(*tokens: Tokens) -> None:
     loads it into the sampler. Training runs on this machine, with torch and PEFT, or with --backend
     tinker on Tinker or any server that speaks its protocol; docs/client.md says what differs.
     """
-    flags = parse_flags(TrainConfig, tokens)
-    config = load(TrainConfig, flags)
+    config, resume = load(TrainConfig, tokens), resume_of(tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     tasks = load_tasks(config.agent.tasks, "agent.tasks")
     held_out = config.evaluation.tasks
     eval_tasks = load_tasks(held_out, "evaluation.tasks") if held_out else []
     # Before config.json holds the setting: every later --resume would fail.
     check_warmup(config.learning.warmup_steps, steps_of(config, tasks))
-    if flags.resume is not None:
-        folder = RunFolder.existing(flags.resume)
+    if resume is not None:
+        folder = RunFolder.existing(resume)
         folder.lock()
         tell_changes(check_resume(folder, config, tasks, eval_tasks), print_line)
     else:
@@ -43,7 +42,7 @@ def train_command(*tokens: Tokens) -> None:
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
     console.print("[dim]loading torch, the gateway and the runners[/]")
     with (
-        Session(folder, config, "train", imports_torch=True) as session,
+        Session(folder, config, "train") as session,
         # After the session, which may fork: the display has a thread.
         TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
@@ -55,11 +54,7 @@ def train_command(*tokens: Tokens) -> None:
     console.print(training_report(summary))
     if summary.learned_nothing:  # for scripts that wait for a better adapter
         sys.exit(1)
-    if fetched := how_to_fetch(summary.adapter):
-        for command in fetched:
-            console.print(f"it is on Tinker; fetch it:  [b cyan]{command}[/]", soft_wrap=True)
-        return
-    command = serve_command(
-        summary, config.model.name, trust_remote_code=config.model.trust_remote_code
-    )
-    console.print(f"serve it:  [b cyan]{command}[/]", soft_wrap=True)
+    fetched = how_to_fetch(folder.adapter)
+    for command in fetched or [serve_command(folder, config.model)]:
+        what = "it is on Tinker; fetch it" if fetched else "serve it"
+        console.print(f"{what}:  [b cyan]{command}[/]", soft_wrap=True)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 from pydantic import Field
@@ -201,11 +201,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
             target=_end_with_sampler, args=(sampler, stopping), name="sampler-watch", daemon=True
         ).start()
     for name, version, path in _adapters_to_load(plan, store):
-        if plan.tinker is None:
-            sampler.load_now(name, version, path)
-        elif why := cast("TinkerSampler", sampler).load_or_try_later(name, version, path):
-            # A resumed run publishes it again, from its checkpoint.
-            log.error("adapter %s@%d is not loaded yet: %s", name, version, why)
+        sampler.load_now(name, version, path)
     return create_app(deps)
 
 

@@ -66,7 +66,7 @@ def test_runners_on_a_local_ray_cluster(tmp_path: Path) -> None:
         [attempt] = until(lambda: store.attempts(ids)[:1], 120)
         # A runner is killed; Ray's actor or our pool starts another, and the rollout runs again.
         os.kill(int(attempt.runner.rsplit("-", 2)[1]), signal.SIGKILL)
-        until(lambda: store.unfinished(ids) == 0 or (store.expire_leases() and False), 60)
+        until(lambda: len(store.unfinished_ids(ids)) == 0 or (store.expire_leases() and False), 60)
         assert pool.alive()
     finally:
         pool.stop()
@@ -157,7 +157,7 @@ def test_two_nodes_share_the_work_and_one_of_them_may_die(
         until(lambda: len({a.runner for a in store.attempts(ids)}) == 4, 100, pool.log_tail)
         joined.remove_node(joined.other, allow_graceful=False)
         killed = time.time()
-        until(lambda: store.unfinished(ids) == 0 or (store.expire_leases() and False), 100)
+        until(lambda: len(store.unfinished_ids(ids)) == 0 or (store.expire_leases() and False), 100)
         assert pool.alive()
     finally:
         pool.stop()

@@ -1,10 +1,11 @@
-"""While the trainer computes, somebody notices what died."""
+"""While the trainer computes, the session notices runners that died."""
 
 from __future__ import annotations
 
 import threading
 import time
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,35 +17,16 @@ from agentrl_tracer.store import Store
 class Waiting(Session):
     """A session whose runners are played here."""
 
-    def __init__(self, store: Store, runners: Runners) -> None:
-        self.store, self.pool = store, runners  # type: ignore[assignment]
+    def __init__(self, store: Store, *, alive: bool = True) -> None:
+        self.store, self.pool = store, Mock()
+        self.pool.alive.side_effect = lambda: alive or self.pool.restart.called
         self._next_maintenance = 0.0
-
-
-class Runners:
-    def __init__(self) -> None:
-        self.running = True
-        self.restarts = 0
-
-    def alive(self) -> bool:
-        return self.running
-
-    def restart(self) -> None:
-        self.running = True
-        self.restarts += 1
 
 
 def computed(seconds: float, error: Exception | None = None) -> Future[str]:
     future: Future[str] = Future()
-
-    def compute() -> None:
-        time.sleep(seconds)
-        if error is None:
-            future.set_result("learned")
-        else:
-            future.set_exception(error)
-
-    threading.Thread(target=compute).start()
+    end = future.set_exception if error else future.set_result
+    threading.Timer(seconds, end, [error or "learned"]).start()
     return future
 
 
@@ -65,7 +47,7 @@ def test_a_dead_runners_lease_is_noticed_while_the_trainer_learns(store: Store) 
 
     other = threading.Thread(target=other_runner)
     other.start()
-    assert Waiting(store, Runners()).result(learning) == "learned"
+    assert Waiting(store).result(learning) == "learned"
     other.join()
     assert again == [False], "another runner had it before the update was over"
     states = [attempt.state for attempt in store.attempts([lost.rollout_id])]
@@ -73,16 +55,15 @@ def test_a_dead_runners_lease_is_noticed_while_the_trainer_learns(store: Store) 
 
 
 def test_runners_that_died_are_started_again(store: Store) -> None:
-    runners = Runners()
-    runners.running = False
+    waiting = Waiting(store, alive=False)
     with pytest.raises(ValueError, match="no gradient"):
-        Waiting(store, runners).result(computed(0.8, ValueError("no gradient")))
-    assert runners.restarts == 1
+        waiting.result(computed(0.8, ValueError("no gradient")))
+    assert waiting.pool.restart.call_count == 1
 
 
 def test_what_is_there_is_not_waited_for(store: Store) -> None:
     done: Future[int] = Future()
     done.set_result(3)
     started = time.monotonic()
-    assert Waiting(store, Runners()).result(done) == 3
+    assert Waiting(store).result(done) == 3
     assert time.monotonic() - started < 0.4

@@ -132,14 +132,14 @@ class _AttemptRunner:
         active, rollout = rollout_tracing(), current_rollout()
         assert active is not None
         assert rollout is not None
-        active.expect_finish(rollout)  # ``finish`` comes before the report
+        active.attempt(rollout).finish_expected = True  # ``finish`` comes before the report
         error: str | None = None
         try:
             agent = self._agent or self._load()
             with tracing(*workflow_attributes(agent.name, claim)):
                 _export_traceparent()
                 result = agent.run(claim.task)
-                record_result(result, rewarded=active.rewarded(rollout))
+                record_result(result, rewarded=active.attempt(rollout).rewarded)
         except SystemExit as end:
             if end.code not in (None, 0):
                 show_error(end)

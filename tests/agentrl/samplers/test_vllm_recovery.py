@@ -1,0 +1,440 @@
+"""``VllmSampler`` when its server comes and goes. Real deaths are in ``test_vllm_server.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from settings import nested
+
+from agentrl import timing
+from agentrl.config.commands import ServeConfig, TrainConfig
+from agentrl.gateway import handle
+from agentrl.gateway.handle import GatewayHandle
+from agentrl.gateway.process import PLAN, GatewayPlan
+from agentrl.runs.folder import RunFolder
+from agentrl.samplers.vllm import adapters, client, recovery
+from agentrl.samplers.vllm import sampler as vllm_sampler
+from agentrl.samplers.vllm.api import VllmError
+from agentrl.samplers.vllm.sampler import VllmSampler
+from agentrl.training import session
+from agentrl_proxy.sampler import DecodingParams, RefusedError
+
+CHOICE = {
+    "token_ids": [5],
+    "logprobs": {"top_logprobs": [{"token_id:5": -0.5, "token_id:6": -1.0}]},
+    "finish_reason": "length",
+}
+FIRST_CHUNK = {
+    "index": 0,
+    "token_ids": [5],
+    "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]},
+    "finish_reason": None,
+}
+RANK = "LoRA rank 32 is greater than max_lora_rank 16."
+
+
+class Server(ThreadingHTTPServer):
+    """Says about adapters and health what vLLM says. Of answers it gives the first token."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.loras: dict[str, str] = {}  # path by name
+        self.well = True
+        self.silent = False  # about health: connected, and no answer
+        self.lists = True
+        self.refusal: tuple[int, str] | None = None  # of loads
+        self.looks = self.loads = 0
+        self.updating: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by LoRA
+        self.under_way = threading.Semaphore(0)  # an answer more
+        self.released = threading.Event()  # what it left without an answer ends
+        self.while_loading: Callable[[], None] = lambda: None
+        self.answers: dict[str, tuple[int, Any]] = {}  # other than vLLM's, by path
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *args: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        server = self.server
+        if self.path in server.answers:
+            self._answer(*server.answers[self.path])
+        elif self.path == "/health":
+            server.looks += 1
+            if server.silent:
+                server.released.wait()
+            self._answer(200 if server.well else 503, {})
+        elif self.path == "/v1/models":
+            names = ["base", *(server.loras if server.lists else ())]
+            self._answer(200, {"data": [{"id": name, "max_model_len": 64} for name in names]})
+        else:
+            self._answer(200, {"paths": {"/v1/load_lora_adapter": {}}})
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path in server.answers:
+            self._answer(*server.answers[self.path])
+        elif self.path == "/v1/load_lora_adapter":
+            self._load(body["lora_name"], body["lora_path"])
+        elif self.path == "/v1/unload_lora_adapter":
+            with server.updating[body["lora_name"]]:
+                had = server.loras.pop(body["lora_name"], None)
+            self._answer(200 if had else 404, {})
+        elif body["model"] not in ("base", *server.loras):
+            self._answer(404, {"error": {"message": "The model does not exist."}})
+        elif body.get("stream"):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"data: {json.dumps({'choices': [FIRST_CHUNK]})}\n\n".encode())
+            server.under_way.release()
+            server.released.wait()
+        elif "structured_outputs" in body and body["max_tokens"] > 2:  # an answer, not a probe
+            server.under_way.release()
+            server.released.wait()
+        else:
+            self._answer(200, {"choices": [CHOICE]})
+
+    def _load(self, name: str, path: str) -> None:
+        server = self.server
+        server.loads += 1
+        if server.refusal is not None:
+            status, message = server.refusal
+            self._answer(status, {"error": {"message": message}})
+            return
+        hook, server.while_loading = server.while_loading, lambda: None
+        with server.updating[name]:
+            hook()
+            server.loras[name] = path
+        self._answer(200, {})
+
+    def _answer(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.released.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def sampler(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmSampler]:
+    monkeypatch.setattr(recovery, "_POLL_S", 0.02)
+    monkeypatch.setattr(vllm_sampler, "_PATIENCE_S", 0.2)
+    sampler = VllmSampler(f"{server.url}/v1", eos_ids=frozenset({2}), context_length=128, wait_s=10)
+    sampler.start()
+    yield sampler
+    server.silent = False
+    server.released.set()
+    sampler.stop()
+    assert server.loras == {}
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_new_server_gets_every_adapter_under_new_names(
+    server: Server, sampler: VllmSampler
+) -> None:
+    sampler.load_now("asker", 3, "/asker/3")
+    sampler.load_now("answerer", 4, "/answerer/4")
+    before = dict(server.loras)
+    server.loras = {}  # it was started anew
+    eventually(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
+    assert sorted(server.loras.values()) == ["/answerer/4", "/asker/3"]
+    assert not before.keys() & server.loras.keys()
+    assert sampler.adapters == {"asker": 3, "answerer": 4}
+    assert sampler.context_length == 64
+
+
+def test_a_server_without_an_engine_is_unhealthy_until_it_has_one(
+    server: Server, sampler: VllmSampler
+) -> None:
+    sampler.load_now("policy", 0, "/0")
+    server.well = False
+    eventually(lambda: not sampler.healthy)
+    with pytest.raises(RefusedError, match="/health answers 503") as refused:
+        asyncio.run(sampler.load_adapter("policy", 1, "/1"))
+    assert refused.value.code == "stopped"
+    server.loras = {}
+    time.sleep(0.1)
+    assert not sampler.healthy
+    server.well = True
+    eventually(lambda: sampler.healthy)
+    assert list(server.loras.values()) == ["/0"]
+    asyncio.run(sampler.load_adapter("policy", 1, "/1"))
+    assert list(server.loras.values()) == ["/0", "/1"]
+    assert sampler.adapters == {"policy": 1}
+
+
+def test_a_few_replaced_versions_stay_for_their_answers(
+    server: Server, sampler: VllmSampler
+) -> None:
+    for version in range(6):
+        sampler.load_now("policy", version, f"/{version}")
+        sampler.load_now("other", version, f"/other/{version}")
+    kept = [path for path in server.loras.values() if "other" not in path]
+    assert kept == ["/2", "/3", "/4", "/5"]
+    assert len(server.loras) == 8
+
+
+def test_a_version_published_during_recovery_wins(server: Server, sampler: VllmSampler) -> None:
+    """The watch loads the old version anew; before that is done, the new one is there."""
+    sampler.load_now("policy", 1, "/1")
+    server.while_loading = lambda: sampler.load_now("policy", 2, "/2")
+    server.loras = {}
+    eventually(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
+    assert sampler.adapters == {"policy": 2}
+    assert list(server.loras.values()) == ["/2"]
+
+
+def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: VllmSampler) -> None:
+    """Between a server's start and our noticing, it knows no adapter: agents must ask again."""
+    sampler.load_now("policy", 1, "/1")
+    sampler._watch.stop()
+    assert sampler.healthy
+    server.loras = {}
+
+    async def ask() -> None:
+        async for _ in sampler.sample([1, 2], DecodingParams(max_tokens=4), "policy"):
+            raise AssertionError("a token too many")
+
+    with pytest.raises(RefusedError) as refused:
+        asyncio.run(ask())
+    assert refused.value.code == "stopped"
+
+
+def test_its_client_ends_with_its_event_loop(sampler: VllmSampler) -> None:
+    async def connected() -> Any:
+        await sampler.load_adapter("policy", 1, "/1")
+        return await sampler._client.connection()
+
+    first, second = asyncio.run(connected()), asyncio.run(connected())
+    assert first.is_closed
+    assert second.is_closed
+    assert first is not second
+
+
+@pytest.mark.parametrize("grammar", [None, 'start: "a"'])
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ({"well": False}, "/health answers 503"),
+        ({"silent": True}, "it has not answered"),
+        ({"loras": {}}, "it has lost its adapters"),
+    ],
+)
+def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
+    server: Server,
+    sampler: VllmSampler,
+    monkeypatch: pytest.MonkeyPatch,
+    loss: dict[str, Any],
+    why: str,
+    grammar: str | None,
+) -> None:
+    sampler.load_now("policy", 1, "/1")
+    monkeypatch.setattr(recovery, "REQUEST_S", 0.2)
+    params = DecodingParams(max_tokens=4, grammar=grammar)
+
+    async def answer() -> None:
+        async for _ in sampler.sample([1, 2], params, "policy"):
+            pass
+
+    async def lose() -> None:
+        answers = asyncio.gather(*(answer() for _ in range(3)), return_exceptions=True)
+        for _ in range(3):
+            assert await asyncio.to_thread(server.under_way.acquire, timeout=20)
+        assert not answers.done()
+        for name, value in loss.items():
+            setattr(server, name, value)
+        if "silent" in loss:
+            monkeypatch.setattr(client, "SILENCE_S", 1.0)
+        for error in await asyncio.wait_for(answers, 20):
+            assert isinstance(error, RefusedError)
+            assert (error.code, why in str(error)) == ("stopped", True), error
+        assert sampler.stats()["in_flight"] == 0
+        if "loras" not in loss:  # it is not back at once
+            with pytest.raises(RefusedError, match=why):
+                await answer()
+
+    asyncio.run(lose())
+
+
+def test_a_load_that_took_too_long_is_unloaded(
+    server: Server, sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "_LOAD_S", 0.2)
+    go_on = threading.Event()
+    server.while_loading = lambda: go_on.wait() and None
+
+    with pytest.raises(RefusedError, match="ReadTimeout") as refused:
+        sampler.load_now("policy", 1, "/late")
+    assert refused.value.code == "stopped"
+    monkeypatch.setattr(adapters, "_LOAD_S", 10)
+    go_on.set()
+    sampler.load_now("policy", 1, "/again")
+    eventually(lambda: list(server.loras.values()) == ["/again"])
+
+
+def test_a_server_that_does_not_list_what_it_loads_is_asked_once_a_round(
+    server: Server, sampler: VllmSampler
+) -> None:
+    """As where several processes share a URL, each with adapters of its own."""
+    sampler.load_now("policy", 1, "/1")
+    server.lists = False
+    eventually(lambda: "does not list what it loaded" in sampler._client.trouble)
+    eventually(lambda: server.loads >= 8)
+    assert server.loads <= server.looks
+    assert len(server.loras) <= 1
+    assert (sampler.healthy, sampler.stats()["recoveries"]) == (False, 0)
+    server.lists = True
+    eventually(lambda: sampler.healthy)
+    assert sampler.stats()["recoveries"] == 1
+    assert list(server.loras.values()) == ["/1"]
+
+
+@pytest.fixture
+def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of pytest would write its log where pytest captures it."""
+    monkeypatch.setattr(handle, "_may_fork", lambda: False)
+
+
+def session_with(folder: Path, url: str, **settings: Any) -> session.Session:
+    config = TrainConfig(
+        **nested(
+            agent="agents:mixed", tasks=folder / "tasks.jsonl", sampler="vllm", vllm_url=url,
+            device="cpu", runners=1, **settings,
+        )
+    )  # fmt: skip
+    return session.Session(RunFolder(folder / "run"), config, "train")
+
+
+def test_a_publication_that_is_refused_for_good_ends_the_run(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
+) -> None:
+    """While the server is in trouble it waits, and says so; what it refuses is an error."""
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 1.0)
+    monkeypatch.setattr(session, "_REFUSED_S", 0.5)
+    told: list[str] = []
+
+    def on_trouble(message: str) -> None:
+        told.append(message)
+        server.refusal = (400, RANK)
+
+    server.refusal = (500, "out of memory")
+    with session_with(tmp_path, server.url) as running:
+        running.wait_ready(print)
+        with pytest.raises(session.RunError) as refused:
+            running.publish("policy", 1, "/adapters/1", 1, on_trouble)
+    assert len(told) == 1
+    assert "policy@1 is not published yet" in told[0]
+    assert "out of memory" in told[0]
+    for part in ("policy@1 cannot be published", RANK, "--max-lora-rank", "/adapters/1"):
+        assert part in str(refused.value)
+    assert server.loads < 20  # not one each 30 ms
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """A URL at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_server_that_is_not_there_is_waited_for_no_longer_than_asked(
+    nowhere: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = VllmSampler(nowhere, eos_ids=frozenset({2}), context_length=128, wait_s=1.5)
+    with pytest.raises(
+        VllmError, match=r"sampler\.vllm\.url: .* refused.*sampler\.vllm\.wait is 1\.5 s"
+    ):
+        sampler.start()
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith(f"no vLLM server is ready at {nowhere}: ")
+    assert said.endswith("waiting for it up to 1.5 s (sampler.vllm.wait)")
+
+
+def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Path) -> None:
+    """``vllm_wait`` is for a server that was never there; an outage may be longer."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    given = ServeConfig.model_validate(
+        {"sampler": {"kind": "vllm", "vllm": {"url": "http://127.0.0.1:1", "wait": 7.5}}}
+    )
+    plan = GatewayPlan.of(given, vllm_url=None, store=str(tmp_path / "store.db"))
+    assert plan.vllm_wait == 7.5
+    gateway = GatewayHandle(plan, tmp_path / "gateway.log", listening)
+    gateway.start()
+    try:
+        killed = gateway.pid
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: gateway.pid != killed)
+        environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
+        [told] = [one for one in environment if one.startswith(f"{PLAN}=")]
+        assert json.loads(told.partition("=")[2])["vllm_wait"] is None
+    finally:
+        gateway.stop()
+
+
+def test_a_run_says_what_it_waits_for_and_ends_without_it(
+    nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fork: None
+) -> None:
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.5)
+    monkeypatch.setattr(timing, "LONGEST_PAUSE_S", 0.5)
+    told: list[str] = []
+    with session_with(tmp_path, nowhere, vllm_wait=4) as running:
+        with pytest.raises(session.RunError, match=r"sampler\.vllm\.wait is 4 s"):
+            running.wait_ready(told.append)
+        assert running.gateway.restarts == 0
+    assert any(f"no vLLM server is ready at {nowhere}" in message for message in told), told
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ({"/health": (404, {})}, "seems to be no vLLM server: /health answers 404"),
+        ({"/v1/models": (404, {})}, "seems to be no vLLM server: /v1/models answers 404"),
+        ({"/v1/models": (200, {"models": []})}, "answers otherwise.*data"),
+        ({"/v1/models": (200, {"data": []})}, "answers otherwise.*IndexError"),
+        ({"/v1/models": (200, ["llama"])}, "answers otherwise"),
+        ({"/v1/completions": (200, {"choices": []})}, "answers otherwise"),
+        ({"/v1/completions": (200, {"choices": [CHOICE | {"logprobs": None}]})}, "otherwise"),
+        ({"/v1/models": (403, {})}, "sampler.vllm.key_env"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_at_once(
+    server: Server, answers: dict[str, tuple[int, Any]], why: str
+) -> None:
+    server.answers = answers
+    sampler = VllmSampler(server.url, eos_ids=frozenset({2}), context_length=128)
+    with pytest.raises(VllmError, match=why):
+        sampler.start()

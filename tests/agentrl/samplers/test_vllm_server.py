@@ -1,0 +1,353 @@
+"""``--sampler vllm``: its settings, its process, and a whole run of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import real_vllm
+from settings import flags, nested
+from tiny_policy import RANK, Policy
+from training_run import Run
+
+from agentrl import timing
+from agentrl.config.commands import ServeConfig
+from agentrl.config.errors import ConfigError
+from agentrl.runs.folder import RunFolder
+from agentrl.samplers.vllm.server import VllmServer, planned_server, vllm_command
+from agentrl_tracer.store import Store
+from agentrl_trainer.models.loading import load_facts
+
+HELLO = Path(__file__).parents[3] / "examples/hello"
+CLI = [sys.executable, "-m", "agentrl"]
+
+
+def config(**settings: Any) -> ServeConfig:
+    return ServeConfig.model_validate(nested(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"vllm_url": "http://gpu:8000"}, 'without sampler.kind = "vllm"'),
+        ({"sampler": "vllm", "vllm_url": "gpu:8000"}, "sampler\\nvllm.url|vllm.url"),
+        ({"sampler": "vllm", "vllm_url": "http://gpu:8000", "vllm_args": "-x"}, "runs already"),
+        ({"sampler": "vllm", "vllm_key_env": "HOME"}, "needs no key"),
+        ({"sampler": "vllm", "vllm_wait": 5}, "vllm.wait: has no effect without sampler.vllm.url"),
+        ({"sampler": "vllm", "vllm_url": "http://gpu", "vllm_key_env": "NOT_SET"}, "NOT_SET"),
+        ({"sampler": "triton"}, "embedded"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        config(**settings)
+
+
+def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
+    settings = config(sampler="vllm", vllm_python=sys.executable)
+    with pytest.raises(ConfigError, match="has no vLLM"):
+        vllm_command(settings, 8)
+    for elsewhere in (config(), config(sampler="vllm", vllm_url="http://gpu:8000")):
+        assert planned_server(elsewhere, tmp_path, max_rank=None) is None
+
+
+# Runs the leash process, impatiently.
+_LEASH = """
+import sys
+from agentrl.samplers.vllm import recovery, server
+server._END_GRACE_S, recovery._POLL_S = 0.3, 0.05
+sys.exit(server.main(sys.argv[1:]))
+"""
+# Starts a process of its own, as vLLM does, prints its id, and ignores SIGTERM.
+_STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+# Answers like a server whose engine dies after two requests, and then waits forever.
+_BEREFT = """
+import http.server, signal, socketserver, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+answers = iter([200, 200])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(next(answers, 503))
+        self.end_headers()
+    def address_string(self):
+        return "test"
+socketserver.UnixStreamServer(sys.argv[2], Handler).serve_forever()
+"""
+
+
+@contextlib.contextmanager
+def leashed(script: str, socket: Path) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-c", script, "--uds", str(socket)]
+    with subprocess.Popen(
+        [sys.executable, "-c", _LEASH, *argv],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as leash:  # fmt: skip
+        yield leash
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_the_server_ends_with_its_starter(orphaned: bool, tmp_path: Path) -> None:
+    with leashed(_STUBBORN, tmp_path / "socket") as leash:
+        assert leash.stdout is not None
+        assert leash.stdin is not None
+        grandchild = int(leash.stdout.readline())
+        leash.stdin.close() if orphaned else leash.terminate()
+        assert leash.wait(30) != 0
+        wait_for(lambda: not alive(grandchild))
+
+
+def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
+    with leashed(_BEREFT, tmp_path / "socket") as leash:
+        assert leash.wait(60) == 128 + signal.SIGKILL
+
+
+# Says how far it is, and listens when it may.
+_SLOW = """#!{python}
+import pathlib, socket, sys, time
+print("Loading weights", flush=True)
+while not pathlib.Path("{permission}").exists():
+    time.sleep(0.02)
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(sys.argv[sys.argv.index("--uds") + 1])
+listening.listen()
+time.sleep(600)
+"""
+
+
+def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "FIRST_NOTICE_S", 0.05)
+    script, permission, told = tmp_path / "slow", tmp_path / "permission", list[str]()
+    script.write_text(_SLOW.format(python=sys.executable, permission=permission))
+    script.chmod(0o700)
+    server = VllmServer([str(script)], tmp_path / "vllm.log")
+
+    def tell(said: str) -> None:
+        told.append(said)
+        if said.endswith(" s: Loading weights"):
+            permission.touch()
+
+    server.start()
+    try:
+        server.wait(tell)
+    finally:
+        server.stop()
+    assert told[-1].startswith("vLLM starts since ")
+    assert permission.exists()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def starts_vllm(test: Callable[..., None]) -> Callable[..., None]:
+    reason = "AGENTRL_TEST_VLLM_PYTHON names no interpreter"
+    marked = pytest.mark.skipif(not real_vllm.PYTHON, reason=reason)(test)
+    return pytest.mark.vllm(pytest.mark.timeout(2000)(marked))
+
+
+def engine(log: Path) -> int:
+    """The process id of the engine that the server's log names last."""
+    return int(log.read_text().rpartition("(EngineCore pid=")[2].partition(")")[0])
+
+
+def check_run(run: Run, steps: int) -> set[tuple[str | None, int | None]]:
+    """Check the books and the log-probs; return the adapter versions that answered."""
+    run.accounting()
+    assert [row["step"] for row in run.steps()] == [*range(1, steps + 1)]
+    for row in run.steps():
+        assert row["sampler_trainer/max_logprob_difference"] < 1e-3
+    return {(call.adapter, call.adapter_version) for call in run.calls()}
+
+
+@starts_vllm
+def test_a_run_trains_through_vllm_and_survives_its_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three versions published; the server is killed in between; every call is accounted for."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    run = Run(
+        tmp_path, "mixed", sampler="vllm", vllm_python=real_vllm.PYTHON, steps=3, eval_every=9,
+        timeout=900, max_tokens=32,
+    )  # fmt: skip
+    log = run.folder.logs / "vllm.log"
+    process = run.start()
+    try:
+        wait_for(lambda: process.poll() is not None or run.steps(), 900)
+        if process.poll() is None:
+            os.kill(engine(log), signal.SIGKILL)
+        run.finish(process, timeout_s=900)
+    finally:
+        process.kill()  # where it went well, it is over
+    assert log.read_text().count("Started server process") == 2
+    assert check_run(run, 3) >= {("policy", version) for version in (0, 1, 2)}
+
+
+@starts_vllm
+def test_serve_starts_vllm_and_outlives_its_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two adapters; clients that vanish; an engine that dies: 503, then both answer as before."""
+    policies = {"asker": Policy(), "answerer": Policy()}
+    for seed, (name, policy) in enumerate(policies.items()):
+        policy.become(seed, tmp_path / "adapters" / name)
+    settings = {
+        "port": 0,
+        "store": tmp_path / "served.db",
+        "adapter_path": tmp_path / "adapters",
+        "sampler": "vllm",
+        "vllm_python": real_vllm.PYTHON,
+    }
+    log = tmp_path / "served.db.vllm.log"
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    server = subprocess.Popen(
+        [*CLI, "serve", *flags("serve", **settings)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        while not (found := re.search(r"http://[\d.]+:\d+", server.stdout.readline())):
+            assert server.poll() is None
+        with httpx.Client(base_url=found[0], timeout=900) as client:
+            before = {name: answer_of(client, name, policies[name]) for name in policies}
+            assert before["asker"] != pytest.approx(before["answerer"], abs=0.01)
+            vanish(client, {"stream": True})
+            vanish(client, {})
+            vanish(client, {"response_format": LONG_ANSWERS})
+            os.kill(engine(log), signal.SIGKILL)
+            wait_for(lambda: client.get("/healthz").status_code == 503)
+            refused = client.post("/v1/chat/completions", json=chat("asker"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                503,
+                "sampler_unavailable",
+            )
+            assert int(refused.headers["retry-after"]) >= 1
+            wait_for(lambda: client.get("/healthz").status_code == 200, 900)
+            assert client.get("/healthz").json()["recoveries"] == 1
+            after = {name: answer_of(client, name, policies[name]) for name in policies}
+            assert after == {name: pytest.approx(was, abs=2e-4) for name, was in before.items()}
+        last = engine(log)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) in (0, 130), server.stdout.read()
+        wait_for(lambda: not alive(last))
+    finally:
+        server.kill()
+        server.wait(print)
+        if server.stdout is not None:
+            server.stdout.close()
+
+
+def chat(model: str, **more: Any) -> dict[str, Any]:
+    asked = [{"role": "user", "content": "Who are you?"}]
+    return {"model": model, "messages": asked, "max_tokens": 16, "logprobs": True} | more
+
+
+def answer_of(client: httpx.Client, model: str, policy: Policy) -> list[float]:
+    """A greedy answer's log-probs, found to be this policy's."""
+    body = chat(model, temperature=0, return_token_ids=True)
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    got = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    expected = policy.logprobs(answer.json()["prompt_token_ids"], choice["token_ids"])
+    assert len(got) >= 5
+    assert got == pytest.approx(expected[: len(got)], abs=2e-4)  # a stop token is not shown
+    return got
+
+
+LONG_ANSWERS = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 5000}, "strict": True},
+}
+
+
+def vanish(client: httpx.Client, more: dict[str, Any]) -> None:
+    """Asks for a long answer and goes away: vLLM must stop working on it."""
+
+    def sampler() -> dict[str, Any]:
+        time.sleep(2.5)  # its counts may be a second old
+        return client.get("/healthz").json()["sampler"]
+
+    ends = load_facts("agentrl-tiny").eos_ids
+    endless = {"logit_bias": {str(token): -100 for token in ends}, "max_tokens": 1500}
+    before = sampler()
+    # Not streamed, there is nothing to read before the end: the client loses its patience.
+    patience = httpx.Timeout(900, read=900 if "stream" in more else 1.5)
+    with (
+        httpx.Client(base_url=client.base_url, timeout=patience) as fickle,
+        contextlib.suppress(httpx.ReadTimeout),
+        fickle.stream(
+            "POST", "/v1/chat/completions", json=chat("asker", **endless, **more)
+        ) as answer,
+    ):
+        assert answer.status_code == 200
+        next(answer.iter_lines())
+    after = sampler()
+    assert (after["running"], after["waiting"], after["in_flight"]) == (0, 0, 0)
+    assert 0 < after["generated_tokens"] - before["generated_tokens"] < 1400
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_eval_through_a_vllm_that_runs_already(vllm_url: str, tmp_path: Path) -> None:
+    policy = Policy()
+    policy.become(5, tmp_path / "policy")
+    settings = {
+        "agent": f"{HELLO / 'agent.py'}:agent",
+        "tasks": HELLO / "held_out.jsonl",
+        "runs": tmp_path / "runs",
+        "runners": 2,
+        "adapter_path": tmp_path / "policy",
+        "sampler": "vllm",
+        "vllm_url": vllm_url,
+    }
+    done = subprocess.run(
+        [*CLI, "eval", *flags("eval", **settings)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [folder] = (tmp_path / "runs").glob("eval-*")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["rollouts"], summary["failures"]) == (24, {})
+    store = Store(str(RunFolder(folder).store))
+    calls = store.calls(rollout_ids=[one.id for one in store.rollouts(store.runs()[0]["id"])])
+    store.close()
+    assert len(calls) == 24
+    for call in calls:
+        expected = policy.logprobs(call.prompt_ids, call.response_ids)
+        assert call.response_logprobs == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_two_adapters_train_through_one_vllm(vllm_url: str, tmp_path: Path) -> None:
+    run = Run(
+        tmp_path, "two_models", adapters="asker,answerer", sampler="vllm", vllm_url=vllm_url,
+        rank=RANK, eval_every=9,
+    ).finish()  # fmt: skip
+    assert check_run(run, 2) >= {(name, v) for name in ("asker", "answerer") for v in (0, 1)}

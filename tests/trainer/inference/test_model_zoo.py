@@ -1,0 +1,123 @@
+"""Small ones of many families against transformers' own forward, and the page about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import PAGE, examined, group, plain, tiny_model
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from small_models import (
+    Asked,
+    as_base,
+    byte_tokenizer,
+    make_adapter,
+    running_engine,
+    worst_difference,
+)
+from transformers import PreTrainedModel
+
+from agentrl.export.adapter import export
+from agentrl_trainer.inference import SampleParams
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
+from agentrl_trainer.models.loading import ModelError, load_base
+
+ON_PAGE = (
+    "bamba",  # anew for every token
+    "deepseek_v32",  # sparse attention
+    "gemma2",  # soft caps
+    "gemma3",  # of a multimodal checkpoint, with windows
+    "gpt2",  # layers of another kind
+    "gpt_neo",  # a window that is a buffer
+    "gpt_oss",  # sinks, experts, windows
+    "jamba",  # a state space whose cache takes one token at once
+    "laguna",  # names that PEFT renames
+    "llama4",  # chunks
+    "mistral",
+    "qwen3_5",  # multimodal, linear attention
+    "zamba",  # layers with weights in common
+)
+
+
+@pytest.mark.parametrize("kind", ON_PAGE)
+def test_the_page_says_what_is(kind: str) -> None:
+    seen = examined(kind)
+    assert seen.logprobs < 1e-5
+    assert seen.gradients < 1e-5
+    assert seen.row(kind) in PAGE.read_text("utf-8").splitlines(), seen
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_of_a_multimodal_model_the_language_model_learns(targets: Any, tmp_path: Path) -> None:
+    """Under names which PEFT finds in the whole checkpoint."""
+    whole = tiny_model("gemma3")
+    whole.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    learner = Learner(load_base(str(tmp_path / "base"), device="cpu"), rank=4, targets=targets)
+    towers = {n: p.clone() for n, p in learner.base.model.named_parameters() if "vision" in n}
+    learner.step(group(), "cross_entropy", adam=AdamParams(learning_rate=1e-2))
+    assert towers
+    after = dict(learner.base.model.named_parameters())
+    assert all(torch.equal(after[name], before) for name, before in towers.items())
+
+    learner.save_adapter("default", tmp_path / "v1")
+    saved = load_file(str(tmp_path / "v1" / "adapter_model.safetensors"))
+    assert len(saved) == 2 * 2 * (7 if targets == "all-linear" else 2)
+    assert all(".model.language_model.layers." in name for name in saved)
+    by_peft = PeftModel.from_pretrained(whole, str(tmp_path / "v1"))
+    found = get_peft_model_state_dict(by_peft)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_names_that_peft_loses_reach_the_sampler(tmp_path: Path) -> None:
+    """Unmerged, as large models are: PEFT's own layers, which read the folder themselves."""
+    model = tiny_model("laguna")
+    base = as_base(model)
+    reference = make_adapter(base, tmp_path / "v1", seed=1)
+    with running_engine(base, merge_below=0) as engine:
+        engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+        asked = Asked(engine, [1, 2, 3], SampleParams(max_tokens=20, seed=1), "policy")
+        assert worst_difference(reference, asked.prompt, asked.one()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["laguna", "gemma2", "jamba", "mixtral"])
+def test_a_merged_export_is_what_was_trained(kind: str, tmp_path: Path) -> None:
+    reference = trained(kind, tmp_path)
+    merge(tmp_path)
+    whole = load_base(str(tmp_path / "out"), device="cpu").model
+    with torch.no_grad():
+        for datum in group():
+            off = plain(whole, datum.tokens) - plain(reference, datum.tokens)
+            assert off.abs().max() < 1e-5
+
+
+def test_what_cannot_be_merged_is_not(tmp_path: Path) -> None:
+    """Zamba's blocks share a weight and have each a LoRA; the files could not say it."""
+    trained("zamba", tmp_path)
+    with pytest.raises(ModelError, match=r"merged: .* share one weight.*without --merged"):
+        merge(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def trained(kind: str, folder: Path) -> PreTrainedModel:
+    """A base in ``base``, an adapter in ``v1``; returns what they are together."""
+    model = tiny_model(kind)
+    model.save_pretrained(folder / "base")
+    byte_tokenizer().save_pretrained(folder / "base")
+    return make_adapter(load_base(str(folder / "base"), device="cpu"), folder / "v1", seed=1)
+
+
+def merge(folder: Path) -> None:
+    base = str(folder / "base")
+    export(str(folder / "v1"), folder / "out", merged=True, model=base, adapter=None)
+
+
+@pytest.mark.parametrize("kind", ["bert", "rembert"])
+def test_models_that_look_ahead_are_refused(kind: str) -> None:
+    assert "depend on tokens that come later" in examined(kind).why
+    assert f"| `{kind}`" not in PAGE.read_text("utf-8")

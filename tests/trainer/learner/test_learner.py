@@ -1,0 +1,417 @@
+"""The learner on random miniature models, against the plain way of computing the same things."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_learner import (
+    VOCAB,
+    assert_same,
+    base_model,
+    cohere,
+    data,
+    gemma2,
+    gpt2,
+    gradients,
+    learner,
+    llama,
+    nearly_on_policy,
+    on_policy,
+    plain_logprobs,
+    qwen3,
+    qwen3_moe,
+    trained,
+    warm,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentrl_trainer.data.packing import pack
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.learner.loss_options import AdamParams
+from agentrl_trainer.learner.losses import LOSSES
+from agentrl_trainer.models.lora import load_adapter_weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning"),
+    # GPT-2's layers are transposed; PEFT says so and sets it right.
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+]
+
+
+# ---- log-probs
+
+
+@pytest.mark.parametrize("rows", [data(), warm(data())], ids=["cold", "warm"])
+@pytest.mark.parametrize("build", [qwen3, llama, gpt2, gemma2, cohere])
+def test_forward_is_the_plain_way(build: Any, rows: list[TrainingRow]) -> None:
+    trainer = learner(build=build, token_budget=50, off_start=True)
+    for row, found in zip(rows, trainer.forward(rows), strict=True):
+        expected = plain_logprobs(trainer, row).tolist()
+        assert trained(row, found).tolist() == pytest.approx(expected, abs=2e-5)
+        assert not any(lp for lp, on in zip(found, row.mask, strict=True) if not on)
+
+
+def test_chunks_change_nothing() -> None:
+    model = qwen3().requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    (batch,) = pack(data(), token_budget=10**6)
+    results = []
+    for limit in (10**9, 3 * VOCAB, 1):
+        model.zero_grad()
+        lp = TokenLogprobs(model, max_logits=limit)(batch)
+        (lp * torch.arange(len(lp))).sum().backward()
+        results.append((lp.detach(), model.get_input_embeddings().weight.grad.clone()))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_only_trained_positions_reach_the_output_embedding() -> None:
+    trainer = learner()
+    seen: list[int] = []
+    head = trainer.base.model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _m, args: seen.append(len(args[0])))
+    assert trainer.forward_backward(data()).tokens == sum(datum.trained for datum in data())
+    assert sum(seen) == sum(datum.trained for datum in data())
+
+
+def test_half_precision_models_give_float32_logprobs() -> None:
+    base = base_model()
+    base = replace(base, model=base.model.to(torch.bfloat16), dtype=torch.bfloat16)
+    trainer = Learner(base, rank=2)
+    assert {p.dtype for p in trainer.parameters["default"].values()} == {torch.float32}
+    stats = trainer.step(data())
+    assert not stats.skipped_non_finite
+    assert math.isfinite(stats.loss)
+    (batch,) = pack(data(), token_budget=10**6)
+    assert trainer._logprobs(batch).dtype == torch.float32
+
+
+# ---- gradients
+
+
+def plain_loss(trainer: Learner, datums: list[TrainingRow], loss: str) -> Tensor:
+    """The mean loss per token, row by row in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for datum in datums:
+        lp = plain_logprobs(trainer, datum)
+        q, a = trained(datum, datum.logprobs), trained(datum, datum.advantages)
+        one = torch.zeros(len(lp), dtype=torch.int64)
+        total = total + LOSSES[loss](lp, q, a, {}, sequences=one)[0]
+    return total / sum(datum.trained for datum in datums)
+
+
+HEAD = ["lm_head", "q_proj"]  # the output embedding trains: its chunks are computed again
+
+
+@pytest.mark.parametrize(
+    ("build", "targets", "loss", "rows"),
+    [
+        *((qwen3, "all-linear", loss, data()) for loss in sorted(LOSSES)),
+        (qwen3_moe, "all-linear", "ppo", data()),
+        (gemma2, "all-linear", "ppo", data()),
+        (cohere, "all-linear", "ppo", data()),
+        (qwen3, HEAD, "importance_sampling", data()),
+        *((build, "all-linear", "cross_entropy", warm(data())) for build in (qwen3, gemma2)),
+        (qwen3, HEAD, "cross_entropy", warm(data())),
+    ],
+)
+def test_gradients_are_those_of_the_plain_way(
+    build: Any, targets: Any, loss: str, rows: list[TrainingRow]
+) -> None:
+    trainer = learner(build=build, targets=targets, token_budget=40, off_start=True)
+    trainer._logprobs.max_logits = 3 * VOCAB
+    rows = nearly_on_policy(trainer, rows)
+    stats = trainer.forward_backward(rows, loss)
+    found = gradients(trainer)
+    assert any("lm_head" in key for key in found) == (targets is HEAD)
+    expected = plain_loss(trainer, rows, loss)
+    expected.backward()
+    assert stats.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same(found, gradients(trainer), rtol=1e-3, atol=1e-5)
+
+
+def test_the_budget_does_not_matter() -> None:
+    results = []
+    for budget in (1, 37, 10**6):
+        trainer = learner(token_budget=budget, off_start=True)
+        stats = trainer.forward_backward(nearly_on_policy(trainer, data()))
+        results.append((gradients(trainer), stats))
+    for found, stats in results[1:]:
+        assert_same(found, results[0][0], rtol=1e-4, atol=1e-5)
+        for name in ("loss", "entropy", "ratio_max", "sampler_trainer_kl", "tokens"):
+            assert getattr(stats, name) == pytest.approx(getattr(results[0][1], name), rel=1e-4)
+
+
+def test_no_micro_batch_is_above_the_budget() -> None:
+    budget = max(len(datum.tokens) for datum in data())
+    seen: list[int] = []
+    trainer = learner(token_budget=budget)
+    embedding = trainer.base.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _module, given, _out: seen.append(given[0].numel()))
+    for work in (trainer.forward_backward, trainer.forward):
+        seen.clear()
+        work(data())
+        assert len(seen) > 1
+        assert max(seen) <= budget
+
+
+def test_parts_of_a_step_accumulate() -> None:
+    datums = data()
+    tokens = sum(datum.trained for datum in datums)
+    whole, parts = learner(), learner()
+    whole.forward_backward(datums)
+    for part in (datums[:2], datums[2:]):
+        parts.forward_backward(part, normalize_by=tokens)
+    assert_same(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [qwen3, gpt2, qwen3_moe])
+def test_gradient_checkpointing_changes_nothing(build: Any) -> None:
+    """GPT-2 has dropout in its layers, which must stay off."""
+    plain = learner(build=build, off_start=True)
+    saving = learner(build=build, off_start=True, gradient_checkpointing=True)
+    runs: list[int] = []
+    layer = "transformer.h.0.mlp" if build is gpt2 else "model.layers.0.mlp"
+    saving.base.model.get_submodule(layer).register_forward_pre_hook(lambda *_: runs.append(1))
+    for trainer in (plain, saving):
+        trainer.forward_backward(data())
+    assert len(runs) == 2, "the layers did not run again in the backward"
+    assert_same(gradients(saving), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, Tensor):
+                self.elements = max(self.elements, part.numel())
+        return result
+
+
+def test_no_tensor_is_as_large_as_all_logits() -> None:
+    """A vocabulary much wider than the model: the largest tensors are the chunks' logits."""
+    trainer = learner(build=lambda: qwen3(vocab_size=5003))
+    trainer._logprobs.max_logits = 4 * 5003
+    with Largest() as largest:
+        stats = trainer.forward_backward(data(rows=20))
+    assert stats.tokens > 80
+    # The embedding itself has 16 * 5003.
+    assert largest.elements <= 16 * 5003 < stats.tokens * 5003
+
+
+# ---- steps
+
+
+def test_good_tokens_become_likelier_and_the_base_stays() -> None:
+    trainer = learner(adam=AdamParams(learning_rate=2e-2))
+    frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
+    good = TrainingRow([5, 6, 7], [False, False, True], [0.0] * 3, [0.0, 0.0, 1.0])
+    bad = TrainingRow([5, 6, 8], [False, False, True], [0.0] * 3, [0.0, 0.0, -1.0])
+    before = trainer.forward([good, bad])
+    for _ in range(5):
+        trainer.step(on_policy(trainer, [good, bad]))
+    after = trainer.forward([good, bad])
+    assert after[0][2] > before[0][2] + 0.1
+    assert after[1][2] < before[1][2] - 0.1
+    for name, parameter in frozen.items():
+        assert torch.equal(parameter, trainer.model.get_parameter(name)), name
+
+
+def test_on_policy_stats() -> None:
+    trainer = learner()
+    datums = on_policy(trainer, data())
+    stats = trainer.step(datums)
+    lps = [x for d in datums for x, on in zip(d.logprobs, d.mask, strict=True) if on]
+    assert stats.entropy == pytest.approx(-sum(lps) / len(lps), rel=1e-5)
+    assert stats.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert stats.max_logprob_difference < 1e-5
+    assert 0 <= stats.sampler_trainer_kl < 1e-9
+    assert (stats.grad_norm or 0) > 0
+    assert not stats.skipped_non_finite
+    # The same tokens again: now the policy has moved, and the stats say so.
+    assert trainer.step(datums).max_logprob_difference > 1e-3
+
+
+def test_adam_is_adam() -> None:
+    """Three steps, with its formulas by hand; clipping and decay on."""
+    trainer = learner(adam=AdamParams(learning_rate=3e-3, weight_decay=0.1, grad_clip_norm=0.01))
+    key, weight = next((k, w) for k, w in trainer.parameters["default"].items() if "lora_B" in k)
+    w, m, v = weight.detach().double(), torch.zeros(()).double(), torch.zeros(()).double()
+    for t in range(1, 4):
+        trainer.forward_backward(data(seed=t))
+        grads = [p.grad for p in trainer.parameters["default"].values() if p.grad is not None]
+        norm = math.sqrt(sum(float((x.double() ** 2).sum()) for x in grads))
+        assert norm > 0.01, "clipping is not put to the test"
+        assert weight.grad is not None
+        g = weight.grad.double() * (0.01 / norm)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        step = (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-12)
+        w = w - 3e-3 * 0.1 * w - 3e-3 * step
+        assert trainer.optim_step().grad_norm == pytest.approx(norm, rel=1e-4)
+        moment = trainer.state_dict()[f"exp_avg/default/{key}"].double()
+        torch.testing.assert_close(weight.detach().double(), w, rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(moment, m, rtol=1e-3, atol=1e-9)
+
+
+def test_adam_params_of_the_call_count() -> None:
+    trainer = learner(adam=AdamParams(learning_rate=1.0))
+    before = trainer.state_dict()
+    trainer.step(data(), adam=AdamParams(learning_rate=0.0))
+    weights = {k: v for k, v in trainer.state_dict().items() if k.startswith("weights/")}
+    assert_same(weights, before)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e38])
+def test_a_step_that_is_not_finite_changes_nothing(poison: float) -> None:
+    trainer = learner(token_budget=30)
+    trainer.step(data())
+    before = trainer.state_dict()
+    datums = data(seed=1)
+    datums[3] = replace(datums[3], advantages=[poison] * len(datums[3].tokens))
+    # Good gradients of the same step, from before the bad ones, go as well.
+    trainer.forward_backward(data(seed=2))
+    assert trainer.step(datums).skipped_non_finite
+    assert_same(trainer.state_dict(), before)
+    # And the next step is as if nothing had happened.
+    assert not trainer.step(data(seed=3)).skipped_non_finite
+    untroubled = learner(token_budget=30)
+    untroubled.load_state_dict(before)
+    untroubled.step(data(seed=3))
+    assert_same(untroubled.state_dict(), trainer.state_dict())
+
+
+def test_a_gradient_that_is_not_finite_is_refused_though_the_loss_is_fine() -> None:
+    trainer = learner()
+    before = trainer.state_dict()
+    assert not trainer.forward_backward(data()).skipped_non_finite
+    parameter = next(iter(trainer.parameters["default"].values()))
+    assert parameter.grad is not None
+    parameter.grad[0, 0] = math.nan
+    assert trainer.optim_step().skipped_non_finite
+    assert_same(trainer.state_dict(), before)
+
+
+def test_nothing_to_learn() -> None:
+    trainer = learner()
+    before = trainer.state_dict()
+    stats = trainer.step([])
+    assert (stats.tokens, stats.loss, stats.grad_norm) == (0, 0.0, 0.0)
+    assert_same(trainer.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda: learner().forward_backward(data(), "grpo"), r"unknown loss 'grpo'.*cispo"),
+        (lambda: learner().forward_backward(data(adapters=("stranger",))), "stranger"),
+        (lambda: learner(adapters=["a", "a"]), "already attached"),
+    ],
+)
+def test_mistakes_are_named(mistake: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mistake()
+
+
+def test_tokens_are_counted() -> None:
+    prompt, mask = [3, 4, 5, 6, 7], [False] * 5 + [True] * 2
+    group = [TrainingRow([*prompt, 8 + i, 9], mask, [0.0] * 7, [1.0] * 7) for i in range(4)]
+    stats = learner().forward_backward(group)
+    assert (stats.tokens_total, stats.tokens_unique, stats.tokens_saved) == (24, 9, 15)
+
+
+# ---- several adapters
+
+
+def test_adapters_learn_apart() -> None:
+    """Two adapters in one learner are two learners, though their rows come mixed."""
+    datums = data(rows=8, adapters=("asker", "guesser"))
+    both = learner(adapters=["asker", "guesser"], seed=7)
+    tokens = sum(datum.trained for datum in datums)
+    for _ in range(3):
+        both.step(datums)
+    state = both.state_dict()
+    for at, name in enumerate(both.adapters):
+        alone = learner(adapters=[name], seed=7 + at)
+        for _ in range(3):
+            alone.forward_backward([d for d in datums if d.adapter == name], normalize_by=tokens)
+            alone.optim_step()
+        own = {key: value for key, value in state.items() if f"/{name}/" in key}
+        assert_same(own, alone.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+def test_an_adapter_without_data_stays_as_it_is() -> None:
+    both = learner(adapters=["asker", "guesser"])
+    both.step(data(adapters=("asker", "guesser")))
+    before = both.state_dict()
+    assert both.forward_backward(data(seed=1, adapters=("guesser",))).tokens
+    optim = both.optim_step(AdamParams(learning_rate=1e-2, weight_decay=0.5))
+    assert list(optim.grad_norms) == ["guesser"]
+    after = both.state_dict()
+    changed = {key.split("/")[1] for key in after if not torch.equal(after[key], before[key])}
+    assert changed == {"guesser"}
+
+
+# ---- saving
+
+
+@pytest.mark.parametrize("build", [qwen3, qwen3_moe])
+def test_a_resumed_learner_goes_on_to_the_last_bit(build: Any) -> None:
+    straight = learner(build=build, adapters=["a", "b"])
+    for seed in range(2):
+        straight.step(data(seed, adapters=("a", "b")))
+    state = straight.state_dict()
+    kept = {key: value.clone() for key, value in state.items()}
+    resumed = learner(build=build, adapters=["a", "b"], seed=99)
+    resumed.load_state_dict(state)
+    assert_same(resumed.state_dict(), state)
+    for trainer in (straight, resumed):
+        trainer.step(data(5, adapters=("a", "b")))
+    assert_same(resumed.state_dict(), straight.state_dict(), rtol=0.0, atol=0.0)
+    assert_same(state, kept)  # it was a copy
+
+
+def test_loading_forgets_what_was_before() -> None:
+    """Back to a state from before the first step, when there were no moments, nor gradients."""
+    trainer = learner()
+    start = trainer.state_dict()
+    trainer.step(data())
+    first = trainer.state_dict()
+    trainer.forward_backward(data(seed=1))
+    trainer.load_state_dict(start)
+    assert_same(trainer.state_dict(), start)
+    trainer.step(data())
+    assert_same(trainer.state_dict(), first)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    state = learner(adapters=["a"]).state_dict()
+    for options, message in (
+        ({"adapters": ["b"]}, "another set of adapters"),
+        ({"adapters": ["a"], "rank": 2}, "shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            learner(**options).load_state_dict(state)
+
+
+def test_a_saved_adapter_is_the_policy(tmp_path: Path) -> None:
+    trainer = learner(adapters=["a", "b"])
+    trainer.step(data(adapters=("a", "b")))
+    trainer.save_adapter("b", tmp_path / "b")
+    other = learner(adapters=["x"])
+    load_adapter_weights(other.model, "x", tmp_path / "b")
+    as_x = other.forward(data(adapters=("x",)))
+    assert as_x == trainer.forward(data(adapters=("b",)))
+    assert as_x != trainer.forward(data(adapters=("a",)))
