@@ -189,7 +189,6 @@ class ProviderService:
     async def record(
         self, call: ProviderCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
-        ended_at = time.time()
         choices = {one["index"]: one for one in (response or {}).get("choices", ())}
         not_enforced = call.params.get("not_enforced", ())
         rows: list[Call] = []
@@ -205,7 +204,7 @@ class ProviderService:
                     finish_reason=None if one is None else one["finish_reason"],
                     params={**params, **call.params},
                     response=None if one is None else {**(response or {}), "choices": [one]},
-                    ended_at=ended_at,
+                    ended_at=time.time(),
                 )
             )
         return await latest_state([self._deps.writer.finish(row) for row in rows])
