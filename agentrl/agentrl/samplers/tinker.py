@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_proxy.sampler import (
@@ -28,41 +28,30 @@ from agentrl_trainer.client import SampledSequence, SamplingClient, SamplingPara
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    version: int | None  # None: the base model
-    path: str | None
+    version: int | None = None  # None: the base model
+    path: str | None = None
     client: SamplingClient | None = None  # None: not loaded yet
 
 
+@dataclass
 class TinkerSampler:
-    """Samples through the service at ``base_url``; None: ``TINKER_BASE_URL``, else Tinker itself.
+    """Samples through a service that speaks Tinker's protocol."""
 
-    Args:
-        model: the base model, by the service's name.
-        tokenizer: its Hugging Face tokenizer, to tell which stop string ended a response.
-        eos_ids: tokens that end an answer.
-        context_length: of the base model.
-    """
+    model: str
+    """The base model, by the service's name."""
+    base_url: str | None
+    """None: ``TINKER_BASE_URL``, else Tinker itself."""
+    tokenizer: Any
+    """The model's Hugging Face tokenizer, to tell which stop string ended a response."""
+    eos_ids: frozenset[int]
+    """Tokens that end an answer."""
+    context_length: int
+    _service: ServiceClient | None = None
+    _adapters: dict[str | None, _Adapter] = field(default_factory=lambda: {None: _Adapter()})
+    _in_flight: int = 0
+    _swaps: int = 0
 
     healthy = True  # a service that does not answer fails single requests, not this process
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        base_url: str | None,
-        tokenizer: Any,
-        eos_ids: frozenset[int],
-        context_length: int,
-    ) -> None:
-        self.context_length = context_length
-        self._model = model
-        self._base_url = base_url
-        self._tokenizer = tokenizer
-        self._eos_ids = sorted(eos_ids)
-        self._service: ServiceClient | None = None
-        self._adapters: dict[str | None, _Adapter] = {None: _Adapter(None, None)}
-        self._in_flight = 0
-        self._swaps = 0
 
     def start(self) -> None:
         """Open a session; the context becomes the service's if that is shorter.
@@ -73,12 +62,12 @@ class TinkerSampler:
         import tinker
 
         try:
-            self._service = ServiceClient(backend="tinker", base_url=self._base_url)
+            self._service = ServiceClient(backend="tinker", base_url=self.base_url)
             models = self._service.get_server_capabilities().supported_models
         except tinker.TinkerError as error:
             raise ConnectionError(f"backend: Tinker cannot be reached: {error}") from error
         for served in models:
-            if served.model_name == self._model and served.max_context_length:
+            if served.model_name == self.model and served.max_context_length:
                 self.context_length = min(self.context_length, served.max_context_length)
 
     def stop(self) -> None:
@@ -112,7 +101,7 @@ class TinkerSampler:
     def _client(self, path: str | None) -> SamplingClient:
         """Make a client of saved weights, or of the base model."""
         assert self._service is not None, "sampling comes after start"
-        base = self._model if path is None else None
+        base = self.model if path is None else None
         return self._service.create_sampling_client(path, base).result()
 
     async def _loaded(self, name: str | None) -> tuple[SamplingClient, int | None]:
@@ -145,7 +134,7 @@ class TinkerSampler:
             max_tokens=min(params.max_tokens, room),
             seed=params.seed,
             # Token ids replace the model's end tokens, strings are added to them.
-            stop=list(params.stop) or self._eos_ids,
+            stop=list(params.stop) or sorted(self.eos_ids),
             temperature=params.temperature,
             top_k=params.top_k or -1,
             top_p=params.top_p,
@@ -176,7 +165,7 @@ class TinkerSampler:
         ):
             yield TokenEvent(choice, token, logprob, alternatives, version)
         # The service ends a response with the token that completes a stop string.
-        text = self._tokenizer.decode(sequence.tokens) if params.stop else ""
+        text = self.tokenizer.decode(sequence.tokens) if params.stop else ""
         found = [stop for stop in params.stop if stop in text]
         ended_by = min(found, key=lambda stop: text.index(stop) + len(stop), default=None)
         yield FinishEvent(choice, sequence.stop_reason, stop_string=ended_by)

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Sampler(NamedTuple):
     path: str | None  # of saved weights
 
 
+@dataclass
 class TinkerServer:
     """The sessions, and what they hold.
 
@@ -54,20 +56,20 @@ class TinkerServer:
     recently used ones stay.
     """
 
-    def __init__(
-        self, service: ServiceClient, folder: Path, lease_seconds: float, kept: int = 64
-    ) -> None:
-        self.service = service
-        self.folder = folder
-        self.lease_seconds = lease_seconds
-        self.heard: dict[str, float] = {}
-        """When each session was last heard; monotonic, so that a suspended machine ends none."""
-        self.models: dict[str, TrainingClient] = {}
-        self.requests = RequestStore()
+    service: ServiceClient
+    folder: Path
+    lease_seconds: float
+    kept: int = 64
+    heard: dict[str, float] = field(default_factory=dict[str, float])
+    """When each session was last heard; monotonic, so that a suspended machine ends none."""
+    models: dict[str, TrainingClient] = field(default_factory=dict[str, TrainingClient])
+    samplers: OrderedDict[str, Sampler] = field(default_factory=OrderedDict[str, Sampler])
+    """Least recently used first."""
+    requests: RequestStore = field(default_factory=RequestStore)
+
+    def __post_init__(self) -> None:
         # Loading a base model may take longer than the SDK waits for a response.
         self._loading = ThreadPoolExecutor(4, thread_name_prefix="agentrl-tinker-load")
-        self._kept = kept
-        self.samplers: OrderedDict[str, Sampler] = OrderedDict()  # least recently used first
 
     def submit(self, owner: str, sequence: int | None, work: Callable[[], Future[Answer]]) -> Json:
         """Start ``work`` for ``owner``; return the id by which the SDK fetches the result."""
@@ -212,7 +214,7 @@ class TinkerServer:
     ) -> Json:
         sampler = f"{session}:sample:{number}"
         self.samplers[sampler] = Sampler(client, path)
-        while len(self.samplers) > self._kept:
+        while len(self.samplers) > self.kept:
             self.samplers.popitem(last=False)
         return {"sampling_session_id": sampler}
 
@@ -223,7 +225,7 @@ class TinkerServer:
         except KeyError as error:
             raise HTTPException(
                 404,
-                f"there is no sampler {sampler!r}: its session has ended, or {self._kept} others "
+                f"there is no sampler {sampler!r}: its session has ended, or {self.kept} others "
                 "have been used since; create it again",
             ) from error
 

@@ -29,35 +29,30 @@ _MAY_HOLD_SECRETS: dict[str, Any] = {
 """Settings with URLs or parameters that may hold passwords: no tracker gets them."""
 
 
+@dataclass
 class MetricsLog:
     """The metrics of one run.
-
-    Args:
-        note: receives a message when a tracker fails.
 
     Raises:
         ConfigError: the package of a configured tracker is not installed.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        store: Store,
-        run_id: str,
-        note: Callable[[str], None],
-    ) -> None:
-        self._folder = folder
-        self._store = store
-        self._run_id = run_id
-        settings = config.model_dump(mode="json", exclude=_MAY_HOLD_SECRETS)
-        self._trackers = Trackers(config.run.trackers, folder, settings, note)
+    config: TrainConfig
+    folder: RunFolder
+    store: Store
+    run_id: str
+    note: Callable[[str], None]
+    """Receives a message when a tracker fails."""
+
+    def __post_init__(self) -> None:
+        settings = self.config.model_dump(mode="json", exclude=_MAY_HOLD_SECRETS)
+        self._trackers = Trackers(self.config.run.trackers, self.folder, settings, self.note)
         self.close = self._trackers.close
-        self.rows = folder.read_metrics
+        self.rows = self.folder.read_metrics
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        self._folder.append_metrics(row)
-        self._store.log_metrics(self._run_id, step, finite_numbers(row))
+        self.folder.append_metrics(row)
+        self.store.log_metrics(self.run_id, step, finite_numbers(row))
         self._trackers.log(step, row)
 
     def held_out(self) -> dict[int, float]:
@@ -72,12 +67,12 @@ class MetricsLog:
                 between checkpoint and log, and lacks the seconds of what came after.
         """
         rows = self.rows()
-        self._folder.keep_metrics(lambda row: row["step"] <= step)
-        self._store.drop_metrics_after(self._run_id, step)
+        self.folder.keep_metrics(lambda row: row["step"] <= step)
+        self.store.drop_metrics_after(self.run_id, step)
         self._trackers.begin(step if rows else None, rows)
         of_step = [row for row in rows if row["step"] == step]
         for row in of_step:  # the process may have died between the file and the store
-            self._store.log_metrics(self._run_id, step, finite_numbers(row))
+            self.store.log_metrics(self.run_id, step, finite_numbers(row))
         if checkpointed is not None and not any(REWARD in row for row in of_step):
             self.log(step, checkpointed)
 

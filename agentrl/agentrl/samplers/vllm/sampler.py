@@ -63,14 +63,9 @@ class VllmSampler:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        eos_ids: frozenset[int],
-        context_length: int,
-        api_key: str | None = None,
-        wait_s: float | None = None,
-    ) -> None:
+        self, url: str, *, eos_ids: frozenset[int], context_length: int,
+        api_key: str | None = None, wait_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.context_length = context_length
         self._wait_s = wait_s
         self._eos_ids = sorted(eos_ids)
