@@ -18,14 +18,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl_proxy.dependencies import GatewayStore
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.recording import agent_name
 from agentrl_tracer.schemas import Call, CallState, PastCall
+
+if TYPE_CHECKING:
+    from agentrl_tracer.store import Store
 
 Completion = dict[str, Any]
 """A whole chat completion: the form of every answer before its dialect writes it."""
@@ -76,7 +78,7 @@ def identify(
 class ClientRetries:
     """Keeps track of requests, and finds the answers for their retries."""
 
-    store: GatewayStore
+    store: Store
     attempts: AttemptMemories
 
     def begin(self, request: TrackedRequest, memory: AttemptMemory | None) -> None:
@@ -169,9 +171,6 @@ def _completion(request: TrackedRequest, calls: Sequence[Call]) -> Completion:
     parts: dict[int, Completion] = {}  # by prompt
     for call in calls:
         if call.state is CallState.COMPLETED and (said := call.response):
-            # Providers' answers are stored as chat completions whatever the protocol.
-            if said.get("object") != "chat.completion":
-                said = request.dialect.read(said)
             empty = {**said, "choices": [], "usage": said["usage"] or {}}
             parts.setdefault(call.seq, empty)["choices"] += said["choices"]
     return chat_objects.together([*parts.values()])
