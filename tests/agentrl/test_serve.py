@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -190,14 +189,12 @@ class Flickering(GatewayHandle):
     def __init__(self, dies_at: list[int]) -> None:
         self.asked = 0
         self._dies_at = dies_at
-        self._process: Any = SimpleNamespace(could_not_start=False, last_code=1)
-
-    @property
-    def deaths(self) -> int:
-        return sum(self.asked >= at for at in self._dies_at)
+        self.deaths = self.last_code = 1
+        self.could_not_start = False
 
     def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
         self.asked += 1
+        self.deaths = sum(self.asked >= at for at in self._dies_at)
         return {} if self.asked % 2 else None
 
 

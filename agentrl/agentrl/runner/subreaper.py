@@ -20,27 +20,19 @@ _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _PATIENCE_S = 2.0
 
 
-def adopt_orphans() -> bool:
+def adopt_orphans() -> None:
     """Make this process the parent of its descendants' orphans, where the system can."""
-    if sys.platform != "linux":
-        return False
-    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_children(keep: Collection[int] = ()) -> int:
-    """Kill and reap the children of this process, and theirs; return how many.
+def kill_children(keep: Collection[int] = ()) -> None:
+    """Kill and reap the children of this process, and theirs, except ``keep``.
 
     Repeats until there are none, because a killed child's children become this process's.
-
-    Args:
-        keep: pids to leave alone.
     """
-    killed = 0
     deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        found = [pid for pid in _children() if pid not in keep]
-        if not found:
-            return killed
+    while (found := set(_children()).difference(keep)) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -48,8 +40,6 @@ def kill_children(keep: Collection[int] = ()) -> int:
             with contextlib.suppress(ChildProcessError):
                 while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
                     time.sleep(0.002)
-                killed += 1
-    return killed
 
 
 def _children() -> list[int]:

@@ -10,59 +10,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import json
 import os
 import signal
 import sys
 import threading
-import traceback
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import asdict
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from agentrl.runner.agent_process.attempt import (
-    TRACE_CONTEXT,
     load_traced_agent,
-    read_leash,
     record_result,
-    redirect_fds,
-    settle_in,
+    redirect_output,
     show_error,
-    workflow_attributes,
-    write_all,
+    workflow_span,
 )
 from agentrl.runner.agent_process.environment import attempt_environment, shared_environment
-from agentrl.runner.agent_process.loading import LoadedAgent
-from agentrl.runner.protocol import AttemptJob, AttemptReport, RunnerConfig
-from agentrl_tracer.tracing import attributed, tracing
+from agentrl.runner.protocol import AttemptEnding, RunnerConfig, claim_from, send
+from agentrl_tracer.schemas import Claim
+from agentrl_tracer.tracing import attributed
 
 _log: ContextVar[TextIO | None] = ContextVar("agentrl_log", default=None)
 
 
-def run_concurrent_attempts(config: RunnerConfig, report_fd: int, leash_fd: int) -> NoReturn:
-    """Run attempts in this process, just forked or executed, until it is killed.
+def run_concurrently(
+    config: RunnerConfig, messages: Iterator[dict[str, Any]], worker_fd: int
+) -> None:
+    """Run the attempts that ``messages`` brings, until the process is killed.
 
-    Args:
-        report_fd: takes a line per ended attempt, ``{"attempt": id, ...AttemptReport}``, and
-            ``{"running": id}`` for each line on the leash: the attempt that has the event loop.
-        leash_fd: jobs, one a line, and ``{"cancel": id}``. At its end the process group dies.
+    After each message, reports ``{"running": id}``: the attempt that has the event loop, or None.
     """
-    try:
-        os.setsid()
-        settle_in(config)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Takes what is written below Python, by any attempt.
-        redirect_fds(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
-        sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
-        for name in TRACE_CONTEXT:  # the trainer's own trace is not the agent's
-            os.environ.pop(name, None)
-        os.environ.update(shared_environment(config))
-        asyncio.run(_ConcurrentAttempts(config, report_fd, leash_fd).run())
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Takes what is written below Python, by any attempt.
+    redirect_output(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
+    sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
+    os.environ.update(shared_environment(config))
+    asyncio.run(_ConcurrentAttempts(config, messages, worker_fd).run())
 
 
 class _RoutedOutput(io.TextIOBase):
@@ -78,86 +62,75 @@ class _RoutedOutput(io.TextIOBase):
         with contextlib.suppress(ValueError):  # a log closed before its attempt's last thread
             (_log.get() or self._fallback).flush()
 
-    def writable(self) -> bool:
-        return True
-
     def fileno(self) -> int:
         return self._fallback.fileno()
 
 
 class _ConcurrentAttempts:
-    """The attempts under way, and the agent that is loaded once for all."""
+    """The attempts under way."""
 
-    def __init__(self, config: RunnerConfig, report_fd: int, leash_fd: int) -> None:
+    def __init__(
+        self, config: RunnerConfig, messages: Iterator[dict[str, Any]], worker_fd: int
+    ) -> None:
         self._config = config
-        self._report_fd = report_fd
-        self._leash_fd = leash_fd
-        self._agent: LoadedAgent | None = None
+        self._messages = messages
+        self._worker_fd = worker_fd
         self._reporting = threading.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        # A thread reads the leash: an agent that blocks the loop must not outlive its worker.
+        # A thread hears the worker: an agent that blocks the loop must not outlive its worker.
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._take_lines, args=(loop,), daemon=True).start()
+        threading.Thread(target=self._take_messages, args=(loop,), daemon=True).start()
         await asyncio.Event().wait()  # until the process is killed
 
-    def _take_lines(self, loop: asyncio.AbstractEventLoop) -> None:
-        for line in read_leash(self._leash_fd):
-            loop.call_soon_threadsafe(self._obey, line)
-            self._report_running(loop)
+    def _take_messages(self, loop: asyncio.AbstractEventLoop) -> None:
+        for message in self._messages:
+            loop.call_soon_threadsafe(self._obey, message)
+            current = asyncio.current_task(loop)
+            tasks = list(self._tasks.items())
+            running = next((attempt_id for attempt_id, task in tasks if task is current), None)
+            self._report({"running": running})
 
-    def _report_running(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Name the attempt that has the loop, for the worker to blame if it blocks the loop."""
-        current = asyncio.current_task(loop)
-        for attempt_id, task in list(self._tasks.items()):
-            if task is current:
-                self._report({"running": attempt_id})
-
-    def _report(self, line: dict[str, Any]) -> None:
+    def _report(self, message: dict[str, Any]) -> None:
         with self._reporting:
-            write_all(self._report_fd, json.dumps(line).encode() + b"\n")
+            send(self._worker_fd, message)
 
-    def _obey(self, line: bytes) -> None:
-        canceled = json.loads(line).get("cancel")
+    def _obey(self, message: dict[str, Any]) -> None:
+        canceled = message.get("cancel")
         if canceled is None:
-            job = AttemptJob.from_line(line)
-            self._tasks[job.claim.attempt_id] = asyncio.create_task(self._run_attempt(job))
+            claim = claim_from(message)
+            self._tasks[claim.attempt_id] = asyncio.create_task(self._run_attempt(claim))
         elif canceled in self._tasks:
             self._tasks[canceled].cancel("its time was up, or its runner was stopped")
 
-    async def _run_attempt(self, job: AttemptJob) -> None:
-        claim = job.claim
-        report = AttemptReport(ok=False)
-        with open(job.log, "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
+    async def _run_attempt(self, claim: Claim) -> None:
+        config, error = self._config, None
+        with open(config.log_of(claim), "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
-            environment = attempt_environment(self._config, claim)
             with attributed(
                 claim.key,
                 claim.rollout_id,
                 claim.attempt_id,
-                gateway=self._config.gateway,
-                environment=environment,
+                gateway=config.gateway,
+                environment=attempt_environment(config, claim),
             ) as attribution:
                 try:
-                    agent = self._agent = self._agent or load_traced_agent(self._config)
-                    with tracing(*workflow_attributes(agent.name, claim)):
-                        result = await self._run_agent(agent, job)
+                    agent = load_traced_agent(config)
+                    with workflow_span(agent, claim):
+                        if agent.run_async is None:
+                            raise TypeError(
+                                f"concurrency: {config.agent!r} is not async, so its rollouts "
+                                "cannot share a process; make it `async def`, or leave "
+                                "concurrency at 1"
+                            )
+                        result = await agent.run_async(claim.task)
                         record_result(result, rewarded=attribution.rewarded)
-                    report.ok = True
                 except (KeyboardInterrupt, GeneratorExit):
                     raise
                 except BaseException as raised:  # CancelledError and SystemExit too
-                    report.ok = isinstance(raised, SystemExit) and raised.code in (None, 0)
-                    report.error = None if report.ok else show_error(raised)
-                report.incomplete = not await asyncio.to_thread(attribution.finish)
+                    error = show_error(raised)
+                complete = await asyncio.to_thread(attribution.finish)
         del self._tasks[claim.attempt_id]
-        self._report({"attempt": claim.attempt_id, **asdict(report)})
-
-    async def _run_agent(self, agent: LoadedAgent, job: AttemptJob) -> Any:
-        if agent.run_async is None:
-            raise TypeError(
-                f"concurrency: {self._config.agent!r} is not async, so its rollouts cannot share a "
-                "process; make it `async def`, or leave concurrency at 1"
-            )
-        return await agent.run_async(job.claim.task)
+        ending = AttemptEnding.of(error, complete=complete)
+        self._report({"attempt": claim.attempt_id, **asdict(ending)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from runner_harness import enqueue
 
 from agentrl.config.commands import ServeConfig
 from agentrl.config.settings import RunnerSettings
@@ -22,7 +24,7 @@ from agentrl.gateway.process import PLAN, GatewayPlan
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl.supervisor import SupervisedProcess
 from agentrl_proxy.sampler import ContextLengthError, DecodingParams, RefusedError
-from agentrl_tracer.schemas import Call, CallState, Claim, NewRollout, Purpose, SkipReason
+from agentrl_tracer.schemas import CallState, Claim, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import load_base
 
@@ -64,8 +66,7 @@ def fragile_gateway(tmp_path: Path) -> Iterator[tuple[str, Claim, Store, Supervi
     """A supervised gateway process over the tiny model, and one rollout: url, claim, store."""
     store = Store(str(tmp_path / "trace.db"))
     run_id = store.create_run("test", "train", {})
-    [task] = store.add_tasks(run_id, "train", [{}])
-    store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, seed=1)])
+    enqueue(store, run_id, {})
     claim = store.claim("runner", 600.0, run_id)
     assert claim is not None
     settings = ServeConfig.model_validate(
@@ -81,9 +82,9 @@ def fragile_gateway(tmp_path: Path) -> Iterator[tuple[str, Claim, Store, Supervi
             "gateway",
             [sys.executable, "-c", FRAGILE.format(folder=str(tmp_path)), str(sock.fileno())],
             tmp_path / "gateway.log",
-            env={PLAN: plan.model_dump_json()},
+            {**os.environ, PLAN: plan.model_dump_json()},
             pass_fds=[sock.fileno()],
-        )
+        ).supervise()
         try:
             yield f"http://127.0.0.1:{sock.getsockname()[1]}", claim, store, process
         finally:
@@ -131,17 +132,11 @@ def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(tmp_path: Pat
         assert (failed.state, failed.skip_reason) == (CallState.ERROR, SkipReason.SAMPLER_ERROR)
         ids = [call.response_id for call in calls[:-2]]
         assert ids == [earlier.id, earlier.id, own.id, own.id, stream[0].id]
-        texts = [api_text(call) for call in calls[2:5]]
+        texts = [(c.response or {})["choices"][0]["message"]["content"] for c in calls[2:5]]
         assert [one.message.content for one in own.choices] == texts[:2]
         assert "".join(c.choices[0].delta.content or "" for c in stream) == texts[2]
         assert {(call.state, call.skip_reason) for call in calls} == {(CallState.COMPLETED, None)}
         assert store.accounting(claim.run_id).adds_up
-
-
-def api_text(call: Call) -> str:
-    """What the wire response of a chat call says."""
-    assert call.response is not None
-    return call.response["choices"][0]["message"]["content"]
 
 
 async def test_refusals_of_the_engine() -> None:
