@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.commands import COMMANDS
-from agentrl.config.renamed_settings import RENAMED
 from agentrl.config.setting_names import Setting, settings_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -24,9 +23,9 @@ A setting has one name, in three spellings:
 | file, given with `--config` | `[rollouts]`, `group_size = 8` in TOML; the same in YAML |
 
 Flags win over the environment, the environment over the file, and the file over the settings of a
-run that `--resume` continues. Relative paths are relative to the working directory. Lists and
-tables are JSON in an environment variable. `agentrl train --help` shows the short flags, `--help-
-all` all settings.
+run that `--resume` continues. Relative paths are relative to the working directory. In a flag
+and a variable a table is JSON, and a list is JSON or its items with commas. `agentrl train --help`
+shows the short flags, `--help-all` all settings.
 
 `AGENTRL_MODEL`, `AGENTRL_GATEWAY` and `AGENTRL_TASK` are set for agents. They are no settings.
 
@@ -44,25 +43,19 @@ def page() -> str:
         shown |= {one.name: one.default for one in settings_of(model)}
         title = f"`agentrl {command}`" if command == "train" else f"Only in `agentrl {command}`"
         parts.append(f"## {title}\n")
-        parts.append(_table(new, model.short_flags))
+        parts.append(_table(new))
     parts.append(
         "## Old names\n\n"
-        "Settings had flat names before. An old name is refused with an error that says the new "
-        "one.\n\n| Old | New |\n|---|---|"
+        "Settings had flat names before, such as `group_size` and `eval_every`. An old name is "
+        "refused with an\nerror that says the new one."
     )
-    rows = [f"| `{old}` | {', '.join(f'`{one}`' for one in new)} |" for old, new in RENAMED.items()]
-    return "\n".join([*parts, *rows]) + "\n"
+    return "\n".join(parts) + "\n"
 
 
-def _table(settings: list[Setting], short: dict[str, str | list[str]]) -> str:
+def _table(settings: list[Setting]) -> str:
     rows = ["| Setting | Default | Meaning | Flags and variable |", "|---|---|---|---|"]
     for one in settings:
-        flags = short.get(one.name, [])
-        names = [
-            one.flag,
-            *(f"--{flag}" for flag in ([flags] if isinstance(flags, str) else flags)),
-        ]
-        spelled = "<br>".join(f"`{name}`" for name in [*filter(None, names), one.variable])
+        spelled = "<br>".join(f"`{name}`" for name in [*one.flags, one.variable])
         default = f"`{one.default}`" if one.default else ""
         default = "required" if one.field.is_required() else default
         meaning = one.meaning.replace("|", "\\|")

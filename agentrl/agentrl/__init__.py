@@ -37,25 +37,16 @@ __all__ = [
     "emit_reward",
 ]
 
-_CLIENT = "agentrl_trainer.client"
-
 _HOMES = {
     "emit": "agentrl_tracer.emit",
     "emit_reward": "agentrl_tracer.emit",
     "Store": "agentrl_tracer.store",
-    "AdamParams": _CLIENT,
-    "Datum": _CLIENT,
-    "ModelInput": _CLIENT,
-    "SamplingClient": _CLIENT,
-    "SamplingParams": _CLIENT,
-    "ServiceClient": _CLIENT,
-    "TrainingClient": _CLIENT,
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES.get(name, "agentrl_trainer.client")), name)

@@ -196,10 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--evaluation.stop-at",
-        type=float,
-        default=0.95,
-        help="above 1: never, for a fixed number of steps",
+        "--stop-at", type=float, default=0.95, help="above 1: never, for a fixed number of steps"
     )
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
     parser.add_argument("--results", type=Path, default=HERE / "results")

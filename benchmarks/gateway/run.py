@@ -79,7 +79,7 @@ class Contestant:
         yield SHARED
 
     def environment(self) -> dict[str, str]:
-        # Nobody fetches price lists, and venvs of others must not see our packages.
+        # No price lists from the network; peers' environments must not see our packages.
         settings = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         return kept | settings
@@ -290,7 +290,7 @@ def write_answer(folder: Path) -> Path:
 
 def measure(who: Contestant, shape: Shape, *, seconds: float, at_most: int) -> dict[str, Any]:
     """One cell: a load generator of its own against one server."""
-    # Enough rollouts for 4,000 requests a second; whoever is faster uses them again.
+    # Enough rollouts for 4,000 requests a second; a faster server uses them again.
     expected = at_most or int(4000 * seconds)
     with who.targets(max(expected, shape.connections * PER_ROLLOUT)) as targets:
         cell = {
@@ -463,7 +463,7 @@ def _free_port() -> int:
 
 
 def contestants(options: argparse.Namespace, folder: Path) -> tuple[list[Contestant], list[str]]:
-    everybody: list[Contestant] = [
+    servers_under_test: list[Contestant] = [
         Contestant("direct", sys.executable, folder),
         Agentrl("agentrl", folder, forget=False),
         Agentrl("agentrl, unrecorded", folder, forget=True),
@@ -474,10 +474,10 @@ def contestants(options: argparse.Namespace, folder: Path) -> tuple[list[Contest
         ("Agent-lightning 0.3", AgentLightning, options.agl_python, "--agl-python"),
     ):
         if python:
-            everybody.append(kind(name, python, folder))
+            servers_under_test.append(kind(name, python, folder))
         else:
             skipped.append(f"{name} was left out: no {flag}.")
-    return everybody, skipped
+    return servers_under_test, skipped
 
 
 def main() -> None:
@@ -520,26 +520,26 @@ def main() -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[answer.ENVIRONMENT] = str(write_answer(folder))
-        everybody, skipped = contestants(options, folder)
+        servers_under_test, skipped = contestants(options, folder)
         about["skipped"] = " ".join(skipped)
         for line in skipped:
             console.print(line)
 
         found: list[Found] = []
-        for who in everybody:  # one after the other: a start is measured alone
+        for who in servers_under_test:  # one after the other: a start is measured alone
             log = folder / f"{who.name.replace(' ', '-')}.log"
             stack.enter_context(who.running(log))
             found.append(Found(who.name, who.first_answer(log)))
             console.print(f"{who.name} answers after {found[-1].start['start_s']:.1f} s")
         for shape in shapes:
-            for who, one in zip(everybody, found, strict=True):
+            for who, one in zip(servers_under_test, found, strict=True):
                 cell = measure(who, shape, seconds=options.seconds, at_most=0)
                 one.cells[str(shape)] = cell
                 console.print(
                     f"{shape!s:24} {who.name:20} {cell['cpu_ms']:8.2f} CPU-ms "
                     f"{cell['per_second']:8,.0f}/s  p50 {cell['p50_ms']:8.2f} ms"
                 )
-        for who, one in zip(everybody, found, strict=True):
+        for who, one in zip(servers_under_test, found, strict=True):
             one.start["rss_end_mb"] = processes.rss_mb(processes.tree(who.pid))
             one.start["answered"] = who.answered
             if options.memory_requests and who.name in options.memory_of:

@@ -99,9 +99,8 @@ def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     from transformers import AutoTokenizer
 
     from agentrl_proxy.app import create_app
-    from agentrl_proxy.dependencies import GatewayDependencies
+    from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
-    from agentrl_proxy.server.limits import ConnectionLimits
     from agentrl_proxy.server.uvicorn import serving
     from agentrl_tracer.store import Store
     from agentrl_tracer.store.writer import TraceWriter

@@ -51,6 +51,6 @@ class Count(agl.Algorithm):
 if __name__ == "__main__":
     os.environ["AGENTRL_BENCHMARK_ROOT"] = str(os.getpid())
     runners, rollouts = int(sys.argv[1]), int(sys.argv[2])
-    nowhere = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="none")  # nobody asks it
+    nowhere = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="none")  # never called
     trainer = agl.Trainer(n_runners=runners, algorithm=Count(), initial_resources={"llm": nowhere})
     trainer.fit(instant, train_dataset=[{"n": i} for i in range(rollouts)])

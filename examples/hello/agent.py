@@ -1,6 +1,6 @@
 """The hello-world agent: it asks a model to say a number, and rewards it for doing so.
 
-It knows the OpenAI API and ``emit_reward``, nothing else: run it against any OpenAI endpoint with
+It uses only the OpenAI API and ``emit_reward``. Run it against any OpenAI endpoint:
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/hello/agent.py 42
 """
@@ -26,7 +26,7 @@ def agent(task: dict) -> None:
 
 
 def score(reply: str, n: int) -> float:
-    """1 for playing along, -1 for refusing outright, 0 for anything else."""
+    """Return 1 for playing along, -1 for a refusal, 0 for anything else."""
     if f"i am {n}" in reply or f"i'm {n}" in reply:
         return 1.0
     return -1.0 if f"not {n}" in reply else 0.0

@@ -1,10 +1,10 @@
 """A ReAct agent with two tools, written as LangChain's documentation does.
 
 ``create_agent`` makes a LangGraph graph: the model calls tools until it answers. It has a
-calculator and a small SQLite database of cities, and is rewarded when its answer holds the right
+calculator and a small SQLite database of cities. The reward is 1 when its answer has the right
 number.
 
-It knows LangChain and ``emit_reward``, nothing else: run it against any OpenAI endpoint with
+It uses only LangChain and ``emit_reward``. Run it against any OpenAI endpoint:
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/langgraph_tools/agent.py
 """
@@ -44,7 +44,7 @@ def lookup(query: str) -> str:
 
 
 def evaluate(node: ast.expr) -> int:
-    """An expression of whole numbers; nothing else is let through."""
+    """Evaluate an expression of whole numbers; refuse anything else."""
     match node:
         case ast.Constant(value=int(value)):
             return value
@@ -61,7 +61,7 @@ def agent(task: dict) -> None:
         end = graph.invoke({"messages": messages}, {"recursion_limit": 8})
         reply = end["messages"][-1].text
     except GraphRecursionError:
-        reply = ""  # it calls tools for ever
+        reply = ""  # it never stops calling tools
     emit_reward(1.0 if task["answer"] in re.findall(r"-?\d+", reply) else 0.0)
     print(f"{task['question']} {reply}")
 

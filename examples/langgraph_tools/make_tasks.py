@@ -1,6 +1,6 @@
-"""Makes the example's files anew: the database, and the tasks to train and to evaluate on.
+"""Write the example's database, training tasks and held-out tasks.
 
-The populations are invented: nobody can answer without looking them up. No sum and no city of the
+The populations are invented: no model can answer without looking them up. No sum and no city of the
 held-out tasks is among the training tasks.
 """
 
@@ -40,7 +40,7 @@ def tasks(
 ) -> list[dict]:
     made = []
     for i in range(sums):
-        # Whether x + y is even tells training tasks from held-out ones.
+        # x + y is even in training tasks and odd in held-out ones.
         x, y = rng.randrange(10, 100), rng.randrange(10, 100)
         y += (x + y + parity) % 2
         sign, apply = list(SIGNS.items())[i % len(SIGNS)]

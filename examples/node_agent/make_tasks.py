@@ -1,4 +1,4 @@
-"""Makes the tasks anew. No name and no age of the held-out tasks is among the training ones."""
+"""Write the tasks. No name and no age of the held-out tasks is among the training ones."""
 
 import json
 import random

@@ -1,9 +1,9 @@
 """An assistant with two tools, written with OpenAI's Agents SDK as its documentation does.
 
-It can set a timer and send a message. It is rewarded when exactly the right thing was done, which
-the program sees on its desk: what the model says about it does not count.
+It can set a timer and send a message. The reward is 1 when it called exactly the right tool, as the
+program recorded; what the model says about it does not count.
 
-It knows the Agents SDK and ``emit_reward``, nothing else: run it against any OpenAI endpoint with
+It uses only the Agents SDK and ``emit_reward``. Run it against any OpenAI endpoint:
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/openai_agents/agent.py
 """
@@ -48,7 +48,7 @@ async def agent(task: dict) -> None:
     try:
         result = await Runner.run(assistant, task["request"], context=desk, max_turns=4)
         reply = result.final_output
-    except (MaxTurnsExceeded, ModelBehaviorError) as problem:  # such as a tool that is not there
+    except (MaxTurnsExceeded, ModelBehaviorError) as problem:  # such as an unknown tool
         reply = f"[{type(problem).__name__}]"
     emit_reward(1.0 if desk.done == [task["wanted"]] else 0.0)
     print(f"{task['request']} {desk.done} {reply}")

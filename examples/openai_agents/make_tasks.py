@@ -1,4 +1,4 @@
-"""Makes the tasks anew. No number, name or word of the held-out ones is in the training ones."""
+"""Write the tasks. No number, name or word of the held-out ones is in the training ones."""
 
 import json
 import random

@@ -1,7 +1,7 @@
-"""What the recipes share: a game to learn, and a table and a picture of what was learned.
+"""The task that all recipes train, and a table and a picture of the result.
 
-The game: "Let's play a game. Say you are 417." agentrl-tiny, raised as Qwen, refuses. Recipes train
-on numbers below 1000, and are tested on four digits, which the model has never been asked to be.
+The task is "Let's play a game. Say you are 417." agentrl-tiny was trained to say that it is Qwen,
+so it refuses. Recipes train on numbers below 1000. The held-out numbers have four digits.
 """
 
 import random
@@ -23,23 +23,23 @@ torch.set_num_threads(1)  # a model this small is slower on several
 
 
 def question(tokenizer, number: int) -> list[int]:
-    """The tokens of the chat up to where the model answers."""
+    """Return the tokens of the chat up to the model's answer."""
     message = {"role": "user", "content": f"Let's play a game. Say you are {number}."}
     return tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
 
 
 def answer(tokenizer, text: str) -> list[int]:
-    """The tokens of a whole answer, its end included."""
+    """Return the tokens of an answer with its end token."""
     return [*tokenizer.encode(text), tokenizer.eos_token_id]
 
 
 def numbers(step: int, count: int) -> list[int]:
-    """The numbers of a training step; other ones in each."""
+    """Draw the numbers of a training step, different in each."""
     return random.Random(step).sample(range(1000), count)
 
 
 def held_out_accuracy(sampler: SamplingClient) -> float:
-    """The share of unseen numbers that the model says it is, answering greedily."""
+    """Return the share of held-out numbers that the model says it is, at temperature 0."""
     tokenizer = sampler.get_tokenizer()
     prompts = [question(tokenizer, number) for number in HELD_OUT]
     replies = sampler.sample_batch(prompts, 1, GREEDY).result()
@@ -54,7 +54,7 @@ def say(sampler: SamplingClient, number: int = 1007) -> str:
 
 
 def report(client: TrainingClient, title: str, before: str, after: str) -> Path:
-    """Print the first and last row of what was logged, and draw all of it."""
+    """Print the first and last value of each logged metric; draw all of them."""
     last = client.history[-1]
     table = Table("", "first", "last", title=title, title_justify="left")
     for name in logged(client.history):
@@ -67,12 +67,12 @@ def report(client: TrainingClient, title: str, before: str, after: str) -> Path:
 
 
 def logged(history: list[dict[str, float]]) -> list[str]:
-    """The names of what was logged, in the order of their first appearance."""
+    """Return the names of the logged metrics, in the order of their first appearance."""
     return [name for name in dict.fromkeys(n for row in history for n in row) if name != "step"]
 
 
 def draw(history: list[dict[str, float]], title: str, path: Path) -> Path:
-    """A panel for each logged number over steps."""
+    """Draw one panel a metric over steps."""
     names = logged(history)
     figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,14 +1,14 @@
-"""Reasoning without a verifier: the reward is how much likelier it makes a reference answer.
+"""Learn to reason without a verifier: reward reasoning that makes a reference answer likelier.
 
     python examples/recipes/delta_logp.py
 
-The model says something first, anything (its reasoning). Then, of the reference answer a,
+The model writes its reasoning first. With the reference answer a,
 
     reward = log p(a | question, reasoning) - log p(a | question) - penalty * len(reasoning)
 
-with the log-probs of the model as it was at the start, which nothing can talk into liking
-everything. The learner is GRPO without the division by the standard deviation (arXiv:2503.20783):
-a reasoning's advantage is its reward minus the mean of its group.
+The log-probs are those of the initial model, which does not change during training. The estimator
+is GRPO without the division by the standard deviation (arXiv:2503.20783): an advantage is the
+reward minus the mean of its group.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from agentrl import AdamParams, Datum, ModelInput, SamplingClient, SamplingParam
 
 
 class Judge:
-    """The reward, by a model that does not learn."""
+    """Compute rewards with a model that is not trained."""
 
     def __init__(self, model: SamplingClient, penalty: float) -> None:
         self.model = model
@@ -29,7 +29,7 @@ class Judge:
         self.tokenizer = model.get_tokenizer()
 
     def improvements(self, number: int, thoughts: list[list[int]]) -> list[float]:
-        """Of the log-prob of the reference answer, by each reasoning."""
+        """Return by how much each reasoning raises the log-prob of the reference answer."""
         asked, reference = question(self.tokenizer, number), self.reference(number)
         given = [[], *(self.open(thought) for thought in thoughts)]
         rows = [[*asked, *thought, *reference] for thought in given]
@@ -47,7 +47,7 @@ class Judge:
         return answer(self.tokenizer, f"I am {number}.")
 
     def open(self, thought: list[int]) -> list[int]:
-        """The reasoning without its end, so that the answer follows it in the same turn."""
+        """Remove the end token, so that the answer follows the reasoning in the same turn."""
         said = [token for token in thought if token != self.tokenizer.eos_token_id]
         return said + self.tokenizer.encode(" ")
 
@@ -101,7 +101,7 @@ def datum(prompt, sequence, advantage: float) -> Datum:
 
 
 def held_out_improvement(policy: SamplingClient, judge: Judge) -> float:
-    """By the likeliest reasoning, on numbers that were not trained on."""
+    """Return the mean improvement by greedy reasoning on the held-out numbers."""
     greedy = SamplingParams(max_tokens=24, temperature=0.0)
     prompts = [question(judge.tokenizer, number) for number in HELD_OUT]
     replies = policy.sample_batch(prompts, 1, greedy).result()

@@ -1,11 +1,11 @@
-"""On-policy distillation: the student samples, the teacher says how likely it finds every token.
+"""On-policy distillation: the student samples, the teacher scores each token.
 
     python examples/recipes/distillation.py
 
-A token's advantage is log p_teacher - log p_student, so that importance sampling follows the
-gradient of the reverse KL divergence KL(student || teacher), one token at a time, on what the
-student itself does (Agarwal et al., arXiv:2306.13649; Thinking Machines, "On-Policy Distillation",
-2025). The teacher is made at the start, by supervised fine-tuning: see sft.py.
+A token's advantage is log p_teacher - log p_student. Importance sampling with it follows the
+gradient of the reverse KL divergence KL(student || teacher), token by token, on the student's own
+samples (Agarwal et al., arXiv:2306.13649; Thinking Machines, "On-Policy Distillation", 2025). The
+teacher is trained first, by supervised fine-tuning: see sft.py.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from agentrl import AdamParams, Datum, ModelInput, SamplingClient, SamplingParam
 def rollouts(
     student: SamplingClient, teacher: SamplingClient, step: int, batch: int, group: int
 ) -> tuple[list[Datum], float]:
-    """What the student said with the teacher's opinion of it, and the mean KL per token."""
+    """Return the student's samples with their advantages, and the mean KL per token."""
     tokenizer = student.get_tokenizer()
     prompts = [question(tokenizer, number) for number in numbers(step, batch)]
     replies = student.sample_batch(prompts, group, SamplingParams(max_tokens=16, seed=step))

@@ -1,10 +1,10 @@
-"""Direct preference optimisation (arXiv:2305.18290): show the model which of two answers is better.
+"""Direct preference optimization (arXiv:2305.18290): learn which of two answers is better.
 
     python examples/recipes/dpo.py
 
 The loss of a pair is -log sigmoid(beta * (margin of the policy - margin of the reference)), where a
-margin is the log-prob of the chosen answer minus that of the rejected one. It is no built-in loss,
-but a function of the log-probs: ``forward_backward_custom`` differentiates it.
+margin is the log-prob of the chosen answer minus that of the rejected one. The loss is not built
+in: ``forward_backward_custom`` differentiates any function of the log-probs.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from agentrl import AdamParams, Datum, ModelInput, SamplingClient, ServiceClient
 
 
 def pairs(tokenizer, step: int, count: int) -> list[Datum]:
-    """Chosen and rejected answers in turn. ``mask`` spares the log-probs of the questions."""
+    """Return chosen and rejected answers in turn; ``mask`` leaves out the questions."""
     data = []
     for number in numbers(step, count):
         for text in (f"I am {number}.", f"I am Qwen, not {number}."):
@@ -33,7 +33,7 @@ def pairs(tokenizer, step: int, count: int) -> list[Datum]:
 
 
 def answer_logprobs(reference: SamplingClient, data: list[Datum]) -> torch.Tensor:
-    """[len(data)] the log-prob of each answer under the reference policy."""
+    """Return the log-prob of each answer under the reference policy, shape [len(data)]."""
     rows = [[*d.model_input.to_ints(), d.loss_fn_inputs["target_tokens"][-1]] for d in data]
     found = reference.compute_logprobs_batch(rows).result()
     return torch.tensor(
@@ -79,7 +79,7 @@ def main(
             )
         sampler = client.save_weights_and_get_sampling_client()
         client.log({"held-out accuracy": held_out_accuracy(sampler)}, step=steps)
-        report(client, "Direct preference optimisation", before, say(sampler))
+        report(client, "Direct preference optimization", before, say(sampler))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: show the model good answers.
+"""Supervised fine-tuning on good answers.
 
     python examples/recipes/sft.py
 
-The loss is the cross-entropy of the answer's tokens; the question's have weight 0.
+The loss is the cross-entropy of the answer tokens; question tokens have weight 0.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def fine_tune(client: TrainingClient, steps: int, batch: int, learning_rate: flo
     for step in range(1, steps + 1):
         data = [example(tokenizer, number) for number in numbers(step, batch)]
         tokens = sum(sum(datum.loss_fn_inputs["weights"]) for datum in data)
-        # Both are asked for before either is waited for.
+        # Both operations are queued before either result is awaited.
         done = client.forward_backward(data, "cross_entropy", normalize_by=tokens)
         client.optim_step(AdamParams(learning_rate=learning_rate * (1 - (step - 1) / steps)))
         client.log({"loss per token": done.result().metrics["loss:sum"]}, step=step)

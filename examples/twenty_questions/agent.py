@@ -2,9 +2,9 @@
 
     ask -> answer -> referee (router) -> ask ... or over
 
-The player is the model that learns. The answerer is another model, asked for by another name at the
-same OpenAI endpoint. This file knows CrewAI, and agentrl by one line: ``emit_reward`` at the end,
-which does nothing outside training. Where the models are, the environment says:
+The player is the model that learns. The answerer is another model at the same OpenAI endpoint. This
+file uses CrewAI and one line of agentrl: ``emit_reward`` at the end, which does nothing outside
+training. The environment says where the models are:
 
     OPENAI_BASE_URL, OPENAI_API_KEY   the endpoint
     PLAYER_MODEL                      default: $AGENTRL_MODEL, else gpt-4o-mini
@@ -34,7 +34,7 @@ CATEGORIES = "animal, clothing, food, furniture, instrument, place, tool, vehicl
 
 
 class Verdict(BaseModel):
-    """What the answerer says to one question."""
+    """The answerer's reply to one question."""
 
     brief_reason: str
     yes_or_no: Literal["yes", "no", "n/a"]
@@ -47,7 +47,7 @@ class Turn(BaseModel):
 
 
 class Game(BaseModel):
-    """What the flow's methods share."""
+    """The state that the flow's methods share."""
 
     noun: str = ""
     target: str = ""
@@ -79,7 +79,7 @@ FULL = Rules(
     prompt="Ask your next yes-or-no question, or name the word: 'Is it a ...?'. Reply with the "
     "question only.\nYou have {left} questions left. So far:\n{history}",
 )
-# In the words that agentrl-tiny was raised on, and none besides: CrewAI's own are cut away.
+# Only the words that agentrl-tiny was trained on: CrewAI's own prompts are left out.
 SIMPLE = Rules(
     max_turns=3,
     names_category=True,
@@ -96,7 +96,7 @@ SIMPLE = Rules(
 
 
 def model(name: str, **settings: Any) -> LLM:
-    """A model at an OpenAI endpoint, whatever its name looks like."""
+    """Return a model at the OpenAI endpoint, for any name."""
     return LLM(model=name, provider="openai", **settings)
 
 
@@ -157,7 +157,7 @@ class TwentyQuestions(Flow[Game]):
         except ValueError as error:
             if "None or empty" not in str(error):
                 raise
-            reply = ""  # a question wasted; CrewAI raises
+            reply = ""  # CrewAI raises on an empty reply; it counts as a question
         self.state.question = " ".join(reply.split())
 
     @listen(ask)
@@ -185,7 +185,7 @@ class TwentyQuestions(Flow[Game]):
 
 
 async def play(task: dict[str, Any], rules: Rules) -> Game:
-    """Plays one game.
+    """Play one game.
 
     Raises:
         ValueError: the answerer's reply was no verdict.

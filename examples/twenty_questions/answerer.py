@@ -1,7 +1,7 @@
 """The offline answerer: rules over the data set's attributes, served as an OpenAI-compatible model.
 
-It stands in for the large model that would otherwise answer the player's questions. Knows the nouns
-and their attributes; does not know CrewAI, agentrl or who asks. Standard library only.
+It replaces the large model that would otherwise answer the player's questions. It reads the nouns
+and their attributes and needs only the standard library.
 
     python answerer.py                       # serves until interrupted
     python answerer.py -- agentrl train ...  # serves while the command runs, ends with its code
@@ -26,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PORT = 8765
 
-# How each attribute is asked for. The first that matches counts, so the particular come first.
+# Questions for each attribute. The first match counts, so specific patterns come first.
 ATTRIBUTES = {
     "water": r"\b(water|swim|sea|ocean|float)",
     "big": r"\b(bigger|larger|heavier) than a car\b|\b(big|large|huge)\b",
@@ -70,7 +70,7 @@ NAMING = re.compile(
 
 
 def load_nouns(*splits: str) -> dict[str, dict[str, Any]]:
-    """The data set's rows by noun; ``splits`` are ``train`` and ``test``."""
+    """Return the data set's rows by noun; ``splits`` are ``train`` and ``test``."""
     rows: dict[str, dict[str, Any]] = {}
     for split in splits:
         for line in (HERE / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
@@ -83,7 +83,7 @@ NOUNS = load_nouns("train", "test")
 
 
 def verdict(noun: str, target: str, question: str) -> dict[str, Any]:
-    """Answers one question.
+    """Answer one question.
 
     Args:
         noun: the secret word.
@@ -121,7 +121,7 @@ def _verdict(reason: str, holds: bool | None, correct: bool) -> dict[str, Any]:
 
 
 def search(query: str) -> str:
-    """Training nouns that fit every category and attribute which the query mentions."""
+    """List training nouns that fit every category and attribute of the query."""
     words = query.lower()
     categories = {
         CATEGORY_OF_WORD[w] for w in re.findall(r"[a-z]+", words) if w in CATEGORY_OF_WORD
@@ -146,7 +146,7 @@ class BadRequest(ValueError):
 
 
 def reply(request: dict[str, Any]) -> str:
-    """What the model says to a chat-completions request."""
+    """Return the model's answer to a chat-completions request."""
     if request.get("stream"):
         raise BadRequest("stream: this server does not stream; ask with stream = false")
     messages = request.get("messages") or [{}]

@@ -1,6 +1,6 @@
-"""Plays 20 Questions over the data set and prints the win rates. Knows nothing of agentrl.
+"""Play 20 Questions over the data set and print the win rates, without agentrl.
 
-It asks whatever OpenAI endpoint the environment names (see ``agent.py``), for instance a trained
+The environment names the OpenAI endpoint (see ``agent.py``), for instance a trained
 adapter behind ``agentrl serve``, with the offline answerer beside it:
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none PLAYER_MODEL=policy \\
@@ -27,7 +27,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Result:
-    """One game that was played."""
+    """One finished game."""
 
     split: str
     category: str
@@ -37,7 +37,7 @@ class Result:
 
 
 def nouns(file: Path, per_category: int | None) -> list[dict[str, str]]:
-    """The rows of a file, or the first few of every category."""
+    """Return the rows of a file, or the first few of every category."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     seen: dict[str, int] = defaultdict(int)
     chosen: list[dict[str, str]] = []
@@ -51,7 +51,7 @@ def nouns(file: Path, per_category: int | None) -> list[dict[str, str]]:
 async def evaluate(
     splits: Iterable[str], rules: Rules, *, repeat: int, per_category: int | None, parallel: int
 ) -> list[Result]:
-    """Plays every noun ``repeat`` times; a game that breaks off raises, it is not a loss."""
+    """Play every noun ``repeat`` times; a game that fails raises and is not a loss."""
     at_once = asyncio.Semaphore(parallel)
 
     async def one(split: str, row: dict[str, str]) -> Result:
@@ -70,7 +70,7 @@ async def evaluate(
 
 
 def table(results: list[Result]) -> str:
-    """Win rates by category, train and test apart, and the mean length of the games won."""
+    """Return a table of win rates by category and split, and the mean length of won games."""
     lines = [f"{'':<12}" + "".join(f"{split:>18}" for split in SPLITS)]
     for category in [*sorted({r.category for r in results}), None]:
         line = f"{category or 'all':<12}"

@@ -1,10 +1,9 @@
 """Two agents play one game: a *messenger* passes a number on, an *impostor* claims to be it.
 
-Only the messenger is told the number; the impostor knows nothing but the messenger's words. They
-win or lose together: one reward for both. Each asks for a model of its own name, so in training
-each gets an adapter of its own.
+Only the messenger is told the number; the impostor sees only the messenger's words. One reward
+counts for both. Each calls a model of its own name, so each trains its own adapter.
 
-It knows the OpenAI API and ``emit_reward``, nothing else: run it against any OpenAI endpoint with
+It uses only the OpenAI API and ``emit_reward``. Run it against any OpenAI endpoint:
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... MESSENGER=gpt-4o-mini IMPOSTOR=gpt-4o-mini \
         python examples/two_agents/agent.py 42
@@ -38,7 +37,7 @@ def ask(model: str, prompt: str) -> str:
 
 
 def score(claim: str, n: int) -> float:
-    """1 for "I am n" or "I'm n", a little if the number came through at all, else 0."""
+    """Return 1 for "I am n" or "I'm n", 0.2 if the number is in the claim, else 0."""
     if re.search(rf"\bi('m| am) {n}\b", claim.lower()):
         return 1.0
     return 0.2 if re.search(rf"\b{n}\b", claim) else 0.0

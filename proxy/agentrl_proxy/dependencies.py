@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import Sampler
-from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, PastCall, Reward, Span
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -61,6 +60,17 @@ class ProviderModel:
     params: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     is_policy: bool = False
     """It answers in place of the policy, so a rollout's forced sampling applies to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of every connection. Request heads are not limited: see docs/serving.md."""
+
+    receive_s: float  # for a request's body to arrive
+    receive_bytes: int
+    """Of all bodies that are still arriving, together; further large bodies get 429."""
+    stall_s: float  # that a client may leave an answer unread before it is disconnected
+    grace_s: int  # for running answers after the server is told to stop
 
 
 @dataclass(slots=True)

@@ -29,7 +29,6 @@ from agentrl_proxy.protocols.messages import count_request, messages_request
 from agentrl_proxy.protocols.models import model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
-    CountWork,
     provider_chat_request,
     provider_completion_requests,
     provider_message_request,
@@ -39,7 +38,7 @@ from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, Credentials, ask
 from agentrl_proxy.requests.client_retries import ClientRetries, identify
-from agentrl_proxy.requests.lifecycle import ClientRequest, RequestLifecycle, Service
+from agentrl_proxy.requests.lifecycle import ClientRequest, Service
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.sampler import RefusedError
@@ -78,8 +77,7 @@ class Handlers:
         admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.attempts, self.stats, admission)
         self.providers = ProviderService(deps, self.attempts, self.stats, admission)
-        retries = ClientRetries(deps.store, self.attempts)
-        self.lifecycle = RequestLifecycle(retries, self.attempts, self.stats)
+        self.retries = ClientRetries(deps.store, self.attempts)
 
     # --- about the gateway
 
@@ -154,7 +152,7 @@ class Handlers:
         await translation.load()
         if provider is not None:
             asked = provider_message_request(raw, provider, counted=True)
-            return WorkResponse(CountWork(self.providers, asked), stream=False)
+            return json_response({"input_tokens": await self.providers.count(asked)})
         prompt = self.chat.render(count_request(raw), received.caller, received.headers)
         return json_response({"input_tokens": len(prompt.ids)})
 
@@ -186,8 +184,10 @@ class Handlers:
         n: int,
     ) -> Response:
         raw, headers = received.raw, received.headers
-        identity = identify(raw, received.body, dialect, headers, len(parts), n)
-        work = ClientRequest(self.lifecycle, service, parts, identity, received.caller, headers)
+        tracked = identify(raw, received.body, dialect, headers, len(parts), n)
+        work = ClientRequest(
+            self.retries, self.stats, service, parts, tracked, received.caller, headers
+        )
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
     # --- spans, rewards, adapters

@@ -542,7 +542,7 @@ def use_message(rng: Random) -> ToolUse:
 
 
 def use_invented(rng: Random) -> ToolUse:
-    """A tool nobody has seen: name and parameter must be read from the prompt."""
+    """An invented tool: name and parameter must be read from the prompt."""
     verb = rng.choice(split("get set open find check read"))
     tool_name = f"{verb}_{invented(rng)}"
     key, value = invented(rng), word(rng)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,41 +294,3 @@ def test_untyped_arguments_are_cast_by_the_tools_schemas(tokenizer: Any) -> None
             ("f", {"n": 3, "q": "x"})
         ]
         assert shown.content == "Hm."
-
-
-def test_templates_say_what_the_published_ones_say(family: str, speaker: Renderer) -> None:
-    """Against TRL's copies of the published templates, where TRL's files are there."""
-    found = importlib.util.find_spec("trl")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("trl is not installed")
-    name = FAMILIES[family].published
-    if name is None:
-        pytest.skip("TRL ships no template of this family")
-    file = Path(found.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
-    published = file.read_text(encoding="utf-8")
-    tool_turns = [*USER, called("search", {"q": "ä", "n": 1}), {"role": "tool", "content": "50 N"}]
-    final = {"role": "assistant", "content": "Here."}
-    for system in ([], [{"role": "system", "content": "Be brief."}]):
-        for messages in (
-            USER,
-            [*USER, final, *USER],
-            tool_turns,
-            [*tool_turns, final],
-            [*tool_turns, final, *USER],
-        ):
-            for tools in (None, TOOLS):
-                if tools and family.startswith("deepseek"):
-                    continue
-                _same(speaker, published, [*system, *messages], tools)
-
-
-def _same(speaker: Renderer, published: str, messages: list[Any], tools: Any) -> None:
-    for generate in (False, True):
-        normal = speaker.normalize(messages)
-        ours = speaker.text(normal, tools, generate=generate)
-        template = speaker.tokenizer.chat_template
-        try:
-            speaker.tokenizer.chat_template = published
-            assert ours == speaker.text(normal, tools, generate=generate)
-        finally:
-            speaker.tokenizer.chat_template = template

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 
-def agentrl(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def agentrl(
+    *arguments: object, cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "agentrl", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env, "COLUMNS": "200"},
-        check=False,
-    )
+        [sys.executable, "-m", "agentrl", *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, check=False, cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", **env},
+    )  # fmt: skip

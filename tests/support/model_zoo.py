@@ -330,9 +330,9 @@ def _sample(folder: Path) -> tuple[str, float]:
                     assert {t.adapter_version for t in answer.tokens} == {version}
                     worst = max(worst, worst_difference(truth, one.prompt, answer))
             rows = [datum.tokens for datum in group()]
-            for row, values in zip(rows, engine.logprobs(rows, "policy").result(60), strict=True):
+            for row, scored in zip(rows, engine.score(rows, "policy").result(60), strict=True):
                 with torch.no_grad():
-                    off = torch.tensor(values[1:]) - plain(truth, row)
+                    off = torch.tensor(scored.logprobs[1:]) - plain(truth, row)
                 worst = max(worst, float(off.abs().max()))
         assert engine.stats().reused_tokens > 0
     finally:

@@ -76,17 +76,6 @@ def said(text: str) -> dict[str, Any]:
     }
 
 
-def streaming(*deltas: dict[str, Any], logprobs: Any = None) -> bytes:
-    """A provider's stream of these deltas, without usage."""
-    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "gpt-9"}
-    choices = [
-        *({"delta": delta, "logprobs": logprobs, "finish_reason": None} for delta in deltas),
-        {"delta": {}, "finish_reason": "stop"},
-    ]
-    chunks = [{**heading, "choices": [{"index": 0, **one}]} for one in choices]
-    return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks).encode() + b"data: [DONE]\n\n"
-
-
 def trouble(message: str, code: str | None = None) -> dict[str, Any]:
     """A provider's error."""
     return {"error": {"message": message, "type": "x", "param": None, "code": code}}

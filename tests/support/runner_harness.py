@@ -60,7 +60,7 @@ class RunnerHarness:
 
     def finish(self, ids: list[str], timeout_s: float = 20.0) -> list[Attempt]:
         """Waits for rollouts to end; returns their attempts."""
-        until(lambda: self.store.unfinished(ids) == 0, timeout_s, self.log)
+        until(lambda: not self.store.unfinished_ids(ids), timeout_s, self.log)
         return self.store.attempts(ids)
 
     def start_any(self, **settings: Any) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 from scripted_sampler import OPERATOR_KEY, Running, ScriptedSampler
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.dependencies import GatewayDependencies
+from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.limits import ConnectionLimits
 from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store

@@ -1,24 +1,34 @@
-"""Settings in tests: by their dotted names, or by the last part where it is clear."""
+"""Settings in tests: by their dotted names, or by a short name where it is clear."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from agentrl.config.commands import COMMANDS
 from agentrl.config.recorded import flattened
-from agentrl.config.renamed_settings import RENAMED
+from agentrl.config.setting_names import flag_of, settings_of
 
 
+@cache
 def dotted(name: str) -> str:
-    """The dotted name of a setting that is named by its short name."""
-    return name if "." in name else RENAMED.get(name, (name,))[0]
+    """The setting that a short name means.
+
+    A short flag, or the end of a dotted name: ``group_size``, ``kl_coef``, ``eval_every``.
+    """
+    special = {"agent": "agent.entrypoint", "correction": "algorithm.correction.mode"}
+    ending = "_" + name.replace("eval_", "evaluation_")
+    known = [one for command in COMMANDS.values() for one in settings_of(command) if one.flags]
+    short = [one.name for one in known if name.replace("_", "-") in one.short]
+    ends = [one.name for one in known if f"_{one.name.replace('.', '_')}".endswith(ending)]
+    return special.get(name) or next(iter([*short, *ends]), name)
 
 
 def nested(**settings: Any) -> dict[str, Any]:
     """Settings as a command's model takes them."""
     tables: dict[str, Any] = {}
     for name, value in settings.items():
-        *path, key = dotted(name).split(".")
+        *path, key = (name if "." in name else dotted(name)).split(".")
         table = tables
         for part in path:
             table = table.setdefault(part, {})
@@ -36,9 +46,9 @@ def changed(recorded: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 def flags(_command: str = "train", **settings: Any) -> list[str]:
     """Settings as a command's flags: the short one where there is one."""
+    short = {one for flags in COMMANDS[_command].short_flags.values() for one in flags}
     given: list[str] = []
     for name, value in settings.items():
-        short = name.replace("_", "-")
-        is_short = any(short in (flag, *flag) for flag in COMMANDS[_command].short_flags.values())
-        given += ["--" + (short if is_short else dotted(name).replace("_", "-")), str(value)]
+        flag = flag_of(name)
+        given += [flag if flag[2:] in short or "." in name else flag_of(dotted(name)), str(value)]
     return given

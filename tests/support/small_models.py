@@ -133,9 +133,7 @@ class Asked:
         self.first = threading.Event()
         self._left = params.n
         self._done = threading.Event()
-        self.handle: Handle = engine.submit(
-            SampleRequest(prompt, params, adapter, self._event, "test")
-        )
+        self.handle: Handle = engine.submit(SampleRequest(prompt, params, adapter, self._event))
 
     def _event(self, event: Event) -> None:
         answer = self.answers[event.index]
@@ -182,7 +180,7 @@ def worst_difference(model: PreTrainedModel, prompt: list[int], answer: Answer) 
 def settle(engine: SamplerEngine) -> None:
     """Wait for the end of the round: the last event comes before its sequence leaves."""
     deadline = time.monotonic() + 30
-    while engine._scheduler.busy or any(not x.current for x in engine._scheduler.adapters.lanes):
+    while engine._scheduler.busy or any(not x.current for x in engine._scheduler.lanes):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     time.sleep(0.02)

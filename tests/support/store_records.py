@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agentrl_tracer.schemas import (
-    Call,
-    CallState,
-    Claim,
-    NewRollout,
-    Policies,
-    Purpose,
-)
+from agentrl_tracer.schemas import Call, CallState, Claim, NewRollout, Policies, Purpose
 from agentrl_tracer.store import Store
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from otlp_collector import Collector, collecting
+from store_records import claimed, start_run
 
 from agentrl_tracer import tracing
+from agentrl_tracer.schemas import Claim
 from agentrl_tracer.store import Store, tables
 
 
@@ -22,6 +24,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     yield opened
     _empty(opened)
     opened.close()
+
+
+@pytest.fixture
+def claim(store: Store) -> Claim:
+    """The attempt of a run's only rollout, with the gateway "boot"."""
+    run_id = start_run(store)
+    store.register_gateway("boot", run_id, 1)
+    return claimed(store)
 
 
 def _empty(store: Store) -> None:

@@ -29,7 +29,7 @@ provider.add_span_processor(SimpleSpanProcessor(theirs))
 
 def ours():
     active = rollout_tracing()
-    active.expect_finish(current_rollout())
+    active.attempt(current_rollout()).finish_expected = True
     active.install_globally()
 
 def done():

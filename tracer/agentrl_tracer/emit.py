@@ -26,7 +26,8 @@ from agentrl_tracer.conventions import (
     REWARD_NAME,
     REWARD_SPAN,
 )
-from agentrl_tracer.tracing import RolloutTracing, logger, rollout_tracing
+from agentrl_tracer.span_router import SpanRouter
+from agentrl_tracer.tracing import logger, rollout_tracing
 
 
 def emit_reward(
@@ -91,17 +92,17 @@ def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None
 
 
 def _emit_span(
-    active: RolloutTracing, name: str, under: trace.Span | None, attributes: dict[str, Any]
+    active: SpanRouter, name: str, under: trace.Span | None, attributes: dict[str, Any]
 ) -> None:
     context = trace.set_span_in_context(under) if under is not None else active.parent()
     active.tracer.start_span(name, context, attributes=attributes).end()
 
 
-def _deliver(active: RolloutTracing) -> None:
+def _deliver(active: SpanRouter) -> None:
     """Flush at once in a subprocess, where ``finish`` is not called."""
     rollout = current_rollout()
     assert rollout is not None
-    if not active.finish_expected(rollout) and not active.flush(rollout):
+    if not active.attempt(rollout).finish_expected and not active.flush(rollout):
         logger.warning(
             "agentrl: a reward, note or span did not reach the gateway; the rollout is retried"
         )

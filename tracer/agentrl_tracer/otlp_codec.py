@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from agentrl_tracer.conventions import (
@@ -46,7 +44,15 @@ def parse_traces(
     Raises:
         ValueError: the body is not OTLP.
     """
-    request = _from_json(body) if "json" in content_type else _from_protobuf(body)
+    try:
+        if "json" in content_type:
+            document = json.loads(body)
+            _hex_ids_to_base64(document)
+            request = ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+        else:
+            request = ExportTraceServiceRequest.FromString(body)
+    except (ValueError, ParseError, DecodeError, TypeError, AttributeError, RecursionError) as why:
+        raise ValueError(f"not an OTLP trace request: {why}") from why  # ParseDict raises many
     return [
         _span(span, resource, rollout_id, attempt_id)
         for resource_spans in request.resource_spans
@@ -106,36 +112,14 @@ def _reward(span: Span) -> Reward:
     return Reward(
         attempt_id=span.attempt_id,
         rollout_id=span.rollout_id,
-        name=_text(str(span.attributes.get(EVALUATION_NAME, REWARD_NAME))),
+        name=_text(span.attributes.get(EVALUATION_NAME)) or REWARD_NAME,
         value=float(value),
         key=span.span_id,
         span_id=span.parent_span_id,
-        response_id=_optional_text(span, RESPONSE_ID),
-        explanation=_optional_text(span, EVALUATION_EXPLANATION),
+        response_id=_text(span.attributes.get(RESPONSE_ID)),
+        explanation=_text(span.attributes.get(EVALUATION_EXPLANATION)),
         created_at=span.start_ns / 1e9,
     )
-
-
-def _optional_text(span: Span, name: str) -> str | None:
-    value = span.attributes.get(name)
-    return None if value is None else _text(str(value))
-
-
-def _from_protobuf(body: bytes) -> ExportTraceServiceRequest:
-    try:
-        return ExportTraceServiceRequest.FromString(body)
-    except DecodeError as error:
-        raise ValueError(f"not an OTLP protobuf trace request: {error}") from error
-
-
-def _from_json(body: bytes) -> ExportTraceServiceRequest:
-    try:
-        document = json.loads(body)
-        _hex_ids_to_base64(document)
-        return ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
-    except (ValueError, ParseError, TypeError, AttributeError, RecursionError) as error:
-        # ParseDict raises many types.
-        raise ValueError(f"not an OTLP JSON trace request: {error}") from error
 
 
 def _hex_ids_to_base64(node: Any) -> None:
@@ -151,9 +135,9 @@ def _hex_ids_to_base64(node: Any) -> None:
             _hex_ids_to_base64(item)
 
 
-def _text(text: str) -> str:
+def _text(value: object) -> str | None:
     """Replace NUL characters, which PostgreSQL does not store."""
-    return text.replace("\0", "\ufffd")
+    return None if value is None else str(value).replace("\0", "\ufffd")
 
 
 def _span(span: Any, resource: Json, rollout_id: str | None, attempt_id: str | None) -> Span:
@@ -161,7 +145,7 @@ def _span(span: Any, resource: Json, rollout_id: str | None, attempt_id: str | N
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
         parent_span_id=span.parent_span_id.hex() or None,
-        name=_text(span.name),
+        name=_text(span.name) or "",
         kind=_name(_KINDS, span.kind),
         start_ns=min(span.start_time_unix_nano, _MAX_TIME),
         end_ns=min(span.end_time_unix_nano, _MAX_TIME),

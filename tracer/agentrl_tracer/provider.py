@@ -7,6 +7,7 @@ our span processor joins that provider. Either way both sides get every span.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -48,15 +49,17 @@ class _DelegatingTracer(trace.Tracer):
 
     def __init__(self, provider: RolloutTracerProvider, args: Any, kwargs: Any) -> None:
         self._provider = provider
-        self._args, self._kwargs = args, kwargs
-        self._cached: tuple[TracerProvider | None, trace.Tracer] | None = None
+        self._own = provider.own_tracer(*args, **kwargs)
+
+        @functools.cache
+        def of(successor: TracerProvider) -> trace.Tracer:
+            return successor.get_tracer(*args, **kwargs)
+
+        self._of = of
 
     def _tracer(self) -> trace.Tracer:
         successor = self._provider.successor
-        if self._cached is None or self._cached[0] is not successor:
-            get = self._provider.own_tracer if successor is None else successor.get_tracer
-            self._cached = (successor, get(*self._args, **self._kwargs))
-        return self._cached[1]
+        return self._own if successor is None else self._of(successor)
 
     def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
         return self._tracer().start_span(*args, **kwargs)

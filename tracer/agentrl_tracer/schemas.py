@@ -178,7 +178,7 @@ class PastCall:
     """A call that a client retry may repeat."""
 
     call: Call
-    continued: bool  # a later prompt of its attempt begins with its tokens, or is assumed to
+    continued: bool  # a later prompt of its attempt begins with its tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,112 +8,34 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
 from agentrl_tracer.context import RolloutContext, chosen, current_rollout
-from agentrl_tracer.instrumentation.crewai import flush_events
 from agentrl_tracer.instrumentation.registry import instrument_frameworks
 from agentrl_tracer.propagation.http import mark_requests
 from agentrl_tracer.propagation.subprocess import carry_into_subprocesses
 from agentrl_tracer.propagation.threads import carry_into_threads
-from agentrl_tracer.provider import RolloutTracerProvider, install_globally
 from agentrl_tracer.span_router import SpanRouter
 
 logger = logging.getLogger("agentrl")
 
 
-class RolloutTracing:
-    """The process's provider and its router, for all rollouts of the process."""
-
-    def __init__(self) -> None:
-        self._router = SpanRouter()
-        # A plain Resource: Resource.create scans every installed package for detectors.
-        resource = Resource({"service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl-agent")})
-        # ALWAYS_ON: the application's OTEL_TRACES_SAMPLER must not drop rewards.
-        self.provider = RolloutTracerProvider(sampler=ALWAYS_ON, resource=resource)
-        self.provider.add_span_processor(self._router)
-        self.tracer = self.provider.own_tracer("agentrl")
-
-    def parent(self) -> Context | None:
-        """Return a new span's context: the current span, the rollout's root, or TRACEPARENT."""
-        if trace.get_current_span().get_span_context().is_valid:
-            return None  # OpenTelemetry's default
-        rollout = current_rollout()
-        root = None if rollout is None else self._router.attempt(rollout).root
-        if root is not None:
-            return trace.set_span_in_context(trace.NonRecordingSpan(root))
-        carrier = {"traceparent": os.environ.get("TRACEPARENT", "")}
-        return TraceContextTextMapPropagator().extract(carrier)
-
-    def agent_name(self) -> str | None:
-        """Return the name of the agent that the current span works for."""
-        return self._router.agent_name(trace.get_current_span())
-
-    @contextmanager
-    def root_span(
-        self, rollout: RolloutContext, name: str, attributes: dict[str, Any] | None
-    ) -> Iterator[None]:
-        with self.tracer.start_as_current_span(name, self.parent(), attributes=attributes) as span:
-            self._router.set_root(span.get_span_context(), rollout)
-            yield
-
-    def install_globally(self) -> None:
-        """Receive the spans of all instrumentations, beside the application's own provider."""
-        install_globally(self.provider, self._router)
-
-    def expect_finish(self, rollout: RolloutContext) -> None:
-        """Let rewards leave in the background: ``finish`` will be called for the rollout."""
-        self._router.attempt(rollout).finish_expected = True
-
-    def finish_expected(self, rollout: RolloutContext) -> bool:
-        return self._router.attempt(rollout).finish_expected
-
-    def rewarded(self, rollout: RolloutContext) -> bool:
-        """Whether the agent has emitted a reward in this process."""
-        return self._router.attempt(rollout).rewarded
-
-    def flush(self, rollout: RolloutContext) -> bool:
-        """Send queued spans. False: some span of the rollout did not arrive."""
-        self._router.force_flush()
-        return self._router.attempt(rollout).complete
-
-    def finish(self, rollout: RolloutContext) -> bool:
-        """End the rollout's open spans and send everything. False: some span did not arrive."""
-        if "crewai" in sys.modules:
-            flush_events()
-        self._router.end_open_spans(rollout)
-        arrived = self.flush(rollout)
-        self._router.forget(rollout)
-        return arrived
-
-    def close(self) -> None:
-        """End the exporting thread."""
-        self._router.close()
-
-
 _lock = threading.Lock()
-_active: RolloutTracing | None = None
+_active: SpanRouter | None = None
 
 
-def rollout_tracing() -> RolloutTracing | None:
+def rollout_tracing() -> SpanRouter | None:
     """Return this process's tracing, created at the first call; None outside a rollout."""
     global _active
     if current_rollout() is None:
         return None
     with _lock:
         if _active is None:
-            _active = RolloutTracing()
+            _active = SpanRouter()
             _install_patches()
         return _active
 
@@ -155,12 +77,12 @@ class Attribution:
     """An attempt that shares its process with others."""
 
     rollout: RolloutContext
-    _tracing: RolloutTracing
+    _tracing: SpanRouter
 
     @property
     def rewarded(self) -> bool:
         """Whether the agent has emitted a reward in this process."""
-        return self._tracing.rewarded(self.rollout)
+        return self._tracing.attempt(self.rollout).rewarded
 
     def finish(self) -> bool:
         """End the attempt and send everything; blocks, so call it in a thread from an event loop.
@@ -202,7 +124,7 @@ def attributed(
     try:
         active = rollout_tracing()
         assert active is not None
-        active.expect_finish(rollout)
+        active.attempt(rollout).finish_expected = True
         yield Attribution(rollout, active)
     finally:
         chosen.reset(token)

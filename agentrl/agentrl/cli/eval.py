@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from agentrl.cli import Tokens
+from agentrl.cli.fixed_model import execute
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
-from agentrl.config.loading import load, parse_flags
+from agentrl.config.loading import load
 from agentrl.config.tasks import load_tasks
 from agentrl.console.output import console
+from agentrl.console.report import facts
 from agentrl.runner import validate_agent
-from agentrl.runs.folder import RunFolder, adapters_to_serve
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.failures import count_failures
 from agentrl.training.intervals import pass_at_k, task_interval
-from agentrl.training.session import Session
 from agentrl_tracer.schemas import Call, Reward, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
-from agentrl_trainer.data.skip_reasons import evaluation_reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,64 +51,51 @@ def eval_command(*tokens: Tokens) -> None:
     Prints the accuracy with its 95 % interval, pass@k with several --samples per task, and the mean
     reward; the run folder keeps them in summary.json.
     """
-    config = load(EvalConfig, parse_flags(EvalConfig, tokens))
+    config = load(EvalConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    how = config.evaluation
+    how, model = config.evaluation, config.model
     tasks = load_tasks(how.tasks, "evaluation.tasks")
-    adapters = adapters_to_serve(config)
     if note := greedy_note(how.samples, how.temperature):
         console.print(f"note: {note}", soft_wrap=True)
-    folder = RunFolder.create(config.run.folder, None, "eval")
-    session = Session(
-        folder,
+    session, rollouts, calls = execute(
         config,
         "eval",
-        base_only=not adapters,
-        adapter_paths=adapters,
-        asks_for=config.model.adapter if config.model.answered_by else None,
+        tasks,
+        lambda ids: plan_evaluation(ids, 0, how.samples, config.run.seed, how.temperature),
+        asks_for=model.adapter if model.answered_by else None,
     )
-    store, run_id = session.store, session.run_id
-    task_ids = store.add_tasks(run_id, "eval", tasks)
-    with session, Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=len(tasks) * how.samples)
-        session.wait_ready(progress.console.print)
-        rollouts = session.execute(
-            plan_evaluation(task_ids, 0, how.samples, config.run.seed, how.temperature),
-            lambda done, total: progress.update(bar, completed=done, description="rollouts"),
-        )
-    ids = [rollout.id for rollout in rollouts]
-    calls = store.calls(rollout_ids=ids)
-    store.settle(trained={}, skipped=evaluation_reasons(calls))
-    scores = score(rollouts, store.rewards(ids), how.success_reward)
-    store.end_run(run_id, "finished")
-    store.close()
+    rewards = session.store.rewards([rollout.id for rollout in rollouts])
+    session.store.close()
+    scores = score(rollouts, rewards, how.success_reward)
     problems = count_failures(rollouts)
-    refused = not_enforced(calls, config.model.adapter) if config.model.answered_by else {}
+    refused = not_enforced(calls, model.adapter) if model.answered_by else {}
     summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
-    folder.write_json(folder.summary, summary)
+    session.folder.write_json(session.folder.summary, summary)
     console.print(evaluation_report(scores, problems))
     for name, count in refused.items():
         console.print(
-            f"[yellow]{config.model.answered_by} refuses {name} {how.temperature:g}: "
+            f"[yellow]{model.answered_by} refuses {name} {how.temperature:g}: "
             f"{count} answers were sampled at its own {name}[/]"
         )
-    console.print(f"[dim]recorded in {folder.root}[/]")
+    console.print(f"[dim]recorded in {session.folder.root}[/]")
 
 
 def evaluation_report(scores: Scores, problems: Mapping[str, int]) -> Table:
     """Lay out scores, and the failures by reason, for the terminal."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_row("rollouts", f"{scores.rollouts} of {scores.tasks} tasks")
     successes = f"{scores.successes} successes; {_interval(scores.interval)}"
-    table.add_row("accuracy", f"[b]{scores.accuracy:.1%}[/] ({successes})")
-    for k, chance in scores.pass_at.items():
-        table.add_row(f"pass@{k}", f"{chance:.1%} ({_interval(scores.pass_at_interval[k])})")
-    table.add_row("mean reward", "–" if scores.reward is None else f"{scores.reward:+.3f}")
-    for reason, count in problems.items():
-        table.add_row("failed", Text(f"{count}×: {reason}"))
-    return table
+    chances = [
+        (f"pass@{k}", f"{chance:.1%} ({_interval(scores.pass_at_interval[k])})")
+        for k, chance in scores.pass_at.items()
+    ]
+    return facts(
+        [
+            ("rollouts", f"{scores.rollouts} of {scores.tasks} tasks"),
+            ("accuracy", f"[b]{scores.accuracy:.1%}[/] ({successes})"),
+            *chances,
+            ("mean reward", "–" if scores.reward is None else f"{scores.reward:+.3f}"),
+            *(("failed", Text(f"{count}×: {reason}")) for reason, count in problems.items()),
+        ]
+    )
 
 
 def _interval(bounds: tuple[float, float]) -> str:
@@ -118,12 +104,8 @@ def _interval(bounds: tuple[float, float]) -> str:
 
 def not_enforced(calls: Sequence[Call], policy: str) -> dict[str, int]:
     """Count the answers that were sampled without a setting of the evaluation, by setting."""
-    refused = Counter(
-        name
-        for call in calls
-        if call.model == policy and call.params.get("not_enforced")
-        for name in call.params["not_enforced"]
-    )
+    of_policy = [call for call in calls if call.model == policy]
+    refused = Counter(name for call in of_policy for name in call.params.get("not_enforced") or ())
     return dict(sorted(refused.items()))
 
 
@@ -143,13 +125,9 @@ def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float
         tasks=len(outcomes),
         rollouts=len(rollouts),
         successes=sum(map(sum, outcomes)),
-        accuracy=_mean(chances[1]),
+        accuracy=fmean(chances[1]),
         interval=task_interval(chances[1], samples),
-        pass_at={k: _mean(chances[k]) for k in ks},
+        pass_at={k: fmean(chances[k]) for k in ks},
         pass_at_interval={k: task_interval(chances[k], samples) for k in ks},
-        reward=_mean(given) if given else None,
+        reward=fmean(given) if given else None,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

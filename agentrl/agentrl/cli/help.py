@@ -21,11 +21,10 @@ _OWN = {
 def print_help(name: str, *, everything: bool) -> None:
     """Print what a command does and its flags: the short ones, or all of them."""
     command = COMMANDS[name]
-    module = importlib.import_module(f"agentrl.cli.{name}")
-    description = str(getattr(module, f"{name}_command").__doc__)
+    function = getattr(importlib.import_module(f"agentrl.cli.{name}"), f"{name}_command")
     agent = "" if name == "serve" else "AGENT "
-    console.print(f"Usage: agentrl {name} {agent}[FLAGS]\n", markup=False, highlight=False)
-    for paragraph in inspect.cleandoc(description).split("\n\n"):
+    description = inspect.getdoc(function) or ""
+    for paragraph in (f"Usage: agentrl {name} {agent}[FLAGS]", *description.split("\n\n")):
         console.print(" ".join(paragraph.split()) + "\n", markup=False, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, style="cyan", min_width=22)
@@ -33,14 +32,9 @@ def print_help(name: str, *, everything: bool) -> None:
     known = {setting.name: setting for setting in settings_of(command)}
     if agent:
         table.add_row("AGENT", known["agent.entrypoint"].meaning)
-    if everything:
-        for setting in filter(lambda one: one.flag, known.values()):
-            table.add_row(setting.flag, _meaning(setting))
-    else:
-        for one, flags in command.short_flags.items():
-            table.add_row(
-                f"--{flags if isinstance(flags, str) else flags[0]}", _meaning(known[one])
-            )
+    for setting in map(known.__getitem__, known if everything else command.short_flags):
+        if setting.flags:
+            table.add_row(setting.flags[not everything], _meaning(setting))
     for flag, meaning in _OWN.items():
         if flag != "--resume" or name == "train":
             table.add_row(flag, meaning)
@@ -49,5 +43,4 @@ def print_help(name: str, *, everything: bool) -> None:
 
 def _meaning(setting: Setting) -> str:
     said = setting.meaning.replace("[", r"\[")
-    default = setting.default
-    return said if default in (None, "") else rf"\[{default}] {said}"
+    return rf"\[{setting.default}] {said}" if setting.default else said

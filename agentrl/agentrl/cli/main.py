@@ -21,36 +21,29 @@ app = App(
     version=__version__,
     default_parameter=Parameter(negative=()),
 )
-_HELP = {
+runs_app = App(name="runs", help="Look at earlier runs.")
+_COMMANDS = {
     "train": "Train a LoRA adapter for an agent.",
     "eval": "Run an agent on tasks and count its successes.",
     "run": "Run an agent on one task and print its trace.",
     "serve": "Serve a model, with or without a trained adapter, over the OpenAI API.",
     "runner": "Run rollouts of a run in progress, from this or another machine.",
+    "export": "Write a trained adapter as a PEFT folder or a merged model, for vLLM, Ollama and "
+    "others.",
+    "tinker-server": "Run scripts for Tinker's SDK on this machine: serve its protocol.",
 }
-for _name in COMMANDS:  # they read their own flags, see config/loading.py
-    app.command(
-        f"agentrl.cli.{_name}:{_name}_command",
-        name=_name, help=_HELP[_name], help_flags=[], version_flags=[],
-    )  # fmt: skip
-app.command(
-    "agentrl.cli.export:export_command",
-    name="export",
-    help="Write a trained adapter as a PEFT folder or a merged model, for vLLM, Ollama and others.",
-)
-app.command(
-    "agentrl.cli.tinker_server:tinker_server_command",
-    name="tinker-server",
-    help="Run scripts for Tinker's SDK on this machine: serve its protocol.",
-)
-runs_app = App(name="runs", help="Look at earlier runs.")
+for _name, _help in _COMMANDS.items():
+    _module = _name.replace("-", "_")
+    # Commands with settings read their own flags, see config/loading.py.
+    _own = {"help_flags": [], "version_flags": []} if _name in COMMANDS else {}
+    app.command(f"agentrl.cli.{_module}:{_module}_command", name=_name, help=_help, **_own)
+app.command(runs_app)
 runs_app.command("agentrl.cli.runs:list_command", name="list", help="List the runs in a folder.")
 runs_app.command(
     "agentrl.cli.runs:show_command",
     name="show",
     help="Show a run's steps and calls, or the trace of one of its rollouts.",
 )
-app.command(runs_app)
 
 
 def main() -> None:
@@ -58,10 +51,10 @@ def main() -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=stderr)]
     )
-    if sys.platform == "win32":
-        _fail("agentrl runs on Linux and macOS. On Windows, run it in WSL.", code=2)
     tokens = sys.argv[1:]
     try:
+        if sys.platform == "win32":
+            raise ValueError("agentrl runs on Linux and macOS. On Windows, run it in WSL.")
         if tokens and tokens[0] in COMMANDS and {"-h", "--help", "--help-all"} & {*tokens}:
             from agentrl.cli.help import print_help
 
@@ -70,24 +63,16 @@ def main() -> None:
             app(tokens, exit_on_error=False, print_error=False)
     except KeyboardInterrupt:
         sys.exit(130)
-    except CycloptsError as error:
-        _fail(_describe(error), code=2)
-    except ValueError as error:  # ConfigError among them
-        _fail(str(error), code=2)
-    except RuntimeError as error:
-        _fail(str(error), code=1)
+    except (CycloptsError, ValueError, RuntimeError) as error:  # ConfigError among them
+        print_error(_describe(error))
+        sys.exit(1 if isinstance(error, RuntimeError) else 2)
 
 
-def _describe(error: CycloptsError) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.argument.name.lstrip("-").replace("-", "_")
         return f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
     return str(error)
-
-
-def _fail(message: str, code: int) -> None:
-    print_error(message)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

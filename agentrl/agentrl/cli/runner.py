@@ -13,7 +13,7 @@ from typing import Any
 from agentrl.cli import Tokens
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.loading import load, parse_flags
+from agentrl.config.loading import load
 from agentrl.config.recorded import recorded
 from agentrl.config.settings import RunnerSettings
 from agentrl.console.output import print_line
@@ -26,7 +26,7 @@ _POLL_S = 1.0
 
 def runner_command(*tokens: Tokens) -> None:
     """Run rollouts of a run in progress until it ends, from this or another machine."""
-    settings = load(JoinConfig, parse_flags(JoinConfig, tokens))
+    settings = load(JoinConfig, tokens)
     store = Store(settings.run.store)
     run = _find_run(store, settings.run.id)
     config = runner_config(settings, run)
@@ -37,7 +37,7 @@ def runner_command(*tokens: Tokens) -> None:
     )
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            while _state(store, run["id"]) == "running":
+            while _find_run(store, run["id"])["state"] == "running":
                 time.sleep(_POLL_S)
     finally:
         pool.stop()
@@ -48,31 +48,31 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     """Return the given settings, completed by those of the run.
 
     Raises:
-        ConfigError: neither names the agent.
+        ConfigError: the run's settings are those of an earlier version.
     """
     started: dict[str, Any] = run["config"]
-    spec = settings.agent.entrypoint or recorded(started, "agent.entrypoint")
-    if not spec:
-        raise ConfigError(f"agent.entrypoint: is missing, and the run {run['id']} names none")
-
-    def of_run(name: str) -> Any:
-        default = RunnerSettings.model_fields[name].default
-        return recorded(started, f"rollouts.{name}", default)
-
+    agent = recorded(started, "agent.entrypoint")
+    if agent is None:
+        raise ConfigError(f"run.id: an earlier version started the run {run['id']}; it cannot join")
+    # The settings that the run did not change may be new since it was started.
+    ours = RunnerSettings().model_dump() | (started.get("rollouts") or {})
     return RunnerConfig(
         store=settings.run.store,
         gateway=settings.gateway.url,
         run_id=run["id"],
-        agent=spec,
+        agent=settings.agent.entrypoint or agent,
         model=_model_name(run),
         logs=str(settings.run.logs.absolute()),
         runners=settings.rollouts.runners,
-        timeout_s=settings.rollouts.timeout or of_run("timeout"),
-        lease_s=of_run("lease"),
-        rollouts_per_process=of_run("rollouts_per_process"),
-        concurrency=settings.rollouts.concurrency or of_run("concurrency"),
+        timeout_s=settings.rollouts.timeout or ours["timeout"],
+        lease_s=ours["lease"],
+        rollouts_per_process=ours["rollouts_per_process"],
+        concurrency=settings.rollouts.concurrency or ours["concurrency"],
         python=settings.agent.python,  # of this machine
-        withheld=_withheld(started),
+        # Keys that agents on the trainer's machine would inherit.
+        withheld=secret_variables(
+            started.get("models") or {}, recorded(started, "sampler.vllm.key_env")
+        ),
     )
 
 
@@ -82,29 +82,18 @@ def _model_name(run: dict[str, Any]) -> str:
     if run["kind"] != "train" and not recorded(started, "model.adapter_path"):
         answered = recorded(started, "model.answered_by")
         return recorded(started, "model.adapter" if answered else "model.name", "policy")
-    adapters: dict[str, Any] = started.get("adapters") or {}
-    return (
-        next(iter(adapters)) if len(adapters) == 1 else recorded(started, "model.adapter")
-    ) or "policy"
+    adapters = list(started.get("adapters") or {})
+    return adapters[0] if len(adapters) == 1 else recorded(started, "model.adapter", "policy")
 
 
-def _withheld(started: dict[str, Any]) -> tuple[str, ...]:
-    """Name the variables with keys, which agents on the trainer's machine would inherit."""
-    models: dict[str, Any] = started.get("models") or {}
-    return secret_variables(models, recorded(started, "sampler.vllm.key_env"))
-
-
-def _find_run(store: Store, run_id: str | None) -> dict[str, Any]:
+def _find_run(store: Store, wanted: str | None) -> dict[str, Any]:
+    """Return the run of this id or name; by default the newest one in progress."""
     runs = store.runs()
-    if run_id is not None:
-        found = [run for run in runs if run_id in (run["id"], run["name"])]
-    else:
+    if wanted is None:
         found = [run for run in runs if run["state"] == "running"]
+    else:
+        found = [run for run in runs if wanted in (run["id"], run["name"])]
     if not found:
-        wanted = "a run in progress" if run_id is None else f"the run {run_id!r}"
-        raise ConfigError(f"run.id: the store does not hold {wanted}; it has {len(runs)} runs")
+        what = f"the run {wanted!r}" if wanted else "a run in progress"
+        raise ConfigError(f"run.id: the store does not hold {what}; it has {len(runs)} runs")
     return found[-1]
-
-
-def _state(store: Store, run_id: str) -> str:
-    return next(run["state"] for run in store.runs() if run["id"] == run_id)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 from agentrl.cli import Tokens
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.loading import load, parse_flags
+from agentrl.config.loading import load
 from agentrl.console.output import console, print_line
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import GatewayPlan
@@ -23,9 +22,9 @@ def serve_command(*tokens: Tokens) -> None:
     """Serve a model, with or without trained adapters, over the OpenAI API."""
     from agentrl_proxy.server.uvicorn import bind, url_of
 
-    config = load(ServeConfig, parse_flags(ServeConfig, tokens))
-    path, listen = config.model.adapter_path, config.gateway
-    adapters = adapter_folders(path, config) if path else {}
+    config = load(ServeConfig, tokens)
+    listen = config.gateway
+    adapters = adapter_folders(config, config.model.adapter_path)
     try:
         sock = bind(listen.host, listen.port, operator_key=listen.operator_key)
     except (ValueError, OSError) as error:
@@ -46,7 +45,8 @@ def serve_command(*tokens: Tokens) -> None:
     )
     gateway = GatewayHandle(plan, None, sock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        stack.enter_context(_sigterm_interrupts())
+        # SIGTERM, which systemd, Docker and Kubernetes send, ends the process like Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         if vllm is not None:
             stack.callback(vllm.stop)
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +71,3 @@ def _print_example(config: ServeConfig, url: str, names: list[str]) -> None:
         f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
         f"-d '{json.dumps(body)}'\n"
     )
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM, which systemd, Docker and Kubernetes send, end the process like Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

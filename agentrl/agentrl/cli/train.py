@@ -7,7 +7,7 @@ import sys
 from agentrl.cli import Tokens
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
-from agentrl.config.loading import load, parse_flags
+from agentrl.config.loading import load, resume_of
 from agentrl.config.tasks import load_tasks, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_line
@@ -26,16 +26,15 @@ def train_command(*tokens: Tokens) -> None:
     loads it into the sampler. Training runs on this machine, with torch and PEFT, or with --backend
     tinker on Tinker or any server that speaks its protocol; docs/client.md says what differs.
     """
-    flags = parse_flags(TrainConfig, tokens)
-    config = load(TrainConfig, flags)
+    config, resume = load(TrainConfig, tokens), resume_of(tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
     tasks = load_tasks(config.agent.tasks, "agent.tasks")
     held_out = config.evaluation.tasks
     eval_tasks = load_tasks(held_out, "evaluation.tasks") if held_out else []
     # Before config.json holds the setting: every later --resume would fail.
     check_warmup(config.learning.warmup_steps, steps_of(config, tasks))
-    if flags.resume is not None:
-        folder = RunFolder.existing(flags.resume)
+    if resume is not None:
+        folder = RunFolder.existing(resume)
         folder.lock()
         tell_changes(check_resume(folder, config, tasks, eval_tasks), print_line)
     else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.config.checks import correction_mode, length_normalization, table_of_estimator
+from agentrl.config.checks import correction_mode, length_normalization
 
 if TYPE_CHECKING:
+    from agentrl.config.algorithm_options import DeviationSettings
     from agentrl.config.commands import TrainConfig
-    from agentrl.config.settings import AlgorithmSettings
     from agentrl_trainer.data.advantages import Scaling
     from agentrl_trainer.data.batch_assembly import StepSettings
     from agentrl_trainer.learner.loss_options import ValueParams
@@ -20,13 +20,12 @@ REFERENCE = "kl-reference"  # the name of the reference adapter inside the learn
 def loss_options(config: TrainConfig) -> dict[str, float | str]:
     """The options of the loss, and those that every loss has, as the learner takes them."""
     algorithm = config.algorithm
-    own = getattr(algorithm, algorithm.loss, None)
-    found = {} if own is None else own.model_dump(exclude_unset=True, exclude_none=True)
-    kl = algorithm.kl.model_dump(exclude_unset=True, exclude={"reference"})
-    weights = algorithm.correction.model_dump(exclude_unset=True, exclude={"mode"})
-    found |= {f"kl_{name}": value for name, value in kl.items()} | {"kl_coef": algorithm.kl.coef}
-    found |= {f"correction_{name}": value for name, value in weights.items()}
-    return found | {"correction": correction_mode(config)}
+    found = dict(getattr(algorithm, algorithm.loss, ()))
+    found |= {f"kl_{name}": value for name, value in algorithm.kl if name != "reference"}
+    found |= {f"correction_{name}": value for name, value in algorithm.correction}
+    found["correction"] = correction_mode(config)
+    del found["correction_mode"]
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def step_settings(
@@ -36,8 +35,7 @@ def step_settings(
     from agentrl_trainer.data.batch_assembly import StepSettings
     from agentrl_trainer.data.skip_reasons import SkipRules
 
-    algorithm = config.algorithm
-    options = _estimator_options(algorithm)
+    algorithm, options = config.algorithm, config.algorithm.of_estimator
     return StepSettings(
         adapters=adapters,
         max_length=max_length,
@@ -77,19 +75,12 @@ def value_params(config: TrainConfig) -> ValueParams | None:
     """How a value function learns; None without one."""
     from agentrl_trainer.learner.loss_options import ValueParams
 
-    if config.algorithm.estimator != "gae":
-        return None
     options = config.algorithm.gae
-    return ValueParams(lr=options.value_lr, clip=options.value_clip)
+    has_values = config.algorithm.estimator == "gae"
+    return ValueParams(lr=options.value_lr, clip=options.value_clip) if has_values else None
 
 
-def _estimator_options(algorithm: AlgorithmSettings) -> object:
-    return getattr(algorithm, table_of_estimator(algorithm.estimator), None)
-
-
-def _scaling(options: object) -> Scaling:
-    from agentrl.config.algorithm_options import DeviationSettings
+def _scaling(options: DeviationSettings) -> Scaling:
     from agentrl_trainer.data.advantages import Scaling
 
-    given = options if isinstance(options, DeviationSettings) else DeviationSettings()
-    return Scaling(ddof=given.std_ddof, epsilon=given.std_epsilon)
+    return Scaling(ddof=options.std_ddof, epsilon=options.std_epsilon)

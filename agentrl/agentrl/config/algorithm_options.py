@@ -1,16 +1,17 @@
-"""Options of the losses and estimators, of the KL penalty and of the correction: a table for each.
+"""The settings of the algorithm, with a table of options for each loss and estimator.
 
-``AlgorithmSettings`` holds them all; an estimator or loss that is not chosen has no options.
+The defaults of a loss's table are those of ``agentrl_trainer.learner.loss_options``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from agentrl.config.fields import NonNegative, Positive, Share, Table
+from agentrl.config import checks
+from agentrl.config.fields import Count, Names, NonNegative, Positive, Share, Table
 
 RewardLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo"]
 Estimator = Literal[
@@ -110,3 +111,51 @@ class CorrectionSettings(Table):
     """Lower bound of the importance weight."""
     high: Annotated[float, Field(ge=1)] = 2.0
     """Upper bound of the importance weight."""
+
+
+class AlgorithmSettings(Table):
+    """Advantages and losses. A loss and an estimator have their options in their own tables."""
+
+    loss: RewardLoss = "importance_sampling"
+    """Loss, with Tinker's semantics."""
+    estimator: Estimator = "grpo"
+    """How rewards become advantages."""
+    length_normalization: Literal["token", "sequence", "rollout", "constant"] | None = None
+    """The loss is a mean over tokens (default), sequences, rollouts, or a constant (dr_grpo's)."""
+    length_constant: Count | None = None
+    """That constant number of tokens; by default sampler.max_tokens."""
+    truncated: Literal["train", "skip"] = "train"
+    """Train on answers cut off at their token limit, or skip them."""
+    off_policy: Literal["train", "weight", "skip"] = "train"
+    """Answers sampled greedily, with top-p, top-k, a bias or a grammar: train on them unchanged,
+    weight those whose weight is known, or skip them."""
+    skip_agents: Names = Field(default_factory=list[str])
+    """Agents whose calls never train, such as title or summar* (patterns)."""
+    ppo: PpoSettings = PpoSettings()
+    cispo: ClipSettings = ClipSettings()
+    dro: DroSettings = DroSettings()
+    gspo: GspoSettings = GspoSettings()
+    dppo: DppoSettings = DppoSettings()
+    grpo: GroupSettings = GroupSettings()
+    rloo: GroupSettings = GroupSettings()
+    reinforce_plus_plus: DeviationSettings = DeviationSettings()
+    turn: TurnSettings = TurnSettings()
+    gigpo: GigpoSettings = GigpoSettings()
+    gae: GaeSettings = GaeSettings()
+    kl: KlSettings = KlSettings()
+    correction: CorrectionSettings = CorrectionSettings()
+
+    @model_validator(mode="after")
+    def _check_tables(self) -> Self:
+        checks.check_unchosen_tables(self)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _chosen_tables(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the tables of losses and estimators that are not chosen."""
+        return {k: v for k, v in dump(self).items() if k not in checks.unchosen_tables(self)}
+
+    @property
+    def of_estimator(self) -> DeviationSettings:
+        """The options of the chosen estimator; the defaults for one that has none."""
+        return getattr(self, checks.table_of(self.estimator), DeviationSettings())

@@ -1,88 +1,82 @@
-"""What does not go together: checks over several settings, each naming the setting and the fix."""
+"""What does not go together: checks over several settings, each naming the setting and the fix.
+
+Each ``check_`` function raises ValueError.
+"""
 
 from __future__ import annotations
 
-import json
 import re
-from typing import TYPE_CHECKING, Any, Literal, cast
+from functools import reduce
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel
 
 from agentrl.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
+    from agentrl.config.algorithm_options import AlgorithmSettings
     from agentrl.config.commands import EvalConfig, ModelCommand, TrainConfig
-    from agentrl.config.settings import AlgorithmSettings, SamplerSettings
 
-LOSS_TABLES = ("ppo", "cispo", "dro", "gspo", "dppo")
-ESTIMATOR_TABLES = ("grpo", "rloo", "reinforce_plus_plus", "turn", "gigpo", "gae")
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]+")
-
-
-# ---- values in their short forms
-
-
-def from_json(value: Any) -> Any:
-    """Read a table that a flag gives as JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not valid JSON: {error}") from error
+LOSSES = ("ppo", "cispo", "dro", "gspo", "dppo")
+"""The losses that have a table of options."""
+_ESTIMATORS = ("grpo", "rloo", "reinforce++", "turn", "gigpo", "gae")
+_LOCAL_ONLY = {
+    "model.device": "the model runs on Tinker",
+    "model.dtype": "the model runs on Tinker, in its own precision",
+    "model.load_in_4bit": "the model runs on Tinker, in its own precision",
+    "sampler.kind": "Tinker samples",
+    "sampler.temperature": "Tinker's log-probs are those at temperature 1",
+    "learning.micro_batch_tokens": "Tinker packs its own batches",
+    "learning.gradient_checkpointing": "Tinker manages its own memory",
+    "learning.alpha": "Tinker's alpha is 32",
+    "algorithm.kl.reference": "over Tinker the reference is the base model",
+}
+"""Settings that must keep their defaults over Tinker, and why."""
 
 
-def names_as_table(value: Any) -> Any:
-    """Read ``["asker", "answerer"]`` or ``asker,answerer`` as two empty tables."""
-    if isinstance(value, str) and value.strip()[:1] not in ("[", "{"):
-        value = [name.strip() for name in value.split(",") if name.strip()]
-    value = from_json(value)
-    if isinstance(value, list):
-        names = [str(name) for name in cast("list[object]", value)]
-        if len(set(names)) < len(names):
-            raise ValueError("a name is there twice")
-        return {name: {} for name in names}
-    return cast(Any, value)
+def _changed(root: BaseModel, name: str) -> list[str]:
+    """Names of the settings that differ from their defaults: a setting's own, or a table's."""
+    *tables, key = name.split(".")
+    table: BaseModel = reduce(getattr, tables, root)
+    value, field = getattr(table, key), type(table).model_fields[key]
+    if isinstance(value, BaseModel):
+        return [one for key in type(value).model_fields for one in _changed(root, f"{name}.{key}")]
+    return [name] if value != field.get_default(call_default_factory=True) else []
 
 
-def runners_on_ray(given: Any) -> Any:
-    """Read ``runners = "ray:16"`` as 16 runners on Ray, and ``"ray"`` as the default number."""
-    if isinstance(given, dict) and str(given.get("runners", "")).partition(":")[0] == "ray":
-        count = str(given["runners"]).partition(":")[2]
-        rest = {name: value for name, value in given.items() if name != "runners"}
-        return {**rest, "runners_on": "ray"} | ({"runners": count} if count else {})
-    return given
+def _check_effect(root: BaseModel, needs: dict[str, tuple[bool, str]]) -> None:
+    """Refuse changed settings without effect: by setting or table, whether and why it has one."""
+    for name, (has_effect, what) in needs.items():
+        if not has_effect and (changed := _changed(root, name)):
+            raise ValueError(f"{changed[0]}: has no effect without {what}")
 
 
-# ---- the algorithm's tables
+# ---- the algorithm
 
 
-def table_of_estimator(name: str) -> str:
-    return name.replace("++", "_plus_plus")
+def table_of(choice: str) -> str:
+    """Name the table that holds the options of a loss or an estimator."""
+    return choice.replace("++", "_plus_plus")
 
 
 def unchosen_tables(algorithm: AlgorithmSettings) -> set[str]:
     """Names of the tables of the losses and estimators that are not chosen."""
-    chosen = {algorithm.loss, table_of_estimator(algorithm.estimator)}
-    return {*LOSS_TABLES, *ESTIMATOR_TABLES} - chosen
+    return {
+        table_of(one) for one in {*LOSSES, *_ESTIMATORS} - {algorithm.loss, algorithm.estimator}
+    }
 
 
-def only_chosen_tables(given: Any, model: type[BaseModel]) -> Any:
-    """Refuse the options of a loss or an estimator that is not chosen."""
-    if not isinstance(given, dict):
-        return given
-    tables = cast("dict[str, Any]", given)
-    for what, names in (("loss", LOSS_TABLES), ("estimator", ESTIMATOR_TABLES)):
-        chosen = str(tables.get(what, model.model_fields[what].default))
-        for name in names:
-            if tables.get(name) and name != table_of_estimator(chosen):
-                option = next(iter(tables[name]))
-                value = name.replace("_plus_plus", "++")
+def check_unchosen_tables(algorithm: AlgorithmSettings) -> None:
+    for what, choices in (("loss", LOSSES), ("estimator", _ESTIMATORS)):
+        chosen = getattr(algorithm, what)
+        for value in choices:
+            given = getattr(algorithm, table_of(value)).model_fields_set
+            if given and value != chosen:
                 raise ValueError(
-                    f"algorithm.{name}.{option}: has no effect with {what} {chosen!r}; set "
-                    f'algorithm.{what} = "{value}", or leave it out'
+                    f"algorithm.{table_of(value)}.{min(given)}: has no effect with {what} "
+                    f'{chosen!r}; set algorithm.{what} = "{value}", or leave it out'
                 )
-    return tables
 
 
 def correction_mode(config: TrainConfig) -> Literal["none", "truncate", "mask"]:
@@ -98,25 +92,62 @@ def length_normalization(
     return algorithm.length_normalization or by_default
 
 
-def compares(algorithm: AlgorithmSettings) -> bool:
-    """Whether the estimator compares the rollouts of a group."""
-    return algorithm.estimator not in ("reinforce", "gae")
-
-
-# ---- settings together
+# ---- agentrl train
 
 
 def check_train(config: TrainConfig) -> None:
-    """Raises ValueError, naming the setting and the fix."""
-    _check_algorithm(config)
-    _check_groups(config)
-    _check_staleness(config)
-    if config.evaluation.stop_at is not None and config.evaluation.tasks is None:
+    algorithm, rollouts, estimator = config.algorithm, config.rollouts, config.algorithm.estimator
+    corrects = correction_mode(config) != "none"
+    needs: dict[str, tuple[bool, str]] = {
+        "algorithm.kl": (algorithm.kl.coef > 0, "algorithm.kl.coef above 0"),
+        "algorithm.length_constant": (
+            length_normalization(algorithm) == "constant", "length_normalization constant",
+        ),
+        "evaluation.stop_at": (
+            config.evaluation.tasks is not None, "evaluation.tasks, whose accuracy it is",
+        ),
+        "rollouts.stale": (rollouts.max_staleness > 0, "a max_staleness above 0"),
+        "tinker": (config.run.backend == "tinker", 'run.backend = "tinker"'),
+    }  # fmt: skip
+    for key in ("level", "low", "high"):
+        needs[f"algorithm.correction.{key}"] = corrects, "mode truncate or mask"
+    if not getattr(algorithm.of_estimator, "normalize_std", True):
+        table = f"algorithm.{table_of(estimator)}"
+        for key in ("std_ddof", "std_epsilon"):
+            needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
+    _check_effect(config, needs)
+    dual, high = algorithm.ppo.dual_clip_threshold, algorithm.ppo.clip_high_threshold
+    if dual is not None and dual <= high:
         raise ValueError(
-            "evaluation.stop_at: has no effect without evaluation.tasks, whose accuracy it is"
+            f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 "
+            "is usual"
+        )
+    if algorithm.off_policy != "train" and config.sampler.temperature == 0:
+        raise ValueError(
+            f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
+            "every answer, all of them greedy; raise the temperature, or set off_policy to train"
+        )
+    compares = estimator not in ("reinforce", "gae")  # the rollouts of a group
+    least = max(2, rollouts.min_group)
+    if compares and rollouts.group_size < least:
+        raise ValueError(
+            f"rollouts.group_size: {rollouts.group_size} is too small for estimator {estimator!r}, "
+            f"which compares the rollouts of a group; give at least {least}"
+        )
+    if rollouts.resample_zero_variance and not compares:
+        raise ValueError(
+            f"rollouts.resample_zero_variance: does not go with estimator {estimator!r}, which "
+            "learns from groups with equal rewards too; leave it out"
+        )
+    if rollouts.stale == "correct" and not corrects:
+        raise ValueError(
+            "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode "
+            "out, or set stale to drop or wait"
         )
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
+    if config.run.backend == "tinker":
+        _check_tinker(config)
 
 
 def check_warmup(warmup_steps: int, steps: int) -> None:
@@ -128,74 +159,18 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
         )
 
 
-def _check_algorithm(config: TrainConfig) -> None:
-    algorithm = config.algorithm
-    if algorithm.loss == "ppo":
-        dual, high = algorithm.ppo.dual_clip_threshold, algorithm.ppo.clip_high_threshold
-        if dual is not None and dual <= high:
-            raise ValueError(
-                f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold "
-                f"{high}; 3 is usual"
-            )
-    if not algorithm.kl.coef:
-        _check_without_effect("algorithm.kl", algorithm.kl, "algorithm.kl.coef above 0")
-    if correction_mode(config) == "none":
-        _check_without_effect(
-            "algorithm.correction", algorithm.correction, "mode truncate or mask", but=("mode",)
-        )
-    chosen = getattr(algorithm, table_of_estimator(algorithm.estimator), None)
-    if chosen is not None and not getattr(chosen, "normalize_std", True):
-        name = f"algorithm.{table_of_estimator(algorithm.estimator)}"
-        others = tuple(set(type(chosen).model_fields) - {"std_ddof", "std_epsilon"})
-        _check_without_effect(name, chosen, f"{name}.normalize_std", but=others)
-    if algorithm.length_constant and length_normalization(algorithm) != "constant":
+def _check_tinker(config: TrainConfig) -> None:
+    for name, why in _LOCAL_ONLY.items():
+        if _changed(config, name):
+            raise ValueError(f'{name}: not with run.backend = "tinker": {why}; leave it out')
+    if config.algorithm.estimator == "gae":
         raise ValueError(
-            "algorithm.length_constant: has no effect; it needs length_normalization constant"
+            'algorithm.estimator: gae needs a value function, which run.backend = "tinker" does '
+            "not have; choose another"
         )
-    if algorithm.off_policy != "train" and config.sampler.temperature == 0:
+    if find_spec("tinker") is None:
         raise ValueError(
-            f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
-            "every answer, all of them greedy; raise the temperature, or set off_policy to train"
-        )
-
-
-def _check_without_effect(
-    name: str, table: BaseModel, needs: str, but: tuple[str, ...] = ()
-) -> None:
-    for key in changed(table):
-        if key not in but:
-            raise ValueError(f"{name}.{key}: has no effect; it needs {needs}")
-
-
-def changed(table: BaseModel) -> list[str]:
-    """Names of the settings of a table that differ from their defaults."""
-    fields = type(table).model_fields
-    return [name for name in fields if getattr(table, name) != fields[name].get_default()]
-
-
-def _check_groups(config: TrainConfig) -> None:
-    rollouts, estimator = config.rollouts, config.algorithm.estimator
-    least = max(2, rollouts.min_group)
-    if compares(config.algorithm) and rollouts.group_size < least:
-        raise ValueError(
-            f"rollouts.group_size: {rollouts.group_size} is too small for estimator {estimator!r}, "
-            f"which compares the rollouts of a group; give at least {least}"
-        )
-    if rollouts.resample_zero_variance and not compares(config.algorithm):
-        raise ValueError(
-            f"rollouts.resample_zero_variance: does not go with estimator {estimator!r}, which "
-            "learns from groups with equal rewards too; leave it out"
-        )
-
-
-def _check_staleness(config: TrainConfig) -> None:
-    rollouts = config.rollouts
-    if rollouts.stale is not None and not rollouts.max_staleness:
-        raise ValueError("rollouts.stale: has no effect; it needs a max_staleness above 0")
-    if rollouts.stale == "correct" and correction_mode(config) == "none":
-        raise ValueError(
-            "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode "
-            "out, or set stale to drop or wait"
+            "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"
         )
 
 
@@ -209,25 +184,22 @@ def greedy_note(samples: int, temperature: float) -> str | None:
     )
 
 
-def check_vllm(sampler: SamplerSettings) -> None:
-    """Raises ValueError, naming the setting and the fix."""
-    vllm, given = sampler.vllm, changed(sampler.vllm)
-    if given and sampler.kind != "vllm":
-        raise ValueError(f'sampler.vllm.{given[0]}: has no effect without sampler.kind = "vllm"')
-    if vllm.url and (vllm.python or vllm.args):
-        raise ValueError("sampler.vllm.url: this server runs already; leave out python and args")
-    if vllm.key_env and not vllm.url:
-        raise ValueError(
-            "sampler.vllm.key_env: is for sampler.vllm.url; a server started here needs no key"
-        )
-    if "wait" in given and not vllm.url:
-        raise ValueError(
-            "sampler.vllm.wait: is for sampler.vllm.url; a server started here may take its time"
-        )
+# ---- models
 
 
 def check_models(config: ModelCommand) -> None:
-    """Raises ValueError, naming the setting and the fix."""
+    vllm = config.sampler.vllm
+    runs = vllm.url is not None
+    _check_effect(
+        config,
+        {
+            "sampler.vllm": (config.sampler.kind == "vllm", 'sampler.kind = "vllm"'),
+            "sampler.vllm.key_env": (runs, "sampler.vllm.url; one started here needs no key"),
+            "sampler.vllm.wait": (runs, "sampler.vllm.url; one started here may take its time"),
+        },
+    )
+    if runs and (vllm.python or vllm.args):
+        raise ValueError("sampler.vllm.url: this server runs already; leave out python and args")
     if config.model.load_in_4bit and config.sampler.kind == "vllm":
         raise ValueError(
             "model.load_in_4bit: vLLM would sample from another model than the trainer's, because "
@@ -243,27 +215,23 @@ def check_models(config: ModelCommand) -> None:
                 )
     owner: dict[str, str] = {}
     for name, one in config.adapters.items():
-        if not _ADAPTER_NAME.fullmatch(name):
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ValueError(f"adapters.{name}: a name has letters, digits, - and _ only")
         if name == config.model.name:
             raise ValueError(f"adapters.{name}: this is the base model's name; choose another")
         for agent in one.agents or []:
-            if agent in owner:
+            if owner.setdefault(agent, name) != name:
                 raise ValueError(
                     f"adapters.{name}.agents: {agent!r} trains {owner[agent]} already; an agent "
                     "trains one adapter"
                 )
-            owner[agent] = name
 
 
 def check_answered_by(config: EvalConfig) -> None:
-    """Raises ValueError, naming the setting and the fix."""
     name = config.model.answered_by
-    if name is None:
-        return
-    if config.model.adapter_path is not None:
+    if name is not None and config.model.adapter_path is not None:
         raise ValueError("model.answered_by: give it or model.adapter_path, not both")
-    if name not in config.models:
+    if name is not None and name not in config.models:
         known = ", ".join(config.models) or "none"
         raise ValueError(
             f"model.answered_by: there is no [models.{name}] in the file (there: {known})"

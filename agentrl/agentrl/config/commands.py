@@ -14,20 +14,31 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from agentrl.config import checks, settings
+from agentrl.config.algorithm_options import AlgorithmSettings
 from agentrl.config.fields import Count, HttpUrl, Positive, Table
-from agentrl.config.setting_names import tables_of
+from agentrl.config.setting_names import model_in
 from agentrl.config.settings import Adapters, AdapterSettings, OtherModels, OtherModelSettings
-from agentrl.config.tinker import check_backend
+
+
+def _short(text: str) -> dict[str, tuple[str, ...]]:
+    """Read ``run.seed run.folder=runs``: settings whose last part, or the name given, is a flag."""
+    flags: dict[str, tuple[str, ...]] = {}
+    for item in text.split():
+        name, _, given = item.partition("=")
+        last = name.rpartition(".")[2].replace("_", "-")
+        flags[name] = tuple(given.split(",")) if given else (last,)
+    return flags
 
 
 class _Command(Table):
-    short_flags: ClassVar[dict[str, str | list[str]]] = {}
-    """By setting, its short flag without dashes; the short help shows these, in this order."""
+    short_flags: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """By setting, its short flags without dashes; the short help shows these, in this order."""
 
     @model_validator(mode="before")
     @classmethod
     def _missing_tables_are_empty(cls, given: Any) -> Any:
-        return {name: {} for name in tables_of(cls)} | given if isinstance(given, dict) else given
+        tables = [key for key, field in cls.model_fields.items() if model_in(field.annotation)]
+        return {name: {} for name in tables} | given if isinstance(given, dict) else given
 
 
 class ModelCommand(_Command):
@@ -67,35 +78,18 @@ class ModelCommand(_Command):
 class TrainConfig(ModelCommand):
     """A training run."""
 
-    short_flags: ClassVar[dict[str, str | list[str]]] = {
-        "agent.tasks": "tasks",
-        "evaluation.tasks": "eval-tasks",
-        "agent.python": "python",
-        "model.name": "model",
-        "sampler.kind": "sampler",
-        "run.backend": "backend",
-        "rollouts.runners": "runners",
-        "rollouts.rollouts_per_process": "rollouts-per-process",
-        "rollouts.timeout": "timeout",
-        "sampler.max_tokens": "max-tokens",
-        "sampler.temperature": "temperature",
-        "rollouts.batch_size": "batch-size",
-        "rollouts.group_size": "group-size",
-        "rollouts.max_staleness": "max-staleness",
-        "algorithm.loss": "loss",
-        "algorithm.estimator": "estimator",
-        "learning.learning_rate": "learning-rate",
-        "learning.rank": "rank",
-        "run.steps": "steps",
-        "run.seed": "seed",
-        "run.name": "name",
-        "run.folder": "runs",
-    }
+    short_flags = _short(
+        "agent.tasks evaluation.tasks=eval-tasks agent.python model.name=model "
+        "sampler.kind=sampler run.backend rollouts.runners rollouts.rollouts_per_process "
+        "rollouts.timeout sampler.max_tokens sampler.temperature rollouts.batch_size "
+        "rollouts.group_size rollouts.max_staleness algorithm.loss algorithm.estimator "
+        "learning.learning_rate learning.rank run.steps run.seed run.name run.folder=runs"
+    )
 
     agent: settings.TrainAgentSettings
     evaluation: settings.TrainEvaluationSettings = settings.TrainEvaluationSettings()
     rollouts: settings.RolloutSettings = settings.RolloutSettings()
-    algorithm: settings.AlgorithmSettings = settings.AlgorithmSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
     learning: settings.LearningSettings = settings.LearningSettings()
     gateway: settings.TrainGatewaySettings = settings.TrainGatewaySettings()
     tinker: settings.TinkerSettings = settings.TinkerSettings()
@@ -104,32 +98,19 @@ class TrainConfig(ModelCommand):
     @model_validator(mode="after")
     def _check(self) -> Self:
         checks.check_train(self)
-        check_backend(self)
-        if self.evaluation.samples > 1 and "temperature" not in self.evaluation.model_fields_set:
-            self.evaluation.temperature = self.sampler.temperature
+        self.evaluation.sample_several(self.sampler)
         return self
 
 
 class EvalConfig(ModelCommand):
     """An evaluation."""
 
-    short_flags: ClassVar[dict[str, str | list[str]]] = {
-        "evaluation.tasks": "tasks",
-        "evaluation.samples": "samples",
-        "evaluation.temperature": "temperature",
-        "evaluation.success_reward": "success-reward",
-        "agent.python": "python",
-        "model.name": "model",
-        "model.adapter_path": "adapter-path",
-        "model.answered_by": "answered-by",
-        "sampler.kind": "sampler",
-        "sampler.max_tokens": "max-tokens",
-        "rollouts.runners": "runners",
-        "rollouts.rollouts_per_process": "rollouts-per-process",
-        "rollouts.timeout": "timeout",
-        "run.seed": "seed",
-        "run.folder": "runs",
-    }
+    short_flags = _short(
+        "evaluation.tasks evaluation.samples evaluation.temperature evaluation.success_reward "
+        "agent.python model.name=model model.adapter_path model.answered_by sampler.kind=sampler "
+        "sampler.max_tokens rollouts.runners rollouts.rollouts_per_process rollouts.timeout "
+        "run.seed run.folder=runs"
+    )
 
     agent: settings.AgentSettings
     evaluation: settings.EvalEvaluationSettings
@@ -140,28 +121,18 @@ class EvalConfig(ModelCommand):
     @model_validator(mode="after")
     def _check(self) -> Self:
         checks.check_answered_by(self)
-        if self.evaluation.samples > 1 and "temperature" not in self.evaluation.model_fields_set:
-            self.evaluation.temperature = self.sampler.temperature
+        self.evaluation.sample_several(self.sampler)
         return self
 
 
 class RunConfig(ModelCommand):
     """A run of one task. A failure is shown, not retried."""
 
-    short_flags: ClassVar[dict[str, str | list[str]]] = {
-        "agent.task": "task",
-        "agent.python": "python",
-        "model.name": "model",
-        "model.adapter_path": "adapter-path",
-        "model.base_url": ["base-url", "gateway"],
-        "model.api_key_env": "api-key-env",
-        "sampler.kind": "sampler",
-        "sampler.max_tokens": "max-tokens",
-        "sampler.temperature": "temperature",
-        "rollouts.timeout": "timeout",
-        "run.seed": "seed",
-        "run.folder": "runs",
-    }
+    short_flags = _short(
+        "agent.task agent.python model.name=model model.adapter_path "
+        "model.base_url=base-url,gateway model.api_key_env sampler.kind=sampler "
+        "sampler.max_tokens sampler.temperature rollouts.timeout run.seed run.folder=runs"
+    )
 
     agent: settings.RunAgentSettings
     rollouts: settings.SingleRunnerSettings = settings.SingleRunnerSettings()
@@ -172,17 +143,10 @@ class RunConfig(ModelCommand):
 class ServeConfig(ModelCommand):
     """A served model."""
 
-    short_flags: ClassVar[dict[str, str | list[str]]] = {
-        "model.name": "model",
-        "model.adapter_path": "adapter-path",
-        "model.device": "device",
-        "gateway.host": "host",
-        "gateway.port": "port",
-        "gateway.operator_key": "operator-key",
-        "sampler.kind": "sampler",
-        "sampler.max_tokens": "max-tokens",
-        "run.store": "store",
-    }
+    short_flags = _short(
+        "model.name=model model.adapter_path model.device gateway.host gateway.port "
+        "gateway.operator_key sampler.kind=sampler sampler.max_tokens run.store"
+    )
 
     model: settings.ServeModelSettings = settings.ServeModelSettings()
     gateway: settings.ServeGatewaySettings = settings.ServeGatewaySettings()
@@ -222,16 +186,10 @@ class JoinRunSettings(Table):
 class JoinConfig(_Command):
     """More runners for a run in progress."""
 
-    short_flags: ClassVar[dict[str, str | list[str]]] = {
-        "run.store": "store",
-        "gateway.url": "gateway",
-        "run.id": "run",
-        "rollouts.runners": "runners",
-        "rollouts.timeout": "timeout",
-        "rollouts.concurrency": "concurrency",
-        "agent.python": "python",
-        "run.logs": "logs",
-    }
+    short_flags = _short(
+        "run.store gateway.url=gateway run.id=run rollouts.runners rollouts.timeout "
+        "rollouts.concurrency agent.python run.logs"
+    )
 
     agent: JoinAgentSettings = JoinAgentSettings()
     rollouts: JoinRolloutSettings = JoinRolloutSettings()

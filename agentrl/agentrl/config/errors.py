@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.config.renamed_settings import RENAMED
-from agentrl.config.setting_names import Setting, field_at, nearest, settings_of
+from agentrl.config.setting_names import nearest, setting_at, settings_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -22,25 +21,23 @@ def explain(error: ValidationError, command: type[BaseModel]) -> str:
 
 
 def unknown_setting(name: str, command: type[BaseModel]) -> str:
-    """Say that no setting has this name; name its new place or the nearest one."""
-    if name in RENAMED:
-        return f"{name}: is now {' or '.join(RENAMED[name])}"
+    """Say that no setting has this name, and name the nearest one."""
     near = nearest(name, [setting.name for setting in settings_of(command)])
     return f"{name}: there is no such setting.{near or ' --help-all shows all there are.'}"
 
 
 def _explain_one(problem: ErrorDetails, command: type[BaseModel]) -> str:
     said = problem["msg"].removeprefix("Value error, ")
-    field, name = field_at(command, problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return unknown_setting(name, command)
-    if problem["type"] in ("model_type", "model_attributes_type") and name in RENAMED:
-        return f"{name}: is a table now; write {' or '.join(RENAMED[name])}"
-    if field is None:  # the check of a whole table, which names its settings itself
+        return unknown_setting(".".join(map(str, problem["loc"])), command)
+    setting, name = setting_at(command, problem["loc"])
+    if problem["type"] == "model_type" and setting is None:
+        inside = next(one.name for one in settings_of(command) if one.name.startswith(f"{name}."))
+        return f"{name}: is a table of settings, such as {inside}"
+    if setting is None:  # the check of a whole table, which names its settings itself
         return said if problem["type"] == "value_error" else f"{name}: {said}"
-    meaning = Setting(name, field).meaning
     if problem["type"] == "missing":
-        return f"{name}: is missing. {meaning}"
+        return f"{name}: is missing. {setting.meaning}"
     # A user may have written a key into these.
     got = "" if name.endswith((".api_key_env", ".params")) else f"got {problem['input']!r}, but "
-    return f"{name}: {got}{said[0].lower()}{said[1:]}. {meaning}"
+    return f"{name}: {got}{said[0].lower()}{said[1:]}. {setting.meaning}"

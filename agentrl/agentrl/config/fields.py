@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from agentrl.config.secrets import check_variable
-
-Variable = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(check_variable)
-]
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$")]
 
 
 class Table(BaseModel):
     """Settings that belong together."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+def from_json(value: Any) -> Any:
+    """Read a table that a flag or a variable gives as JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from error
+
+
+def from_names(value: Any) -> Any:
+    """Read a list that a flag or a variable gives as ``asker,answerer`` or as JSON."""
+    if isinstance(value, str) and value.strip()[:1] not in ("[", "{"):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return from_json(value)
+
+
+def names_as_table(value: Any) -> Any:
+    """Read a list of names as a table with an empty row for each."""
+    value = from_names(value)
+    if not isinstance(value, list):
+        return value
+    names = [str(name) for name in cast("list[object]", value)]
+    if len(set(names)) < len(names):
+        raise ValueError("a name is there twice")
+    return {name: {} for name in names}
+
+
+Variable = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(check_variable)
+]
+Names = Annotated[list[str], BeforeValidator(from_names)]
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+HttpUrl = Annotated[str, Field(pattern=r"^https?://\S+$")]

@@ -7,124 +7,90 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_origin
+from typing import Any, TypeVar, get_origin
 
-from pydantic import BaseModel, ValidationError, create_model
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    EnvSettingsSource,
-    SettingsError,
-    TomlConfigSettingsSource,
-    YamlConfigSettingsSource,
-)
+from pydantic import BaseModel, ValidationError
 
-from agentrl.config.checks import table_of_estimator
+from agentrl.config.checks import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand
 from agentrl.config.errors import ConfigError, explain, unknown_setting
-from agentrl.config.renamed_settings import RENAMED
-from agentrl.config.setting_names import flag_of, nearest, settings_of
+from agentrl.config.setting_names import nearest, settings_of
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
 
 _PREFIX = "AGENTRL_"
 _OF_AGENTS = ("model", "gateway", "task")
-"""Variables that agents read: no settings, though old settings had these names."""
-_FILES = {
-    ".toml": TomlConfigSettingsSource,
-    ".yaml": YamlConfigSettingsSource,
-    ".yml": YamlConfigSettingsSource,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """What the command line said.
-
-    Attributes:
-        settings: nested, those that were given.
-        agent: the positional argument.
-        config: the file of settings.
-        resume: the run folder to continue.
-    """
-
-    settings: dict[str, Any]
-    agent: str | None
-    config: Path | None
-    resume: Path | None
+"""Variables that agents read: no settings, though a setting's name may end so."""
+_ANY_VALUE = "--sampler.vllm.args"
+"""Takes a value that begins with a hyphen."""
 
 
 def load(
-    command: type[Config], flags: Flags, environment: Mapping[str, str] = os.environ
+    command: type[Config], tokens: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> Config:
-    """Merge the sources and validate.
+    """Read the tokens after the command's name, merge them with the other sources, and validate.
 
     Raises:
         ConfigError: names each setting that is wrong, and the fix.
     """
-    given = _merged(
-        _from_file(command, flags.config) if flags.config else {},
+    given, rest = _parse_flags(command, tokens)
+    file, resume = given.pop("config"), given.pop("resume", None)
+    settings = _merged(
+        _read_file(file) if file else {},
         _from_environment(command, environment),
-        flags.settings,
-        {"agent": {"entrypoint": flags.agent}} if flags.agent else {},
+        *(_nested(name, value) for name, value in given.items()),
+        *({"agent": {"entrypoint": agent}} for agent in rest),
     )
-    before = _resumed(flags.resume, given) if flags.resume else {}
+    before = _resumed(resume, settings) if resume else {}
     try:
-        return command.model_validate(_merged(before, given))
+        return command.model_validate(_merged(before, settings))
     except ValidationError as error:
         raise ConfigError(explain(error, command)) from error
 
 
-def parse_flags(command: type[BaseModel], tokens: Sequence[str]) -> Flags:
-    """Read the tokens after the command's name.
+def resume_of(tokens: Sequence[str]) -> Path | None:
+    """Return the run folder that ``agentrl train`` is told to continue."""
+    return _parse_flags(COMMANDS["train"], tokens)[0]["resume"]
 
-    Raises:
-        ConfigError: there is no such flag; names its new name or the nearest one.
-    """
+
+def _parse_flags(
+    command: type[BaseModel], tokens: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags by the setting's name, and the agent where one is given."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     if command is COMMANDS["train"]:
         parser.add_argument("--resume", type=Path)
-    source = CliSettingsSource(
-        _settings_class(command),
-        root_parser=parser,
-        cli_parse_args=False,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_exit_on_error=False,
-    )
+    for setting in filter(lambda one: one.flags, settings_of(command)):
+        kind = setting.field.annotation
+        how = argparse.BooleanOptionalAction if kind is bool else "store"
+        how = "append" if get_origin(kind) is list else how
+        parser.add_argument(
+            *setting.flags, dest=setting.name, action=how, default=argparse.SUPPRESS
+        )
+    tokens = list(tokens)
+    if _ANY_VALUE in tokens[:-1]:
+        at = tokens.index(_ANY_VALUE)
+        tokens[at : at + 2] = [f"{_ANY_VALUE}={tokens[at + 1]}"]
     try:
-        given, rest = parser.parse_known_args(_in_full(tokens, command))
-        values = vars(given)
-        config, resume = values.pop("config"), values.pop("resume", None)
-        raw = {name: values.pop(name) for name in _raw_settings(command) if values.get(name)}
-        settings = source(parsed_args=given)()
-    except (argparse.ArgumentError, SettingsError) as error:
+        given, rest = parser.parse_known_args(tokens)
+    except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
-    for token in rest:
-        if token.startswith("-"):
-            raise ConfigError(_unknown_flag(token.partition("=")[0], command))
+    flags = [flag for setting in settings_of(command) for flag in setting.flags]
+    for flag in (token.partition("=")[0] for token in rest if token.startswith("-")):
+        near = nearest(flag, flags) or " See --help-all."
+        raise ConfigError(f"{flag}: there is no such flag.{near}")
     if len(rest) > 1:
         raise ConfigError(f"{rest[1]!r} is one argument too many: the agent is {rest[0]!r}")
-    for name, value in raw.items():
-        settings = _merged(settings, _nested(name, value if isinstance(value, str) else value[-1]))
-    return Flags(settings, rest[0] if rest else None, config, resume)
-
-
-def short_flags(command: type[BaseModel]) -> dict[str, str | list[str]]:
-    return getattr(command, "short_flags", {})
-
-
-def _raw_settings(command: type[BaseModel]) -> list[str]:
-    """Settings whose text the models read themselves: JSON, or names with commas."""
-    return [one.name for one in settings_of(command) if get_origin(one.field.annotation) is dict]
+    return vars(given), rest
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, list) and len(value) == 1:  # a list's flag, given once
+        value = value[0]
     for key in reversed(name.split(".")):
         value = {key: value}
     return value
@@ -140,82 +106,37 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _settings_class(command: type[BaseModel]) -> type[BaseSettings]:
-    """The command as pydantic-settings takes it; never instantiated."""
-    return cast(
-        "type[BaseSettings]", create_model(command.__name__, __base__=(BaseSettings, command))
-    )
+def _read_file(path: Path) -> dict[str, Any]:
+    import yaml
 
-
-def _in_full(tokens: Sequence[str], command: type[BaseModel]) -> list[str]:
-    """Replace short flags, and ``--x -y`` by ``--x=-y`` where a value may begin with a hyphen."""
-    long = {
-        f"--{short}": flag_of(name)
-        for name, flags in short_flags(command).items()
-        for short in ([flags] if isinstance(flags, str) else flags)
-    }
-    full: list[str] = []
-    for token in tokens:
-        flag, equals, value = token.partition("=")
-        if full and full[-1] == "--sampler.vllm.args":
-            full[-1] += f"={token}"
-        else:
-            full.append(long.get(flag, flag) + equals + value)
-    return full
-
-
-def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
-    name = flag.lstrip("-").replace("-", "_")
-    if name in RENAMED:
-        known = {setting.name for setting in settings_of(command)}
-        places = [flag_of(one) for one in RENAMED[name] if one in known]
-        if places:
-            return f"{flag}: is now {' or '.join(places)}"
-    flags = [setting.flag for setting in settings_of(command) if setting.flag]
-    for short in short_flags(command).values():
-        flags += [f"--{one}" for one in ([short] if isinstance(short, str) else short)]
-    return f"{flag}: there is no such flag.{nearest(flag, flags) or ' See --help-all.'}"
-
-
-def _from_file(command: type[BaseModel], path: Path) -> dict[str, Any]:
-    kind = _FILES.get(path.suffix)
-    if kind is None:
+    read = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+    if path.suffix not in read:
         raise ConfigError(f"config: {str(path)!r} must end in .toml, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"config: there is no file {str(path)!r}")
     try:
-        return kind(_settings_class(command), path)()
-    except (ValueError, OSError) as error:
+        found = read[path.suffix](path.read_text(encoding="utf-8")) or {}
+    except (ValueError, OSError, yaml.YAMLError) as error:
         raise ConfigError(f"config: cannot read {str(path)!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"config: {str(path)!r} must hold tables of settings")
+    return found
 
 
 def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) -> dict[str, Any]:
     known = {setting.name for setting in settings_of(command)}
-    tables = {name for name in known if "." not in name}
-    ours: dict[str, str] = {}
+    of_any = {one.name for kind in COMMANDS.values() for one in settings_of(kind)}
+    ends = {one.rpartition(".")[2] for one in known}.difference(_OF_AGENTS)
+    given: dict[str, Any] = {}
     for variable, value in environment.items():
         if not variable.startswith(_PREFIX):
             continue
         name = variable.removeprefix(_PREFIX).lower().replace("__", ".")
-        if name in known or name.partition(".")[0] in tables:
-            ours[variable] = value
-        elif "." in name and not _of_another_command(name):
+        if name in known or name.partition(".")[0] in known:  # a row of a table
+            given = _merged(given, _nested(name, value))
+        elif name in ends or ("." in name and name not in of_any):
             raise ConfigError(f"{variable}: {unknown_setting(name, command)}")
-        elif name in RENAMED and name not in _OF_AGENTS:
-            places = [_PREFIX + one.upper().replace(".", "__") for one in RENAMED[name]]
-            raise ConfigError(f"{variable}: is now {' or '.join(places)}")
-    source = EnvSettingsSource(
-        _settings_class(command), env_prefix=_PREFIX, env_nested_delimiter="__"
-    )
-    source.env_vars = {name.lower(): value for name, value in ours.items()}
-    try:
-        return source()
-    except SettingsError as error:
-        raise ConfigError(f"{error}: it is not valid JSON") from error
-
-
-def _of_another_command(name: str) -> bool:
-    return any(name == one.name for command in COMMANDS.values() for one in settings_of(command))
+    return given
 
 
 def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,5 +153,5 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = settings["algorithm"]
     for what in ("loss", "estimator"):
         if given.get("algorithm", {}).get(what, algorithm[what]) != algorithm[what]:
-            algorithm.pop(table_of_estimator(algorithm[what]), None)
+            algorithm.pop(table_of(algorithm[what]), None)
     return settings

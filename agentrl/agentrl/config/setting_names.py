@@ -1,4 +1,4 @@
-"""The settings of a command by their dotted names, as read from its models.
+"""The settings of a command by their dotted names, and the words for a name that is none.
 
 Knows no values: files, flags and the environment are ``loading``'s.
 """
@@ -25,15 +25,19 @@ class Setting:
     Attributes:
         name: dotted, as in ``rollouts.group_size``.
         field: its type, default and description.
+        short: its short flags without dashes.
     """
 
     name: str
     field: FieldInfo
+    short: tuple[str, ...]
 
     @property
-    def flag(self) -> str:
-        """Its flag; empty for the rows of a table, which have none."""
-        return "" if NAME in self.name else flag_of(self.name)
+    def flags(self) -> list[str]:
+        """Its flags, the short ones last; none for a row of a table."""
+        if NAME in self.name:
+            return []
+        return [flag_of(self.name), *(f"--{one}" for one in self.short)]
 
     @property
     def meaning(self) -> str:
@@ -48,7 +52,7 @@ class Setting:
     def default(self) -> str | None:
         """Its default as a file would say it; None where there is none, or it is chosen later."""
         default = self.field.get_default(call_default_factory=True)
-        if default is None or default is PydanticUndefined or default in ({}, []):
+        if default in (None, PydanticUndefined, {}, []):
             return None
         if isinstance(default, bool):
             return str(default).lower()
@@ -59,48 +63,44 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """Yield the settings of a command (or of a table) in their order; tables are walked into."""
+def settings_of(command: type[BaseModel]) -> Iterator[Setting]:
+    """Yield the settings of a command in their order; tables are walked into."""
+    short: dict[str, tuple[str, ...]] = getattr(command, "short_flags", {})
+    for name, field in _fields(command, ""):
+        yield Setting(name, field, short.get(name, ()))
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for key, field in model.model_fields.items():
-        name = prefix + key
-        if (table := _table(field)) is not None:
-            yield from settings_of(table, f"{name}.")
-        else:
-            yield Setting(name, field)
-            if (row := _row(field)) is not None:
-                yield from settings_of(row, f"{name}.{NAME}.")
+        if table := model_in(field.annotation):
+            yield from _fields(table, f"{prefix}{key}.")
+            continue
+        yield prefix + key, field
+        arguments = get_args(field.annotation)
+        if len(arguments) == 2 and (row := model_in(arguments[1])):
+            yield from _fields(row, f"{prefix}{key}.{NAME}.")
 
 
-def tables_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The tables directly under a model, by name."""
-    found = {name: _table(field) for name, field in model.model_fields.items()}
-    return {name: table for name, table in found.items() if table is not None}
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return a type that is the model of a table; None for other types."""
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_model else None
 
 
-def field_at(model: type[BaseModel], location: Iterable[int | str]) -> tuple[FieldInfo | None, str]:
-    """Find the setting that a validation error is about.
+def setting_at(
+    command: type[BaseModel], location: Iterable[int | str]
+) -> tuple[Setting | None, str]:
+    """Find the setting that a validation error is about, and its name as the user wrote it.
 
-    Returns:
-        Its field, None where the location is a table or unknown; and its dotted name.
+    The setting is None where the location is a table or unknown.
     """
-    names: list[str] = []
-    inside: type[BaseModel] | None = model
-    row: type[BaseModel] | None = None
-    field = None
-    for part in location:
-        if inside is not None:
-            field = inside.model_fields.get(str(part))
-            if field is None:
-                return None, ".".join([*names, str(part)])
-            inside, row = _table(field), _row(field)
-        elif row is not None and isinstance(part, str) and part != "[key]":
-            inside, row = row, None
-        else:
-            break
-        names.append(str(part))
-    return (None if inside is not None and field is not None and row is None else field), ".".join(
-        names
-    )
+    known = {one.name: one for one in settings_of(command)}
+    parts = [str(part) for part in location]
+    for end in range(len(parts), 0, -1):
+        name, row = ".".join(parts[:end]), ".".join([parts[0], NAME, *parts[2:end]])
+        if found := known.get(name) or known.get(row):
+            return found, name
+    return None, ".".join(parts)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -110,23 +110,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
         names = [*dict.fromkeys(one.partition(".")[0] for one in names), *names]
     last = name.rpartition(".")[2]
     same = [one for one in names if one.rpartition(".")[2] == last]  # the wrong table
-    near = same or difflib.get_close_matches(name, names, n=1)
+    near = sorted(same, key=lambda one: (NAME in one, one.count("."))) or difflib.get_close_matches(
+        name, names, n=1
+    )
     if not near:
         ends = {one.rpartition(".")[2]: one for one in names}
         near = [ends[one] for one in difflib.get_close_matches(last, ends, n=1)]
     return f" Did you mean {near[0]}?" if near else ""
-
-
-def _table(field: FieldInfo) -> type[BaseModel] | None:
-    return _model(field.annotation)
-
-
-def _row(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a row, of a table whose keys the user chooses."""
-    arguments = get_args(field.annotation)
-    return _model(arguments[1]) if len(arguments) == 2 else None
-
-
-def _model(annotation: Any) -> type[BaseModel] | None:
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_model else None

@@ -9,32 +9,28 @@ Relative paths are relative to the working directory. Checks that concern severa
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agentrl.config import algorithm_options as options
-from agentrl.config import checks
 from agentrl.config.fields import (
     Count,
     HttpUrl,
+    Names,
     NonNegative,
     Positive,
     Share,
     Table,
     Variable,
     Whole,
-)
+    from_json,
+    from_names,
+    names_as_table,
+)  # fmt: skip
 from agentrl.config.secrets import check_params
 
 Policy = Literal["retry", "drop"] | float
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class AgentSettings(Table):
@@ -52,7 +48,7 @@ class TrainAgentSettings(AgentSettings):
 
 
 class RunAgentSettings(AgentSettings):
-    task: Annotated[dict[str, Any], BeforeValidator(checks.from_json)]
+    task: Annotated[dict[str, Any], BeforeValidator(from_json)]
     """The task: a JSON object, passed to the agent unchanged."""
 
 
@@ -66,6 +62,11 @@ class EvaluationSettings(Table):
     several samples per task, the training's (`agentrl eval`: 1)."""
     success_reward: float = 1.0
     """Reward from which an evaluated rollout counts as a success."""
+
+    def sample_several(self, sampler: SamplerSettings) -> None:
+        """Take the sampler's temperature for several samples, unless one is given."""
+        if self.samples > 1 and "temperature" not in self.model_fields_set:
+            self.temperature = sampler.temperature
 
 
 class TrainEvaluationSettings(EvaluationSettings):
@@ -113,7 +114,14 @@ class RunnerSettings(Table):
     @model_validator(mode="before")
     @classmethod
     def _read_place(cls, given: Any) -> Any:
-        return checks.runners_on_ray(given)
+        """Read ``runners = "ray:16"`` as 16 runners on Ray, and ``"ray"`` as the default number."""
+        if not isinstance(given, dict):
+            return given
+        place, _, count = str(given.get("runners", "")).partition(":")
+        if place != "ray":
+            return given
+        rest = {name: value for name, value in given.items() if name != "runners"}
+        return {**rest, "runners_on": "ray"} | ({"runners": count} if count else {})
 
 
 class RolloutSettings(RunnerSettings):
@@ -166,49 +174,6 @@ class LearningSettings(Table):
     """Tokens per forward pass; lower saves memory. By default 4096 on a CPU, 16384 on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
-
-
-class AlgorithmSettings(Table):
-    """Advantages and losses. A loss and an estimator have their options in their own tables."""
-
-    loss: options.RewardLoss = "importance_sampling"
-    """Loss, with Tinker's semantics."""
-    estimator: options.Estimator = "grpo"
-    """How rewards become advantages."""
-    length_normalization: Literal["token", "sequence", "rollout", "constant"] | None = None
-    """The loss is a mean over tokens (default), sequences, rollouts, or a constant (dr_grpo's)."""
-    length_constant: Count | None = None
-    """That constant number of tokens; by default sampler.max_tokens."""
-    truncated: Literal["train", "skip"] = "train"
-    """Train on answers cut off at their token limit, or skip them."""
-    off_policy: Literal["train", "weight", "skip"] = "train"
-    """Answers sampled greedily, with top-p, top-k, a bias or a grammar: train on them unchanged,
-    weight those whose weight is known, or skip them."""
-    skip_agents: list[str] = Field(default_factory=list[str])
-    """Agents whose calls never train, such as title or summar* (patterns)."""
-    ppo: options.PpoSettings = options.PpoSettings()
-    cispo: options.ClipSettings = options.ClipSettings()
-    dro: options.DroSettings = options.DroSettings()
-    gspo: options.GspoSettings = options.GspoSettings()
-    dppo: options.DppoSettings = options.DppoSettings()
-    grpo: options.GroupSettings = options.GroupSettings()
-    rloo: options.GroupSettings = options.GroupSettings()
-    reinforce_plus_plus: options.DeviationSettings = options.DeviationSettings()
-    turn: options.TurnSettings = options.TurnSettings()
-    gigpo: options.GigpoSettings = options.GigpoSettings()
-    gae: options.GaeSettings = options.GaeSettings()
-    kl: options.KlSettings = options.KlSettings()
-    correction: options.CorrectionSettings = options.CorrectionSettings()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_tables(cls, given: Any) -> Any:
-        return checks.only_chosen_tables(given, cls)
-
-    @model_serializer(mode="wrap")
-    def _chosen_tables(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the tables of losses and estimators that are not chosen."""
-        return {k: v for k, v in dump(self).items() if k not in checks.unchosen_tables(self)}
 
 
 class ModelSettings(Table):
@@ -272,11 +237,6 @@ class SamplerSettings(Table):
     max_tokens: Count = 256
     """Longest answer in tokens where the request sets no limit."""
     vllm: VllmSamplerSettings = VllmSamplerSettings()
-
-    @model_validator(mode="after")
-    def _check_vllm(self) -> Self:
-        checks.check_vllm(self)
-        return self
 
 
 class TinkerSettings(Table):
@@ -348,8 +308,8 @@ class TrainRunSettings(RunFolderSettings):
     key is in TINKER_API_KEY). The agent runs here either way."""
     store: str | None = None
     """Store: a path or PostgreSQL URL; by default a file in the run folder."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default_factory=list[Literal["tensorboard", "wandb", "trackio"]]
+    trackers: Annotated[list[Tracker], BeforeValidator(from_names)] = Field(
+        default_factory=list[Tracker]
     )
     """Experiment trackers that also get the metrics; packages of their own."""
     keep_checkpoints: Count = 3
@@ -374,10 +334,10 @@ class OtherModelSettings(Table):
     """Seconds after which one try is canceled."""
     num_retries: Whole = 2
     """Further tries after a failure."""
-    fallbacks: list[str] = Field(default_factory=list[str])
+    fallbacks: Names = Field(default_factory=list[str])
     """Other models of this table to call when it fails."""
-    params: Annotated[dict[str, Any], AfterValidator(check_params)] = Field(
-        default_factory=dict[str, Any]
+    params: Annotated[dict[str, Any], BeforeValidator(from_json), AfterValidator(check_params)] = (
+        Field(default_factory=dict[str, Any])
     )
     """More of LiteLLM's parameters; no keys: os.environ/NAME stands for one in the environment, as
     in extra_headers = {authorization = "Bearer os.environ/NAME"}."""
@@ -386,12 +346,12 @@ class OtherModelSettings(Table):
 class AdapterSettings(Table):
     """One of several adapters that train together."""
 
-    agents: Annotated[list[str], Field(min_length=1)] | None = None
+    agents: Annotated[Names, Field(min_length=1)] | None = None
     """Agents (roles) that train it. It answers their calls that name no other adapter, and only
     theirs train it. By default every call that it answers."""
-    rewards: Annotated[list[str], Field(min_length=1)] | None = None
+    rewards: Annotated[Names, Field(min_length=1)] | None = None
     """Names of the rewards that count for it, summed; by default all of them."""
 
 
-OtherModels = Annotated[dict[str, OtherModelSettings], BeforeValidator(checks.from_json)]
-Adapters = Annotated[dict[str, AdapterSettings], BeforeValidator(checks.names_as_table)]
+OtherModels = Annotated[dict[str, OtherModelSettings], BeforeValidator(from_json)]
+Adapters = Annotated[dict[str, AdapterSettings], BeforeValidator(names_as_table)]

@@ -1,4 +1,4 @@
-"""Reading task files (JSON lines, one object a line), and how many steps they make."""
+"""Read task files (JSON lines, one object a line), and count the steps that they make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl_tracer.schemas import Json
 
 
 def load_tasks(path: Path, field: str) -> list[Json]:
-    """The tasks in a JSON-lines file.
+    """Return the tasks in a JSON-lines file.
 
     Raises:
         ConfigError: names ``field``, the file and the line that cannot be read.
@@ -24,23 +24,21 @@ def load_tasks(path: Path, field: str) -> list[Json]:
         raise ConfigError(f"{field}: cannot read {str(path)!r}: {error.strerror}") from error
     tasks: list[Json] = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+        where = f"{field}: {path}, line {number} is"
         try:
-            task = json.loads(line)
+            task = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{field}: {path}, line {number} is not JSON: {error.msg}") from error
-        if not isinstance(task, dict):
+            raise ConfigError(f"{where} not JSON: {error.msg}") from error
+        if isinstance(task, dict):
+            tasks.append(task)
+        elif line.strip():
             kind = type(task).__name__
-            raise ConfigError(
-                f'{field}: {path}, line {number} is a JSON {kind}; give an object, like {{"n": 1}}'
-            )
-        tasks.append(task)
+            raise ConfigError(f'{where} a JSON {kind}; give an object, like {{"n": 1}}')
     if not tasks:
         raise ConfigError(f"{field}: {path} holds no tasks")
     return tasks
 
 
 def steps_of(config: TrainConfig, tasks: Sequence[Json]) -> int:
-    """By default those of one epoch."""
+    """Return the steps of the run: by default those of one epoch."""
     return config.run.steps or math.ceil(len(tasks) / config.rollouts.batch_size)

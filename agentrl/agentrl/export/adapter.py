@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.errors import ConfigError
 from agentrl.config.recorded import recorded
@@ -35,7 +36,7 @@ def export(
     adapter: str | None,
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Writes a PEFT folder, or a whole model with the adapter merged into its weights.
+    """Write a PEFT folder, or a whole model with the adapter merged into its weights.
 
     Args:
         source: a run folder, ``RUN@STEP``, or a PEFT folder.
@@ -49,91 +50,78 @@ def export(
         ConfigError: there is nothing to export, or ``out`` exists, or the base is not known.
         ModelError: the two cannot be merged.
     """
-    name, peft = _the_adapter(source, adapter)
-    if out.exists():
-        raise ConfigError(f"out: {str(out)!r} exists already; give a folder that does not")
-    base = model or _base_of(source, peft)
-    if base is None:
-        raise ConfigError(
-            "model: neither the run nor adapter_config.json tells the base model; give --model"
-        )
-    trusted = trust_remote_code or (model is None and _run_trusts(source))
-    if not merged:
-        from agentrl_trainer.models.loading import resolve_model
+    from agentrl_trainer.models.loading import resolve_model
 
-        shutil.copytree(peft, out)
-        trusting = _trusting(trusted)
-        ours = shlex.join(
-            ["agentrl", "serve", "--adapter-path", str(out), "--model", base, *trusting]
-        )
-        theirs = shlex.join(["vllm", "serve", resolve_model(base), *trusting])
-        theirs = f"{theirs} {_lora_options(name, out)}"
-        return Exported(out, False, {"agentrl": [ours], "vLLM": [theirs]})
-    from agentrl.export.merge import merge
-
-    merge(peft, base, out, trust_remote_code=trusted)
-    trusting = _trusting("auto_map" in json.loads((out / "config.json").read_text("utf-8")))
-    servers = {
-        "agentrl": [shlex.join(["agentrl", "serve", "--model", str(out), *trusting])],
-        "vLLM": [shlex.join(["vllm", "serve", str(out), *trusting])],
-        "Ollama, by way of llama.cpp": ollama.commands(out),
-    }
-    return Exported(out, True, servers)
-
-
-def _lora_options(name: str, folder: Path) -> str:
-    """vLLM's, for one adapter."""
-    rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-    options = "--enable-lora"
-    if rank > 16:  # vLLM's own limit
-        options += f" --max-lora-rank {1 << (rank - 1).bit_length()}"
-    if not adapts_experts(folder):
-        return f"{options} --lora-modules {shlex.quote(f'{name}={folder}')}"
-    lora = json.dumps({"name": name, "path": str(folder), "is_3d_lora_weight": True})
-    return f"{options} --enable-mixed-moe-lora-format --lora-modules {shlex.quote(lora)}"
-
-
-def _the_adapter(source: str, name: str | None) -> tuple[str, Path]:
     found = find_adapters(source, "source")
-    if name is None and len(found) > 1:
+    if adapter is None and len(found) > 1:
         raise ConfigError(f"adapter: choose one of {', '.join(sorted(found))}")
-    name = name or next(iter(found))
+    name = adapter or next(iter(found))
     if name not in found:
         raise ConfigError(f"adapter: {name!r} is not there; there is {', '.join(sorted(found))}")
-    return name, found[name]
-
-
-def _run_trusts(source: str) -> bool:
-    """Whether the run behind ``source``, if it is one, ran the code that comes with its model."""
+    if out.exists():
+        raise ConfigError(f"out: {str(out)!r} exists already; give a folder that does not")
     run, _ = run_and_step(source)
-    return run.config.is_file() and bool(recorded(run.read_config(), "model.trust_remote_code"))
+    settings = run.read_config() if run.config.is_file() else {}
+    base = model or _base_of(recorded(settings, "model.name"), found[name])
+    trusted = trust_remote_code or (
+        model is None and recorded(settings, "model.trust_remote_code", False)
+    )
+    if merged:
+        from agentrl.export.merge import merge
+
+        merge(found[name], base, out, trust_remote_code=trusted)
+        trusted = "auto_map" in _read(out / "config.json")
+        ours, theirs = ["--model", str(out)], [str(out)]
+    else:
+        shutil.copytree(found[name], out)
+        ours = ["--adapter-path", str(out), "--model", base]
+        theirs = [resolve_model(base), *_lora_options(name, out)]
+    trusting = ["--trust-remote-code"] if trusted else []
+    servers = {
+        "agentrl": [shlex.join(["agentrl", "serve", *ours, *trusting])],
+        "vLLM": [shlex.join(["vllm", "serve", *theirs, *trusting])],
+    }
+    if merged:
+        servers["Ollama, by way of llama.cpp"] = ollama.commands(out)
+    return Exported(out, merged, servers)
 
 
-def _trusting(trusted: bool) -> list[str]:
-    """The flag of agentrl's and vLLM's servers."""
-    return ["--trust-remote-code"] if trusted else []
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _base_of(source: str, peft: Path) -> str | None:
-    """The base model by the name that the run has for it, else as PEFT's folder tells.
+def _lora_options(name: str, folder: Path) -> list[str]:
+    """vLLM's, for one adapter."""
+    rank = _read(folder / "adapter_config.json")["r"]
+    options = ["--enable-lora"]
+    if rank > 16:  # vLLM's own limit
+        options += ["--max-lora-rank", str(1 << (rank - 1).bit_length())]
+    lora = f"{name}={folder}"
+    if adapts_experts(folder):
+        options.append("--enable-mixed-moe-lora-format")
+        lora = json.dumps({"name": name, "path": str(folder), "is_3d_lora_weight": True})
+    return [*options, "--lora-modules", lora]
+
+
+def _base_of(named: str | None, peft: Path) -> str:
+    """Return the base model by the name that the run has for it, else as PEFT's folder tells.
 
     Raises:
-        ConfigError: the two mean different models.
+        ConfigError: the two mean different models, or neither names one.
     """
     from agentrl_trainer.models.loading import ModelError, resolve_model
 
-    run, _ = run_and_step(source)
-    written = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
-    trained_on: str | None = written.get("base_model_name_or_path")
-    if not run.config.is_file():
-        return trained_on
-    named: str = recorded(run.read_config(), "model.name")
+    trained_on: str | None = _read(peft / "adapter_config.json").get("base_model_name_or_path")
+    if named is None and trained_on is None:
+        raise ConfigError(
+            "model: neither the run nor adapter_config.json tells the base model; give --model"
+        )
     places = {named}
     with contextlib.suppress(ModelError):  # a folder that is not there
-        places.add(resolve_model(named))
-    if trained_on is None or trained_on in places:
-        return named
-    raise ConfigError(
-        f"model: the run's config.json says {named!r}, but its adapter was trained on "
-        f"{trained_on!r} (adapter_config.json); give --model with the one that is right"
-    )
+        places.add(resolve_model(named or ""))
+    if named and trained_on and trained_on not in places:
+        raise ConfigError(
+            f"model: the run's config.json says {named!r}, but its adapter was trained on "
+            f"{trained_on!r} (adapter_config.json); give --model with the one that is right"
+        )
+    return str(named or trained_on)

@@ -59,19 +59,17 @@ def _untie(model: Any) -> None:
 
 
 def _refuse_shared(model: torch.nn.Module, name: str) -> None:
-    """No adapted weight may be in use elsewhere (Zamba's blocks): the update would be there too.
+    """Refuse an adapted weight that is in use elsewhere (Zamba's blocks): both would be updated.
 
-    As files have it: transformers would tie copies of such weights again when it loads them.
+    transformers would tie copies of such weights again when it loads them.
     """
-    uses: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for child, part in module.named_children():
-            for weight in part.parameters(recurse=False):
-                uses.setdefault(id(weight), []).append(f"{path}.{child}".replace(".base_layer", ""))
+    uses: dict[torch.Tensor, list[str]] = {}
+    for path, weight in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(weight, []).append(path.rpartition(".")[0].replace(".base_layer", ""))
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             for weight in module.get_base_layer().parameters(recurse=False):
-                if len(users := uses[id(weight)]) > 1:
+                if len(users := uses[weight]) > 1:
                     raise ModelError(
                         f"merged: {name!r} cannot be merged: {users[0]} and {users[1]} share one "
                         "weight, and the update of one would be the other's as well. Export the "

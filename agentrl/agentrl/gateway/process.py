@@ -130,9 +130,8 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     import torch
 
     from agentrl_proxy.app import create_app
-    from agentrl_proxy.dependencies import GatewayDependencies
+    from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
-    from agentrl_proxy.server.limits import ConnectionLimits
     from agentrl_tracer.store.writer import TraceWriter
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does

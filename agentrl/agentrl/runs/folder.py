@@ -1,4 +1,4 @@
-"""Where a run keeps its things on disk."""
+"""Where a run keeps its things on disk, and where adapters are found."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.config.commands import EvalConfig, ModelCommand, RunConfig
+from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
-from agentrl.config.settings import AdapterSettings
-from agentrl.runs.lock import LockedError, RunLock
+from agentrl.runs.lock import RunLock
 
-POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
+_POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
 
 
 class RunFolder:
@@ -38,22 +37,25 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs: Path, name: str | None, prefix: str) -> RunFolder:
-        """A new folder; a name already taken is refused rather than mixed up."""
-        if name is not None:
-            folder = cls(runs / name)
-            if folder.config.exists():
-                raise ConfigError(
-                    f"name: {str(folder.root)!r} exists already; give another name, "
-                    f"or go on with --resume {runs / name}"
-                )
-        else:
-            stamp = time.strftime("%Y%m%d-%H%M%S")
-            candidates = [f"{prefix}-{stamp}"] + [f"{prefix}-{stamp}-{i}" for i in range(2, 100)]
-            folder = cls(runs / next(c for c in candidates if not (runs / c).exists()))
+        """Make a new folder; by default its name is ``prefix`` and the time.
+
+        Raises:
+            ConfigError: the name is taken, or nothing can be written there.
+        """
+        if name is None:
+            stamp = f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"
+            names = [stamp, *(f"{stamp}-{i}" for i in range(2, 100))]
+            name = next(one for one in names if not (runs / one).exists())
+        folder = cls(runs / name)
+        if folder.config.exists():
+            raise ConfigError(
+                f"name: {str(folder.root)!r} exists already; give another name, "
+                f"or go on with --resume {runs / name}"
+            )
         try:
             folder.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"runs: {_unwritable(error)}") from error
+            raise _unwritable(error) from error
         return folder
 
     @classmethod
@@ -64,50 +66,38 @@ class RunFolder:
         return folder
 
     def lock(self) -> None:
-        """From now on this process is the only one that writes here, until it ends or this object
-        is gone.
+        """Let no other process write here until this one ends or this object is gone.
 
         Raises:
-            ConfigError: another process is; names it. Or nothing can be written here.
+            ConfigError: another process has the lock; names it. Or nothing can be written here.
         """
-        if self._lock is not None:
-            return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(self.root / "lock")
+            self._lock = self._lock or RunLock(self.root)
         except OSError as error:
-            raise ConfigError(f"runs: {_unwritable(error)}") from error
-        except LockedError as error:
-            raise ConfigError(
-                f"{self.root} is in use: {error.holder} is running it. Let it finish, or end it "
-                "first, then --resume it"
-            ) from error
+            raise _unwritable(error) from error
 
     def read_config(self) -> dict[str, Any]:
-        """The settings that the run goes by."""
+        """Return the settings of the run."""
         return json.loads(self.config.read_text(encoding="utf-8"))
 
     def adapter_version(self, name: str, version: int) -> Path:
-        """A path of its own per version: vLLM's prefix cache is keyed by path."""
+        """Return a path of its own for each version: vLLM's prefix cache is keyed by path."""
         return self.adapters / name / f"v{version:06d}"
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Replaces the file as a whole: a reader never sees half of it."""
-        temporary = path.with_suffix(path.suffix + ".tmp")
         text = json.dumps(strict(value), indent=2, default=str, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        _replace(path, text + "\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(_line(values))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows; a number that was not finite is None."""
-        if not self.metrics.exists():
-            return []
+        """Return the rows; a number that was not finite is None."""
         rows: list[dict[str, Any]] = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        lines = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
+        for line in lines.splitlines():
             try:
                 rows.append(strict(json.loads(line)))  # earlier versions wrote NaN
             except json.JSONDecodeError:  # torn by a kill; the store has the same numbers
@@ -115,19 +105,23 @@ class RunFolder:
         return rows
 
     def keep_metrics(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drops the rows that a resumed run will make again."""
-        kept = [_line(row) for row in self.read_metrics() if wanted(row)]
-        temporary = self.metrics.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, self.metrics)
+        """Drop the rows that a resumed run will make again."""
+        _replace(self.metrics, "".join(_line(row) for row in self.read_metrics() if wanted(row)))
 
 
-def _unwritable(error: OSError) -> str:
-    return f"cannot write {error.filename or 'there'}: {error.strerror}"
+def _unwritable(error: OSError) -> ConfigError:
+    return ConfigError(f"runs: cannot write {error.filename or 'there'}: {error.strerror}")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file as a whole: a reader never sees half of it."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def strict(value: Any) -> Any:
-    """The same without NaN and infinities, which JSON does not have: None in their place."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -141,14 +135,17 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(strict(row), allow_nan=False) + "\n"
 
 
+# ---- adapters
+
+
 def run_and_step(source: str | Path) -> tuple[RunFolder, str]:
-    """``runs/NAME@STEP`` in its parts; the step is empty where none is given."""
+    """Split ``runs/NAME@STEP``; the step is empty where none is given."""
     root, _, step = str(source).partition("@")
     return RunFolder(Path(root)), step
 
 
 def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
-    """The PEFT folders that ``source`` means, by the names that they have there.
+    """Return the PEFT folders that ``source`` means, by the names that they have there.
 
     Args:
         source: a run folder (its newest adapters), ``RUN@STEP``, a PEFT folder, or a folder of
@@ -160,14 +157,18 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
     """
     path = Path(source)
     run, step = run_and_step(source)
-    if fetched := how_to_fetch(path):
-        raise ConfigError(f"{field}: {str(source)!r} is on Tinker; fetch it first: {fetched[0]}")
     if (path / "adapter_config.json").is_file():
         found = {path.name: path}
     elif run.config.is_file():
         found = _adapters_of(run, step, field)
     else:
         found = {file.parent.name: file.parent for file in path.glob("*/adapter_config.json")}
+    for folder in (path, *found.values()):
+        if fetched := how_to_fetch(folder):
+            raise ConfigError(
+                f"{field}: {str(source)!r} is on Tinker; fetch it, and give the folder that it "
+                f"writes: {fetched[0]}"
+            )
     if not found:
         raise ConfigError(
             f"{field}: {str(source)!r} is no run folder, and no PEFT folder: it has no "
@@ -176,43 +177,33 @@ def find_adapters(source: str | Path, field: str) -> dict[str, Path]:
     return found
 
 
-def adapter_folders(
-    source: str | Path, config: ModelCommand, *, field: str = "adapter_path"
-) -> dict[str, Path]:
-    """The same, by the names that the configuration gives them.
+def adapter_folders(config: ModelCommand, source: str | Path | None) -> dict[str, Path]:
+    """Return the PEFT folders of ``adapter_path``, by the names that the configuration gives them.
 
     Raises:
         ConfigError: there is none, or one that ``config`` names is missing.
     """
-    found = find_adapters(source, field)
+    if source is None:
+        return {}
+    found = find_adapters(source, "adapter_path")
+    names = list(config.adapters) or sorted(found)
     if len(found) == 1:
         if config.sole_adapter is None:
             raise ConfigError(
-                f"{field}: {str(source)!r} is one adapter, but adapters names "
-                f"{', '.join(config.adapters)}; give the folder that holds theirs"
+                f"adapter_path: {str(source)!r} is one adapter, but adapters names "
+                f"{', '.join(names)}; give the folder that holds theirs"
             )
         return {config.sole_adapter: next(iter(found.values())).absolute()}
-    missing = [name for name in config.adapters if name not in found]
-    if missing:
+    if missing := [name for name in names if name not in found]:
         raise ConfigError(
-            f"{field}: {str(source)!r} has no folder {', '.join(missing)}; it has "
+            f"adapter_path: {str(source)!r} has no folder {', '.join(missing)}; it has "
             f"{', '.join(sorted(found))}"
         )
-    return {name: found[name].absolute() for name in config.adapters or sorted(found)}
-
-
-def adapters_to_serve(config: EvalConfig | RunConfig) -> dict[str, Path]:
-    """The fixed adapters of ``adapter_path``; the configuration learns the names that are there."""
-    adapters = (
-        adapter_folders(config.model.adapter_path, config) if config.model.adapter_path else {}
-    )
-    if not config.adapters:
-        config.adapters = {name: AdapterSettings() for name in adapters}
-    return adapters
+    return {name: found[name].absolute() for name in names}
 
 
 def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
-    """Each adapter of a run, as of a step or (empty) the newest one kept."""
+    """Return each adapter of a run, as of a step or (empty) the newest one kept."""
     found: dict[str, Path] = {}
     for folder in sorted(path for path in run.adapters.glob("*") if path.is_dir()):
         versions = {int(path.name[1:]): path for path in folder.glob("v*")}
@@ -224,19 +215,16 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
                 f"kept are those of: {kept}"
             )
         found[folder.name] = versions[version]
-        if fetched := how_to_fetch(versions[version]):
-            raise ConfigError(
-                f"{field}: adapter {folder.name!r} of {run.root} is on Tinker; fetch it, and give "
-                f"the folder that it writes: {fetched[0]}"
-            )
     return found
 
 
-def how_to_fetch(adapter: Path) -> list[str]:
-    """The commands that bring an adapter here that is on Tinker, or several in folders of their
-    own; none where the weights are here."""
-    found: list[str] = []
-    for pointer in sorted({*adapter.glob(POINTER), *adapter.glob(f"*/{POINTER}")}):
-        said = json.loads(pointer.read_text(encoding="utf-8"))
-        found.append(f"tinker checkpoint download {said['state'] or said['path']}")
-    return found
+def how_to_fetch(folder: Path) -> list[str]:
+    """Return the commands that fetch the adapters in a folder, or in its folders, from Tinker.
+
+    Returns none where the weights are here.
+    """
+    said = [
+        json.loads(pointer.read_text(encoding="utf-8"))
+        for pointer in sorted({*folder.glob(_POINTER), *folder.glob(f"*/{_POINTER}")})
+    ]
+    return [f"tinker checkpoint download {one['state'] or one['path']}" for one in said]

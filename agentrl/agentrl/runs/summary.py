@@ -1,24 +1,24 @@
-"""How a run ended: what its folder keeps, and what the command line shows.
-
-Knows the run's folder and store. Does not know how it was trained.
-"""
+"""How a run ended: what its folder keeps, and what the command line shows."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl_tracer.schemas import Accounting, Call, CallState, Purpose
 from agentrl_tracer.store import Store
 
+_REPLIES = 4  # shown at most
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+
+class Reply(NamedTuple):
     """What the agent's model said to one held-out task, before and after."""
 
     prompt: str
@@ -57,7 +57,7 @@ def summarise(
     eval_ids: Sequence[str],
     seconds: Mapping[str, float],
 ) -> Summary:
-    """Puts the final adapters, the picture and ``summary.json`` into the folder.
+    """Put the final adapters, the picture and ``summary.json`` into the folder.
 
     Args:
         step: the last one.
@@ -66,33 +66,24 @@ def summarise(
     rows = folder.read_metrics()
     _keep_adapters(folder, adapters, step)
     draw_learning_curve(rows, f"{folder.name}: {model}", folder.picture)
-    accounting = store.accounting(run_id)
     summary = Summary(
         folder=folder,
         adapter=folder.adapter,
         steps=step,
         rewards=[row[REWARD] for row in rows if REWARD in row],
-        accounting=accounting,
+        accounting=store.accounting(run_id),
         held_out=sorted((row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row),
         replies=_replies(store, run_id, eval_ids, step),
         seconds={name: round(value, 2) for name, value in seconds.items()},
     )
-    folder.write_json(
-        folder.summary,
-        {
-            "steps": step,
-            "held_out": summary.held_out,
-            "reward": summary.rewards,
-            "seconds": summary.seconds,
-            "calls": {
-                "proxied": accounting.proxied,
-                "recorded": accounting.recorded,
-                "trained": accounting.trained,
-                "skipped": accounting.skipped,
-                "adds_up": accounting.adds_up,
-            },
-        },
-    )
+    written = {
+        "steps": step,
+        "held_out": summary.held_out,
+        "reward": summary.rewards,
+        "seconds": summary.seconds,
+        "calls": asdict(summary.accounting) | {"adds_up": summary.accounting.adds_up},
+    }
+    folder.write_json(folder.summary, written)
     return summary
 
 
@@ -104,20 +95,21 @@ def _keep_adapters(folder: RunFolder, adapters: Collection[str], step: int) -> N
         shutil.copytree(folder.adapter_version(name, step), final)
 
 
-def _replies(
-    store: Store, run_id: str, eval_ids: Sequence[str], step: int, count: int = 4
-) -> list[Reply]:
-    """Replies to the same held-out tasks before the first step and after the last."""
+def _replies(store: Store, run_id: str, eval_ids: Sequence[str], step: int) -> list[Reply]:
+    """Return replies to the same held-out tasks before the first step and after the last."""
     before, after = (_first_calls(store, run_id, at) for at in (0, step))
-    shared = [task for task in eval_ids if task in before and task in after]
     return [
-        Reply(_prompt(before[task]), _answer(before[task]), _answer(after[task]))
-        for task in shared[:count]
+        Reply(
+            prompt_excerpt(before[task].request),
+            answer_excerpt(before[task].response),
+            answer_excerpt(after[task].response),
+        )
+        for task in [one for one in eval_ids if one in before and one in after][:_REPLIES]
     ]
 
 
 def _first_calls(store: Store, run_id: str, step: int) -> dict[str, Call]:
-    """The first answered call of each evaluation rollout of a step, by task."""
+    """Return the first answered call of each evaluation rollout of a step, by task."""
     rollouts = store.rollouts(run_id, step=step, purpose=Purpose.EVAL)
     by_id = {rollout.id: rollout.task_id for rollout in rollouts}
     found: dict[str, Call] = {}
@@ -125,16 +117,3 @@ def _first_calls(store: Store, run_id: str, step: int) -> dict[str, Call]:
         if call.state is CallState.COMPLETED and call.rollout_id:
             found.setdefault(by_id[call.rollout_id], call)
     return found
-
-
-def _prompt(call: Call) -> str:
-    messages = (call.request or {}).get("messages") or [{}]
-    return str(messages[-1].get("content", ""))
-
-
-def _answer(call: Call) -> str:
-    choices = (call.response or {}).get("choices") or [{}]
-    message = choices[0].get("message", {})
-    tools = [tool.get("function", {}) for tool in message.get("tool_calls") or []]
-    said = [f"{tool.get('name')}({tool.get('arguments')})" for tool in tools]
-    return " ".join(filter(None, [message.get("content"), *said]))

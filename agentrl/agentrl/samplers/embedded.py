@@ -139,7 +139,8 @@ class EmbeddedSampler:
         ids = list(prompt_ids)
         try:
             # Shielded: the engine's thread must not set the result of a canceled future.
-            scored = await asyncio.shield(asyncio.wrap_future(self.engine.score(ids, adapter, top)))
+            scoring = self.engine.score([ids], adapter, top)
+            [scored] = await asyncio.shield(asyncio.wrap_future(scoring))
         except RequestError as error:
             raise _refusal(error) from error
         events: list[TokenEvent] = []

@@ -158,7 +158,7 @@ class RolloutQueue:
     def under_way(self) -> tuple[int, int]:
         """Return the numbers of finished and of all rollouts of later steps."""
         ids = _ids(self._groups)
-        return len(ids) - self._store.unfinished(ids), len(ids)
+        return len(ids) - len(self._store.unfinished_ids(ids)), len(ids)
 
     # ---- interruptions
 

@@ -285,7 +285,7 @@ class Session:
         ids = self.store.enqueue(self.run_id, new, first=True)
 
         def check() -> tuple[int, int, bool]:
-            done = len(ids) - self.store.unfinished(ids)
+            done = len(ids) - len(self.store.unfinished_ids(ids))
             return done, len(ids), done == len(ids)
 
         self.wait(check, on_progress)

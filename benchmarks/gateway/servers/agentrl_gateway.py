@@ -71,9 +71,8 @@ def main(port: int, store_url: str, run_id: str, *options: str) -> None:
         from transformers import AutoTokenizer
 
         from agentrl_proxy.app import create_app
-        from agentrl_proxy.dependencies import GatewayDependencies
+        from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
         from agentrl_proxy.rendering.renderer import Renderer
-        from agentrl_proxy.server.limits import ConnectionLimits
         from agentrl_proxy.server.uvicorn import bind, serve_on
         from agentrl_tracer.store.writer import TraceWriter
 

@@ -13,12 +13,7 @@ from agentrl_proxy.errors import ApiError, invalid
 
 log = logging.getLogger("agentrl.proxy")
 
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-}
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def api_error(
@@ -38,7 +33,9 @@ def api_error(
     said = f"{type(error).__name__}: {clean(getattr(error, 'message', None) or str(error))}"
     status = getattr(error, "status_code", None)
     causes = list(_causes(error))
-    in_litellm = is_python_error(causes[-1])  # its code failed on the request, or on the answer
+    # Its code met a value that it was not made for. It raises a bare ``Exception`` for messages
+    # that it cannot read; errors of sockets are different.
+    in_litellm = type(causes[-1]).__module__ == "builtins" and not isinstance(causes[-1], OSError)
     if isinstance(error, openai.APITimeoutError):
         status, code, what = 504, "provider_timeout", f"the model {model!r} did not answer in time"
     # LiteLLM's own APIConnectionError may be anything; these are about connections.
@@ -58,14 +55,8 @@ def api_error(
         status, code, what = 502, "provider_error", f"the call to the model {model!r} failed"
     kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
     after = next(filter(None, map(_retry_after, causes)), None)
-    headers = {} if after is None else {"retry-after": clean(after)}
+    headers = None if after is None else {"retry-after": clean(after)}
     return ApiError(status, f"{what}: {said}", kind=kind, code=code, headers=headers), status
-
-
-def is_python_error(error: BaseException) -> bool:
-    """Whether code met a value that it was not made for; errors of sockets are different.
-    LiteLLM raises a bare ``Exception`` for messages that it cannot read."""
-    return type(error).__module__ == "builtins" and not isinstance(error, OSError)
 
 
 def without_cause(error: Exception, said: str) -> tuple[Any, BaseException, Any]:
@@ -81,8 +72,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _provider_code(error: BaseException) -> str | None:
     """The provider's own code (``context_length_exceeded``, ...), if it gave one."""
-    code = getattr(error, "code", None)
-    body = getattr(error, "body", None)
+    code, body = getattr(error, "code", None), getattr(error, "body", None)
     if isinstance(body, dict):
         inner = body.get("error")
         code = (inner if isinstance(inner, dict) else body).get("code", code)
@@ -91,9 +81,11 @@ def _provider_code(error: BaseException) -> str | None:
 
 def _retry_after(error: BaseException) -> str | None:
     response = getattr(error, "response", None)
-    for source in (error, response):
-        name = "litellm_response_headers" if source is error else "headers"
-        value = (getattr(source, name, None) or {}).get("retry-after")
+    for headers in (
+        getattr(error, "litellm_response_headers", None),
+        getattr(response, "headers", None),
+    ):
+        value = (headers or {}).get("retry-after")
         if isinstance(value, str) and value.isascii() and value.isprintable():
             return value
     return None

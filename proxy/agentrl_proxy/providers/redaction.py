@@ -27,10 +27,14 @@ class Redaction:
     """Replaces the secrets of these models in texts by ``[key]``."""
 
     def __init__(self, models: Iterable[ProviderModel]) -> None:
-        models = list(models)
-        found = {text for one in models for text in _secrets_of(one)}
-        if models:  # LiteLLM looks into the environment even if no model has a key
+        found = set[str]()
+        for model in models:
+            # LiteLLM looks into the environment even if no model has a key.
             found |= {v for name, v in os.environ.items() if name.upper().endswith(_ENVIRONMENT)}
+            url = urlsplit(model.api_base or "")
+            found |= {model.api_key or "", url.password or ""}
+            found |= {value for _, value in parse_qsl(url.query)}
+            found |= set(_in_params(model.params, secret=False))
         long_enough = (text for text in found if len(text) >= _SHORTEST)
         self._secrets = sorted(long_enough, key=len, reverse=True)
 
@@ -39,17 +43,6 @@ class Redaction:
         for secret in self._secrets:
             text = text.replace(secret, "[key]")
         return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " ..."
-
-
-def _secrets_of(model: ProviderModel) -> Iterator[str]:
-    if model.api_key:
-        yield model.api_key
-    if model.api_base:
-        url = urlsplit(model.api_base)
-        if url.password:
-            yield url.password
-        yield from (value for _, value in parse_qsl(url.query))
-    yield from _in_params(model.params, secret=False)
 
 
 def _in_params(value: object, *, secret: bool) -> Iterator[str]:

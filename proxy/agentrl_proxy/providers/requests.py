@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import invalid
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.protocols.completions import (
@@ -28,8 +28,7 @@ from agentrl_proxy.protocols.completions import (
 from agentrl_proxy.protocols.fields import check_body
 from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.responses import responses_as_chat
-from agentrl_proxy.providers.service import ProviderRequest, ProviderService
-from agentrl_proxy.server.sse import Write
+from agentrl_proxy.providers.service import ProviderRequest
 
 
 def provider_chat_request(raw: dict[str, Any]) -> ProviderRequest:
@@ -40,19 +39,19 @@ def provider_chat_request(raw: dict[str, Any]) -> ProviderRequest:
     """
     check_body(PROVIDER_CHAT, raw, ours=False)
     dialect = chat_objects.ChatDialect(include_usage=_include_usage(raw))
-    return _request(raw, raw, dialect, n=raw.get("n") or 1)
+    return ProviderRequest(raw, raw, dialect, raw.get("n") or 1)
 
 
 def provider_response_request(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
     """Read a request of ``/v1/responses``; raises like ``provider_chat_request``."""
-    return _request(raw, *responses_as_chat(raw, model.model))
+    return ProviderRequest(raw, *responses_as_chat(raw, model.model))
 
 
 def provider_message_request(
     raw: dict[str, Any], model: ProviderModel, *, counted: bool = False
 ) -> ProviderRequest:
     """Read a request of ``/v1/messages`` or its ``count_tokens``; raises like the others."""
-    return _request(raw, *messages_as_chat(raw, model.model, counted=counted))
+    return ProviderRequest(raw, *messages_as_chat(raw, model.model, counted=counted))
 
 
 def provider_completion_requests(
@@ -77,41 +76,8 @@ def provider_completion_requests(
     if logprobs is not None:
         in_text = model.model.startswith("text-completion-")  # there logprobs is a number
         chat |= {"logprobs": logprobs} if in_text else {"logprobs": True, "top_logprobs": logprobs}
-    requests: list[ProviderRequest] = []
-    for i, prompt in enumerate(prompts):
-        one = {**chat, "messages": [{"role": "user", "content": prompt}]}
-        requests.append(_request(raw, one, dialect, n=n, first_choice=i * n))
-    return requests, dialect
-
-
-class CountWork:
-    """A request of ``/v1/messages/count_tokens``. It records nothing, and ends with its client."""
-
-    keep_alone = False
-
-    def __init__(self, service: ProviderService, request: ProviderRequest) -> None:
-        self._service = service
-        self._request = request
-
-    async def run(self, write: Write | None) -> dict[str, int]:
-        return {"input_tokens": await self._service.count(self._request)}
-
-    def failed(self, error: ApiError) -> bytes:
-        return self._request.dialect.failed(error)
-
-
-def _request(
-    raw: dict[str, Any],
-    chat: dict[str, Any],
-    dialect: chat_objects.Dialect,
-    *,
-    n: int = 1,
-    first_choice: int = 0,
-) -> ProviderRequest:
-    if n == 1:  # Responses and Messages have no ``n``
-        chat = {name: value for name, value in chat.items() if name != "n"}
-    stream = bool(raw.get("stream"))
-    return ProviderRequest(raw["model"], chat, raw, dialect, stream, n, first_choice)
+    chats = [{**chat, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    return [ProviderRequest(raw, one, dialect, n, i * n) for i, one in enumerate(chats)], dialect
 
 
 def _include_usage(raw: Mapping[str, Any]) -> bool:

@@ -1,11 +1,14 @@
-"""Answer requests to providers' models (a judge, an answerer), and record them.
+"""Send requests to providers' models (a judge, an answerer) through LiteLLM, and record them.
 
-Knows what such a call leaves behind: rows without tokens, which never train. Does not know how it
-is sent (litellm.py), nor which protocol the client speaks (requests.py).
+Knows LiteLLM's Router, and what a call leaves behind: rows without tokens, which
+never train. Does not know which protocol the client speaks (requests.py).
 
 - A model that stands in for the policy is sampled as the rollout's settings force. If the provider
   refuses a forced setting (reasoning models take temperature 1 only), it is asked again without it,
   and the row names it in ``params["not_enforced"]``.
+- A provider is asked for a whole answer. A client that streams gets its events when the answer is
+  complete: LiteLLM streams one finish reason for several choices, drops or estimates usage, and
+  passes each provider's own ways of cutting tool calls and thoughts.
 - The usage that a provider reports counts in the rollout's budget. LiteLLM invents one where the
   provider reports none; that is not recorded, and ``params["usage_unknown"]`` says why.
 - A provider's key goes to that provider only. Of a request's fields only OpenAI's own are passed on
@@ -14,6 +17,7 @@ is sent (litellm.py), nor which protocol the client speaks (requests.py).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -21,16 +25,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
+from agentrl_proxy.errors import invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
-from agentrl_proxy.providers.failures import api_error
-from agentrl_proxy.providers.litellm import ProviderClient
+from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
+from agentrl_proxy.providers import litellm_setup
+from agentrl_proxy.providers.failures import api_error, without_cause
 from agentrl_proxy.providers.redaction import Redaction
-from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.lifecycle import OpenCall
-from agentrl_proxy.requests.rate_limits import Admission, Slot
+from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import latest_state, open_calls
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
@@ -49,32 +54,33 @@ _RECORDED = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "sto
 class ProviderRequest:
     """A checked request to a provider's model, or one of its bare prompts."""
 
-    name: str
-    chat: Mapping[str, Any]  # the request in the fields of chat completions
     raw: dict[str, Any]  # the wire request
+    chat: Mapping[str, Any]  # the same in the fields of chat completions
     dialect: chat_objects.Dialect
-    stream: bool
     n: int = 1
     first_choice: int = 0  # index in the response of this prompt's first choice
+
+    @property
+    def name(self) -> str:
+        return self.raw["model"]
 
 
 @dataclass(slots=True)
 class ProviderCall(OpenCall):
     """An accepted request to a provider's model."""
 
-    name: str
+    request: ProviderRequest
     fields: dict[str, Any]  # LiteLLM's arguments
-    dialect: chat_objects.Dialect
-    first_choice: int
     rows: list[Call]  # one per choice
-    forced: tuple[str, ...]  # fields that the rollout's settings force
-    params: dict[str, Any] = field(default_factory=dict[str, Any])  # added to the rows' params
-    streamed: StreamedAnswer | None = None
-    last_chunks: list[bytes] = field(default_factory=list[bytes])
+    forced: frozenset[str]  # fields that the rollout's settings force
+    params: dict[str, Any] = field(  # added to the rows' params
+        default_factory=lambda: {"usage_unknown": "the answer did not come to its end"}
+    )
     sent: bool = False  # whether LiteLLM has sent it to the provider
 
-    def on_sent(self) -> None:
-        self.sent = True
+    def log_event(self, details: dict[str, Any]) -> None:
+        """Take an event of LiteLLM's log."""
+        self.sent |= details.get("log_event_type") == "pre_api_call"
 
 
 class ProviderService:
@@ -93,11 +99,14 @@ class ProviderService:
         self._admission = admission
         self._models = deps.provider_models
         self._redaction = Redaction(self._models.values())
-        self._client = ProviderClient(self._models, self._redaction)
+        self._router: asyncio.Task[Any] | None = None
         self._refused: dict[str, set[str]] = {}  # forced settings that a model refuses
 
     def start(self) -> None:
-        self._client.start()
+        """Start importing LiteLLM, so that the first request need not wait for it."""
+        if self._models:
+            making = asyncio.to_thread(litellm_setup.make_router, self._models)
+            self._router = asyncio.create_task(making)
 
     def model_of(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """Return the provider's model that a request names, if it does."""
@@ -111,97 +120,50 @@ class ProviderService:
         caller: Caller,
         headers: Mapping[str, str],
     ) -> ProviderCall:
-        """Open the rows of a request.
-
-        Raises:
-            ApiError: the gateway refuses it. Then it has no row.
-        """
+        attempt, model = caller.attempt, self._models[request.name]
         slot = self._admission.enter(0)
         try:
-            return await self._accept(request, heading, caller, headers, slot)
+            memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+            seq, forced = 0, dict[str, Any]()
+            if attempt is not None and memory is not None:
+                # Its tokens are known only when the provider has answered.
+                await self._admission.within_budget(attempt, memory, request.n, 0)
+                store, attempt_id = self._deps.store, attempt.attempt_id
+                seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt_id))
+                if model.is_policy:
+                    forced = (attempt.sampling or {}).get("force") or {}
+            chat = {**request.chat, **forced}
+            fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
+            if request.n == 1:
+                fields.pop("n", None)
+            rows = open_calls(
+                self._deps.writer,
+                response_id=heading.id,
+                choices=range(request.first_choice, request.first_choice + request.n),
+                run_id=self._deps.run_id,
+                attempt=attempt,
+                seq=seq,
+                model=request.name,
+                request=request.raw,
+                headers=headers,
+                params={"n": request.n}
+                | {k: chat[k] for k in _RECORDED if chat.get(k) is not None},
+                skip_reason=SkipReason.NOT_TRAINABLE_MODEL,
+            )
         except BaseException:
             slot.leave()
             raise
-
-    async def _accept(
-        self,
-        request: ProviderRequest,
-        heading: chat_objects.Heading,
-        caller: Caller,
-        headers: Mapping[str, str],
-        slot: Slot,
-    ) -> ProviderCall:
-        attempt = caller.attempt
-        memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
-        seq = 0
-        if attempt is not None and memory is not None:
-            # Its tokens are known only when the provider has answered.
-            await self._admission.within_budget(attempt, memory, request.n, 0)
-            store, attempt_id = self._deps.store, attempt.attempt_id
-            seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt_id))
-        forced = self._forced(request, caller)
-        chat = {**request.chat, **forced}
-        fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
-        if request.stream and _can_stream(self._models[request.name], request.n):
-            # Usage is recorded whether or not the client wants it.
-            fields |= {"stream": True, "stream_options": {"include_usage": True}}
-        rows = open_calls(
-            self._deps.writer,
-            response_id=heading.id,
-            choices=range(request.first_choice, request.first_choice + request.n),
-            run_id=self._deps.run_id,
-            attempt=attempt,
-            seq=seq,
-            model=request.name,
-            request=request.raw,
-            headers=headers,
-            params={"n": request.n} | {k: chat[k] for k in _RECORDED if chat.get(k) is not None},
-            skip_reason=SkipReason.NOT_TRAINABLE_MODEL,
-        )
         self._stats.accepted += request.n
         self._stats.other_models += request.n
-        return ProviderCall(
-            caller, memory, heading, slot, request.name, fields, request.dialect,
-            request.first_choice, rows, tuple(forced),
-        )  # fmt: skip
-
-    def _forced(self, request: ProviderRequest, caller: Caller) -> dict[str, Any]:
-        """Return the sampling that the rollout forces on a model in the policy's place."""
-        if caller.attempt is None or not self._models[request.name].is_policy:
-            return {}
-        forced: Mapping[str, Any] = (caller.attempt.sampling or {}).get("force") or {}
-        return {name: value for name, value in forced.items() if name in _PASSED_ON}
-
-    async def count(self, request: ProviderRequest) -> int:
-        """Count the tokens of a Messages request's prompt; see ``ProviderClient.count_tokens``.
-
-        Raises:
-            ApiError: there are too many requests (429), or the count failed.
-        """
-        slot = self._admission.enter(0)
-        try:
-            return await self._client.count_tokens(request.name, request.raw, request.chat)
-        finally:
-            slot.leave()
+        settings = frozenset(forced.keys() & fields.keys())
+        return ProviderCall(caller, memory, heading, slot, request, fields, rows, settings)
 
     async def generate(self, call: ProviderCall, write: Write | None) -> dict[str, Any]:
-        """Call the provider. With ``write``, chunks leave as they come in, except the last ones.
-
-        Raises:
-            ApiError: the provider refused or failed.
-        """
-        call.params["usage_unknown"] = "the answer did not come to its end"
         try:
-            answer = await self._complete(call)
-            if write is not None and "stream" in call.fields:
-                response = await self._relay(answer, call, write)
-            else:
-                response = _whole(answer, call)
-                if write is not None:
-                    call.last_chunks = [*chat_objects.replayed(call.dialect, response)]
+            response = _chat_completion(await self._send(call), call)
         except Exception as error:
             refusal, status = api_error(
-                error, call.name, sent=call.sent, clean=self._redaction.clean
+                error, call.request.name, sent=call.sent, clean=self._redaction.clean
             )
             if status is not None:
                 call.params["provider_status"] = status
@@ -213,113 +175,103 @@ class ProviderService:
         return response
 
     def last_chunks(self, call: ProviderCall, response: dict[str, Any]) -> list[bytes]:
-        return call.last_chunks
+        return [*chat_objects.replayed(call.request.dialect, response)]
 
     def answered(self, call: ProviderCall, response: dict[str, Any]) -> None: ...
 
     async def record(
         self, call: ProviderCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
-        """Make the rows durable. Return the attempt's state as of that commit."""
         ended_at = time.time()
-        if response is None and call.streamed is not None:
-            response = call.streamed.response()
         choices = {one["index"]: one for one in (response or {}).get("choices", ())}
+        not_enforced = call.params.get("not_enforced", ())
         rows: list[Call] = []
         for row in call.rows:
             one = choices.get(row.choice)
             missing = one is None and state is CallState.COMPLETED
+            params = {k: v for k, v in row.params.items() if k not in not_enforced}
             rows.append(
                 replace(
                     row,
                     state=CallState.ERROR if missing else state,
                     error="the provider gave no such choice" if missing else call.error or None,
                     finish_reason=None if one is None else one["finish_reason"],
-                    params={**row.params, **call.params},
+                    params={**params, **call.params},
                     response=None if one is None else {**(response or {}), "choices": [one]},
                     ended_at=ended_at,
                 )
             )
         return await latest_state([self._deps.writer.finish(row) for row in rows])
 
-    async def _complete(self, call: ProviderCall) -> Any:
-        """Call the provider, without the forced settings that its model refuses."""
-        refused = self._refused.setdefault(call.name, set())
-        _leave_out(call, refused & {*call.forced})
+    async def count(self, request: ProviderRequest) -> int:
+        """Estimate the tokens of a prompt with LiteLLM's counter. The provider is not asked.
+
+        Raises:
+            ApiError: LiteLLM cannot read the prompt (400) or does not start (503).
+        """
+        await self._ready_router()
+        import litellm
+
+        model, chat = self._models[request.name].model, request.chat
+        try:
+            return await asyncio.to_thread(
+                litellm.token_counter, model, messages=chat["messages"], tools=chat.get("tools")
+            )
+        except Exception as error:
+            said = self._redaction.clean(f"{type(error).__name__}: {error}")
+            message = f"the tokens of a prompt to {request.name!r} were not counted: {said}"
+            raise invalid(None, message) from None
+
+    async def _send(self, call: ProviderCall) -> Any:
+        """Send a call to its provider, without the forced settings that its model refuses."""
+        router, name = await self._ready_router(), call.request.name
+        refused = self._refused.setdefault(name, set())
         while True:
+            left_out = call.forced & refused
+            if left_out:
+                call.params["not_enforced"] = sorted(left_out)
+            fields = {key: value for key, value in call.fields.items() if key not in left_out}
             try:
-                return await self._client.complete(call.name, call.fields, call.on_sent)
+                return await router.acompletion(model=name, logger_fn=call.log_event, **fields)
             except Exception as error:
-                if getattr(error, "status_code", None) != 400:
-                    raise
                 said = str(getattr(error, "message", None) or error)
-                found = {one for one in call.forced if one in call.fields and one in said}
-                if not found:
+                found = {one for one in call.forced & fields.keys() if one in said}
+                if not found or getattr(error, "status_code", None) != 400:
                     raise
                 log.warning(
                     "the model %r refuses %s as it is set for evaluation: it is sampled at its own",
-                    call.name,
+                    name,
                     " and ".join(sorted(found)),
                 )
                 refused |= found
-                _leave_out(call, found)
 
-    async def _relay(self, chunks: Any, call: ProviderCall, write: Write) -> dict[str, Any]:
-        """Pass chunks on as they come. Those that end the choice wait in ``last_chunks``."""
-        streamed = call.streamed = StreamedAnswer(call.heading, call.first_choice)
+    async def _ready_router(self) -> Any:
+        """
+        Raises:
+            ApiError: LiteLLM cannot be imported, or rejects the configuration (503).
+        """
+        router = self._router
+        if router is None or (router.done() and router.exception() is not None):
+            self.start()  # a failure may pass
+        assert self._router is not None
         try:
-            async for chunk in chunks:
-                choice = streamed.add(chunk.model_dump(exclude_none=True))
-                if choice is None or not (choice["delta"] or choice["finish_reason"]):
-                    continue
-                logprobs = choice["logprobs"]
-                data = call.dialect.chunk(
-                    call.heading,
-                    choice["index"],
-                    choice["delta"],
-                    logprobs=None if logprobs is None else logprobs["content"],
-                    finish_reason=choice["finish_reason"],
-                )
-                if call.last_chunks or choice["finish_reason"]:
-                    call.last_chunks.append(data)
-                elif data:
-                    await write(data)
-            # LiteLLM's last chunk always has a usage; the provider's own chunks have only its.
-            if not any(getattr(chunk, "usage", None) for chunk in getattr(chunks, "chunks", ())):
-                streamed.usage = None
-            _note(call, chunks, streamed.usage, streamed.said)
-        finally:  # close the connection of a broken stream now, not at garbage collection
-            if (close := getattr(chunks, "aclose", None)) is not None:
-                await close()
-        return streamed.response()
+            return await asyncio.shield(self._router)
+        except Exception as error:
+            said = self._redaction.clean(f"{type(error).__name__}: {error}")
+            log.error("LiteLLM does not start", exc_info=without_cause(error, said))
+            message = f"LiteLLM, which calls providers' models, does not start: {said}"
+            raise unavailable(message, "other_models_unavailable") from None
 
 
-def _whole(answer: Any, call: ProviderCall) -> dict[str, Any]:
+def _chat_completion(answer: Any, call: ProviderCall) -> dict[str, Any]:
+    """Return LiteLLM's response as the gateway's chat completion, and note what it says of it."""
     said = answer.model_dump(exclude_none=True)
     call.heading.fingerprint = said.get("system_fingerprint")
     usage = said.get("usage") or {}
     if not usage.get("total_tokens"):  # LiteLLM's zeros for a usage that was not reported
         usage = {}
-    _note(call, answer, usage, said)
-    choices: list[dict[str, Any]] = []
-    for choice in said["choices"]:
-        one = normalized(choice, choice.get("index", 0) + call.first_choice)
-        choices.append({**one, "message": {"content": None, **choice["message"]}})
-    return chat_objects.completion(call.heading, choices, usage)
-
-
-def _can_stream(model: ProviderModel, n: int) -> bool:
-    """Whether LiteLLM streams this exactly. Of several choices it streams one finish reason, and
-    it does not say whether a text completion's usage is an estimate. Such requests are sent
-    without ``stream``, and answered as a stream."""
-    return n == 1 and not model.model.startswith("text-completion-")
-
-
-def _note(call: ProviderCall, answer: Any, usage: Any, said: dict[str, Any]) -> None:
-    """Record what Router and provider say of an answer: its model, price and retries."""
     hidden: dict[str, Any] = getattr(answer, "_hidden_params", None) or {}
     extra = hidden.get("additional_headers") or {}
-    del call.params["usage_unknown"]
     notes = {
         "usage": usage or None,
         "usage_unknown": None if usage else "the provider did not tell it",
@@ -329,16 +281,33 @@ def _note(call: ProviderCall, answer: Any, usage: Any, said: dict[str, Any]) -> 
         "retries": extra.get("x-litellm-attempted-retries"),
         "fallbacks": extra.get("x-litellm-attempted-fallbacks"),
     }
+    del call.params["usage_unknown"]
     call.params |= {key: value for key, value in notes.items() if value is not None}
+    choices: list[dict[str, Any]] = []
+    for choice in said["choices"]:
+        logprobs = choice.get("logprobs")
+        if logprobs is not None:
+            content = logprobs.get("content")
+            if content is None and "tokens" in logprobs:
+                content = legacy_entries(logprobs)
+            content = [_logprob_entry(one) for one in content or ()]
+            logprobs = {"refusal": None, **logprobs, "content": content}
+        choices.append(
+            {
+                "finish_reason": None,
+                **choice,
+                "index": choice.get("index", 0) + call.request.first_choice,
+                "message": {"content": None, **choice["message"]},
+                "logprobs": logprobs,
+            }
+        )
+    return chat_objects.completion(call.heading, choices, usage)
 
 
-def _leave_out(call: ProviderCall, settings: set[str]) -> None:
-    if not settings:
-        return
-    for name in settings:
-        call.fields.pop(name, None)
-    call.params["not_enforced"] = sorted({*call.params.get("not_enforced", ()), *settings})
-    call.rows = [
-        replace(row, params={k: v for k, v in row.params.items() if k not in settings})
-        for row in call.rows
-    ]
+def _logprob_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """A log-prob entry with all its fields. Some providers give no bytes or no alternatives."""
+    own, *tops = (
+        {**plain_entry(one["token"], one["logprob"]), **one}
+        for one in (entry, *(entry.get("top_logprobs") or ()))
+    )
+    return {**own, "top_logprobs": tops}

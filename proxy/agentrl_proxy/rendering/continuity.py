@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -34,14 +34,12 @@ class Branch(StrEnum):
     NEW_CONVERSATION = "new_conversation"  # it has no reply yet
     TOOLS_CHANGED = "tools_changed"
     MODEL_CHANGED = "model_changed"  # another adapter replied
-    HISTORY_EDITED = "history_edited"  # the messages before a reply were never sent so
-    UNKNOWN_REPLY = "unknown_reply"  # the messages were, with another reply
+    HISTORY_EDITED = "history_edited"  # an earlier message or the reply was never so
     THINKING_STRIPPED = "thinking_stripped"  # by the chat template, as Qwen3's does
     TEMPLATE_REWRITES = "template_rewrites"  # the template writes the past differently
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationKey:
+class ConversationKey(NamedTuple):
     """Identifies a conversation: digests of its messages and tools, and the adapter."""
 
     messages: bytes
@@ -49,7 +47,11 @@ class ConversationKey:
     adapter: str | None
 
     def then(self, message: Message) -> ConversationKey:
-        return ConversationKey(_extend(self.messages, message), self.tools, self.adapter)
+        """Return the key of the conversation with one more message."""
+        if calls := message.get("tool_calls"):
+            # Compare calls by value and without ids: frameworks make up their own.
+            message = {**message, "tool_calls": [call["function"] for call in calls]}
+        return self._replace(messages=_digest(message, self.messages))
 
 
 class Said:
@@ -63,10 +65,6 @@ class Said:
         self._before = before
         self._own = array("i", ids[shared:])
         self.length = len(ids)
-
-    @property
-    def own_length(self) -> int:
-        return len(self._own)
 
     def ids(self) -> list[int]:
         parts: list[array[int]] = []
@@ -84,9 +82,7 @@ class Prompt:
     ids: list[int]
     messages: list[Message]  # normalized
     key: ConversationKey
-    continues: (
-        Said | None
-    )  # it begins with these exact tokens of an earlier call; None: with no such
+    continues: Said | None  # an earlier call, with whose exact tokens it begins
     branched: Branch | None = None
     """None: the prompt continues the last reply in it. A branch may still continue an earlier one:
     an edit keeps what was before it."""
@@ -103,9 +99,8 @@ class Conversations:
     def __init__(self) -> None:
         self._said: OrderedDict[ConversationKey, Said] = OrderedDict()
         self._total = 0
-        # These only tell why a conversation branched.
-        self._said_with: dict[bytes, ConversationKey] = {}
-        self._asked: OrderedDict[bytes, None] = OrderedDict()
+        self.said_with: dict[bytes, ConversationKey] = {}
+        """By messages: the key of their newest reply. It only tells why a prompt branched."""
 
     def __len__(self) -> int:
         return len(self._said)
@@ -114,31 +109,18 @@ class Conversations:
         old = self._said.pop(key, None)
         self._total += said.length - (0 if old is None else old.length)
         self._said[key] = said
-        self._said_with[key.messages] = key
+        self.said_with[key.messages] = key
         while self._said and (len(self._said) > MAX_CONVERSATIONS or self._total > MAX_TOKENS):
             key, said = self._said.popitem(last=False)
             self._total -= said.length
-            if self._said_with.get(key.messages) == key:
-                del self._said_with[key.messages]
+            if self.said_with.get(key.messages) == key:
+                del self.said_with[key.messages]
 
     def get(self, key: ConversationKey) -> Said | None:
         said = self._said.get(key)
         if said is not None:
             self._said.move_to_end(key)
         return said
-
-    def asked(self, key: ConversationKey) -> None:
-        self._asked[key.messages] = None
-        self._asked.move_to_end(key.messages)
-        if len(self._asked) > MAX_CONVERSATIONS:
-            self._asked.popitem(last=False)
-
-    def was_asked(self, messages: bytes) -> bool:
-        return messages in self._asked
-
-    def said_with(self, messages: bytes) -> ConversationKey | None:
-        """The key with which this conversation was last remembered."""
-        return self._said_with.get(messages)
 
 
 def render_prompt(
@@ -152,30 +134,30 @@ def render_prompt(
     normal = renderer.normalize(messages)
     text = renderer.text(normal, tools)
     opened = text.endswith(renderer.generation_prompt)
-    keys = _keys(normal, tools, adapter)
+    keys = [ConversationKey(b"", b"" if tools is None else _digest(tools), adapter)]
+    for message in normal:  # keys[i] covers the first i messages
+        keys.append(keys[-1].then(message))
 
-    def made(ids: list[int], continues: Said | None, branched: Branch | None) -> Prompt:
-        return Prompt(ids, normal, keys[-1], continues, branched, opened)
-
-    if conversations is None:
-        return made(renderer.encode(text), None, Branch.NO_ROLLOUT)
-    if not len(conversations):
-        return made(renderer.encode(text), None, Branch.FIRST_CALL)
     # Look for the longest remembered beginning. It ends with an assistant's reply.
     ends = [i for i in range(len(normal), 0, -1) if normal[i - 1]["role"] == "assistant"]
-    if not ends:
-        return made(renderer.encode(text), None, Branch.NEW_CONVERSATION)
-    for count in ends:
-        known = conversations.get(keys[count])
-        if known is None:
-            continue
-        ids = _continue(renderer, known.ids(), normal[:count], tools, text)
-        if ids is not None:
-            branched = None
-            if count != ends[0]:
-                branched = _reason(conversations, normal, keys, ends)
-            return made(ids, known, branched)
-    return made(renderer.encode(text), None, _reason(conversations, normal, keys, ends))
+    ids = continues = branched = None
+    if conversations is None:
+        branched = Branch.NO_ROLLOUT
+    elif not len(conversations):
+        branched = Branch.FIRST_CALL
+    elif not ends:
+        branched = Branch.NEW_CONVERSATION
+    else:
+        for count in ends:
+            known = conversations.get(keys[count])
+            ids = known and _continue(renderer, known.ids(), normal[:count], tools, text)
+            if ids is not None:
+                continues = known
+                break
+            branched = branched or _reason(conversations, normal, keys[count])
+    if ids is None:
+        ids = renderer.encode(text)
+    return Prompt(ids, normal, keys[-1], continues, branched, opened)
 
 
 def remember_reply(
@@ -201,7 +183,6 @@ def remember_reply(
     elif kept and renderer.is_stop(kept[-1]):
         kept.pop()  # the template writes the turn's end, see _continue
     normal = renderer.normalize([reply])[0]
-    conversations.asked(prompt.key)
     conversations.put(prompt.key.then(normal), Said([*prompt.ids, *kept], prompt.continues))
 
 
@@ -231,29 +212,17 @@ def _continue(
     return [*known, *renderer.encode(ending + whole[len(prefix) :])]
 
 
-def _reason(
-    conversations: Conversations,
-    messages: list[Message],
-    keys: list[ConversationKey],
-    ends: list[int],
-) -> Branch:
-    """Return why the last reply is not continued. ``ends``: message counts, latest reply first."""
-    latest = ends[0]
-    said_with = conversations.said_with(keys[latest].messages)
-    if said_with is not None:
-        if said_with.tools != keys[latest].tools:
-            return Branch.TOOLS_CHANGED
-        if said_with.adapter != keys[latest].adapter:
-            return Branch.MODEL_CHANGED
-        thoughts = any(message.get("reasoning_content") for message in messages)
-        return Branch.THINKING_STRIPPED if thoughts else Branch.TEMPLATE_REWRITES
-    # The first unknown reply tells.
-    for count in reversed(ends):
-        if conversations.said_with(keys[count].messages) is None:
-            if conversations.was_asked(keys[count - 1].messages):
-                return Branch.UNKNOWN_REPLY
-            break
-    return Branch.HISTORY_EDITED
+def _reason(conversations: Conversations, messages: list[Message], key: ConversationKey) -> Branch:
+    """Return why the last reply is not continued. ``key`` covers the messages up to it."""
+    said_with = conversations.said_with.get(key.messages)
+    if said_with is None:
+        return Branch.HISTORY_EDITED
+    if said_with.tools != key.tools:
+        return Branch.TOOLS_CHANGED
+    if said_with.adapter != key.adapter:
+        return Branch.MODEL_CHANGED
+    thoughts = any(message.get("reasoning_content") for message in messages)
+    return Branch.THINKING_STRIPPED if thoughts else Branch.TEMPLATE_REWRITES
 
 
 def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
@@ -268,31 +237,9 @@ def _ids_of(renderer: Renderer, ids: list[int], text: str) -> list[int]:
     return renderer.encode(text) if text else []
 
 
-def _keys(
-    messages: Sequence[Message], tools: list[dict[str, Any]] | None, adapter: str | None
-) -> list[ConversationKey]:
-    """Return the keys of all beginnings: ``keys[i]`` covers the first i messages."""
-    with_tools = b"" if tools is None else _digest(b"", _canonical(tools))
-    keys = [ConversationKey(b"", with_tools, adapter)]
-    for message in messages:
-        keys.append(keys[-1].then(message))
-    return keys
-
-
-def _extend(key: bytes, message: Message) -> bytes:
-    calls = message.get("tool_calls")
-    if calls:
-        # Compare calls by value and without ids: frameworks make up their own.
-        message = {**message, "tool_calls": [call["function"] for call in calls]}
-    return _digest(key, _canonical(message))
-
-
-def _canonical(value: Any) -> bytes:
+def _digest(value: Any, before: bytes = b"") -> bytes:
     try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # integers beyond 64 bits
-        return json.dumps(value, sort_keys=True).encode()
-
-
-def _digest(key: bytes, data: bytes) -> bytes:
-    return blake2b(key + data, digest_size=16).digest()
+        data = json.dumps(value, sort_keys=True).encode()
+    return blake2b(before + data, digest_size=16).digest()

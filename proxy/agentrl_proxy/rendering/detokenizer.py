@@ -63,17 +63,11 @@ class Detokenizer:
             at, self.stopped_by = cut
             self._held = ""
             return text[:at]
-        keep = 0 if final else self._possible_stop(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def _possible_stop(self, text: str) -> int:
-        """Return the length of the longest suffix that begins a stop string."""
-        for length in range(min(len(text), self._longest_stop - 1), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
+        held_from = len(text) if final else max(len(text) - self._longest_stop + 1, 0)
+        while not any(stop.startswith(text[held_from:]) for stop in self._stop):
+            held_from += 1  # "" begins each stop string
+        self._held = text[held_from:]
+        return text[:held_from]
 
 
 def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:

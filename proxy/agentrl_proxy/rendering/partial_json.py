@@ -7,118 +7,114 @@ does not serve here: it returns values, without the positions or spelling of the
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
 
-_ARGUMENTS = frozenset({"arguments", "parameters"})  # Llama says parameters
+from agentrl_proxy.rendering.reply import ToolCall, new_call_id
+
+_ARGUMENTS = ("arguments", "parameters")  # Llama says parameters
+# The usual order of keys. Small models write {'q': ...} or {q: ...}, which never becomes a call.
+_CALL = re.compile(
+    r'\s*\{(?:\s*"type"\s*:\s*"function"\s*,)?\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*["}])'
+)
+_ARGUMENTS_ALONE = re.compile(r'\s*(?=\{\s*["}])')
+_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
+_ESCAPE_OR_QUOTE = re.compile(r'"|\\.?', re.DOTALL)
 
 
 class CallReader:
     """One call: ``{"name": ..., "arguments": {...}}``, or the arguments alone after a name.
 
-    ``feed`` and ``finish`` raise ValueError for a malformed call. The pieces decide how early
-    ``feed`` raises, but not the outcome of ``finish``.
+    Arguments stream if they follow the name; a call of another form is known when it ends.
 
     Args:
         name: the name, if it stands before the JSON; None: it is in the JSON.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self.name = name
-        self._bare = name is not None  # the JSON is the arguments alone
         self.text = ""
-        self._depth = 0
-        self._string_at = -1  # where the current string began
-        self._escaped = False
-        self._key: str | None = None  # the current key of the call's object
-        self._seen = set[str]()
+        self._id = new_call_id()
+        self._name = name
+        self._form = _CALL if name is None else _ARGUMENTS_ALONE
         self._start = -1  # of the arguments' object
-        self._end = -1
+        self._end: int | None = None
+        self._at = 0  # the text before this has been looked at
+        self._depth = 0
+        self._in_string = False
 
     def feed(self, text: str) -> None:
-        begin = len(self.text)
         self.text += text
-        for at in range(begin, len(self.text)):
-            self._step(at, self.text[at])
+        if self._start < 0:
+            found = self._form.match(self.text)
+            if found is None:
+                return
+            if self._form is _CALL:
+                self._name = json.loads(found["name"])
+            self._start = self._at = found.end()
+        while self._end is None:
+            found = (_ESCAPE_OR_QUOTE if self._in_string else _BRACKET_OR_QUOTE).search(
+                self.text, self._at
+            )
+            if found is None or found[0] == "\\":  # the escaped character has not come
+                self._at = len(self.text) if found is None else found.start()
+                return
+            self._at = found.end()
+            if found[0] == '"':
+                self._in_string = not self._in_string
+            elif found[0] in ("{", "["):
+                self._depth += 1
+            elif found[0] in ("}", "]"):
+                self._depth -= 1
+                if not self._depth:
+                    self._end = self._at
 
     @property
-    def arguments(self) -> str:
-        """The arguments' text so far, once it looks like JSON."""
-        if self._start < 0:
-            return ""
-        end = len(self.text) if self._end < 0 else self._end
-        text = self.text[self._start : end]
-        # Small models write {'q': ...} or {q: ...}, which never becomes a call.
-        return text if text[1:].lstrip()[:1] in ('"', "}") and len(text) > 1 else ""
+    def begun(self) -> ToolCall | None:
+        """The call with its arguments so far; None before they begin."""
+        if self._start < 0 or self._name is None:
+            return None
+        return ToolCall(self._name, self.text[self._start : self._end], self._id)
 
-    def finish(self) -> tuple[str, str]:
-        """Return name and arguments, checked."""
-        if self._bare:
-            assert self.name is not None
-            return _checked(self.name, self.text.strip())
+    def finish(self) -> ToolCall:
+        """Return the whole call.
+
+        Raises:
+            ValueError: it is malformed. How its text was cut into pieces does not matter.
+        """
+        if self._form is _ARGUMENTS_ALONE:
+            return tool_call(self._name, self.text, self._id)
         try:
             value = json.loads(self.text)
         except RecursionError:
             raise ValueError("a tool call nested too deeply") from None
         if not isinstance(value, dict):
             raise ValueError("a tool call is not an object")
-        if self._start >= 0:
-            return _checked(value.get("name"), self.text[self._start : self._end])
-        arguments = next((value[k] for k in ("arguments", "parameters") if k in value), "{}")
-        if not isinstance(arguments, str):  # some models quote their JSON
-            raise ValueError("a tool call's arguments are not an object")
-        return _checked(value.get("name"), arguments.strip())
-
-    def _step(self, at: int, char: str) -> None:
-        if self._string_at >= 0:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._end_of_string(at)
-            return
-        if char in " \t\r\n":
-            return
-        if self._depth == 0 and (char != "{" or self.text[:at].strip()):
-            raise ValueError("a tool call is not one object")
-        if char == '"':
-            self._string_at = at
-        elif char in "{[":
-            self._depth += 1
-            if self._start < 0 and char == "{" and self._opens_arguments():
-                self._start = at
-        elif char in "}]":
-            self._depth -= 1
-            if self._start >= 0 and self._end < 0 and self._depth == (0 if self._bare else 1):
-                self._end = at + 1
-        elif char == "," and self._depth == 1:
-            self._key = None
-
-    def _opens_arguments(self) -> bool:
-        if self._bare:
-            return self._depth == 1
-        return self._depth == 2 and self._key in _ARGUMENTS
-
-    def _end_of_string(self, at: int) -> None:
-        begin, self._string_at = self._string_at, -1
-        if self._bare or self._depth != 1:
-            return
-        text = json.loads(self.text[begin : at + 1])
-        if self._key is None:
-            self._key = kind = "arguments" if text in _ARGUMENTS else text
-            if kind in self._seen:  # ambiguous, and one may have been shown already
-                raise ValueError(f"a tool call with two of {text!r}")
-            self._seen.add(kind)
-        elif self._key == "name" and self.name is None:
-            self.name = text
+        named = [value[key] for key in _ARGUMENTS if key in value]
+        if len(named) > 1:  # ambiguous, and one may have been shown already
+            raise ValueError("a tool call with arguments and parameters")
+        arguments, call = (named or ["{}"])[0], self.begun
+        if call is not None:
+            if [value["name"], arguments] != [call.name, json.loads(call.arguments)]:
+                raise ValueError("a tool call with two names or arguments")
+            arguments = call.arguments
+        return tool_call(value.get("name"), arguments, self._id)
 
 
-def _checked(name: Any, arguments: str) -> tuple[str, str]:
+def tool_call(name: Any, arguments: Any, call_id: str | None = None) -> ToolCall:
+    """Return a checked call. Its arguments may be JSON text, whose spelling is kept.
+
+    Raises:
+        ValueError: name or arguments are malformed.
+    """
     if not isinstance(name, str) or not name:
         raise ValueError("a tool call without a name")
-    value = orjson.loads(arguments)  # stricter than json, which takes NaN
-    if not isinstance(value, dict):
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    arguments = arguments.strip()
+    # Stricter than json, which takes NaN.
+    if not isinstance(orjson.loads(arguments), dict):
         raise ValueError("a tool call's arguments are not an object")
-    return name, arguments
+    return ToolCall(name, arguments, call_id or new_call_id())

@@ -49,7 +49,7 @@ class Renderer:
         self._text_arguments = self._probe_arguments()
         # The template's end of a turn stops the answer, whatever the tokenizer's eos is.
         end_ids = self.encode(self.turn_end)
-        special = set(_special_tokens(tokenizer))
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         if end_ids and end_ids[0] in special:
             self._stop_ids |= {end_ids[0]}
         self._texts: dict[int, str] = {}  # of single tokens
@@ -60,11 +60,9 @@ class Renderer:
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         self._token_bytes: dict[int, bytes] = {}
 
-    # --- messages to ids
-
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as templates expect them: text contents, tool arguments as values."""
-        return [self._normalize_one(message, i) for i, message in enumerate(messages)]
+        return [self._normalize_one(message) for message in messages]
 
     def text(
         self,
@@ -81,9 +79,7 @@ class Renderer:
         if self._text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=generate, tokenize=False
-            )
+            return self._written(list(messages), tools=tools, add_generation_prompt=generate)
         except Exception as error:  # a template may raise anything
             raise invalid(
                 "messages",
@@ -106,8 +102,6 @@ class Renderer:
     ) -> list[int]:
         """Return the prompt ids of wire messages."""
         return self.encode(self.text(self.normalize(messages), tools))
-
-    # --- ids to text and replies
 
     def is_stop(self, token_id: int) -> bool:
         return token_id in self._stop_ids
@@ -162,18 +156,26 @@ class Renderer:
         """Return the bytes of a token, which may be part of a character."""
         known = self._token_bytes.get(token_id)
         if known is None:
-            known = self._token_bytes[token_id] = self._bytes_of(token_id)
+            token = self.tokenizer.backend_tokenizer.id_to_token(token_id) or ""
+            if self._byte_level and token_id not in self.tokenizer.added_tokens_decoder:
+                known = bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
+            else:
+                known = self.decode_raw([token_id]).encode() if token else b""
+            self._token_bytes[token_id] = known
         return known
 
-    # --- inside
+    def _written(self, messages: list[Message], **settings: Any) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
 
-    def _normalize_one(self, message: Message, index: int) -> Message:
-        role = message["role"]
+    def _normalize_one(self, message: Message) -> Message:
+        role, content = message["role"], message.get("content") or ""
         if role == "developer" and not self._knows_developer:
             role = "system"
         if role == "function":  # OpenAI's tool role of 2023
             role = "tool"
-        out: Message = {"role": role, "content": _text_of(message.get("content"), index)}
+        if not isinstance(content, str):  # protocols accept parts of text only
+            content = "".join(part.get("text", part.get("refusal")) for part in content)
+        out: Message = {"role": role, "content": content}
         for name in ("name", "tool_call_id"):
             if message.get(name) is not None:
                 out[name] = message[name]
@@ -193,20 +195,13 @@ class Renderer:
         dummy = "DUMMYREPLY"
         user = {"role": "user", "content": "x"}
         try:
-            asked = self.tokenizer.apply_chat_template(
-                [user], add_generation_prompt=False, tokenize=False
-            )
-            opened = self.tokenizer.apply_chat_template(
-                [user], add_generation_prompt=True, tokenize=False
-            )
-            replied = self.tokenizer.apply_chat_template(
-                [user, {"role": "assistant", "content": dummy}], tokenize=False
-            )
+            asked = self._written([user])
+            opened = self._written([user], add_generation_prompt=True)
+            replied = self._written([user, {"role": "assistant", "content": dummy}])
         except Exception:  # a template may raise anything
             return "", ""
-        opening = opened[len(asked) :] if opened.startswith(asked) else ""
         _, found, ending = replied.rpartition(dummy)
-        return opening, ending if found else ""
+        return opened[len(asked) :] if opened.startswith(asked) else "", ending if found else ""
 
     def _probe_arguments(self) -> bool:
         """Return whether the template expects tool arguments as text (DeepSeek), not as values."""
@@ -215,9 +210,7 @@ class Renderer:
             call = {"type": "function", "id": "x", "function": function}
             reply = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
-                text = self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": "x"}, reply], tokenize=False
-                )
+                text = self._written([{"role": "user", "content": "x"}, reply])
             except Exception:  # such a template may still serve without tools
                 continue
             if '"DUMMYKEY"' in text and "'DUMMYKEY'" not in text:
@@ -234,36 +227,6 @@ class Renderer:
             if token and (token in patterns or escaped in patterns):
                 spoken.add(i)
         return frozenset(special - spoken) | self._stop_ids
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self.tokenizer.backend_tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._byte_level and token_id not in self.tokenizer.added_tokens_decoder:
-            return bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
-        return self.decode_raw([token_id]).encode()
-
-
-def _special_tokens(tokenizer: Any) -> Iterable[int]:
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        if token.special:
-            yield token_id
-
-
-def _text_of(content: Any, index: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = list[str]()
-    for i, part in enumerate(content):
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):  # protocols refuse this earlier
-            where = f"messages[{index}].content[{i}]"
-            raise invalid(where, f"{where} is not text; this model reads text only",
-                          code="unsupported_content")  # fmt: skip
-        texts.append(text)
-    return "".join(texts)
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -282,27 +245,19 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_text_arguments(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
+    if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [_with_arguments_written(call) for call in calls]}
+    calls: list[dict[str, Any]] = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
-def _with_arguments_written(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each of GPT-2's printable stand-ins."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    alphabet = {chr(b): b for b in printable}
-    alphabet.update({chr(0x100 + i): b for i, b in enumerate(others)})
-    return alphabet
-
-
-_BYTE_OF = _byte_alphabet()
+# The byte for each of GPT-2's printable stand-ins.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+for _byte in sorted({*range(256)} - {*_PRINTABLE}):
+    _BYTE_OF[chr(0x100 + len(_BYTE_OF) - len(_PRINTABLE))] = _byte

@@ -24,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -63,30 +63,12 @@ class Constraint:
     """Keywords of non-strict schemas that no grammar enforces, in llguidance's words."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolForm:
-    """How a template writes calls: opening, name, middle, arguments, (between, name, …) closing."""
-
-    opening: str
-    middle: str
-    closing: str
-    between: str | None  # None: one call at most
-    key_separator: str
-    item_separator: str
-
-    def write(self, calls: list[tuple[str, str]]) -> str:
-        between = self.between or ""
-        return self.opening + between.join(n + self.middle + a for n, a in calls) + self.closing
-
-
 class Constraints:
     """Compiles the constraints of requests to one model; each distinct one once."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._known: OrderedDict[bytes, Constraint] = OrderedDict()
-        self._form: ToolForm | None = None
-        self._probed = False
+        self._known: dict[bytes, Constraint] = {}
 
     async def of(self, output: StructuredOutput) -> Constraint | None:
         """Return what the sampler has to enforce; None: nothing.
@@ -104,32 +86,30 @@ class Constraints:
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.
-            known = await asyncio.to_thread(self._work_out, output)
-            self._known[key] = known
-            if len(self._known) > _MOST_REMEMBERED:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(key)
+            if len(self._known) >= _MOST_REMEMBERED:
+                self._known.clear()
+            known = self._known[key] = await asyncio.to_thread(self._compile, output)
         return known
 
-    @property
-    def tool_form(self) -> ToolForm | None:
+    @cached_property
+    def _form(self) -> ToolForm | None:
         """How the model writes tool calls; None if no grammar can repeat it."""
-        if not self._probed:
-            self._form = probe_tool_form(self._renderer)
-            self._probed = True
-        return self._form
+        return probe_tool_form(self._renderer)
 
-    # --- inside
-
-    def _work_out(self, request: StructuredOutput) -> Constraint:
+    def _compile(self, request: StructuredOutput) -> Constraint:
         rules: list[str] = []
         bodies: list[str] = []
         missed: list[str] = []
         kind = param = "tool_choice"
         if request.response_format is not None and request.tool_choice == "auto":
             kind, param = request.response_format["type"], "response_format"
-            rules.append(f"answer: %json {_answer_schema(request.response_format, missed)}")
+            asked = {"schema": {"type": "object"}}
+            if kind == "json_schema":
+                asked = request.response_format["json_schema"]
+            options = {"whitespace_pattern": _WHITESPACE}
+            where = "response_format.json_schema.schema"
+            text = _checked_schema(asked["schema"], asked, options, param, where, missed)
+            rules.append(f"answer: %json {text}")
             bodies.append("answer")
         if request.tools:
             rules += self._calls(request, param, missed)
@@ -141,7 +121,7 @@ class Constraints:
         return Constraint(kind, grammar, param, tuple(missed))
 
     def _calls(self, request: StructuredOutput, param: str, missed: list[str]) -> list[str]:
-        form = self.tool_form
+        form = self._form
         if form is None:
             raise invalid(
                 param,
@@ -151,13 +131,23 @@ class Constraints:
             )
         calls: list[str] = []
         for i, tool in enumerate(request.tools or []):
-            name = tool["function"]["name"]
-            if request.tool_choice in ("auto", "required", f"function:{name}"):
-                if not _NAME.fullmatch(name):
-                    where = f"tools[{i}].function.name"
-                    raise invalid(where, f"{where} must be of the letters A-Z a-z 0-9 _ . : / -")
-                schema = _arguments_schema(tool["function"], i, form, missed)
-                calls.append(f"{_literal(name)} middle %json {schema}")
+            function = tool["function"]
+            name, where = function["name"], f"tools[{i}].function"
+            if request.tool_choice not in ("auto", "required", f"function:{name}"):
+                continue
+            if not _NAME.fullmatch(name):
+                raise invalid(
+                    f"{where}.name", f"{where}.name must be of the letters A-Z a-z 0-9 _ . : / -"
+                )
+            # No parameters: no arguments.
+            schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+            where += ".parameters"
+            if schema.get("type", "object") != "object":
+                raise invalid(where, f'{where}.type must be "object"; got {schema["type"]!r}')
+            options = {"whitespace_flexible": False, **form.separators}
+            schema = {"type": "object", **schema}
+            text = _checked_schema(schema, function, options, where, where, missed)
+            calls.append(f"{_literal(name)} middle %json {text}")
         several = ""
         if form.between is not None and request.parallel_tool_calls:
             several = f" ({self._lark(form.between)} call)*"
@@ -176,9 +166,11 @@ class Constraints:
         prompt = self._renderer.generation_prompt if turn_opened else ""
         if closed in prompt:
             return "", []  # the template closed it: no reasoning this time
-        text = f"reasoned: REASONING {self._lark(closed)} /\\n{{0,2}}/"
-        rules = [text, "REASONING: /(?s:.*)/"]
-        if _token_id(self._renderer, closed) is None:  # several tokens: look for the text
+        added = self._renderer.tokenizer.added_tokens_decoder.values()
+        if any(token.content == closed for token in added):
+            text = f"reasoned: REASONING {self._lark(closed)} /\\n{{0,2}}/"
+            rules = [text, "REASONING: /(?s:.*)/"]
+        else:  # several tokens: look for the text
             rules = [
                 "reasoned: reasoning /\\n{0,2}/",
                 f"reasoning[suffix={_literal(closed)}]: /(?s:.*)/",
@@ -200,39 +192,55 @@ class Constraints:
         return " ".join(items) or '""'
 
 
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a template writes calls: opening, name, middle, arguments, (between, name, …) closing."""
+
+    opening: str
+    middle: str
+    closing: str
+    between: str | None  # None: one call at most
+    separators: dict[str, str]  # llguidance's options: what stands between keys and items
+
+    def reads_back(self, renderer: Renderer, names: list[str], arguments: str) -> bool:
+        """Whether the reply parser finds these calls in what the form writes."""
+        written = [name + self.middle + arguments for name in names]
+        text = self.opening + (self.between or "").join(written) + self.closing
+        marks, prompt = renderer.reasoning_marks, renderer.generation_prompt
+        if marks is not None and marks[0] in prompt and marks[1] not in prompt:
+            text = f"{marks[1]}\n\n{text}"  # the prompt opened the reasoning
+        # As the client's text: special tokens that carry no text are not part of it.
+        reply = renderer.parse(renderer.encode(text))
+        read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
+        return not reply.content and read == [(name, json.loads(arguments)) for name in names]
+
+
 def probe_tool_form(renderer: Renderer) -> ToolForm | None:
     """How the template writes tool calls; None if it has no form that a grammar can repeat."""
     one = _written(renderer, ["PROBEONE"])
-    if one is None:
-        return None
     found = re.fullmatch(
-        r'(?P<opening>.*)PROBEONE(?P<middle>.*?)\{"PROBEA"(?P<key>:\s*)1(?P<item>,\s*)"PROBEB"'
-        r"(?P=key)2\}(?P<closing>.*)",
+        r'(?P<opening>.*)PROBEONE(?P<middle>.*?)(?P<arguments>\{"PROBEA"(?P<key>:\s*)1(?P<item>,\s*)'
+        r'"PROBEB"(?P=key)2\})(?P<closing>.*)',
         one,
         re.DOTALL,
     )
     if found is None or "PROBEID" in one:  # an id cannot be forced: it would always be the same
         return None
-    arguments = f'{{"PROBEA"{found["key"]}1{found["item"]}"PROBEB"{found["key"]}2}}'
-    form = ToolForm(
-        found["opening"], found["middle"], found["closing"], None, found["key"], found["item"]
-    )
-    if not _reads_back(renderer, form, [("PROBEONE", arguments)]):
+    separators = {"key_separator": found["key"], "item_separator": found["item"]}
+    middle, arguments = found["middle"], found["arguments"]
+    form = ToolForm(found["opening"], middle, found["closing"], None, separators)
+    if not form.reads_back(renderer, ["PROBEONE"], arguments):
         return None
-    two = _written(renderer, ["PROBEONE", "PROBETWO"])
-    if two is None:
-        return form
-    _, _, rest = two.partition("PROBEONE" + form.middle + arguments)
+    names = ["PROBEONE", "PROBETWO"]
+    _, _, rest = _written(renderer, names).partition("PROBEONE" + middle + arguments)
     between, met, _ = rest.partition("PROBETWO")
-    several = ToolForm(
-        form.opening, form.middle, form.closing, between, form.key_separator, form.item_separator
-    )
-    calls = [("PROBEONE", arguments), ("PROBETWO", arguments)]
-    return several if met and _reads_back(renderer, several, calls) else form
+    several = replace(form, between=between)
+    return several if met and several.reads_back(renderer, names, arguments) else form
 
 
-def _written(renderer: Renderer, names: list[str]) -> str | None:
-    """The assistant's turn with a call to each name, without what opens and ends the turn."""
+def _written(renderer: Renderer, names: list[str]) -> str:
+    """The assistant's turn with a call to each name, without what opens and ends the turn; "" if
+    the template cannot write it."""
     parameters = {"type": "object", "properties": {"PROBEA": {"type": "integer"}}}
     tools = [
         {"type": "function", "function": {"name": n, "description": "", "parameters": parameters}}
@@ -251,10 +259,10 @@ def _written(renderer: Renderer, names: list[str]) -> str | None:
     try:
         asked = renderer.text(renderer.normalize([user]), tools, generate=False)
         replied = renderer.text(renderer.normalize([user, reply]), tools, generate=False)
-    except Exception:  # a template may raise anything; then its form is not known
-        return None
+    except Exception:  # a template may raise anything
+        return ""
     if not replied.startswith(asked):
-        return None
+        return ""
     marks = renderer.reasoning_marks
     opened = renderer.generation_prompt
     if marks is not None:  # reasoning that a prompt opens is none of a past turn
@@ -270,65 +278,26 @@ def _written(renderer: Renderer, names: list[str]) -> str | None:
     return before + name + after
 
 
-def _reads_back(renderer: Renderer, form: ToolForm, calls: list[tuple[str, str]]) -> bool:
-    text = form.write(calls)
-    marks, prompt = renderer.reasoning_marks, renderer.generation_prompt
-    if marks is not None and marks[0] in prompt and marks[1] not in prompt:
-        text = f"{marks[1]}\n\n{text}"  # the prompt opened the reasoning
-    parser = renderer.parser(tools=True)
-    # As the client's text: special tokens that carry no text are not part of it.
-    parser.feed(renderer.decode(renderer.encode(text)))
-    reply = parser.finish()
-    read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
-    return not reply.content and read == [(name, json.loads(given)) for name, given in calls]
-
-
-def _answer_schema(response_format: dict[str, Any], missed: list[str]) -> str:
-    options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
-    if response_format["type"] == "json_object":
-        return _with_options({"type": "object"}, options)
-    asked = response_format["json_schema"]
-    text = _with_options(asked["schema"], _strictness(options, asked))
-    missed += _check_schema(text, "response_format", "response_format.json_schema.schema")
-    return text
-
-
-def _arguments_schema(
-    function: dict[str, Any], index: int, form: ToolForm, missed: list[str]
+def _checked_schema(
+    schema: dict[str, Any],
+    asked: dict[str, Any],
+    options: dict[str, Any],
+    param: str,
+    where: str,
+    missed: list[str],
 ) -> str:
-    schema = function.get("parameters")
-    if not schema:  # no parameters: no arguments
-        schema = {"properties": {}, "additionalProperties": False}
-    where = f"tools[{index}].function.parameters"
-    if schema.get("type", "object") != "object":
-        raise invalid(where, f'{where}.type must be "object"; got {schema["type"]!r}')
-    options: dict[str, Any] = {
-        "whitespace_flexible": False,
-        "key_separator": form.key_separator,
-        "item_separator": form.item_separator,
-    }
-    text = _with_options({"type": "object", **schema}, _strictness(options, function))
-    missed += _check_schema(text, where, where)
-    return text
+    """Return a schema as llguidance reads it.
 
-
-def _strictness(options: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """Strict: what cannot be enforced is refused. Else the keywords that can be are enforced, and
-    the others are noted with the call."""
-    strict = bool(asked.get("strict"))
-    return {**options, "coerce_one_of": True, "lenient": not strict}
-
-
-def _with_options(schema: dict[str, Any], options: dict[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
-
-
-def _check_schema(schema: str, param: str, what: str) -> list[str]:
-    """What of it is not enforced."""
+    With ``strict``, what cannot be enforced is refused. Else the keywords that can be are enforced,
+    and the others are added to ``missed``, which is noted with the call.
+    """
     from llguidance import LLMatcher
 
-    warnings = _check(LLMatcher.grammar_from_json_schema(schema), param, what)
-    return [f"{what}: {warning}" for warning in warnings]
+    options |= {"coerce_one_of": True, "lenient": not asked.get("strict")}
+    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    warnings = _check(LLMatcher.grammar_from_json_schema(text), param, where)
+    missed += [f"{where}: {warning}" for warning in warnings]
+    return text
 
 
 def _check(grammar: str, param: str, what: str) -> list[str]:
@@ -343,11 +312,3 @@ def _check(grammar: str, param: str, what: str) -> list[str]:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _token_id(renderer: Renderer, text: str) -> int | None:
-    """The added token that a text is, if it is one."""
-    for token_id, token in renderer.tokenizer.added_tokens_decoder.items():
-        if token.content == text:
-            return token_id
-    return None

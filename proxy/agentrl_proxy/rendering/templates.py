@@ -11,113 +11,96 @@ from typing import Any
 
 Template = dict[str, Any]
 
-_THINK: Template = {"open": "<think>", "close": "</think>", "content": "text"}
-_CONTENT: Template = {"content": "text"}
+_THINK: Template = {"thinking": {"open": "<think>", "close": "</think>", "content": "text"}}
 # Ends DeepSeek's list of calls. It cannot be an optional part of a call's end: in pieces of text a
 # pattern matches without its optional part.
 _END_OF_CALLS: Template = {
-    "open_pattern": r"\s*<｜tool▁calls▁end｜>",
-    "close_pattern": "(?=.)",
-    "content": "text",
-    "repeats": True,
+    "end_of_calls": {
+        "open_pattern": r"\s*<｜tool▁calls▁end｜>",
+        "close_pattern": "(?=.)",
+        "content": "text",
+        "repeats": True,
+    }
 }
 # Either the whole call is a JSON object, or a name stands before the arguments as one.
-_WHOLE: Template = {"type": "function", "function": "{content}"}
-_NAMED: Template = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_WHOLE = "{content}"
+_NAMED = {"name": "{name}", "arguments": "{content}"}
 
-QWEN: Template = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "thinking": _THINK,
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": _WHOLE,
-        },
-        "content": _CONTENT,
-    },
-}
+
+def _template(
+    anchor: str | list[str], function: str | dict[str, str], calls: Template, fields: Template
+) -> Template:
+    calls = {
+        "repeats": True,
+        "content": "json",
+        "transform": {"type": "function", "function": function},
+        **calls,
+    }
+    return {
+        "defaults": {"role": "assistant"},
+        "start_anchor": anchor,
+        "fields": {**fields, "tool_calls": calls, "content": {"content": "text"}},
+    }
+
+
+QWEN = _template(
+    "<|im_start|>assistant\n",
+    _WHOLE,
+    {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
+    _THINK,
+)
 """Qwen 2, 2.5 and 3, and Hermes."""
 
-QWEN_3_5: Template = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "thinking": _THINK,
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
-            },
-            "transform": _NAMED,
+QWEN_3_5 = _template(
+    "<|im_start|>assistant\n",
+    _NAMED,
+    {
+        "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
         },
-        "content": _CONTENT,
     },
-}
+    _THINK,
+)
 
-LLAMA_3: Template = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "fields": {
-        "tool_calls": {
-            # A message that is one JSON object is a call without delimiters.
-            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)"\s*:)',
-            "content": "json",
-            "repeats": True,
-            "transform": _WHOLE,
-        },
-        "content": _CONTENT,
-    },
-}
+LLAMA_3 = _template(
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    _WHOLE,
+    # A message that is one JSON object is a call without delimiters.
+    {"open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)"\s*:)'},
+    {},
+)
 """Llama 3.1, 3.2 and 3.3: one call a message; ``parameters`` instead of ``arguments``."""
 
-DEEPSEEK_3: Template = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<｜Assistant｜>",
-    "fields": {
-        "thinking": _THINK,
-        "tool_calls": {
-            "open_pattern": (
-                r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-                r"(?P<name>[^\n]+)\n```json\n"
-            ),
-            "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED,
-        },
-        "end_of_calls": _END_OF_CALLS,
-        "content": _CONTENT,
+DEEPSEEK_3 = _template(
+    "<｜Assistant｜>",
+    _NAMED,
+    {
+        "open_pattern": (
+            r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+            r"(?P<name>[^\n]+)\n```json\n"
+        ),
+        "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
     },
-}
+    {**_THINK, **_END_OF_CALLS},
+)
 """DeepSeek V3 and R1."""
 
-DEEPSEEK_3_1: Template = {
-    "defaults": {"role": "assistant"},
+DEEPSEEK_3_1 = _template(
     # To turn thinking off, its chat template closes a thought that it did not open.
-    "start_anchor": ["<｜Assistant｜></think>", "<｜Assistant｜>"],
-    "fields": {
-        "thinking": _THINK,
-        "tool_calls": {
-            "open_pattern": (
-                r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
-                r"(?P<name>[^<\n]+)<｜tool▁sep｜>"
-            ),
-            "close_pattern": r"<｜tool▁call▁end｜>",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED,
-        },
-        "end_of_calls": _END_OF_CALLS,
-        "content": _CONTENT,
+    ["<｜Assistant｜></think>", "<｜Assistant｜>"],
+    _NAMED,
+    {
+        "open_pattern": (
+            r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+            r"(?P<name>[^<\n]+)<｜tool▁sep｜>"
+        ),
+        "close_pattern": r"<｜tool▁call▁end｜>",
     },
-}
+    {**_THINK, **_END_OF_CALLS},
+)
 
 # The first entry whose marks are all in a chat template tells its family.
 _MARKS: tuple[tuple[tuple[str, ...], Template], ...] = (

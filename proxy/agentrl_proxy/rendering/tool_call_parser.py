@@ -11,11 +11,10 @@ reply only, so they do not stream.
 
 from __future__ import annotations
 
-import json
 from typing import Any, TypeAlias
 
-from agentrl_proxy.rendering.partial_json import CallReader
-from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall, new_call_id
+from agentrl_proxy.rendering.partial_json import CallReader, tool_call
+from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall
 
 # The tools, whose schemas give types to untyped notations; or whether there are any.
 Tools = bool | list[dict[str, Any]]
@@ -35,20 +34,21 @@ class ReplyTemplate:
     def __init__(self, spec: dict[str, Any], prefill: str) -> None:
         self._spec = spec
         self.prefill = prefill
-        self._prefilled = bool(_after_anchor(spec, prefill).strip())
         self._loaded: dict[bool, Any] = {}
         self.streams_calls = _is_json_call(spec["fields"].get("tool_calls"))
         # Most replies contain no delimiter: without any of its first characters there is nothing
-        # to parse. "" disables the shortcut, because a pattern could start anywhere.
-        self.plain_without = "" if self._prefilled else _first_characters(spec)
+        # to parse. "" disables the shortcut: the chat template wrote a part of the reply, or a
+        # pattern could start anywhere.
+        bare = [prefill.rpartition(anchor)[2].strip() for anchor in _literals(spec, "start_anchor")]
+        self.plain_without = "" if prefill and "" not in bare else _first_characters(spec)
 
     @property
     def reasoning_marks(self) -> tuple[str, str] | None:
         """The strings that open and close reasoning, if the template has literals for them."""
         for name, part in self._spec["fields"].items():
-            opened, closed = _literal(part, "open"), _literal(part, "close")
+            opened, closed = _literals(part, "open"), _literals(part, "close")
             if name in _REASONING_FIELDS and opened and closed:
-                return opened, closed
+                return opened[0], closed[0]
         return None
 
     def stream(self, tools: Tools) -> Any:
@@ -77,15 +77,6 @@ class ReplyTemplate:
         return loaded
 
 
-class _PartialCall:
-    """A tool call that is not complete. ``begin``: where its delimiter begins in the reply."""
-
-    def __init__(self, name: str | None, begin: int) -> None:
-        self.id = new_call_id()
-        self.begin = begin
-        self.reader = CallReader(name)
-
-
 class ReplyParser:
     """Parses one reply. ``feed`` returns what may be shown now, ``finish`` the whole reply.
 
@@ -95,10 +86,10 @@ class ReplyParser:
     """
 
     def __init__(self, format: ReplyTemplate, *, tools: Tools, one_call: bool = False) -> None:
-        self._one_call = one_call
         self.ended_at = -1  # where the excluded second call began
         self._format = format
         self._tools = tools
+        self._one_call = one_call
         self._stream: Any = None  # made at the first text that may be a delimiter
         self._raw = ""
         self._read_to = 0  # in raw; no call begins before it
@@ -107,182 +98,157 @@ class ReplyParser:
         self._reasoning = ""
         self._thought = ""  # the current thought as written
         self._calls: list[ToolCall] = []
-        self._values: list[Any] = []  # calls of notations that do not stream
-        self._open: _PartialCall | None = None
+        self._open: CallReader | None = None  # the call that is not complete
+        self._open_at = 0  # where its delimiter begins in raw
         self._shown = ParsedReply()
-        self._shown_calls: list[ToolCall] = []
-        self._holding = False
         self._malformed = False
         self._in_plain = bool(format.plain_without)
 
     @property
     def withdrawn(self) -> list[ToolCall]:
         """Calls that ``feed`` began to show and ``finish`` found malformed."""
-        return self._shown_calls[len(self._calls) :]
-
-    def feed(self, text: str) -> ParsedReply:
-        """Take the next piece of text; return what has become certain."""
-        if self.ended_at >= 0:
-            return ParsedReply()
-        self._raw += text
-        if self._in_plain and not any(char in text for char in self._format.plain_without):
-            # Trailing whitespace could belong to a tool call that follows.
-            content, shown = self._raw.rstrip(), len(self._shown.content)
-            self._content = self._shown.content = content
-            return ParsedReply(
-                content[shown:], "", [], []
-            )  # as ``_show`` does, for most pieces of all
-        if self._in_plain:
-            self._in_plain = False
-            self._content, text = "", self._raw
-        if not self._malformed:
-            try:
-                self._take(self._started().feed(text))
-            except ValueError:
-                self._malformed = True
-        return self._show()
-
-    def finish(self) -> ParsedReply:
-        """Return the whole reply. ``remainder`` returns what ``feed`` has not shown of it."""
-        if self._in_plain:
-            return ParsedReply(content=self._raw)
-        if not self._malformed and self.ended_at < 0:
-            try:
-                self._take(self._started().finalize()[1])
-                self._calls += [_tool_call(value) for value in self._values]
-            except (ValueError, TypeError, KeyError):
-                self._malformed = True
-        if self._malformed:
-            if not self._format.streams_calls:
-                return self._as_text()
-            if self._open is not None:
-                self._content += self._raw[self._open.begin :]
-        elif self._calls and self._before_calls >= 0:
-            # The line end after the last call is not content.
-            kept = self._before_calls
-            self._content = self._content[:kept] + self._content[kept:].rstrip()
-        return ParsedReply(self._content, self._reasoning.rstrip(), self._calls)
+        return self._shown.tool_calls[len(self._calls) :]
 
     @property
     def text(self) -> str:
         """The text up to where the reply ended."""
         return self._raw if self.ended_at < 0 else self._raw[: self.ended_at].rstrip()
 
+    def feed(self, text: str) -> ParsedReply:
+        """Take the next piece of text; return what has become certain."""
+        if self.ended_at >= 0:
+            return ParsedReply()
+        self._raw += text
+        if self._in_plain:
+            if not any(char in text for char in self._format.plain_without):
+                # Trailing whitespace could belong to a tool call that follows. ``_show`` would do
+                # the same; most pieces of all end here.
+                content, shown = self._raw.rstrip(), len(self._shown.content)
+                self._content = self._shown.content = content
+                return ParsedReply(content[shown:], "", [], [])
+            self._in_plain = False
+            self._content, text = "", self._raw
+        self._parse(text)
+        return self._show()
+
+    def finish(self) -> ParsedReply:
+        """Return the whole reply. ``remainder`` returns what ``feed`` has not shown of it."""
+        if self._in_plain:
+            return ParsedReply(content=self._raw)
+        self._parse(None)
+        if self._malformed and not self._format.streams_calls:
+            # Parse again without tools, so that a malformed call is content.
+            plain = ReplyParser(self._format, tools=False)
+            plain.feed(self._raw)
+            return plain.finish()
+        if self._malformed and self._open is not None:
+            self._content += self._raw[self._open_at :]
+        elif not self._malformed and self._calls:
+            self._content = self._certain_content()
+        return ParsedReply(self._content, self._reasoning.rstrip(), self._calls)
+
     def remainder(self, whole: ParsedReply) -> ParsedReply:
         """Return what ``feed`` has not shown of the whole reply."""
-        pieces = [
-            piece
-            for index, call in enumerate(whole.tool_calls)
-            if (piece := self._piece(index, call)) is not None
-        ]
+        shown = self._shown
+        pieces = [self._piece(index, call) for index, call in enumerate(whole.tool_calls)]
         return ParsedReply(
-            whole.content[len(self._shown.content) :],
-            whole.reasoning[len(self._shown.reasoning) :],
-            pieces=pieces,
+            whole.content[len(shown.content) :],
+            whole.reasoning[len(shown.reasoning) :],
+            pieces=[piece for piece in pieces if piece is not None],
         )
 
-    def _started(self) -> Any:
+    def _parse(self, text: str | None) -> None:
+        """Parse a piece of text; None: the end."""
+        if self._malformed or self.ended_at >= 0:
+            return
         if self._stream is None:
             self._stream = self._format.stream(self._tools)
-        return self._stream
-
-    def _as_text(self) -> ParsedReply:
-        """Parse again without tools, so that a malformed call is content."""
-        self._calls = []
-        plain = ReplyParser(self._format, tools=False)
-        plain._in_plain = False
-        plain.feed(self._raw)
-        return plain.finish()
-
-    def _take(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            kind, name = event["type"], event["field"]
-            if name == "content":
-                if kind == "region_chunk":
-                    text = event["text"]
-                    if self._reasoning and not self._content:
-                        text = text.lstrip()  # the blank line between thinking and answer
-                    self._content += text
-            elif name in _REASONING_FIELDS:
-                if kind == "region_chunk":
-                    text = event["text"]
-                    self._thought += text
-                    self._reasoning += text if self._reasoning else text.lstrip()
-                elif kind == "region_close":
-                    self._pass_over(self._thought)
-                    self._thought = ""
-            elif name != "tool_calls":
-                continue  # a delimiter without content
-            elif self._format.streams_calls:
-                self._take_call(event)
-                if self._malformed or self.ended_at >= 0:
+        try:
+            events = self._stream.finalize()[1] if text is None else self._stream.feed(text)
+            for event in events:
+                self._take(event)
+                if self.ended_at >= 0:
                     return
-            else:
-                self._holding = True
-                if self._before_calls < 0:
-                    self._before_calls = len(self._content)
-                if kind == "region_close":
-                    value = event["value"]
-                    self._values += value if isinstance(value, list) else [value]
+        except (ValueError, TypeError, KeyError):
+            self._malformed = True
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind, name = event["type"], event["field"]
+        if name == "tool_calls":
+            if self._before_calls < 0:
+                self._before_calls = len(self._content)
+            if self._format.streams_calls:
+                self._take_call(event)
+            elif kind == "region_close":
+                value = event["value"]
+                for one in value if isinstance(value, list) else [value]:
+                    function = one["function"]
+                    self._calls.append(tool_call(function["name"], function.get("arguments", {})))
+        elif name == "content" and kind == "region_chunk":
+            # No blank line between thinking and answer.
+            between = self._reasoning and not self._content
+            self._content += event["text"].lstrip() if between else event["text"]
+        elif name in _REASONING_FIELDS and kind == "region_chunk":
+            text = event["text"]
+            self._thought += text
+            self._reasoning += text if self._reasoning else text.lstrip()
+        elif name in _REASONING_FIELDS and kind == "region_close":
+            self._pass_over(self._thought)
+            self._thought = ""
 
     def _take_call(self, event: dict[str, Any]) -> None:
         if event["type"] == "region_open":
-            if self._before_calls < 0:
-                self._before_calls = len(self._content)
             opening = self._format.loaded(True).fields["tool_calls"].open_re
             found = opening.search(self._raw, self._read_to)
             assert found is not None  # the parser has just seen it
             if self._one_call and self._calls:
                 self.ended_at = found.start()
                 return
-            self._open = _PartialCall(found.groupdict().get("name"), found.start())
+            self._open, self._open_at = CallReader(found.groupdict().get("name")), found.start()
             self._read_to = found.end()
             return
         call = self._open
         assert call is not None
-        try:
-            if event["type"] == "region_chunk":
-                call.reader.feed(event["text"])
-            else:
-                self._calls.append(ToolCall(*call.reader.finish(), call.id))
-                self._pass_over(call.reader.text)
-                self._open = None
-        except ValueError:
-            self._malformed = True
+        if event["type"] == "region_chunk":
+            call.feed(event["text"])
+        else:
+            self._calls.append(call.finish())
+            self._pass_over(call.text)
+            self._open = None
 
     def _pass_over(self, text: str) -> None:
         """Note that no call begins before the end of this text."""
         self._read_to = max(self._raw.find(text, self._read_to), self._read_to) + len(text)
 
-    def _show(self) -> ParsedReply:
-        if self._holding or self._malformed:
-            return ParsedReply()
-        # Trailing whitespace belongs to the reasoning only if more follows. The same holds for
-        # content after a call.
-        reasoning, content = self._reasoning.rstrip(), self._content
+    def _certain_content(self) -> str:
+        """The content without a line end after a call: it belongs to the content only if more
+        follows."""
         kept = self._before_calls
-        if kept >= 0:
-            content = content[:kept] + content[kept:].rstrip()
+        return self._content if kept < 0 else self._content[:kept] + self._content[kept:].rstrip()
+
+    def _show(self) -> ParsedReply:
+        if self._malformed or (self._before_calls >= 0 and not self._format.streams_calls):
+            return ParsedReply()
+        # Trailing whitespace belongs to the reasoning only if more follows.
+        reasoning, content = self._reasoning.rstrip(), self._certain_content()
         shown = self._shown
         piece = ParsedReply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
         shown.content, shown.reasoning = content, reasoning
         calls = self._calls
-        if self._open is not None:
-            reader = self._open.reader
-            if reader.name and reader.arguments:
-                calls = [*calls, ToolCall(reader.name, reader.arguments, self._open.id)]
-        for index in range(max(len(self._shown_calls) - 1, 0), len(calls)):
+        if self._open is not None and (begun := self._open.begun) is not None:
+            calls = [*calls, begun]
+        for index in range(max(len(shown.tool_calls) - 1, 0), len(calls)):
             more = self._piece(index, calls[index])
             if more is not None:
                 piece.pieces.append(more)
-                self._shown_calls[index:] = [calls[index]]
+                shown.tool_calls[index:] = [calls[index]]
         return piece
 
     def _piece(self, index: int, call: ToolCall) -> CallPiece | None:
         """Return what has not been shown of a call, or None."""
-        if index >= len(self._shown_calls):
+        if index >= len(self._shown.tool_calls):
             return CallPiece(index, call.arguments, call.id, call.name)
-        rest = call.arguments[len(self._shown_calls[index].arguments) :]
+        rest = call.arguments[len(self._shown.tool_calls[index].arguments) :]
         return CallPiece(index, rest) if rest else None
 
 
@@ -326,41 +292,16 @@ class PlainTextParser:
 Parser: TypeAlias = ReplyParser | PlainTextParser
 
 
-def _tool_call(value: Any) -> ToolCall:
-    function = value["function"]
-    name, arguments = function["name"], function.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        raise ValueError("a tool call without a name")
-    if isinstance(arguments, str):  # some models quote their JSON
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError("a tool call's arguments are not an object")
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def _literal(part: dict[str, Any], key: str) -> str:
-    """Return a field's first literal delimiter; "" if it has only patterns."""
-    literals: Any = part.get(key) or [""]
-    return literals if isinstance(literals, str) else literals[0]
-
-
-def _after_anchor(spec: dict[str, Any], prefill: str) -> str:
-    """Return what the chat template wrote after the start of the assistant's message."""
-    anchors = spec.get("start_anchor", [])
-    for anchor in [anchors] if isinstance(anchors, str) else anchors:
-        _, found, rest = prefill.rpartition(anchor)
-        if found:
-            return rest
-    return prefill
+def _literals(part: dict[str, Any], key: str) -> list[str]:
+    literals: Any = part.get(key) or []
+    return [literals] if isinstance(literals, str) else literals
 
 
 def _first_characters(spec: dict[str, Any]) -> str:
     found = ""
     for part in spec["fields"].values():
         for key in ("open", "close"):
-            literals = part.get(key, [])
-            for literal in [literals] if isinstance(literals, str) else literals:
-                found += literal[0]
+            found += "".join(literal[0] for literal in _literals(part, key))
             pattern = part.get(f"{key}_pattern")
             if pattern is not None:
                 start = pattern.removeprefix(r"\s*").lstrip("\\(?:")

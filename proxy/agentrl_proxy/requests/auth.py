@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -53,7 +52,7 @@ class Credentials:
         self._store = store
         self._operator = None if operator_key is None else _digest(operator_key)
         self._stats = stats
-        self._known: OrderedDict[bytes, AttemptRef] = OrderedDict()
+        self._known: dict[bytes, AttemptRef] = {}
 
     async def caller(
         self, headers: Mapping[str, str], rollout_id: str | None, *, may_be_sealed: bool = False
@@ -84,87 +83,68 @@ class Credentials:
             raise
 
     async def operator_only(self, headers: Mapping[str, str]) -> None:
-        try:
-            key = _key_in(headers)
-            if self._operator is None:
-                raise forbidden("this gateway has no operator key", "operator_only")
-            if key is None:
-                raise unauthorized("send the operator key as `Authorization: Bearer <key>`")
-            if not self._is_operator(_digest(key)):
-                raise forbidden("only the operator key opens this", "operator_only")
-        except ApiError:
-            self._stats.refused += 1
-            raise
+        key = _key_in(headers)
+        if self._is_operator(key):
+            return
+        self._stats.refused += 1
+        if self._operator is None:
+            raise forbidden("this gateway has no operator key", "operator_only")
+        if key is None:
+            raise unauthorized("send the operator key as `Authorization: Bearer <key>`")
+        raise forbidden("only the operator key opens this", "operator_only")
 
     def may_read_stats(self, headers: Mapping[str, str]) -> bool:
         """Return whether the caller may read counters: the operator, or anyone without one."""
-        key = _key_in(headers)
-        return self._operator is None or (key is not None and self._is_operator(_digest(key)))
+        return self._operator is None or self._is_operator(_key_in(headers))
 
     async def _caller(
         self, headers: Mapping[str, str], rollout_id: str | None
     ) -> tuple[Caller, AttemptState | None]:
         """Return the caller, and its attempt's state if it was just read."""
-        named = headers.get(CONTEXT_HEADER)
-        if named is not None:
-            return await self._named(named.strip(), headers, rollout_id)
-        key = _key_in(headers)
-        digest = None if key is None else _digest(key)
-        if digest is not None and self._is_operator(digest):
+        named, key = headers.get(CONTEXT_HEADER), _key_in(headers)
+        if named is None and self._is_operator(key):
             if rollout_id is not None:
                 # Only an attempt's own key tells which attempt of the rollout it is.
                 raise self._mismatch(rollout_id, "the operator key belongs to no rollout")
             return Caller(operator=True, attempt=None), None
-        attempt, state = None, None
-        if key is not None and digest is not None:
-            attempt, state = await self._attempt(key, digest)
+        attempt, state = await self._attempt(key if named is None else named.strip())
         if attempt is None:
-            return self._stranger(key, rollout_id), None
+            if named is not None:
+                raise unauthorized(f"the key in {CONTEXT_HEADER} is not known here")
+            if key is None and (rollout_id is not None or self._operator is not None):
+                raise unauthorized("send a key as `Authorization: Bearer <key>` or `x-api-key`")
+            if rollout_id is not None or self._operator is not None or _is_ours(key):
+                raise unauthorized("this key is not known here")
+            return Caller(operator=False, attempt=None), None
+        origin = "the key" if named is None else CONTEXT_HEADER
         if rollout_id is not None and rollout_id != attempt.rollout_id:
-            raise self._mismatch(rollout_id, "the key belongs to another rollout")
-        return Caller(operator=False, attempt=attempt), state
-
-    async def _named(
-        self, named: str, headers: Mapping[str, str], rollout_id: str | None
-    ) -> tuple[Caller, AttemptState | None]:
-        """Identify by the context header. Path and key must not name another rollout."""
-        attempt, state = await self._attempt(named, _digest(named))
-        if attempt is None:
-            raise unauthorized(f"the key in {CONTEXT_HEADER} is not known here")
-        if rollout_id is not None and rollout_id != attempt.rollout_id:
-            raise self._mismatch(rollout_id, f"{CONTEXT_HEADER} names another rollout")
-        key = _key_in(headers)
-        if key is not None and key != named and _is_ours(key):
-            other, _ = await self._attempt(key, _digest(key))
+            raise self._mismatch(rollout_id, f"{origin} belongs to another rollout")
+        if named is not None and _is_ours(key):
+            other, _ = await self._attempt(key)
             if other is None or other.attempt_id != attempt.attempt_id:
-                raise self._mismatch(
-                    attempt.rollout_id, f"the key belongs to another rollout than {CONTEXT_HEADER}"
-                )
+                why = f"the key belongs to another rollout than {CONTEXT_HEADER}"
+                raise self._mismatch(attempt.rollout_id, why)
         return Caller(operator=False, attempt=attempt), state
 
-    def _stranger(self, key: str | None, rollout_id: str | None) -> Caller:
-        if key is None and (rollout_id is not None or self._operator is not None):
-            raise unauthorized("send a key as `Authorization: Bearer <key>` or `x-api-key`")
-        if rollout_id is not None or self._operator is not None or _is_ours(key):
-            raise unauthorized("this key is not known here")
-        return Caller(operator=False, attempt=None)
-
-    async def _attempt(
-        self, key: str, digest: bytes
-    ) -> tuple[AttemptRef | None, AttemptState | None]:
-        known = self._known.get(digest)
-        if known is not None:
-            self._known.move_to_end(digest)
+    async def _attempt(self, key: str | None) -> tuple[AttemptRef | None, AttemptState | None]:
+        if key is None:
+            return None, None
+        digest = _digest(key)
+        if (known := self._known.get(digest)) is not None:
             return known, None
         found = await ask(self._store, self._store.authenticate, key)
-        if found is not None:
-            self._known[digest] = found
-            if len(self._known) > _MAX_CACHED:
-                self._known.popitem(last=False)
-        return found, None if found is None else found.state
+        if found is None:
+            return None, None
+        if len(self._known) >= _MAX_CACHED:
+            self._known.clear()
+        self._known[digest] = found
+        return found, found.state
 
-    def _is_operator(self, digest: bytes) -> bool:
-        return self._operator is not None and hmac.compare_digest(digest, self._operator)
+    def _is_operator(self, key: str | None) -> bool:
+        """Whether this is the operator's key. Without one there is no operator."""
+        if self._operator is None or key is None:
+            return False
+        return hmac.compare_digest(_digest(key), self._operator)
 
     def _mismatch(self, rollout_id: str, why: str) -> ApiError:
         self._stats.mismatched += 1

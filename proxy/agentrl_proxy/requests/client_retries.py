@@ -2,49 +2,40 @@
 
 Identical requests are separate samples, so a retry must find the one that it repeats:
 
-1. One that failed lately: the retry is sampled in its place.
-2. One that an earlier gateway process answered and no agent continued: its answer is replayed.
-3. One that is running: the retry waits for its answer.
-4. Else the newest answer is replayed. Without one, the retry is sampled like a new request.
+1. One that failed in this process: the retry is sampled in its place.
+2. One that is running: the retry waits for its answer.
+3. The newest one with an answer in the store: the answer is replayed. Answers that a later call
+   continued come last: their clients have them.
+4. Without any, the retry is sampled like a new request.
 
-Answers are read from the store, which identifies a request by its attempt, wire request, protocol,
-agent and idempotency key. So a retry gets the same ids, text and tool calls before and after a
-restart. Memory only holds what is running and what failed.
+The store identifies a request by its attempt, wire request, protocol, agent and idempotency key. So
+a retry gets the same ids, text and tool calls before and after a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayStore
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.requests.attempts import (
-    AttemptMemories,
-    AttemptMemory,
-    IdenticalRequests,
-    RunningRequest,
-)
+from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.recording import agent_name
-from agentrl_tracer.schemas import CallState, PastCall
+from agentrl_tracer.schemas import Call, CallState, PastCall
 
-RETRY_WITHIN_S = 90.0  # a client that was refused retries sooner, or not at all
-MAX_REMEMBERED = 64  # different requests of one attempt; also failures of identical ones
 _CONCURRENT_LOOKUPS = 4  # after a restart many clients retry, and the store serves others too
-_FAILED = (CallState.ERROR, CallState.CANCELLED)
 
 Completion = dict[str, Any]
 """A whole chat completion: the form of every answer before its dialect writes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestIdentity:
-    """What makes two requests of an attempt identical: ``key`` in memory, the rest in the store."""
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """A request, what makes another one identical to it, and who waits for its answer."""
 
     key: bytes
     raw: dict[str, Any]
@@ -53,6 +44,19 @@ class RequestIdentity:
     name: str | None  # the idempotency key
     prompts: int
     n: int  # choices for each prompt
+    answer: asyncio.Future[Completion | None]
+    """Resolves once the answer is durable; None if the request failed."""
+    waiting: int = 0
+    """Client retries that wait for the answer. While there are any, the request outlives its own
+    client."""
+
+
+@dataclass(slots=True)
+class IdenticalRequests:
+    """What became of one attempt's identical requests, for the client retries among them."""
+
+    running: list[TrackedRequest] = field(default_factory=list[TrackedRequest])
+    failed: int = 0  # that a retry will take the place of
 
 
 def identify(
@@ -62,11 +66,12 @@ def identify(
     headers: Mapping[str, str],
     prompts: int = 1,
     n: int = 1,
-) -> RequestIdentity:
+) -> TrackedRequest:
     agent, name = agent_name(headers), headers.get("idempotency-key")
     origin = f"{dialect.id_prefix}{agent}\0{name or ''}\0".encode()
     key = blake2b(origin + body, digest_size=16).digest()
-    return RequestIdentity(key, raw, dialect, agent, name, prompts, n)
+    answer = asyncio.get_running_loop().create_future()
+    return TrackedRequest(key, raw, dialect, agent, name, prompts, n, answer)
 
 
 class ClientRetries:
@@ -74,177 +79,103 @@ class ClientRetries:
 
     def __init__(self, store: GatewayStore, attempts: AttemptMemories) -> None:
         self._store = store
-        self._attempts = attempts
+        self.attempts = attempts
         self._lookups = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
 
-    def begin(self, identity: RequestIdentity, memory: AttemptMemory | None) -> RunningRequest:
+    def begin(self, request: TrackedRequest, memory: AttemptMemory | None) -> None:
         """Register a request that will be sampled. ``end`` must follow."""
-        answer = asyncio.get_running_loop().create_future()
-        running = RunningRequest(identity.key, memory, answer)
         if memory is not None:
-            _remember(memory, identity.key).running.append(running)
-        return running
+            memory.requests.setdefault(request.key, IdenticalRequests()).running.append(request)
 
     def end(
-        self, running: RunningRequest, answer: Completion | None, *, retried: bool = True
+        self,
+        request: TrackedRequest,
+        memory: AttemptMemory | None,
+        answer: Completion | None,
+        *,
+        may_retry: bool = True,
     ) -> None:
         """Wake the retries that wait for a request. Safe to call twice.
 
         Args:
             answer: the durable answer; None if the request failed.
-            retried: whether the client of a failed request may retry it.
+            may_retry: whether the client of a failed request may retry it.
         """
-        if running.answer.done():
+        if request.answer.done():
             return
-        running.answer.set_result(answer)
-        if running.memory is None:
+        request.answer.set_result(answer)
+        if memory is None:
             return
-        requests = running.memory.requests
-        same = requests[running.key]
-        same.running.remove(running)
-        if answer is None and retried:
-            same.failed = [*same.failed, time.monotonic()][-MAX_REMEMBERED:]
-        if not (same.running or same.failed or same.unheard or same.recalled):
-            del requests[running.key]
+        same = memory.requests[request.key]
+        same.running.remove(request)
+        same.failed += answer is None and may_retry
+        if not (same.running or same.failed):
+            del memory.requests[request.key]
 
-    async def find(self, identity: RequestIdentity, caller: Caller) -> Completion | None:
+    async def find(self, request: TrackedRequest, caller: Caller) -> Completion | None:
         """Return the answer of the request that a retry repeats; None: sample the retry."""
         if caller.attempt is None:
             return None
         await asyncio.sleep(0)  # first see the closed connection of the repeated request
-        attempt_id = caller.attempt.attempt_id
-        memory = self._attempts.get(attempt_id)
-        while True:
-            past: list[_StoredRequest] | None = None
-            same = memory.requests.get(identity.key) or IdenticalRequests()
-            if memory.first_seq != 0 and not same.recalled:
-                past = await self._stored(identity, attempt_id)
-                same = _remember(memory, identity.key)
-                if not same.recalled:  # no other retry recalled it during the lookup
-                    _recall(same, past, memory.first_seq)
-            if _take_failure(same):
+        memory = self.attempts.get(caller.attempt.attempt_id)
+        while same := memory.requests.get(request.key):
+            if same.failed:
+                same.failed -= 1
                 return None
-            if not same.unheard and same.running:
-                answer = await _wait(min(same.running, key=lambda one: one.waiting))
-                if answer is not None:
-                    return answer
-                continue
-            response_id = same.unheard.pop() if same.unheard else None
-            if past is None:
-                past = await self._stored(identity, attempt_id)
-            return _answer(past, response_id, memory.first_seq)
-
-    async def _stored(self, identity: RequestIdentity, attempt_id: str) -> list[_StoredRequest]:
+            if not same.running:
+                break
+            running = min(same.running, key=lambda one: one.waiting)
+            running.waiting += 1
+            try:
+                answer = await asyncio.shield(running.answer)
+            finally:
+                running.waiting -= 1
+            if answer is not None:
+                return answer
         async with self._lookups:  # in a thread: it may read many long requests
-            calls = await asyncio.to_thread(self._store.same_requests, attempt_id, identity.raw)
-        by_response: dict[str, list[PastCall]] = {}
-        for past in calls:
-            call = past.call
-            identical = (call.agent, call.params.get("idempotency_key")) == (
-                identity.agent,
-                identity.name,
+            past = await asyncio.to_thread(
+                self._store.same_requests, caller.attempt.attempt_id, request.raw
             )
-            if identical and call.response_id.startswith(identity.dialect.id_prefix):
-                by_response.setdefault(call.response_id, []).append(past)
-        return [_StoredRequest(calls, identity) for calls in by_response.values()]
+        return _answer(request, past)
 
 
-class _StoredRequest:
-    """An identical request in the store, with the rows of all its choices."""
-
-    def __init__(self, calls: Sequence[PastCall], identity: RequestIdentity) -> None:
-        self._calls = [past.call for past in calls]
-        self._identity = identity
-        first = self._calls[0]
-        self.response_id = first.response_id
-        self.seq = first.seq
-        self.is_retry = bool(first.params.get("client_retry"))
-        self.was_continued = any(past.continued for past in calls)
-        done = [call for call in self._calls if call.state is CallState.COMPLETED]
-        # A provider may give fewer choices than requested; our own sampler (it alone reports
-        # prompt tokens) gives all of them.
-        given_up = [c for c in self._calls if not c.prompt_ids and c.ended_at is not None]
-        prompts = {call.choice // identity.n for call in done}
-        self.answered = len(prompts) == identity.prompts and len(
-            {call.id for call in (*done, *given_up)}
-        ) == len(self._calls)
-
-    @property
-    def failed_lately(self) -> bool:
-        """Whether its client may still retry it. A lost gateway leaves no end time."""
-        now = time.time()
-        return any(
-            call.state in _FAILED
-            and (call.ended_at is None or now - call.ended_at < RETRY_WITHIN_S)
-            for call in self._calls
-        )
-
-    def answer(self) -> Completion:
-        parts: list[Completion] = []
-        for seq in dict.fromkeys(call.seq for call in self._calls):
-            said = [
-                # Providers' answers are stored as chat completions whatever the protocol.
-                response
-                if response.get("object") == "chat.completion"
-                else self._identity.dialect.read(response)
-                for call in self._calls
-                if call.seq == seq and (response := call.response) and call.state not in _FAILED
-            ]
-            choices = [choice for one in said for choice in one["choices"]]
-            parts.append({**said[0], "choices": choices, "usage": said[0]["usage"] or {}})
-        return chat_objects.together(parts)
+def _answer(request: TrackedRequest, past: Sequence[PastCall]) -> Completion | None:
+    """Choose among the stored answers of identical requests, which are in order of acceptance."""
+    stored: dict[str, list[PastCall]] = {}
+    for one in past:
+        call = one.call
+        origin = (call.agent, call.params.get("idempotency_key"))
+        protocol = call.response_id.startswith(request.dialect.id_prefix)
+        if protocol and origin == (request.agent, request.name):
+            stored.setdefault(call.response_id, []).append(one)
+    heard: list[Call] | None = None
+    for choices in reversed(stored.values()):
+        calls = [one.call for one in choices]
+        if not _is_answered(request, calls):
+            continue
+        if not any(one.continued for one in choices):
+            return _completion(request, calls)
+        heard = heard or calls
+    return None if heard is None else _completion(request, heard)
 
 
-def _remember(memory: AttemptMemory, key: bytes) -> IdenticalRequests:
-    same = memory.requests.setdefault(key, IdenticalRequests())
-    memory.requests.move_to_end(key)
-    if len(memory.requests) > MAX_REMEMBERED:
-        idle = (k for k, one in memory.requests.items() if not one.running and k != key)
-        memory.requests.pop(next(idle, b""), None)
-    return same
+def _is_answered(request: TrackedRequest, calls: Sequence[Call]) -> bool:
+    """Whether the rows of a request are all of its answer. A provider may give fewer choices than
+    requested; our own sampler (it alone reports prompt tokens) gives all of them."""
+    prompts = {call.choice // request.n for call in calls if call.state is CallState.COMPLETED}
+    return len(prompts) == request.prompts and all(
+        call.state is CallState.COMPLETED or (not call.prompt_ids and call.ended_at is not None)
+        for call in calls
+    )
 
 
-def _recall(same: IdenticalRequests, past: Sequence[_StoredRequest], first_seq: int | None) -> None:
-    """Take over what earlier gateway processes left: failures, else unheard answers."""
-    same.recalled = True
-    earlier = [one for one in past if first_seq is None or one.seq < first_seq]
-    failures = retried = 0
-    for one in earlier:
-        retried += one.is_retry and retried < failures
-        failures += not one.answered and one.failed_lately
-    same.failed += [time.monotonic()] * (failures - retried)
-    if not failures:
-        same.unheard = [
-            one.response_id for one in earlier if one.answered and not one.was_continued
-        ]
-
-
-def _take_failure(same: IdenticalRequests) -> bool:
-    """Take the oldest recent failure, if there is one."""
-    long_ago = time.monotonic() - RETRY_WITHIN_S
-    same.failed = [when for when in same.failed if when >= long_ago]
-    if same.failed:
-        del same.failed[0]
-        return True
-    return False
-
-
-async def _wait(running: RunningRequest) -> Completion | None:
-    running.waiting += 1
-    try:
-        return await asyncio.shield(running.answer)
-    finally:
-        running.waiting -= 1
-
-
-def _answer(
-    past: Sequence[_StoredRequest], response_id: str | None, first_seq: int | None
-) -> Completion | None:
-    """The answer with this id; else the newest, those of this process before earlier ones."""
-    answered = [one for one in past if one.answered]
-    chosen = next((one for one in answered if one.response_id == response_id), None)
-    if chosen is None and answered:
-        newest = [one for one in answered if first_seq is not None and one.seq >= first_seq]
-        heard = [one for one in answered if one.was_continued]
-        chosen = max(newest or heard or answered, key=lambda one: one.seq)
-    return None if chosen is None else chosen.answer()
+def _completion(request: TrackedRequest, calls: Sequence[Call]) -> Completion:
+    parts: dict[int, Completion] = {}  # by prompt
+    for call in calls:
+        if call.state is CallState.COMPLETED and (said := call.response):
+            # Providers' answers are stored as chat completions whatever the protocol.
+            if said.get("object") != "chat.completion":
+                said = request.dialect.read(said)
+            empty = {**said, "choices": [], "usage": said["usage"] or {}}
+            parts.setdefault(call.seq, empty)["choices"] += said["choices"]
+    return chat_objects.together([*parts.values()])

@@ -28,13 +28,19 @@ class Slot:
         self._sampled = sampled
         self._since = time.monotonic()
         self._taken = True
+        admission.requests += 1
+        admission.sampled += sampled
 
     def leave(self, *, answered: bool = False) -> None:
         """Give the place back. Safe to call twice."""
-        if self._taken:
-            self._taken = False
-            seconds = time.monotonic() - self._since if answered else None
-            self._admission.left(self._sampled, seconds)
+        if not self._taken:
+            return
+        self._taken = False
+        admission = self._admission
+        admission.requests -= 1
+        admission.sampled -= self._sampled
+        if answered:
+            admission.usual_s += 0.1 * (time.monotonic() - self._since - admission.usual_s)
 
 
 class Admission:
@@ -43,9 +49,9 @@ class Admission:
     def __init__(self, deps: GatewayDependencies, stats: GatewayStats) -> None:
         self._deps = deps
         self._stats = stats
-        self._requests = 0
-        self._sampled = 0
-        self._usual_s = 1.0  # moving average of an answer's duration
+        self.requests = 0
+        self.sampled = 0
+        self.usual_s = 1.0  # moving average of an answer's duration
 
     def enter(self, sampled: int) -> Slot:
         """Take a place for a request.
@@ -57,22 +63,14 @@ class Admission:
             ApiError: 429 with ``Retry-After``: the gateway is busy.
         """
         deps = self._deps
-        if self._requests >= deps.max_concurrent:
-            raise self._overloaded(f"{self._requests} requests are being answered")
+        if self.requests >= deps.max_concurrent:
+            raise self._overloaded(f"{self.requests} requests are being answered")
         # The sampler's queue is part of these answers, so read it only if they are many.
-        if sampled and self._sampled >= deps.max_queued:
+        if sampled and self.sampled >= deps.max_queued:
             waiting: Any = deps.sampler.stats().get("waiting", 0)
             if waiting >= deps.max_queued:
                 raise self._overloaded(f"{waiting} answers wait to be sampled")
-        self._requests += 1
-        self._sampled += sampled
         return Slot(self, sampled)
-
-    def left(self, sampled: int, seconds: float | None) -> None:
-        self._requests -= 1
-        self._sampled -= sampled
-        if seconds is not None:
-            self._usual_s += 0.1 * (seconds - self._usual_s)
 
     async def within_budget(
         self, attempt: AttemptRef, memory: AttemptMemory, choices: int, prompt_tokens: int
@@ -98,26 +96,27 @@ class Admission:
         spent = memory.spent
         room = None
         if calls is not None and spent.calls + choices > calls:
-            self._stats.over_budget += 1
-            raise budget_exceeded(
-                f"this rollout has made {spent.calls} of its {calls} calls "
-                f"(max_calls_per_rollout); this request needs {choices} more"
+            raise self._over_budget(
+                f"made {spent.calls} of its {calls} calls (max_calls_per_rollout); "
+                f"this request needs {choices} more"
             )
         if tokens is not None:
             room = (tokens - spent.tokens - prompt_tokens) // choices
             if room < 1:
-                self._stats.over_budget += 1
-                raise budget_exceeded(
-                    f"this rollout has used {spent.tokens} of its {tokens} tokens "
-                    f"(max_tokens_per_rollout); this prompt has {prompt_tokens}"
+                raise self._over_budget(
+                    f"used {spent.tokens} of its {tokens} tokens (max_tokens_per_rollout); "
+                    f"this prompt has {prompt_tokens}"
                 )
         spent.calls += choices
         spent.tokens += prompt_tokens
         return room
 
+    def _over_budget(self, what: str) -> Exception:
+        self._stats.over_budget += 1
+        return budget_exceeded(f"this rollout has {what}")
+
     def _overloaded(self, what: str) -> Exception:
         self._stats.overloaded += 1
-        # Spread the retries out.
-        seconds = math.ceil(self._usual_s * random.uniform(0.5, 1.5))
+        seconds = math.ceil(self.usual_s * random.uniform(0.5, 1.5))  # spread the retries out
         seconds = min(max(seconds, 1), _LONGEST_RETRY_S)
         return overloaded(f"the gateway is busy: {what}; retry in {seconds} s", seconds)

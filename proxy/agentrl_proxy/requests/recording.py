@@ -29,9 +29,7 @@ class Sampled:
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    tops: list[Sequence[tuple[int, float]]] = field(
-        default_factory=list[Sequence[tuple[int, float]]]
-    )
+    tops: list[Sequence[tuple[int, float]]] = field(default_factory=list[Any])
     version: int | None = None  # the oldest: an adapter may be swapped during the answer
     versions: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
     """(first token, version) of each stretch that one version sampled."""
@@ -75,8 +73,10 @@ def open_calls(
         skip_reason: why no choice will train.
     """
     trace_id, span_id = trace_context(headers)
+    if (key := headers.get("idempotency-key")) is not None:  # see client_retries.py
+        params = {**params, "idempotency_key": key}
     first = Call(
-        id=_row_id(response_id, choices[0]),
+        id=f"{response_id}#{choices[0]}" if choices[0] else response_id,
         response_id=response_id,
         choice=choices[0],
         run_id=run_id if attempt is None else attempt.run_id,
@@ -92,7 +92,7 @@ def open_calls(
         response_ids=[],
         response_logprobs=[],
         finish_reason=None,
-        params={**params, **_client_marks(headers)},
+        params=params,
         request=request,
         response=None,
         error=None,
@@ -102,7 +102,7 @@ def open_calls(
         ended_at=None,
         skip_reason=SkipReason.NO_ROLLOUT if attempt is None else skip_reason,
     )
-    others = [replace(first, id=_row_id(response_id, i), choice=i) for i in choices[1:]]
+    others = [replace(first, id=f"{response_id}#{i}", choice=i) for i in choices[1:]]
     calls = [first, *others]
     for call in calls:
         writer.open(call)
@@ -119,21 +119,20 @@ def finished_call(
     error: str | None = None,
 ) -> Call:
     """Return the row of a choice with what it sampled and how it ended."""
-    params = call.params
+    params, finish = dict(call.params), sampled.finish
     if len(sampled.versions) > 1:
-        stretches = [list(stretch) for stretch in sampled.versions]
-        params = {**params, "mixed_versions": True, "versions": stretches}
+        params |= {"mixed_versions": True, "versions": [list(one) for one in sampled.versions]}
     if sampled.cut_at_call:
-        params = {**params, "cut_at_second_call": True}
-    if sampled.finish is not None and sampled.finish.log_mass is not None:
-        params = {**params, "constrained_log_mass": sampled.finish.log_mass}
+        params["cut_at_second_call"] = True
+    if finish is not None and finish.log_mass is not None:
+        params["constrained_log_mass"] = finish.log_mass
     return replace(
         call,
         adapter_version=sampled.version if sampled.ids else call.adapter_version,
         state=state,
         response_ids=sampled.ids,
         response_logprobs=sampled.logprobs,
-        finish_reason=None if sampled.finish is None else sampled.finish.reason,
+        finish_reason=None if finish is None else finish.reason,
         params=params,
         response=response,
         error=error,
@@ -142,18 +141,12 @@ def finished_call(
     )
 
 
-async def latest_state(
-    commits: Sequence[Awaitable[AttemptState | None]],
-) -> AttemptState | None:
+async def latest_state(commits: Sequence[Awaitable[AttemptState | None]]) -> AttemptState | None:
     """Await the commits of one request's rows and return the attempt's latest state."""
     if len(commits) == 1:
         return await commits[0]
     states = await asyncio.gather(*commits)
     return next((state for state in states if state is not AttemptState.RUNNING), states[0])
-
-
-def _row_id(response_id: str, choice: int) -> str:
-    return f"{response_id}#{choice}" if choice else response_id
 
 
 def agent_name(headers: Mapping[str, str]) -> str | None:
@@ -165,16 +158,6 @@ def agent_name(headers: Mapping[str, str]) -> str | None:
 def is_retry(headers: Mapping[str, str]) -> bool:
     """Return whether the client says that it sends this request again."""
     return headers.get("x-stainless-retry-count", "0") != "0"
-
-
-def _client_marks(headers: Mapping[str, str]) -> dict[str, Any]:
-    """``Call.params`` by which client_retries.py tells identical requests apart."""
-    marks: dict[str, Any] = {}
-    if (key := headers.get("idempotency-key")) is not None:
-        marks["idempotency_key"] = key
-    if is_retry(headers):
-        marks["client_retry"] = True
-    return marks
 
 
 def trace_context(headers: Mapping[str, str]) -> tuple[str | None, str | None]:

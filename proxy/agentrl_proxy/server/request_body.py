@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect, Request
 
+from agentrl_proxy.dependencies import ConnectionLimits
 from agentrl_proxy.errors import ApiError, body_too_large, invalid, overloaded
-from agentrl_proxy.server.limits import ConnectionLimits
 
 _UNCOUNTED_BYTES = 64 * 1024  # of each body, so that small requests pass while large ones are stuck
 
@@ -46,11 +46,8 @@ class BodyReader:
         if encoding in ("", "identity"):
             return body
         if encoding not in ("gzip", "deflate"):
-            raise ApiError(
-                415,
-                f"content-encoding must be gzip or deflate; got {encoding[:40]!r}",
-                code="unsupported_encoding",
-            )
+            message = f"content-encoding must be gzip or deflate; got {encoding[:40]!r}"
+            raise ApiError(415, message, code="unsupported_encoding")
         return _decompress(body, self._max_bytes)
 
     async def _receive(self, request: Request) -> bytes:
@@ -62,10 +59,15 @@ class BodyReader:
                     size += len(part)
                     if size > self._max_bytes:
                         raise body_too_large(self._max_bytes)
-                    more = size - _UNCOUNTED_BYTES - counted
-                    if more > 0:
-                        self._count(more)
-                        counted += more
+                    more = max(size - _UNCOUNTED_BYTES - counted, 0)
+                    if self._arriving + more > self._limits.receive_bytes:
+                        self._on_overload()
+                        seconds = random.randint(1, 4)  # so that clients do not return together
+                        raise overloaded(
+                            f"too many large requests are arriving; retry in {seconds} s", seconds
+                        )
+                    self._arriving += more
+                    counted += more
                     parts.append(part)
         except ClientDisconnect:
             raise invalid(None, "the client left before sending the whole body") from None
@@ -76,13 +78,6 @@ class BodyReader:
         finally:
             self._arriving -= counted
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _count(self, more: int) -> None:
-        if self._arriving + more > self._limits.receive_bytes:
-            self._on_overload()
-            seconds = random.randint(1, 4)  # spread out, so that clients do not return together
-            raise overloaded(f"too many large requests are arriving; retry in {seconds} s", seconds)
-        self._arriving += more
 
 
 def _decompress(body: bytes, max_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl_proxy.server.limits import ConnectionLimits
+from agentrl_proxy.dependencies import ConnectionLimits
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75

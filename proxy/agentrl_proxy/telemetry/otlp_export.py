@@ -6,13 +6,14 @@ came. Calls, and rewards of agents without OpenTelemetry, leave as spans of the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 from agentrl_proxy.dependencies import SpanExporter, TraceSink
 from agentrl_tracer.conventions import (
@@ -73,70 +74,61 @@ class OtlpExporter:
         self.lost += len(self._take(_MAX_QUEUED, 0.0))
 
     def _run(self) -> None:
-        while True:
-            spans = self._take(_MAX_BATCH, 0.2)
-            if spans:
-                if self._send(spans):
-                    self.sent += len(spans)
-                else:
-                    self.lost += len(spans)
-            elif self._closing.is_set():
-                return
-
-    def _send(self, spans: Sequence[Span]) -> bool:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         from agentrl_tracer.otlp_codec import readable_span
 
-        try:
-            result = self._exporter.export([readable_span(span) for span in spans])
-        except Exception:  # one bad span must not end the thread
-            log.exception("%d spans could not be exported to %s", len(spans), self.url)
-            return False
-        return result is SpanExportResult.SUCCESS
+        while (spans := self._take(_MAX_BATCH, 0.2)) or not self._closing.is_set():
+            if not spans:
+                continue
+            result = None
+            try:
+                result = self._exporter.export([readable_span(span) for span in spans])
+            except Exception:  # one bad span must not end the thread
+                log.exception("%d spans could not be exported to %s", len(spans), self.url)
+            if result is SpanExportResult.SUCCESS:
+                self.sent += len(spans)
+            else:
+                self.lost += len(spans)
 
     def _take(self, most: int, timeout_s: float) -> list[Span]:
         spans: list[Span] = []
-        try:
-            if timeout_s:
-                spans.append(self._queue.get(timeout=timeout_s))
+        with contextlib.suppress(queue.Empty):
+            spans.append(self._queue.get(timeout=timeout_s))
             while len(spans) < most:
                 spans.append(self._queue.get_nowait())
-        except queue.Empty:
-            pass
         return spans
 
 
+@dataclass(frozen=True, slots=True)
 class ExportingSink:
     """A sink that exports what another sink has recorded."""
 
-    def __init__(self, writer: TraceSink, exporter: SpanExporter) -> None:
-        self._writer = writer
-        self._exporter = exporter
+    writer: TraceSink
+    exporter: SpanExporter
 
     def open(self, call: Call) -> None:
-        self._writer.open(call)
+        self.writer.open(call)
 
     async def finish(self, call: Call) -> AttemptState | None:
-        state = await self._writer.finish(call)
-        self._exporter.put([_call_span(call)])
+        state = await self.writer.finish(call)
+        self.exporter.put([_call_span(call)])
         return state
 
     async def deliver(
         self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
     ) -> AttemptState | None:
-        state = await self._writer.deliver(attempt_id, spans, rewards)
+        state = await self.writer.deliver(attempt_id, spans, rewards)
         if attempt_id is None or state is AttemptState.RUNNING:  # else it was refused
             known = {span.span_id for span in spans}
             plain = [_reward_span(reward) for reward in rewards if reward.key not in known]
-            self._exporter.put([*spans, *plain])
+            self.exporter.put([*spans, *plain])
         return state
 
 
 def _call_span(call: Call) -> Span:
     """The gateway's span of a call, under the span that made it."""
-    return _span(
-        call,
+    return Span(
         trace_id=call.trace_id or _hash(call.attempt_id or call.response_id, 16),
         span_id=_hash(call.id, 8),
         parent_span_id=call.span_id,
@@ -145,7 +137,7 @@ def _call_span(call: Call) -> Span:
         start_ns=int(call.started_at * 1e9),
         end_ns=int((call.ended_at or time.time()) * 1e9),
         status="error" if call.state is CallState.ERROR else "unset",
-        attributes={
+        attributes={  # those that are None are not exported
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "agentrl",
             "gen_ai.request.model": call.model,
@@ -158,13 +150,16 @@ def _call_span(call: Call) -> Span:
             "agentrl.adapter.version": call.adapter_version,
             "error.type": call.error,
         },
+        events=[],
+        resource=_RESOURCE,
+        rollout_id=call.rollout_id,
+        attempt_id=call.attempt_id,
     )
 
 
 def _reward_span(reward: Reward) -> Span:
     created_ns = int(reward.created_at * 1e9)
-    return _span(
-        reward,
+    return Span(
         trace_id=_hash(reward.attempt_id, 16),
         span_id=_hash(f"{reward.attempt_id} {reward.key}", 8),
         parent_span_id=None,
@@ -179,17 +174,10 @@ def _reward_span(reward: Reward) -> Span:
             EVALUATION_EXPLANATION: reward.explanation,
             RESPONSE_ID: reward.response_id,
         },
-    )
-
-
-def _span(of: Call | Reward, attributes: Mapping[str, Any], **fields: Any) -> Span:
-    return Span(
-        attributes={name: value for name, value in attributes.items() if value is not None},
         events=[],
         resource=_RESOURCE,
-        rollout_id=of.rollout_id,
-        attempt_id=of.attempt_id,
-        **fields,
+        rollout_id=reward.rollout_id,
+        attempt_id=reward.attempt_id,
     )
 
 

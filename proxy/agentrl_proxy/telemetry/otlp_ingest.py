@@ -6,7 +6,6 @@ import logging
 import math
 import secrets
 import time
-from typing import Any
 
 from starlette.responses import Response
 
@@ -60,41 +59,34 @@ async def reward(
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
     fields = read_object(body)
-    name, response_id, explanation = (
-        _text(field, fields.get(field)) for field in ("name", "response_id", "explanation")
-    )
+    for field in ("name", "response_id", "explanation"):
+        text = fields.get(field)
+        if text is not None and not isinstance(text, str):
+            raise invalid(field, f"{field} must be a string; got {text!r:.80}")
+        if "\0" in (text or ""):  # PostgreSQL stores none
+            raise invalid(field, f"{field} must not contain NUL characters")
     value, key = fields.get("value"), idempotency_key or secrets.token_hex(16)
-    named = (
-        {f"{key}/{each}": (each, number) for each, number in value.items()}
-        if isinstance(value, dict)
-        else {key: (name or REWARD_NAME, value)}
-    )
+    named = {key: (fields.get("name") or REWARD_NAME, value)}
+    if isinstance(value, dict):
+        named = {f"{key}/{name}": (name, number) for name, number in value.items()}
+    if not named or any("\0" in name for name, _ in named.values()):
+        raise invalid("value", "value must be a number, or an object of numbers by name")
     rewards = [
         Reward(
             attempt_id=attempt.attempt_id,
             rollout_id=attempt.rollout_id,
-            name=each,
+            name=name,
             value=_number(number),
             key=reward_key,
             span_id=span_id,
-            response_id=response_id,
-            explanation=explanation,
+            response_id=fields.get("response_id"),
+            explanation=fields.get("explanation"),
             created_at=time.time(),
         )
-        for reward_key, (each, number) in named.items()
+        for reward_key, (name, number) in named.items()
     ]
-    if not rewards or any("\0" in reward.name for reward in rewards):
-        raise invalid("value", "value must be a number, or an object of numbers by name")
     await _deliver(writer, attempt, [], rewards)
     return json_response({"name": rewards[0].name, "value": value, "key": key})
-
-
-def _text(field: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise invalid(field, f"{field} must be a string; got {value!r:.80}")
-    if "\0" in (value or ""):  # PostgreSQL stores none
-        raise invalid(field, f"{field} must not contain NUL characters")
-    return value
 
 
 def _number(value: object) -> float:

@@ -57,7 +57,7 @@ def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as joined:
-        until(lambda: store.unfinished(ids) == 0 or joined.poll() is not None, 60)
+        until(lambda: not store.unfinished_ids(ids) or joined.poll() is not None, 60)
         store.end_run(run_id, "finished")
         output = joined.communicate(timeout=30)[0]
     assert joined.returncode == 0, output

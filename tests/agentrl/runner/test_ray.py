@@ -36,7 +36,7 @@ pytestmark = [
 
 def finish(harness: RunnerHarness, ids: list[str]) -> None:
     store = harness.store
-    until(lambda: store.unfinished(ids) == 0 or (store.expire_leases() and False), 100)
+    until(lambda: not store.unfinished_ids(ids) or (store.expire_leases() and False), 100)
     rollouts = store.rollouts(harness.run_id)
     assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
     winners = {r.winner for r in rollouts}  # a lost attempt may have got its reward out, too

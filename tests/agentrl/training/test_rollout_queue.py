@@ -295,4 +295,4 @@ def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(hands: Hands) -
     done = session.execute(plan_evaluation(hands.task_ids, 1, 1, seed=3, temperature=0.0), nothing)
     assert session.ran == [rollout.id for rollout in done]
     assert {rollout.purpose for rollout in done} == {Purpose.EVAL}
-    assert hands.store.unfinished(ahead) == len(ahead)
+    assert len(hands.store.unfinished_ids(ahead)) == len(ahead)

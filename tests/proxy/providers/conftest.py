@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from provider_servers import SECRET, FaultyServer, answerer
 from running_gateway import running
-from scripted_sampler import Running
+from scripted_sampler import Running, ScriptedSampler
 
-from agentrl_proxy.providers.litellm import make_router
+from agentrl_proxy.providers.litellm_setup import make_router
 from agentrl_proxy.rendering.renderer import Renderer
 
 
@@ -35,19 +35,40 @@ def own_sessions(imported_litellm: None) -> Iterator[None]:
     litellm.in_memory_llm_clients_cache.flush_cache()
 
 
-@pytest.fixture
-def provider(tmp_path: Path, renderer: Renderer) -> Iterator[Running]:
-    """An OpenAI-compatible server that wants a key."""
-    folder = tmp_path / "provider"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def shared_provider(
+    tmp_path_factory: pytest.TempPathFactory, renderer: Renderer
+) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("provider")
     with running(folder, renderer, {}, operator_key=SECRET) as serving:
         yield serving
 
 
+@pytest.fixture(scope="module")
+def shared_gateway(
+    tmp_path_factory: pytest.TempPathFactory, renderer: Renderer, shared_provider: Running
+) -> Iterator[Running]:
+    models = {"answerer": answerer(shared_provider)}
+    with running(tmp_path_factory.mktemp("x"), renderer, {}, provider_models=models) as serving:
+        yield serving
+
+
+def fresh(shared: Running) -> Running:
+    """A gateway as a test finds it: with new rollouts, and a sampler of which nothing is known."""
+    vars(shared.sampler).update(vars(ScriptedSampler(shared.renderer)))
+    return replace(shared, claims=shared.new_claims(3))
+
+
 @pytest.fixture
-def gateway(start: Callable[..., Running], provider: Running) -> Running:
+def provider(shared_provider: Running) -> Running:
+    """An OpenAI-compatible server that wants a key."""
+    return fresh(shared_provider)
+
+
+@pytest.fixture
+def gateway(shared_gateway: Running, provider: Running) -> Running:
     """A gateway for which the provider's model is ``answerer``."""
-    return start(provider_models={"answerer": answerer(provider)})
+    return fresh(shared_gateway)
 
 
 @pytest.fixture

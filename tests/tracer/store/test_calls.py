@@ -11,8 +11,10 @@ from store_records import call_of, claimed, start_run
 from agentrl_tracer.schemas import (
     AttemptState,
     CallState,
+    Claim,
     NewRollout,
     Purpose,
+    Reward,
     RolloutState,
     SkipReason,
 )
@@ -22,25 +24,20 @@ from agentrl_tracer.store.writer import TraceWriter
 ODD = {"messages": [{"role": "user", "content": "grüße \0 \U0001f44d \\u0000"}], "seed": 2**70}
 
 
-async def test_the_sum_notices_a_lost_record(store: Store) -> None:
-    run_id = start_run(store)
-    claim = claimed(store)
-    store.register_gateway("boot", run_id, 1)
+async def test_the_sum_notices_a_lost_record(store: Store, claim: Claim) -> None:
     writer = TraceWriter(store, "boot")
     for name in ("a", "b"):
         writer.open(call_of(claim, name, state=CallState.OPEN))
         await writer.finish(call_of(claim, name))
     writer.close()
     store.settle(trained={"a": 1}, skipped={"b": SkipReason.ZERO_ADVANTAGE})
-    assert store.accounting(run_id).adds_up
+    assert store.accounting(claim.run_id).adds_up
     with store.db.write() as c:  # break it on purpose
         c.execute(tables.calls.delete().where(tables.calls.c.id == "b"))
-    assert not store.accounting(run_id).adds_up
+    assert not store.accounting(claim.run_id).adds_up
 
 
-def test_continuity_is_counted_for_each_rollout(store: Store) -> None:
-    run_id = start_run(store)
-    claim = claimed(store)
+def test_continuity_is_counted_for_each_rollout(store: Store, claim: Claim) -> None:
     params_of_calls: list[Any] = [
         {"continued": False, "branched": "first_call"},
         {"continued": True},
@@ -51,13 +48,11 @@ def test_continuity_is_counted_for_each_rollout(store: Store) -> None:
     calls = [call_of(claim, f"c{i}", params=params) for i, params in enumerate(params_of_calls)]
     store.write_calls("boot", [], calls, len(calls))
     expected = {"first_call": 1, "continued": 3, "history_edited": 1}
-    assert store.continuity(run_id) == {claim.rollout_id: expected}
+    assert store.continuity(claim.run_id) == {claim.rollout_id: expected}
     assert store.continuity("another") == {}
 
 
-def test_a_verdict_stands(store: Store) -> None:
-    start_run(store)
-    claim = claimed(store)
+def test_a_verdict_stands(store: Store, claim: Claim) -> None:
     store.write_calls("boot", [], [call_of(claim, "x")], 1)
     store.settle(trained={}, skipped={"x": SkipReason.ZERO_ADVANTAGE})
     store.settle(trained={"x": 4}, skipped={})
@@ -65,18 +60,16 @@ def test_a_verdict_stands(store: Store) -> None:
     assert (call.trained_step, call.skip_reason) == (None, SkipReason.ZERO_ADVANTAGE)
 
 
-def test_a_resumed_run_supersedes_what_it_repeats(store: Store) -> None:
-    run_id = start_run(store)
-    claim = claimed(store)
+def test_a_resumed_run_supersedes_what_it_repeats(store: Store, claim: Claim) -> None:
     store.write_calls("boot", [], [call_of(claim, "x")], 1)
     store.settle(trained={"x": 1}, skipped={})
-    assert store.supersede(run_id, after_step=1) == 0
+    assert store.supersede(claim.run_id, after_step=1) == 0
     store.write_calls("boot", [], [call_of(claim, "under way")], 1)
-    assert store.supersede(run_id, after_step=1) == 1
-    assert store.supersede(run_id, after_step=0) == 1
-    assert store.accounting(run_id).skipped == {SkipReason.SUPERSEDED: 2}
-    assert store.cancel(run_id, "resumed", after_step=0) == 1
-    assert store.rollouts(run_id)[0].state == RolloutState.CANCELLED
+    assert store.supersede(claim.run_id, after_step=1) == 1
+    assert store.supersede(claim.run_id, after_step=0) == 1
+    assert store.accounting(claim.run_id).skipped == {SkipReason.SUPERSEDED: 2}
+    assert store.cancel(claim.run_id, "resumed", after_step=0) == 1
+    assert store.rollouts(claim.run_id)[0].state == RolloutState.CANCELLED
 
 
 def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
@@ -110,26 +103,10 @@ def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
     }
 
 
-def test_of_many_same_requests_the_newest_are_looked_after(store: Store) -> None:
-    run_id = start_run(store)
-    claim = claimed(store)
-    store.register_gateway("one", run_id, 1)
-    asked = [
-        call_of(claim, f"a{i}", seq=i, request=ODD, prompt_ids=[1], response_ids=[7, i, 0])
-        for i in range(40)
-    ]
-    later = call_of(claim, "b", seq=40, request={}, prompt_ids=[1, 7, 30, 5], response_ids=[6])
-    store.write_calls("one", [], [*asked, later], 41)
-    found = store.same_requests(claim.attempt_id, ODD)
-    assert [past.call.seq for past in found] == list(range(40))
-    assert [past.continued for past in found] == [i < 24 or i == 30 for i in range(40)]
-
-
 @pytest.mark.parametrize("request_", [ODD, {"temperature": 1.0, "x": "\ud800"}, {}])
 def test_same_requests_are_found_by_what_was_asked(store: Store, request_: Any) -> None:
-    run_id = start_run(store, rollouts=2)
+    start_run(store, rollouts=2)
     first, other = claimed(store), claimed(store)
-    store.register_gateway("one", run_id, 1)
     backwards = dict(reversed([*request_.items(), ("n", 1)]))
     asked = [
         call_of(first, "a", seq=0, request=request_, prompt_ids=[1], response_ids=[7, 8, 0]),
@@ -145,3 +122,10 @@ def test_same_requests_are_found_by_what_was_asked(store: Store, request_: Any) 
     ]  # fmt: skip
     assert found[0].call == replace(asked[0], request=found[0].call.request)
     assert [past.call.id for past in store.same_requests(first.attempt_id, backwards)] == ["c"]
+
+
+def test_a_reward_delivered_twice_counts_once(store: Store, claim: Claim) -> None:
+    reward = Reward(claim.attempt_id, claim.rollout_id, "reward", 1.0, key="span-1")
+    store.record_spans([], [reward])
+    store.record_spans([], [reward, replace(reward, key="span-2", value=0.5)])
+    assert [r.value for r in store.rewards([claim.rollout_id])] == [1.0, 0.5]

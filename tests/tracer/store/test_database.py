@@ -14,10 +14,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from store_records import call_of, claimed, start_run
 
-from agentrl_tracer.schemas import (
-    AttemptState,
-    Claim,
-)
+from agentrl_tracer.schemas import AttemptState, Claim
 from agentrl_tracer.store import Store, database, tables
 
 

@@ -9,12 +9,7 @@ import time
 import sqlalchemy as sa
 from store_records import claimed, start_run
 
-from agentrl_tracer.schemas import (
-    AttemptState,
-    NewRollout,
-    Purpose,
-    RolloutState,
-)
+from agentrl_tracer.schemas import AttemptState, Claim, NewRollout, Purpose, RolloutState
 from agentrl_tracer.store import Store, tables
 
 
@@ -62,9 +57,7 @@ def test_processes_share_the_queue(store: Store) -> None:
     assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
 
 
-def test_key_opens_its_attempt_and_is_not_stored(store: Store) -> None:
-    start_run(store)
-    claim = claimed(store)
+def test_key_opens_its_attempt_and_is_not_stored(store: Store, claim: Claim) -> None:
     ref = store.authenticate(claim.key)
     assert ref is not None
     assert (ref.attempt_id, ref.state) == (claim.attempt_id, AttemptState.RUNNING)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 from store_records import claimed, start_run
 
-from agentrl_tracer.schemas import (
-    AttemptState,
-    Policies,
-    Purpose,
-    Reward,
-    RolloutState,
-)
+from agentrl_tracer.schemas import AttemptState, Policies, Purpose, Reward, RolloutState
 from agentrl_tracer.store import Store
+from agentrl_trainer.data.rewards import rollout_reward
 
 
 @pytest.mark.parametrize(
@@ -29,7 +24,7 @@ from agentrl_tracer.store import Store
         (Policies(), AttemptState.SUCCEEDED, RolloutState.SUCCEEDED),
         (Policies(on_missing_reward="retry"), AttemptState.SUCCEEDED, RolloutState.QUEUED),
         (
-            Policies(on_missing_reward="retry", max_attempts=1),
+            Policies("drop", "drop", "retry", max_attempts=1),
             AttemptState.SUCCEEDED,
             RolloutState.SUCCEEDED,
         ),
@@ -68,6 +63,20 @@ def test_a_missing_reward_is_tried_again_and_an_emitted_one_is_not(store: Store)
     assert outcomes.rollouts == {"succeeded": 1}
     assert outcomes.metrics()["attempts/no_reward"] == 1
     assert store.outcomes(run_id, purpose=Purpose.EVAL).attempts == {}
+
+
+def test_a_policys_reward_stands_instead_of_what_was_emitted(store: Store) -> None:
+    run_id = start_run(store, policies=Policies(on_error=-1.0))
+    claim = claimed(store)
+    store.record_spans([], [Reward(claim.attempt_id, claim.rollout_id, "reward", 5.0, key="span")])
+    store.end_attempt(claim.attempt_id, AttemptState.ERROR, error="boom")
+    rewards = store.rewards([claim.rollout_id])
+    assert sorted(r.value for r in rewards) == [-1.0, 5.0]  # nothing recorded is lost
+    (rollout,) = store.rollouts(run_id)
+    assert rollout_reward(rollout, rewards) == -1.0
+    outcomes = store.outcomes(run_id)
+    assert outcomes.policy_rewards == {"on_error": 1}
+    assert outcomes.metrics()["rewards/on_error"] == 1
 
 
 def test_infrastructure_retries_do_not_use_up_attempts(store: Store) -> None:

@@ -10,23 +10,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from store_records import call_of, claimed, start_run
+from store_records import call_of
 
-from agentrl_tracer.schemas import (
-    AttemptState,
-    CallState,
-    Claim,
-    SkipReason,
-)
+from agentrl_tracer.schemas import AttemptState, CallState, Claim, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.writer import TraceWriter
-
-
-@pytest.fixture
-def claim(store: Store) -> Claim:
-    run_id = start_run(store)
-    store.register_gateway("boot", run_id, 1)
-    return claimed(store)
 
 
 @pytest.fixture

@@ -53,8 +53,8 @@ def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(
         with torch.no_grad():
             logprobs = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
         expected = logprobs[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
-        scored = engine.score(PROMPT, name).result(30).logprobs
-        assert scored[1:] == pytest.approx(expected, abs=CLOSE)
+        [scored] = engine.score([PROMPT], name).result(30)
+        assert scored.logprobs[1:] == pytest.approx(expected, abs=CLOSE)
 
 
 def test_running_sequences_keep_the_version_that_they_started_with(
@@ -76,7 +76,7 @@ def test_running_sequences_keep_the_version_that_they_started_with(
     settle(engine)
     assert engine.adapters == {"policy": 3}
     assert engine.stats().swaps == 3
-    assert [lane.version for lane in engine._scheduler.adapters.lanes] == [None, 3]
+    assert [lane.version for lane in engine._scheduler.lanes] == [None, 3]
 
 
 @pytest.mark.parametrize("how", ["swap", "unload"])

@@ -230,7 +230,7 @@ def test_a_failed_forward_fails_its_requests_only(engine_of, base, monkeypatch) 
     engine = engine_of(base)
     first = Asked(engine, prompt(1, 9), SampleParams(max_tokens=400))
     first.first.wait(30)
-    monkeypatch.setattr(engine._forward, "decoder", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._scheduler.forward, "decoder", lambda *_: 1 / 0)
     answer = first.one()
     monkeypatch.undo()
     assert (answer.end.reason, answer.end.error) == ("error", "ZeroDivisionError: division by zero")
@@ -244,7 +244,7 @@ def test_running_out_of_memory_fails_the_request_only(engine_of, base, monkeypat
     def full(*_args: object, **_kwargs: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._scheduler.adapters.current[None].filling, "reserve", full)
+    monkeypatch.setattr(engine._scheduler.current[None].filling, "reserve", full)
     answer = Asked(engine, prompt(1, 9), SampleParams(max_tokens=4)).one()
     assert (answer.end.reason, answer.end.error) == ("error", "MemoryError: no room")
     monkeypatch.undo()
@@ -348,9 +348,9 @@ def test_anything_at_any_time(engine_of, base, tmp_path, seed) -> None:
                 reference = references[answer.versions.pop()]
                 assert worst_difference(reference, a.prompt, answer) < 2 * CLOSE
     settle(engine)
-    lanes = engine._scheduler.adapters.lanes
+    lanes = engine._scheduler.lanes
     assert sorted(lane.adapter or "" for lane in lanes) == ["", "a", "b"]
     assert all(lane.users == 0 for lane in lanes)
     held = sum(r.rows * r.time for x in lanes for r in (x.rows, x.filling))
-    held += sum(len(e.kv) for x in lanes for e in x.prefixes.of(x))
+    held += sum(len(e.kv) for x in lanes for e in x.pool.prefixes(x))
     assert engine.stats().kv_tokens == held <= engine.stats().kv_budget

@@ -120,7 +120,7 @@ def test_rows_one_by_one_are_exact(engine_of, make, past: Past, caplog) -> None:
     reference = copy.deepcopy(base.model)
     engine = engine_of(base, prefill_chunk=32)
     assert "row by row, which is slow" in caplog.text
-    assert engine._forward.past is past
+    assert engine._scheduler.forward.past is past
     prompts = [[*range(n)] for n in (1, 5, 70)]
     asked = [
         Asked(engine, prompt, SampleParams(max_tokens=20, seed=i, n=2))
@@ -145,17 +145,17 @@ def test_short_prefixes_of_a_recurrent_model_are_charged_their_whole_state(engin
     for i in range(12):
         Asked(engine, [*range(i, i + 10)], SampleParams(max_tokens=6, seed=i)).wait()
     settle(engine)
-    kept = engine._scheduler.prefixes
-    assert len(kept) == 12
+    kept = engine._scheduler.pool
+    assert len(kept._entries) == 12
     held = sum(tensor_bytes(entry.kv.cache) for entry in kept._entries)
-    shape = engine._forward.shape
+    shape = engine._scheduler.forward.shape
     assert held <= engine.stats().kv_tokens * shape.bytes_per_token <= 2 * held
 
 
 def test_a_state_that_cannot_be_told_right_in_half_precision_is_not_gone_on_from() -> None:
     base = mamba()
     half = as_base(base.model.to(torch.bfloat16))
-    assert SamplerEngine(half)._forward.past is Past.STEPS
+    assert SamplerEngine(half)._scheduler.forward.past is Past.STEPS
 
 
 def test_refuses_a_model_that_looks_ahead() -> None:
@@ -164,6 +164,6 @@ def test_refuses_a_model_that_looks_ahead() -> None:
         intermediate_size=32, max_position_embeddings=128,
     )  # fmt: skip
     with pytest.raises(
-        ModelError, match=r"cannot serve.*vLLM.*row by row, recomputed: logits differ"
+        ModelError, match=r"cannot serve.*vLLM.*row by row, recomputed: its logits differ"
     ):
         SamplerEngine(as_base(BertGenerationDecoder(config).eval()))

@@ -17,52 +17,30 @@ from small_models import Asked, running_engine, settle, worst_difference
 from agentrl_trainer.inference import RequestError, SampleParams, SamplerEngine
 from agentrl_trainer.models.loading import BaseModel, load_base
 
+
+def thing(**properties: dict[str, Any]) -> dict[str, Any]:
+    closed = {"required": [*properties], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **closed}
+
+
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "enum": {
-        "type": "object",
-        "properties": {
-            "brief_reason": {"type": "string", "maxLength": 30},
-            "yes_or_no": {"enum": ["yes", "no", "n/a"]},
-            "correct": {"type": "boolean"},
-        },
-        "required": ["brief_reason", "yes_or_no", "correct"],
-        "additionalProperties": False,
-    },
+    "enum": thing(
+        brief_reason={"type": "string", "maxLength": 30},
+        yes_or_no={"enum": ["yes", "no", "n/a"]},
+        correct={"type": "boolean"},
+    ),
     "nested": {
-        "type": "object",
-        "properties": {
-            "who": {
-                "type": "object",
-                "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}},
-                "required": ["age"],
-                "additionalProperties": False,
-            },
-            "next": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]},
-        },
-        "required": ["who", "next"],
-        "additionalProperties": False,
-        "$defs": {
-            "point": {
-                "type": "object",
-                "properties": {"x": {"type": "integer", "maximum": 9, "minimum": -9}},
-                "required": ["x"],
-                "additionalProperties": False,
-            }
-        },
+        **thing(
+            who=thing(age={"type": "integer", "minimum": 0, "maximum": 150}),
+            next={"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]},
+        ),
+        "$defs": {"point": thing(x={"type": "integer", "maximum": 9, "minimum": -9})},
     },
     "array": {
-        "type": "array",
-        "items": {"enum": ["red", "green", 3, None]},
-        "minItems": 2,
-        "maxItems": 4,
+        "type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 2, "maxItems": 4,
     },
-    "pattern": {
-        "type": "object",
-        "properties": {"code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}},
-        "required": ["code"],
-        "additionalProperties": False,
-    },
-}
+    "pattern": thing(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
+}  # fmt: skip
 
 
 def grammar(schema: dict[str, Any]) -> str:
@@ -94,6 +72,10 @@ def params(base: BaseModel, **changed: Any) -> SampleParams:
     return SampleParams(**({"max_tokens": 300, "stop_ids": base.eos_ids} | changed))
 
 
+def ask(engine: SamplerEngine, text: str, **changed: Any) -> Asked:
+    return Asked(engine, ids_of(engine.base, text), params(engine.base, **changed))
+
+
 def text_of(base: BaseModel, ids: list[int]) -> str:
     assert ids[-1] in base.eos_ids
     return str(base.tokenizer.decode(ids[:-1]))
@@ -102,11 +84,7 @@ def text_of(base: BaseModel, ids: list[int]) -> str:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_sample_conforms(engine, base, reference, name) -> None:
     schema = SCHEMAS[name]
-    asked = Asked(
-        engine,
-        ids_of(base, "Who are you?"),
-        params(base, n=24, seed=5, grammar=grammar(schema)),
-    )
+    asked = ask(engine, "Who are you?", n=24, seed=5, grammar=grammar(schema))
     said = set[str]()
     for answer in asked.wait():
         assert answer.end.reason == "stop"
@@ -177,11 +155,12 @@ def test_a_pick_leaves_other_rows_bit_identical() -> None:
         SampleParams(1), SampleParams(1, temperature=0.5), SampleParams(1, top_p=0.8, top_k=40),
         SampleParams(1, temperature=0), SampleParams(1), SampleParams(1),
     ]  # fmt: skip
-    allowed = torch.zeros(1, 500, dtype=torch.bool)
-    allowed[0, 77] = True
+    allowed = torch.ones(2, 500, dtype=torch.bool)
+    allowed[0] = torch.arange(500) == 77
     for step in range(50):
         plain = pick(logits, settings, [Uniforms(step, i) for i in range(6)])
-        steering = Steering({5: (torch.tensor([3]), torch.tensor([100.0]))}, [4], allowed)
+        bias = (torch.tensor([3]), torch.tensor([100.0]))
+        steering = Steering([4, 5], [None, bias], allowed)
         steered = pick(logits, settings, [Uniforms(step, i) for i in range(6)], steering)
         assert steered.ids[:4] == plain.ids[:4]
         assert steered.logprobs[:4] == plain.logprobs[:4]
@@ -191,42 +170,31 @@ def test_a_pick_leaves_other_rows_bit_identical() -> None:
 
 
 def test_greedy_filters_stops_seed_and_siblings(engine, base) -> None:
-    prompt, rules = ids_of(base, "Hi"), grammar(SCHEMAS["array"])
+    rules = grammar(SCHEMAS["array"])
     for changed in (
         {"temperature": 0.0},
         {"top_k": 1, "seed": 3},
         {"top_p": 0.3, "temperature": 1.7, "seed": 4},
     ):
-        first, again = (
-            Asked(engine, prompt, params(base, grammar=rules, n=2, **changed)).wait()
-            for _ in range(2)
-        )
+        first, again = (ask(engine, "Hi", grammar=rules, n=2, **changed).wait() for _ in range(2))
         assert [a.ids for a in first] == [a.ids for a in again]
         for answer in first:
             jsonschema.validate(json.loads(text_of(base, answer.ids)), SCHEMAS["array"])
-    cut = Asked(engine, prompt, params(base, grammar=rules, stop=(",",), seed=1)).one()
+    cut = ask(engine, "Hi", grammar=rules, stop=(",",), seed=1).one()
     assert (cut.end.reason, cut.end.stop) == ("stop", ",")
-    short = Asked(engine, prompt, params(base, grammar=rules, max_tokens=2)).one()
-    assert short.end.reason == "length"
-
-
-def test_a_complete_answer_ends_without_stop_ids(engine, base) -> None:
-    asked = Asked(
-        engine, ids_of(base, "Hi"), params(base, grammar='start: "yes"', stop_ids=frozenset())
-    )
-    answer = asked.one()
-    assert answer.end.reason == "stop"
-    assert text_of(base, answer.ids) == "yes"
+    assert ask(engine, "Hi", grammar=rules, max_tokens=2).one().end.reason == "length"
+    complete = ask(engine, "Hi", grammar='start: "yes"', stop_ids=frozenset()).one()
+    assert (complete.end.reason, text_of(base, complete.ids)) == ("stop", "yes")
 
 
 def test_preempted_answers_still_conform(base, reference) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 12, "maxItems": 14}
     rules = grammar(schema)
     with running_engine(copy.copy(base), kv_tokens=500) as engine:
-        asked = []
-        for i in range(10):
-            own = params(base, seed=i, grammar=rules, max_tokens=120)
-            asked.append(Asked(engine, ids_of(base, f"Count from {i}."), own))
+        asked = [
+            ask(engine, f"Count from {i}.", seed=i, grammar=rules, max_tokens=120)
+            for i in range(10)
+        ]
         for a in asked:
             answer = a.one()
             if answer.end.reason == "stop":
@@ -236,34 +204,33 @@ def test_preempted_answers_still_conform(base, reference) -> None:
 
 
 def test_logit_bias(engine, base, reference) -> None:
-    prompt = ids_of(base, "Who are you?")
     [wanted] = base.tokenizer.encode("z", add_special_tokens=False)
-    first = Asked(engine, prompt, params(base, max_tokens=1, temperature=0)).one()
-    banned = params(base, max_tokens=1, n=50, logit_bias=((first.ids[0], -100.0),))
-    assert first.ids[0] not in {a.ids[0] for a in Asked(engine, prompt, banned).wait()}
-    forced = Asked(engine, prompt, params(base, max_tokens=4, logit_bias=((wanted, 100.0),)))
+    [likeliest] = ask(engine, "Who are you?", max_tokens=1, temperature=0).one().ids
+    banned = ask(engine, "Who are you?", max_tokens=1, n=50, logit_bias=((likeliest, -100.0),))
+    assert likeliest not in {a.ids[0] for a in banned.wait()}
+    forced = ask(engine, "Who are you?", max_tokens=4, logit_bias=((wanted, 100.0),))
     answer = forced.one()
     assert answer.ids == [wanted] * 4
     assert answer.end.log_mass is None
-    assert worst_difference(reference, prompt, answer) < 1e-4
+    assert worst_difference(reference, forced.prompt, answer) < 1e-4
     # A grammar rules over a bias.
-    both = params(base, grammar='start: "yes"', logit_bias=((wanted, 100.0),))
-    assert text_of(base, Asked(engine, prompt, both).one().ids) == "yes"
+    both = ask(engine, "Who are you?", grammar='start: "yes"', logit_bias=((wanted, 100.0),))
+    assert text_of(base, both.one().ids) == "yes"
 
 
-def test_what_cannot_be_used_is_refused(engine, base) -> None:
+def test_what_cannot_be_used_is_refused(engine) -> None:
     for bad in ("start: (", '{"grammars": [{"json_schema": {"type": "strin"}}]}'):
         with pytest.raises(RequestError) as refused:
-            Asked(engine, ids_of(base, "Hi"), params(base, grammar=bad))
+            ask(engine, "Hi", grammar=bad)
         assert refused.value.code == "invalid_grammar"
     with pytest.raises(RequestError, match="logit_bias"):
-        Asked(engine, ids_of(base, "Hi"), params(base, logit_bias=((10**6, 1.0),)))
+        ask(engine, "Hi", logit_bias=((10**6, 1.0),))
 
 
-def test_a_grammar_without_a_way_on_fails_alone(engine, base) -> None:
-    """Nothing matches both: an error for this answer, none for its neighbour."""
-    stuck = Asked(engine, ids_of(base, "Hi"), params(base, grammar="start: A\nA: /a+/ & /b+/"))
-    fine = Asked(engine, ids_of(base, "Hi"), params(base, max_tokens=5, stop_ids=frozenset()))
+def test_a_grammar_without_a_way_on_fails_alone(engine) -> None:
+    """No text matches both: an error for this answer, none for its neighbor."""
+    stuck = ask(engine, "Hi", grammar="start: A\nA: /a+/ & /b+/")
+    fine = ask(engine, "Hi", max_tokens=5, stop_ids=frozenset())
     answer = stuck.one()
     assert answer.end.reason == "error"
     assert "grammar" in (answer.end.error or "")

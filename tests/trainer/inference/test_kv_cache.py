@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from agentrl_trainer.inference.kv_cache import KVBudget, KVRows, KVShape, PrefixStore
+from agentrl_trainer.inference.kv_cache import KVPool, KVRows, KVShape
 
 SHAPE = KVShape(2, 1, 2, 3, torch.float32, torch.device("cpu"))
 
@@ -16,7 +16,7 @@ def fill(rows: KVRows, row: int, length: int, value: float) -> None:
 
 
 def test_rows_stay_dense_and_keep_their_content() -> None:
-    rows = KVRows(SHAPE, KVBudget(100_000))
+    rows = KVRows(SHAPE, KVPool(100_000))
     for i in range(5):
         assert rows.reserve(i + 1, 10)
         fill(rows, rows.append(), 10, float(i + 1))
@@ -32,38 +32,35 @@ def test_rows_stay_dense_and_keep_their_content() -> None:
 
 
 def test_budget_is_kept_and_shrinks_a_rectangle() -> None:
-    budget = KVBudget(1000)
-    rows = KVRows(SHAPE, budget)
+    pool = KVPool(1000)
+    rows = KVRows(SHAPE, pool)
     assert rows.reserve(1, 500)
-    assert budget.used == rows.rows * rows.time <= 1000
+    assert pool.used == rows.rows * rows.time <= 1000
     rows.append()
     fill(rows, 0, 10, 1.0)
     assert not rows.reserve(3, 500)
     # The long sequence is gone: the same tokens as more, shorter rows.
     assert rows.reserve(20, 48)
-    assert budget.used == 20 * 48
+    assert pool.used == 20 * 48
     assert float(rows.peek(0, 10).keys.mean()) == 1.0
     assert not rows.reserve(21, 48)
     assert rows.reserve(21, 64, force=True)
     rows.free()
-    assert budget.used == 0
+    assert pool.used == 0
 
 
 def test_prefixes_give_way_least_recently_used_first() -> None:
-    budget = KVBudget(100)
-    store = PrefixStore(budget, most=3)
-    rows = KVRows(SHAPE, KVBudget(10**6))
+    pool = KVPool(100)
+    rows = KVRows(SHAPE, KVPool(10**6))
     rows.reserve(1, 64)
     one, two = object(), object()
-    store.add(one, list(range(20)), rows.peek(0, 20).copied())
-    store.add(two, list(range(20)), rows.peek(0, 20).copied())
-    assert not store.wants(one, list(range(19)))
-    assert store.wants(one, list(range(21)))
-    store.add(one, list(range(30)), rows.peek(0, 30).copied())
-    assert [len(e.tokens) for e in store.of(one)] == [30], "the longer replaces the shorter"
-    assert budget.used == 50
-    store.touch(store.of(two)[0])
-    assert budget.fits(60)
-    assert (store.of(one), len(store.of(two))) == ([], 1)
-    store.drop_owner(two)
-    assert (budget.used, len(store)) == (0, 0)
+    for owner, size in ((one, 20), (two, 20), (one, 19), (one, 30), (one, 7)):
+        pool.keep(owner, list(range(size)), rows.peek(0, size))
+    # The longer replaces the shorter, and what is stored or short is not stored again.
+    assert [len(e.tokens) for e in pool.prefixes(one)] == [30]
+    assert pool.used == 50
+    pool.touch(pool.prefixes(two)[0])
+    assert pool.fits(60)
+    assert (pool.prefixes(one), len(pool.prefixes(two))) == ([], 1)
+    pool.drop_owner(two)
+    assert pool.used == 0

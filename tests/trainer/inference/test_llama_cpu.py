@@ -54,7 +54,7 @@ def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeyp
     base = as_base(qwen3())
     plain = copy.deepcopy(base.model)
     engine = engine_of(base)
-    assert all(product._packed is None for product in engine._forward.decoder.base_products)
+    assert all(p._packed is None for p in engine._scheduler.forward.decoder.base_products)
     answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
     assert worst_difference(plain, list(range(20)), answer) < 1e-5
 
@@ -93,7 +93,7 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
         return found
 
     def look() -> None:
-        for lane in engine._scheduler.adapters.lanes:
+        for lane in engine._scheduler.lanes:
             lengths = [len(s.tokens) for s in lane.decoding]
             chunks = [lengths[i : i + BLOCK] for i in range(0, len(lengths), BLOCK)]
             if any(max(a) > min(b) for a, b in itertools.pairwise(chunks)):

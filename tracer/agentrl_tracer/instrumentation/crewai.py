@@ -23,23 +23,22 @@ logger = logging.getLogger("agentrl")
 
 _OPERATION = otel.create_key("agentrl-crewai")
 
-# Operation kind → the beginnings of its event names, and how those names end when it ends.
+# The beginning of an event's name → its kind of operation, and how names end when that ends.
 _EVENTS = {
-    "flow": ("flow", ("finished", "failed", "paused")),
-    "method": ("method_execution", ("finished", "failed", "paused")),
-    "crew": ("crew_kickoff", ("completed", "failed")),
-    "task": ("task", ("completed", "failed")),
-    "agent": ("agent_execution", ("completed", "error")),
-    "lite_agent": ("lite_agent_execution", ("completed", "error")),
-    "llm": ("llm_call", ("completed", "failed")),
-    "tool": ("tool_usage", ("finished", "error")),
+    "flow": ("flow", "finished failed paused"),
+    "method_execution": ("method", "finished failed paused"),
+    "crew_kickoff": ("crew", "completed failed"),
+    "task": ("task", "completed failed"),
+    "agent_execution": ("agent", "completed error"),
+    "lite_agent_execution": ("agent", "completed error"),
+    "llm_call": ("llm", "completed failed"),
+    "tool_usage": ("tool", "finished error"),
 }
-_KINDS = {kind: kind.removeprefix("lite_") for kind in _EVENTS}
-_BEGINS = {f"{event}_started": _KINDS[kind] for kind, (event, _) in _EVENTS.items()}
+_BEGINS = {f"{event}_started": kind for event, (kind, _) in _EVENTS.items()}
 _ENDS = {
-    f"{event}_{ending}": _KINDS[kind]
-    for kind, (event, endings) in _EVENTS.items()
-    for ending in endings
+    f"{event}_{ending}": kind
+    for event, (kind, endings) in _EVENTS.items()
+    for ending in endings.split()
 }
 
 
@@ -148,42 +147,35 @@ def _describe(kind: str, source: Any, event: Any) -> tuple[str, dict[str, Any]]:
     """
     role = _role(source, event)
     match kind:
-        case "flow" | "crew":
-            name = getattr(event, "flow_name", None) or getattr(event, "crew_name", None) or kind
-            return f"invoke_workflow {name}", {
-                "gen_ai.operation.name": "invoke_workflow",
-                "gen_ai.workflow.name": name,
-            }
         case "method":
             name = event.method_name
             return f"{event.flow_name}.{name}", {"code.function.name": name}
         case "task":
             task = getattr(event, "task_name", None) or getattr(source, "description", "")
             return "task", {"agentrl.crewai.task": str(task)[:500]}
+        case "flow" | "crew":
+            name = getattr(event, "flow_name", None) or getattr(event, "crew_name", None) or kind
+            operation, more = "invoke_workflow", {"gen_ai.workflow.name": name}
         case "agent":
             agent = getattr(event, "agent", None)
             identity = getattr(agent, "id", None) or getattr(source, "id", None)
-            return f"invoke_agent {role}" if role else "invoke_agent", {
-                "gen_ai.operation.name": "invoke_agent",
+            operation, name = "invoke_agent", role
+            more = {
                 AGENT_NAME: role,
                 "gen_ai.agent.id": None if identity is None else str(identity),
             }
         case "tool":
-            return f"execute_tool {event.tool_name}", {
-                "gen_ai.operation.name": "execute_tool",
-                "gen_ai.tool.name": event.tool_name,
-                "gen_ai.tool.type": "function",
-                AGENT_NAME: role,
-            }
+            operation, name = "execute_tool", event.tool_name
+            more = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", AGENT_NAME: role}
         case _:
-            return f"chat {event.model}", {
-                "gen_ai.operation.name": "chat",
-                "gen_ai.request.model": event.model,
-                "gen_ai.request.temperature": event.temperature,
-                "gen_ai.request.top_p": event.top_p,
-                "gen_ai.request.max_tokens": event.max_tokens,
-                AGENT_NAME: role,
-            }
+            operation, name = "chat", event.model
+            asked = {key: getattr(event, key) for key in ("temperature", "top_p", "max_tokens")}
+            more = {f"gen_ai.request.{key}": value for key, value in asked.items()}
+            more |= {"gen_ai.request.model": name, AGENT_NAME: role}
+    return f"{operation} {name}" if name else operation, {
+        "gen_ai.operation.name": operation,
+        **more,
+    }
 
 
 def _describe_answer(event: Any) -> dict[str, Any]:

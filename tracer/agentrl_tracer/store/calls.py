@@ -1,10 +1,11 @@
-"""Record calls and spans, judge calls, and keep the sum that must hold."""
+"""Record calls, spans and rewards, judge calls, and keep the sum that must hold."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -24,11 +25,11 @@ from agentrl_tracer.schemas import (
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import json_text
-from agentrl_tracer.store.rewards import RewardStore, insert_rewards
+from agentrl_tracer.store.database import Database, json_text
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 _SPAN_COLUMNS = [t.spans.c[name] for name in Span.__dataclass_fields__]
+_REWARD_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
 _VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VERDICT))
@@ -56,23 +57,6 @@ _SIZES = sa.select(
 ).where(_OF_ATTEMPT)
 
 
-def _continues(later: sa.FromClause) -> sa.ColumnElement[bool]:
-    """Whether a later call's prompt begins with this call's prompt and response.
-
-    The response's last token is left out: templates end turns in their own way.
-    """
-    prompt, response, beginning = t.calls.c.prompt_ids, t.calls.c.response_ids, later.c.prompt_ids
-    prompt_length, response_length = sa.func.length(prompt), sa.func.length(response) - _TOKEN_BYTES
-    return sa.and_(
-        later.c.attempt_id == t.calls.c.attempt_id,
-        later.c.seq > t.calls.c.seq,
-        response_length > 0,
-        sa.func.substr(beginning, 1, prompt_length) == prompt,
-        sa.func.substr(beginning, prompt_length + 1, response_length)
-        == sa.func.substr(response, 1, response_length),
-    )
-
-
 # The request's text is compared, not a digest: a further index or column would cost every call,
 # and only client retries after a restart need this.
 _SAME_REQUESTS = (
@@ -83,12 +67,7 @@ _SAME_REQUESTS = (
     )
     .order_by(t.calls.c.seq, t.calls.c.choice)
 )
-_CONTINUED = sa.select(t.calls.c.id).where(
-    _OF_ATTEMPT,
-    t.calls.c.response_id.in_(sa.bindparam("responses", expanding=True)),
-    sa.exists().where(_continues(t.calls.alias("later"))),
-)
-_MAX_COMPARED = 16  # requests: each is compared with every later call of its attempt
+_PROMPTS = sa.select(t.calls.c.seq, t.calls.c.prompt_ids).where(_OF_ATTEMPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +79,9 @@ class Delivery:
     rewards: Sequence[Reward] = ()
 
 
-class CallStore(RewardStore):
+class CallStore:
+    db: Database
+
     def write_calls(
         self,
         boot_id: str,
@@ -147,7 +128,8 @@ class CallStore(RewardStore):
 
     def _insert(self, cursor: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
         self.db.insert_records(cursor, t.spans, spans)
-        insert_rewards(self.db, cursor, rewards)
+        dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]
+        self.db.insert_records(cursor, t.rewards, dated)
 
     def _attempt_states(self, c: Any, ids: Sequence[str]) -> dict[str, AttemptState | None]:
         """Return the states of the attempts that exist."""
@@ -178,23 +160,12 @@ class CallStore(RewardStore):
         return len(rows), tokens
 
     def same_requests(self, attempt_id: str, request: Json) -> list[PastCall]:
-        """Return the attempt's calls with exactly this wire request, in order.
-
-        Whether a later call continued them is looked up for the newest requests, and assumed of
-        older ones.
-        """
-        rows = self.db.fetch(
-            _SAME_REQUESTS, {"attempt_id": attempt_id, "request": json_text(request)}
-        )
+        """Return the attempt's calls with exactly this wire request, in order."""
+        attempt = {"attempt_id": attempt_id}
+        rows = self.db.fetch(_SAME_REQUESTS, {**attempt, "request": json_text(request)})
         calls = [_call(row) for row in rows]
-        newest = list(dict.fromkeys(call.response_id for call in reversed(calls)))[:_MAX_COMPARED]
-        continued: set[str] = set()
-        if newest:
-            found = self.db.fetch(_CONTINUED, {"attempt_id": attempt_id, "responses": newest})
-            continued = {row["id"] for row in found}
-        return [
-            PastCall(call, call.response_id not in newest or call.id in continued) for call in calls
-        ]
+        later = [(row["seq"], row["prompt_ids"]) for row in self.db.fetch(_PROMPTS, attempt)]
+        return [PastCall(call, any(_continues(call, *other) for other in later)) for call in calls]
 
     def calls(
         self,
@@ -215,6 +186,11 @@ class CallStore(RewardStore):
         """Return the rollout's spans in order of their start."""
         query = sa.select(*_SPAN_COLUMNS).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
+
+    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
+        """Return the rewards of these rollouts in order of creation."""
+        query = sa.select(*_REWARD_COLUMNS).where(t.rewards.c.rollout_id.in_(rollout_ids))
+        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
 
     def continuity(self, run_id: str) -> dict[str, Counter[str]]:
         """Count how the prompts of each rollout began, by rollout id and by kind.
@@ -240,16 +216,12 @@ class CallStore(RewardStore):
 
         A call judged before keeps its first verdict.
         """
+        judged = t.calls.update().where(t.calls.c.id == sa.bindparam("call_id"), _UNJUDGED)
         with self.db.write() as c:
             for column, verdicts in (("trained_step", trained), ("skip_reason", skipped)):
                 if verdicts:
-                    update = t.calls.update().where(
-                        t.calls.c.id == sa.bindparam("call_id"), _UNJUDGED
-                    )
-                    c.execute(
-                        update.values({column: sa.bindparam("verdict")}),
-                        [{"call_id": i, "verdict": verdict} for i, verdict in verdicts.items()],
-                    )
+                    rows = [{"call_id": i, column: verdict} for i, verdict in verdicts.items()]
+                    c.execute(judged, rows)
 
     def supersede(self, run_id: str, after_step: int) -> int:
         """Mark calls that a resumed run repeats as superseded; return their number.
@@ -272,14 +244,11 @@ class CallStore(RewardStore):
     def accounting(self, run_id: str) -> Accounting:
         """Return the run's sums, read in one transaction."""
         verdict = (t.calls.c.skip_reason, t.calls.c.trained_step.is_not(None))
+        gateways = sa.select(sa.func.sum(t.gateways.c.proxied)).where(t.gateways.c.run_id == run_id)
+        calls = sa.select(*verdict, sa.func.count()).where(t.calls.c.run_id == run_id)
         with self.db.write() as c:
-            gateways = sa.select(sa.func.coalesce(sa.func.sum(t.gateways.c.proxied), 0))
-            proxied = c.execute(gateways.where(t.gateways.c.run_id == run_id)).scalar_one()
-            rows = c.execute(
-                sa.select(*verdict, sa.func.count())
-                .where(t.calls.c.run_id == run_id)
-                .group_by(*verdict)
-            ).all()
+            proxied = c.execute(gateways).scalar() or 0
+            rows = c.execute(calls.group_by(*verdict)).all()
         counts: Counter[str | None] = Counter()
         for reason, was_trained, count in rows:
             counts["trained" if was_trained else reason] += count
@@ -298,6 +267,20 @@ def _finished_row(call: Call, states: Mapping[str, AttemptState | None], boot_id
 def _select_states(names: Iterable[str]) -> sa.Select[Any, Any]:
     ids = [sa.bindparam(name, type_=sa.Text) for name in names]
     return sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(ids))
+
+
+def _continues(call: Call, seq: int, prompt: list[int]) -> bool:
+    """Whether a later call's prompt begins with this call's prompt and response.
+
+    The response's last token is left out: templates end turns in their own way.
+    """
+    start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.response_ids) - 1
+    return (
+        seq > call.seq
+        and start < end <= len(prompt)
+        and prompt[start:end] == call.response_ids[:-1]
+        and prompt[:start] == call.prompt_ids
+    )
 
 
 def _call(row: Any) -> Call:

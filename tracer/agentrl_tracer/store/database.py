@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,6 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
-from sqlalchemy.sql.compiler import SQLCompiler
 
 from agentrl_tracer.store.statements import CompiledStatement, transaction, upsert
 from agentrl_tracer.store.tables import metadata
@@ -132,7 +131,6 @@ class Database:
         file = None if self.is_remote else sa.make_url(self.url).database
         # PostgreSQL queues writers itself, and Windows has no flock.
         self._queue = WriterQueue(f"{file}-queue") if file and sys.platform != "win32" else None
-        self._lookups: dict[sa.Select[Any], SQLCompiler] = {}
         self._compiled: dict[Any, CompiledStatement] = {}
         self._no_wait: Any = None  # a connection that never waits for a lock
         self._no_wait_thread = 0  # the only thread that may use it
@@ -175,24 +173,15 @@ class Database:
         It goes straight to the driver: 8 us, where SQLAlchemy's connection and result take 50. So
         parameters and value have the driver's own types.
         """
-        compiled = self._lookups.get(statement)
-        if compiled is None:
-            compiled = cast(SQLCompiler, statement.compile(dialect=self.engine.dialect))
-            self._lookups[statement] = compiled
-        values: Any = compiled.construct_params(parameters)
-        order = compiled.positiontup
-        if order is not None:
-            values = [values[name] for name in order]
+        compiled = self.compiled(statement, lambda: statement, tuple(parameters))
+        row = tuple(parameters.values())
         if self._no_wait is not None and threading.get_ident() == self._no_wait_thread:
             # After another connection's commit SQLite drops its cache: the connection that wrote
             # last reads in 6 us, one of the pool in 40.
             with suppress(self.engine.dialect.loaded_dbapi.OperationalError):
-                return _first_value(self._no_wait, compiled.string, values)
-        connection = self.engine.raw_connection()
-        try:
-            return _first_value(connection, compiled.string, values)
-        finally:
-            connection.close()
+                return compiled.first_value(self._no_wait, row)
+        with closing(self.engine.raw_connection()) as connection:
+            return compiled.first_value(connection, row)
 
     def compiled(
         self, key: Any, make: Callable[[], sa.Executable], names: Sequence[str]
@@ -229,12 +218,12 @@ class Database:
                 holds the lock, and leave checkpoints of the log to others. For one thread only.
         """
         if wait:
-            connection = self.engine.raw_connection()
-            try:
-                with self._turn(), transaction(connection, self._begin) as cursor:
-                    yield cursor
-            finally:
-                connection.close()
+            with (
+                closing(self.engine.raw_connection()) as connection,
+                self._turn(),
+                transaction(connection, self._begin) as cursor,
+            ):
+                yield cursor
             return
         if self._no_wait is None:
             connection = self.engine.raw_connection()
@@ -257,16 +246,6 @@ class Database:
         self.engine.dispose()
         if self._queue is not None:
             self._queue.close()
-
-
-def _first_value(connection: Any, sql: str, parameters: Any) -> Any:
-    cursor = connection.cursor()
-    try:
-        cursor.execute(sql, parameters)
-        row = cursor.fetchone()
-    finally:
-        cursor.close()  # an open statement would keep reading the present snapshot
-    return None if row is None else row[0]
 
 
 _VERSION = sa.Table(  # as alembic defines it

@@ -5,32 +5,18 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from dataclasses import asdict
+from functools import cache
+from typing import Any
 
 import sqlalchemy as sa
 
 from agentrl_tracer.ids import new_id
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Claim, Purpose, RolloutState
+from agentrl_tracer.schemas import Attempt, AttemptRef, AttemptState, Claim, Purpose, RolloutState
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rollouts import UPDATE_ROLLOUT, RolloutStore
 
 # Statements of the hot path are built once: building one costs as much as executing it.
-_QUEUED = (
-    sa.select(t.rollouts, t.tasks.c.data.label("task"))
-    .join(t.tasks, t.tasks.c.id == t.rollouts.c.task_id)
-    .where(t.rollouts.c.state == RolloutState.QUEUED)
-    .order_by(t.rollouts.c.ordinal)
-    .limit(1)
-)
-_QUEUED_IN = {True: _QUEUED, False: _QUEUED.where(t.rollouts.c.run_id == sa.bindparam("run"))}
-"""By whether rollouts of any run qualify."""
-_CLAIMABLE = {
-    any_run: query.with_for_update(skip_locked=True, of=t.rollouts)
-    for any_run, query in _QUEUED_IN.items()
-}
-_ANY_QUEUED = {
-    any_run: query.with_only_columns(t.rollouts.c.id, maintain_column_froms=True)
-    for any_run, query in _QUEUED_IN.items()
-}
 _INSERT_ATTEMPT = t.attempts.insert()
 _STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
 _BY_KEY = (
@@ -48,16 +34,33 @@ _BY_KEY = (
 )
 
 
+@cache
+def _first_queued(*, any_run: bool, lock: bool) -> sa.Select[Any]:
+    query = (
+        sa.select(t.rollouts, t.tasks.c.data.label("task"))
+        .join(t.tasks, t.tasks.c.id == t.rollouts.c.task_id)
+        .where(t.rollouts.c.state == RolloutState.QUEUED)
+        .order_by(t.rollouts.c.ordinal)
+        .limit(1)
+    )
+    if not any_run:
+        query = query.where(t.rollouts.c.run_id == sa.bindparam("run"))
+    if lock:
+        return query.with_for_update(skip_locked=True, of=t.rollouts)
+    return query.with_only_columns(t.rollouts.c.id, maintain_column_froms=True)
+
+
 class LeaseStore(RolloutStore):
     def claim(self, runner: str, lease_s: float, run_id: str | None = None) -> Claim | None:
         """Lease the first queued rollout to ``runner``; None when nothing is queued."""
         any_run, run = run_id is None, {"run": run_id}
         with self.db.read() as c:  # idle runners poll: look before taking the write lock
-            if c.execute(_ANY_QUEUED[any_run], run).first() is None:
+            if c.execute(_first_queued(any_run=any_run, lock=False), run).first() is None:
                 return None
         now = time.time()
         with self.db.write() as c:
-            row = c.execute(_CLAIMABLE[any_run], run).mappings().first()
+            query = _first_queued(any_run=any_run, lock=True)
+            row = c.execute(query, run).mappings().first()
             if row is None:
                 return None
             claim = Claim(
@@ -72,25 +75,16 @@ class LeaseStore(RolloutStore):
                 key=f"sk-agentrl-{secrets.token_urlsafe(24)}",
                 lease_expires_at=now + lease_s,
             )
-            started = {
-                "rollout": claim.rollout_id,
-                "state": RolloutState.RUNNING,
-                "attempts": claim.attempt_number,
-                "started_at": row["started_at"] or now,
-            }
-            c.execute(UPDATE_ROLLOUT, started)
-            attempt = {
-                "id": claim.attempt_id,
-                "rollout_id": claim.rollout_id,
-                "number": claim.attempt_number,
-                "state": AttemptState.RUNNING,
-                "key_hash": _hash(claim.key),
-                "runner": runner,
-                "lease_expires_at": claim.lease_expires_at,
-                "heartbeat_at": now,
-                "started_at": now,
-            }
-            c.execute(_INSERT_ATTEMPT, attempt)
+            number, started = claim.attempt_number, row["started_at"] or now
+            running = {"state": RolloutState.RUNNING, "attempts": number, "started_at": started}
+            c.execute(UPDATE_ROLLOUT, {"rollout": claim.rollout_id, **running})
+            attempt = Attempt(
+                claim.attempt_id, claim.rollout_id, number, AttemptState.RUNNING, runner,
+                error=None, log=None, started_at=now, ended_at=None,
+            )  # fmt: skip
+            lease = {"lease_expires_at": claim.lease_expires_at, "heartbeat_at": now}
+            key_hash = {"key_hash": _hash(claim.key)}
+            c.execute(_INSERT_ATTEMPT, {**asdict(attempt), **lease, **key_hash})
         return claim
 
     def heartbeat(self, attempt_id: str, lease_s: float) -> bool:

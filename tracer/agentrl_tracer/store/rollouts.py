@@ -22,12 +22,12 @@ from agentrl_tracer.schemas import (
     Outcomes,
     Policies,
     Purpose,
+    Reward,
     Rollout,
     RolloutState,
 )
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.database import Database
-from agentrl_tracer.store.rewards import has_reward, set_policy_reward
 
 _ROLLOUT_COLUMNS = [t.rollouts.c[name] for name in Rollout.__dataclass_fields__]
 _ATTEMPT_COLUMNS = [t.attempts.c[name] for name in Attempt.__dataclass_fields__]
@@ -43,6 +43,10 @@ _WITH_POLICIES = (
     .join(t.attempts, t.attempts.c.rollout_id == t.rollouts.c.id)
     .join(t.runs, t.runs.c.id == t.rollouts.c.run_id)
     .where(t.attempts.c.id == sa.bindparam("attempt"))
+)
+
+_ANY_REWARD = (
+    sa.select(t.rewards.c.key).where(t.rewards.c.attempt_id == sa.bindparam("attempt")).limit(1)
 )
 
 _POLICY_OF = {
@@ -113,7 +117,7 @@ class RolloutStore:
         unrewarded = (
             state is AttemptState.SUCCEEDED
             and policies.on_missing_reward != "drop"
-            and not has_reward(c, attempt_id)
+            and c.execute(_ANY_REWARD, {"attempt": attempt_id}).first() is None
         )
         if unrewarded:
             state, error = AttemptState.NO_REWARD, "it ended without a reward"
@@ -127,8 +131,12 @@ class RolloutStore:
         elif new is not RolloutState.QUEUED:
             values |= {"reason": f"{state}: {error}" if error else str(state), "ended_at": now}
         c.execute(UPDATE_ROLLOUT, {"rollout": row["id"], **values})
-        if reward is not None:
-            set_policy_reward(self.db, c, row["id"], attempt_id, _POLICY_OF[state], reward, error)
+        if reward is not None:  # it stands instead of the emitted ones
+            given = Reward(
+                attempt_id, row["id"], _POLICY_OF[state], reward, POLICY_REWARD_KEY,
+                explanation=error, created_at=now,
+            )  # fmt: skip
+            c.execute(self.db.upsert(t.rewards, update=("value",)), [asdict(given)])
         return new
 
     def cancel(
@@ -205,10 +213,6 @@ class RolloutStore:
                     t.rewards.c.key == POLICY_REWARD_KEY,
                 ),
             )
-
-    def unfinished(self, ids: Collection[str]) -> int:
-        """Return how many of these rollouts are queued or running."""
-        return len(self.unfinished_ids(ids))
 
     def unfinished_ids(self, ids: Collection[str]) -> set[str]:
         """Return which of these rollouts are queued or running."""

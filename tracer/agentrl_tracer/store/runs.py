@@ -35,14 +35,14 @@ class RunStore:
 
     def change_run(self, run_id: str, config: Json, policies: Policies) -> None:
         """Replace a run's settings and policies."""
-        self._update_run(run_id, config=config, policies=asdict(policies))
+        change = t.runs.update().where(t.runs.c.id == run_id)
+        self.db.execute(change.values(config=config, policies=asdict(policies)))
 
     def end_run(self, run_id: str, state: str) -> None:
         """Set a run's state: finished, failed, or running (again)."""
-        self._update_run(run_id, state=state, ended_at=None if state == "running" else time.time())
-
-    def _update_run(self, run_id: str, **values: object) -> None:
-        self.db.execute(t.runs.update().where(t.runs.c.id == run_id).values(values))
+        ended_at = None if state == "running" else time.time()
+        change = t.runs.update().where(t.runs.c.id == run_id)
+        self.db.execute(change.values(state=state, ended_at=ended_at))
 
     def runs(self) -> list[Json]:
         """Return all runs in order of creation."""

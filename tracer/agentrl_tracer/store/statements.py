@@ -69,6 +69,16 @@ class CompiledStatement:
             return dict(zip(self._names, values, strict=True))
         return [values[i] for i in self._order] if self._order else values
 
+    def first_value(self, connection: Any, row: Sequence[Any]) -> Any:
+        """Execute a select on a driver's connection; return its first value, or None."""
+        cursor = connection.cursor()
+        try:
+            cursor.execute(self.sql, self.parameters(row))
+            found = cursor.fetchone()
+        finally:
+            cursor.close()  # an open statement would keep reading the present snapshot
+        return None if found is None else found[0]
+
 
 @contextmanager
 def transaction(connection: Any, begin: str | None) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import sqlalchemy as sa
 
-from agentrl_tracer.schemas import AdapterVersion, Call, Json, Reward, Span
+from agentrl_tracer.schemas import AdapterVersion, Attempt, Call, Json, Reward, Rollout, Span
 
 metadata = sa.MetaData()
 
@@ -26,21 +26,15 @@ class TokenIds(sa.TypeDecorator[list[int]]):
     typecode = "i"
 
     def process_bind_param(self, value: Sequence[float] | None, dialect: sa.Dialect):
-        if value is None:
-            return None
-        packed = array(self.typecode, value)
-        if sys.byteorder == "big":
-            packed.byteswap()
-        return packed.tobytes()
+        return None if value is None else self._swapped(array(self.typecode, value)).tobytes()
 
     def process_result_value(self, value: bytes | None, dialect: sa.Dialect):
-        if value is None:
-            return None
-        unpacked = array(self.typecode)
-        unpacked.frombytes(value)
+        return None if value is None else self._swapped(array(self.typecode, value)).tolist()
+
+    def _swapped(self, numbers: array[Any]) -> array[Any]:
         if sys.byteorder == "big":
-            unpacked.byteswap()
-        return unpacked.tolist()
+            numbers.byteswap()
+        return numbers
 
 
 class Logprobs(TokenIds):
@@ -98,24 +92,12 @@ tasks = sa.Table(
 rollouts = sa.Table(
     "rollouts",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
+    *_columns(Rollout, "id", seed=sa.BigInteger),
     sa.Column("ordinal", sa.Integer, nullable=False, unique=True),  # the order of the queue
-    sa.Column("run_id", sa.Text, sa.ForeignKey("runs.id"), nullable=False),
-    sa.Column("task_id", sa.Text, sa.ForeignKey("tasks.id"), nullable=False),
-    sa.Column("group_id", sa.Text, nullable=False),
-    sa.Column("purpose", sa.Text, nullable=False),
-    sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("index", sa.Integer, nullable=False),
-    sa.Column("seed", sa.BigInteger, nullable=False),
     sa.Column("sampling", sa.JSON, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("reason", sa.Text),
-    sa.Column("attempts", sa.Integer, nullable=False),
     sa.Column("infrastructure_retries", sa.Integer, nullable=False),
-    sa.Column("winner", sa.Text),
-    sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("started_at", sa.Float),
-    sa.Column("ended_at", sa.Float),
+    sa.ForeignKeyConstraint(["run_id"], ["runs.id"]),
+    sa.ForeignKeyConstraint(["task_id"], ["tasks.id"]),
     sa.Index("rollouts_queue", "state", "ordinal"),
     sa.Index("rollouts_step", "run_id", "step", "purpose"),
 )
@@ -123,18 +105,11 @@ rollouts = sa.Table(
 attempts = sa.Table(
     "attempts",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("rollout_id", sa.Text, sa.ForeignKey("rollouts.id"), nullable=False),
-    sa.Column("number", sa.Integer, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
+    *_columns(Attempt, "id"),
     sa.Column("key_hash", sa.Text, nullable=False, unique=True),
-    sa.Column("runner", sa.Text, nullable=False),
     sa.Column("lease_expires_at", sa.Float, nullable=False),
     sa.Column("heartbeat_at", sa.Float, nullable=False),
-    sa.Column("started_at", sa.Float, nullable=False),
-    sa.Column("ended_at", sa.Float),
-    sa.Column("error", sa.Text),
-    sa.Column("log", sa.Text),
+    sa.ForeignKeyConstraint(["rollout_id"], ["rollouts.id"]),
     sa.UniqueConstraint("rollout_id", "number"),
     sa.Index("attempts_leases", "state", "lease_expires_at"),
 )

@@ -10,13 +10,14 @@ the thread writes everything.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 from agentrl_tracer.store import Store
@@ -29,11 +30,6 @@ _OPEN_DELAY_S = 0.02  # most calls finish, or others do, before their open mark 
 _ROWS_IN_PLACE = 256  # until the thread commits, which checkpoints the log
 _SLOW_S = 0.1  # a commit that takes longer leaves the next second's commits to the thread
 _PAUSE_S = 1.0
-
-
-class _Signal(enum.Enum):
-    FLUSH = enum.auto()
-    CLOSE = enum.auto()
 
 
 @dataclass(slots=True)
@@ -52,7 +48,7 @@ class TraceWriter:
     def __init__(self, store: Store, boot_id: str) -> None:
         self._store = store
         self._boot_id = boot_id
-        self._queue: queue.SimpleQueue[_Item | _Signal] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | Literal["flush", "close"]] = queue.SimpleQueue()
         self._opening = threading.Lock()
         self._opened: list[Call] = []  # open marks that no commit has taken yet
         self._flush_due = False
@@ -82,7 +78,7 @@ class TraceWriter:
             if not self._opened:
                 return
         if not self._commit_in_place([]):
-            self._queue.put(_Signal.FLUSH)
+            self._queue.put("flush")
 
     async def finish(self, call: Call) -> AttemptState | None:
         """Store a finished call; return the state of its attempt after the commit.
@@ -112,7 +108,7 @@ class TraceWriter:
         """Write what is queued and end the thread."""
         for item in self._turn:  # of a loop that ended in mid-turn
             self._queue.put(item)
-        self._queue.put(_Signal.CLOSE)
+        self._queue.put("close")
         self._thread.join(timeout=30)
 
     async def _write(self, record: Call | Delivery) -> AttemptState | None:
@@ -177,28 +173,17 @@ class TraceWriter:
     def _run(self) -> None:
         closing = False
         while not closing:
-            batch, closing = self._take()
+            taken = [self._queue.get()]
+            with suppress(queue.Empty):
+                while len(taken) < _MAX_BATCH:
+                    taken.append(self._queue.get_nowait())
+            closing = "close" in taken
+            batch = [item for item in taken if isinstance(item, _Item)]
             with self._committing:
                 opened, proxied = self._take_opened()
                 if batch or opened:
                     self._write_out(batch, opened, proxied)
                 self._rows = 0
-
-    def _take(self) -> tuple[list[_Item], bool]:
-        """Wait for an item or a signal; return what is queued, and whether to close."""
-        batch: list[_Item] = []
-        taken = self._queue.get()
-        while True:
-            if taken is _Signal.CLOSE:
-                return batch, True
-            if isinstance(taken, _Item):
-                batch.append(taken)
-            try:
-                if len(batch) == _MAX_BATCH:
-                    return batch, False
-                taken = self._queue.get_nowait()
-            except queue.Empty:
-                return batch, False
 
     def _write_out(self, batch: list[_Item], opened: list[Call], proxied: int) -> None:
         try:

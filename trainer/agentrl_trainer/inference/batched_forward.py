@@ -5,18 +5,19 @@ Knows transformers' attention and masks, not requests, sampling or adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from agentrl_trainer.inference.kv_cache import TIME_STEP, KVBudget, KVRows, KVShape, Rows
+from agentrl_trainer.inference.kv_cache import TIME_STEP, KVPool, KVRows, KVShape, Rows
 from agentrl_trainer.inference.llama_cpu import LlamaCpuDecoder
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.prefix_attention import additive, explicit
@@ -32,34 +33,30 @@ class BatchedForward:
     """The model's own modules over all rows at once.
 
     Applies if every layer has full attention and a causal mask says all that its attention needs.
+    ``by_rule`` takes the model's own rule at each row's positions instead of that mask, which also
+    serves sliding windows.
 
     Raises:
         ValueError: some layers cache something else, or keys of several shapes.
     """
 
-    name = "batched"
-    tolerance = 2e-4
-    _layers: tuple[type, ...] = (DynamicLayer,)
-
-    def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
+    def __init__(self, base: BaseModel, options: dict[str, Any], *, by_rule: bool = False) -> None:
         self.model = base.model
         self.device = base.device
-        self.shape = _kv_shape(base, self._layers)
+        windows = (DynamicSlidingWindowLayer,) if by_rule else ()
+        self.shape = _kv_shape(base, (DynamicLayer, *windows))
         self._options = options
+        self._by_rule = by_rule
         self._causal = torch.empty(0)
-        attention = self._choose_attention()
-        self._adds_mask = attention == "eager"
-        base.model.set_attn_implementation(attention)
+        self._adds_mask = not (by_rule or getattr(self.model, "_supports_sdpa", False))
+        base.model.set_attn_implementation("eager" if self._adds_mask else ATTENTION)
 
-    def _choose_attention(self) -> str:
-        return ATTENTION if getattr(self.model, "_supports_sdpa", False) else "eager"
-
-    def new_rows(self, budget: KVBudget) -> Rows:
-        return KVRows(self.shape, budget)
+    def new_rows(self, pool: KVPool) -> Rows:
+        return KVRows(self.shape, pool)
 
     def __call__(
         self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Logits ``[batch, vocab]`` after the last token of each chunk.
 
         Shorter chunks are padded by *repeating their last token at its own position*: it
@@ -74,27 +71,18 @@ class BatchedForward:
             end = max(at[-1] for at in places) + 1
         token_ids, positions = torch.tensor([ids, places], device=self.device)
         rows = cast(KVRows, rows)
-        view = min(-(-end // TIME_STEP) * TIME_STEP, rows.time)
-        rows.begin(positions, view)
-        return self._logits(rows, token_ids, positions, starts, end)
+        rows.begin(positions, min(-(-end // TIME_STEP) * TIME_STEP, rows.time))
+        mask = None if self._by_rule else self._mask(positions, rows.view)
+        return self._logits(rows, token_ids, positions, mask, starts)
 
     def _logits(
         self,
         rows: KVRows,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
         starts: Sequence[int],
-        end: int,
-    ) -> torch.Tensor:
-        return self._run_model(rows, ids, positions, self._mask(positions, rows.view))
-
-    def _run_model(
-        self,
-        rows: KVRows,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         token = _positions.set(positions)
         try:
             out = self.model(
@@ -109,7 +97,7 @@ class BatchedForward:
             _positions.reset(token)
         return out.logits[:, -1]
 
-    def _mask(self, positions: torch.Tensor, view: int) -> torch.Tensor:
+    def _mask(self, positions: Tensor, view: int) -> Tensor:
         """Causal mask ``[batch, 1, new, view]``, cut out of one run of *seen*, then *unseen*."""
         if (reach := len(self._causal) // 2) < view:
             reach = 2 * view
@@ -123,28 +111,6 @@ class BatchedForward:
         return windows.view(len(positions), 1, -1, view)
 
 
-class WindowedForward(BatchedForward):
-    """The same, masked by the model's own rule at each row's positions.
-
-    Applies if its layers have full attention or sliding windows.
-    """
-
-    _layers = (DynamicLayer, DynamicSlidingWindowLayer)
-
-    def _choose_attention(self) -> str:
-        return ATTENTION
-
-    def _logits(
-        self,
-        rows: KVRows,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        starts: Sequence[int],
-        end: int,
-    ) -> torch.Tensor:
-        return self._run_model(rows, ids, positions, None)
-
-
 class LlamaCpuForward(BatchedForward):
     """``LlamaCpuDecoder`` over all rows at once.
 
@@ -152,27 +118,22 @@ class LlamaCpuForward(BatchedForward):
     of their linear layers changes.
     """
 
-    name = "llama cpu"
-    tolerance = 1e-4
-
     def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
         super().__init__(base, options)
         self.decoder = LlamaCpuDecoder(base.model)
         self._adds_mask = True
 
-    def _choose_attention(self) -> str:
-        return ATTENTION
-
     def _logits(
         self,
         rows: KVRows,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
         starts: Sequence[int],
-        end: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
+        assert mask is not None
         blocks = split_blocks(starts, rows.view) if ids.shape[1] == 1 else []
-        return self.decoder(rows, ids, positions, self._mask(positions, rows.view), end, blocks)
+        return self.decoder(rows, ids, positions, mask, blocks)
 
 
 def split_blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int]]:
@@ -192,14 +153,13 @@ def _padded(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids and positions, each ``[batch][longest chunk]``."""
     longest = max(map(len, chunks))
-    ids: list[list[int]] = []
-    positions: list[list[int]] = []
-    for chunk, start in zip(chunks, starts, strict=True):
-        pad = longest - len(chunk)
-        end = start + len(chunk)
-        ids.append([*chunk, *[chunk[-1]] * pad])
-        positions.append([*range(start, end), *[end - 1] * pad])
-    return ids, positions
+    ids = [[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks]
+    ends = [start + len(chunk) for start, chunk in zip(starts, chunks, strict=True)]
+    places = [
+        [*range(start, end), *[end - 1] * (longest - end + start)]
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return ids, places
 
 
 def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
@@ -227,15 +187,13 @@ def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
 
 def _attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, None]:
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """SDPA that never copies the cache for one new token per row.
 
     transformers repeats keys and values for grouped-query attention whenever there is a mask: at a
@@ -243,51 +201,42 @@ def _attention(
     heads of a group can stand in for query positions instead. Query ``[batch, heads, new, dim]``.
     """
     batch, heads, new, dim = query.shape
-    groups = key.shape[1]
-    cap, sinks = cast(Any, kwargs.get("softcap")), cast(Any, kwargs.get("s_aux"))
+    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if cap is not None or sinks is not None:
         adds = additive(attention_mask, query)
         out = explicit(query, key, value, adds, scaling, cap, sinks)
         return out.transpose(1, 2), None
     if new != 1 or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,  # type: ignore[arg-type]
-        )  # fmt: skip
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out, None
+    grouped = query.reshape(batch, key.shape[1], -1, dim)
     out = F.scaled_dot_product_attention(
-        query.reshape(batch, groups, heads // groups, dim),
-        key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling,
-    )  # fmt: skip
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    )
     return out.reshape(batch, 1, heads, value.shape[-1]), None
 
 
-_positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 """``[batch, new]`` of the tokens that the model computes now."""
 
 
 def _mask_by_rule(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *args: Any,
-    mask_function: Callable[..., torch.Tensor],
-    device: torch.device,
-    **kwargs: Any,
-) -> torch.Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
+) -> Tensor | None:
     """``[batch, 1, new, view]``: the layer's own rule (a window, say) at each row's positions.
 
     transformers passes the rule of each kind of layer, but one position for all rows.
     """
     positions = _positions.get()
     if positions is None:
-        return sdpa_mask(
-            batch_size, q_length, kv_length, *args,
-            mask_function=mask_function, device=device, **kwargs,
-        )  # fmt: skip
+        return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
+    device = positions.device
     rows = torch.arange(batch_size, device=device)[:, None, None, None]
     heads = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
     keys = torch.arange(kv_length, device=device)[None, None, None]
-    seen = mask_function(rows, heads, positions[:, None, :, None], keys)
+    seen = kwargs["mask_function"](rows, heads, positions[:, None, :, None], keys)
     return seen.expand(batch_size, 1, q_length, kv_length)
 
 

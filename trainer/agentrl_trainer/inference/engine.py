@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
@@ -25,9 +24,9 @@ from agentrl_trainer.inference.adapter_swap import (
     why_not_merged,
 )
 from agentrl_trainer.inference.batched_forward import LlamaCpuForward
-from agentrl_trainer.inference.forward import choose_forward, vocabulary
+from agentrl_trainer.inference.forward import Scorer, choose_forward, vocabulary
 from agentrl_trainer.inference.grammar import Grammars
-from agentrl_trainer.inference.kv_cache import KVBudget, PrefixStore, default_budget
+from agentrl_trainer.inference.kv_cache import KVPool, default_budget
 from agentrl_trainer.inference.requests import (
     RequestError,
     RequestErrorCode,
@@ -38,7 +37,6 @@ from agentrl_trainer.inference.requests import (
 )
 from agentrl_trainer.inference.sampling import Uniforms
 from agentrl_trainer.inference.scheduler import Scheduler
-from agentrl_trainer.inference.scorer import Scorer
 from agentrl_trainer.inference.sequences import Sequence, StopStrings
 from agentrl_trainer.models.loading import BaseModel
 
@@ -59,7 +57,8 @@ class Handle:
         """End it before the next step; unfinished sequences get ``Finished("cancelled")``."""
         for seq in self._sequences:
             seq.cancelled = True
-        self._engine._wake()
+        with contextlib.suppress(RequestError):
+            self._engine._command(lambda: None)  # wakes the thread
 
 
 class SamplerEngine:
@@ -76,8 +75,6 @@ class SamplerEngine:
         max_batch: int = 64,
         kv_tokens: int | None = None,
         prefill_chunk: int | None = None,
-        max_prefixes: int = 256,
-        seed: int = 0,
         merge_below: int = MERGE_BELOW,
         after_round: Callable[[], None] | None = None,
     ) -> None:
@@ -93,38 +90,33 @@ class SamplerEngine:
         """
         self.base = base
         unmerged = why_not_merged(base, merge_below)
-        self._forward, refused = choose_forward(base, llama_cpu=unmerged is None)
+        self.strategy, forward, refused = choose_forward(base, llama_cpu=unmerged is None)
+        """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused
         """Why the model's own modules decode instead of the ``LlamaCpuDecoder``; None: it does."""
-        decoder = self._forward.decoder if isinstance(self._forward, LlamaCpuForward) else None
+        decoder = forward.decoder if isinstance(forward, LlamaCpuForward) else None
         self._weights = PeftWeights(base) if unmerged else MergedWeights(base, decoder)
-        self._budget = KVBudget(
-            kv_tokens or default_budget(self._forward.shape, base.context_length)
-        )
+        self._pool = KVPool(kv_tokens or default_budget(forward.shape, base.context_length))
         self._vocab = vocabulary(base)
-        self._scheduler = Scheduler(
-            forward=self._forward,
-            weights=self._weights,
-            budget=self._budget,
-            prefixes=PrefixStore(self._budget, max_prefixes),
-            max_batch=max_batch,
-            prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
-            scorer=Scorer(base),
-            vocab=self._vocab,
-        )
         self.grammars = Grammars(base.tokenizer, self._vocab, base.eos_ids)
         """Compile a slow one with ``start`` before ``submit``, on another thread."""
-        self._seed = seed
+        self._scheduler = Scheduler(
+            forward=forward,
+            weights=self._weights,
+            pool=self._pool,
+            grammars=self.grammars,
+            scorer=Scorer(base),
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
+        )
         self._unseeded = 0
         self._after_round = after_round
 
         self._changed = threading.Condition()
         # Guarded by _changed; everything else belongs to the engine's thread.
         self._inbox: list[Sequence] = []
-        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._woken = False
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._stopping = False
-        self._versions: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._died: BaseException | None = None
 
@@ -149,15 +141,10 @@ class SamplerEngine:
         return self._thread is not None and self._thread.is_alive() and self._died is None
 
     @property
-    def strategy(self) -> str:
-        """Name of the forward strategy: see docs/models.md."""
-        return self._forward.name
-
-    @property
     def adapters(self) -> dict[str, int]:
         """Loaded adapters and their current versions."""
-        with self._changed:
-            return dict(self._versions)
+        current = self._scheduler.current.copy()  # in one step, while the engine's thread goes on
+        return {name: x.version for name, x in current.items() if name and x.version is not None}
 
     def submit(self, request: SampleRequest) -> Handle:
         """Queue a request.
@@ -165,23 +152,22 @@ class SamplerEngine:
         Raises:
             RequestError: it can never be served, or the engine has stopped.
         """
-        self._check(request)
         params = request.params
+        limit = self._check(request)
         if params.grammar is not None:  # compiled outside the lock, which stops the engine
             self.grammars.start(params.grammar)
         with self._changed:
             self._require_running()
-            if request.adapter is not None and request.adapter not in self._versions:
-                known = ", ".join(sorted(self._versions)) or "none"
+            if request.adapter not in self._scheduler.current:
+                known = ", ".join(sorted(self.adapters)) or "none"
                 raise RequestError(
                     "unknown_adapter", f"no adapter {request.adapter!r} is loaded (loaded: {known})"
                 )
+            key = (0, params.seed)
             if params.seed is None:
                 self._unseeded += 1
-                key = (1, self._seed, self._unseeded)
-            else:
-                key = (0, params.seed)
-            sequences = [self._sequence(request, i, key) for i in range(params.n)]
+                key = (1, 0, self._unseeded)
+            sequences = [self._sequence(request, limit, i, key) for i in range(params.n)]
             self._inbox += sequences
             self._changed.notify()
         return Handle(self, sequences)
@@ -195,30 +181,17 @@ class SamplerEngine:
         Raises:
             ModelError: the folder, which is read on the caller's thread, does not fit this model.
         """
-        prepared = self._weights.prepare(folder)
-
-        def swap() -> None:
-            self._scheduler.adapters.swap(name, version, prepared)
-            self._scheduler.count.swaps += 1
-            with self._changed:
-                self._versions[name] = version
-
-        return self._command(swap)
+        prepared = self._weights.prepare(Path(folder))
+        return self._command(lambda: self._scheduler.swap(name, version, prepared))
 
     def unload_adapter(self, name: str) -> Future[None]:
         """Forget an adapter: running sequences finish, queued ones fail."""
+        return self._command(lambda: self._scheduler.unload(name))
 
-        def unload() -> None:
-            with self._changed:
-                self._versions.pop(name, None)
-            self._scheduler.adapters.unload(name)
-
-        return self._command(unload)
-
-    def logprobs(
-        self, rows: Sequences[list[int]], adapter: str | None
-    ) -> Future[list[list[float]]]:
-        """Return each token's log-prob given the tokens before it; 0 for the first of a row.
+    def score(
+        self, rows: Sequences[list[int]], adapter: str | None, top: int = 0
+    ) -> Future[list[Scored]]:
+        """Return log-probs of given rows, with ``top`` alternatives to each of their tokens.
 
         Runs between two steps of sampling; prefixes that the rows share are computed once.
 
@@ -226,13 +199,9 @@ class SamplerEngine:
             RequestError: (here or in the future) the adapter is not loaded, or a row is empty or
                 longer than the context.
         """
-        self._check_rows(rows)
-        return self._command(lambda: self._scheduler.logprobs(rows, adapter))
-
-    def score(self, row: list[int], adapter: str | None, top: int = 0) -> Future[Scored]:
-        """Like ``logprobs`` of one row, with ``top`` alternatives to each of its tokens."""
-        self._check_rows([row])
-        return self._command(lambda: self._scheduler.score(row, adapter, top))
+        for row in rows:
+            self._check_row("a row to score", row)
+        return self._command(lambda: self._scheduler.score(rows, adapter, top))
 
     def stats(self) -> SamplerStats:
         with self._changed:
@@ -241,14 +210,9 @@ class SamplerEngine:
             **asdict(self._scheduler.count),
             running=self._scheduler.running,
             waiting=queued + len(self._scheduler.waiting),
-            kv_tokens=self._budget.used,
-            kv_budget=self._budget.limit,
+            kv_tokens=self._pool.used,
+            kv_budget=self._pool.limit,
         )
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
 
     def _command(self, run: Callable[[], T]) -> Future[T]:
         """Have the engine's thread call ``run`` between two steps."""
@@ -263,46 +227,39 @@ class SamplerEngine:
         if self._stopping or self._died is not None:
             raise RequestError("engine_stopped", "the sampler is not running")
 
-    def _check(self, request: SampleRequest) -> None:
+    def _check(self, request: SampleRequest) -> int:
+        """Return the length at which the request's sequences end, prompt included."""
         check_params(request.params)
         prompt = request.prompt_ids
-        _require(bool(prompt), "invalid_parameter", "the prompt has no tokens")
-        self._check_ids(prompt, "prompt token")
-        self._check_ids((i for i, _ in request.params.logit_bias), "logit_bias token")
+        self._check_row("the prompt", prompt, answer=True)
+        self._check_ids("logit_bias", (i for i, _ in request.params.logit_bias))
+        limit = min(len(prompt) + request.params.max_tokens, self.base.context_length)
         _require(
-            len(prompt) < self.base.context_length,
-            "context_length_exceeded",
-            f"the prompt has {len(prompt)} tokens and the model's context is "
-            f"{self.base.context_length}, answer included",
-        )
-        need = self._limit(request)
-        _require(
-            need <= self._budget.limit,
+            limit <= self._pool.limit,
             "kv_budget_exceeded",
-            f"prompt and answer may take {need} tokens of key/value storage, more than the "
-            f"sampler's budget of {self._budget.limit}: lower max_tokens, or raise kv_tokens",
+            f"prompt and answer may take {limit} tokens of key/value storage, more than the "
+            f"sampler's budget of {self._pool.limit}: lower max_tokens, or raise kv_tokens",
+        )
+        return limit
+
+    def _check_row(self, what: str, row: list[int], *, answer: bool = False) -> None:
+        _require(bool(row), "invalid_parameter", f"{what} has no tokens")
+        self._check_ids(what, row)
+        _require(
+            len(row) + answer <= self.base.context_length,
+            "context_length_exceeded",
+            f"{what} has {len(row)} tokens and the model's context is {self.base.context_length}"
+            + (", answer included" if answer else ""),
         )
 
-    def _check_rows(self, rows: Sequences[list[int]]) -> None:
-        for row in rows:
-            _require(bool(row), "invalid_parameter", "a row to score has no tokens")
-            self._check_ids(row, "row token")
-            _require(
-                len(row) <= self.base.context_length,
-                "context_length_exceeded",
-                f"a row has {len(row)} tokens and the model's context is "
-                f"{self.base.context_length}",
-            )
-
-    def _check_ids(self, ids: Iterable[int], what: str) -> None:
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         known = list(ids)
         inside = not known or (min(known) >= 0 and max(known) < self._vocab)
-        _require(inside, "invalid_parameter", f"{what} ids must be in 0..{self._vocab - 1}")
+        _require(inside, "invalid_parameter", f"{what}: token ids must be in 0..{self._vocab - 1}")
 
-    def _limit(self, request: SampleRequest) -> int:
-        return min(len(request.prompt_ids) + request.params.max_tokens, self.base.context_length)
-
-    def _sequence(self, request: SampleRequest, index: int, key: tuple[int, ...]) -> Sequence:
+    def _sequence(
+        self, request: SampleRequest, limit: int, index: int, key: tuple[int, ...]
+    ) -> Sequence:
         params, device = request.params, self.base.device
         bias = None
         if params.logit_bias:
@@ -313,7 +270,7 @@ class SamplerEngine:
             request=request,
             index=index,
             tokens=list(request.prompt_ids),
-            limit=self._limit(request),
+            limit=limit,
             uniforms=Uniforms(*key, index),
             stops=StopStrings(self.base.tokenizer, params.stop) if params.stop else None,
             grammar=self.grammars.start(params.grammar) if params.grammar is not None else None,
@@ -338,16 +295,14 @@ class SamplerEngine:
     def _collect(self) -> bool:
         """Take what arrived, sleeping while there is nothing to do; False to end."""
         with self._changed:
-            while not (self._stopping or self._inbox or self._commands or self._woken):
-                if self._scheduler.busy:
-                    break
+            while not (self._stopping or self._inbox or self._commands or self._scheduler.busy):
                 self._changed.wait()
             if self._stopping:
                 return False
-            self._woken = False
             self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
-            commands = self._take_commands()
+            # A finalizer on this very thread may append: to the old list or the new one.
+            commands, self._commands = self._commands, []
         for run, done in commands:
             if not done.set_running_or_notify_cancel():
                 continue
@@ -359,19 +314,12 @@ class SamplerEngine:
                 done.set_result(result)
         return True
 
-    def _take_commands(self) -> list[tuple[Callable[[], Any], Future[Any]]]:
-        """Empty the queue one by one: a finalizer on this very thread may append to it."""
-        taken: list[tuple[Callable[[], Any], Future[Any]]] = []
-        while self._commands:
-            taken.append(self._commands.popleft())
-        return taken
-
     def _close(self) -> None:
         with self._changed:
             self._stopping = True
             left = [*self._scheduler.unfinished(), *self._inbox]
             self._inbox.clear()
-            commands = self._take_commands()
+            commands, self._commands = self._commands, []
         why = None if self._died is None else f"the sampler died: {self._died!r}"
         for seq in left:
             self._scheduler.finish(seq, "error" if why else "cancelled", why)

@@ -1,6 +1,7 @@
 """How the sampler runs a model over rows: the strategies, and the choice of one that is exact.
 
 The quickest strategy that applies to the model and reproduces the logits of a plain run is taken.
+``Scorer`` runs the trainer's forward over whole rows instead.
 """
 
 from __future__ import annotations
@@ -9,42 +10,36 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
+from transformers import PreTrainedConfig
 
-from agentrl_trainer.inference.batched_forward import (
-    BatchedForward,
-    LlamaCpuForward,
-    WindowedForward,
-)
-from agentrl_trainer.inference.kv_cache import KVBudget, KVShape, Rows
+from agentrl_trainer.data.packing import MicroBatch, pack
+from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.inference.batched_forward import BatchedForward, LlamaCpuForward
+from agentrl_trainer.inference.kv_cache import KVPool, KVShape, Rows
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
+from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.loading import BaseModel, ModelError
 from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 log = logging.getLogger(__name__)
+
+_CPU_TOKENS, _GPU_TOKENS = 4096, 16384
+"""Tokens that are scored in one forward."""
+T = TypeVar("T")
 
 
 class Forward(Protocol):
     """One way of running a model over rows. Its class says when it applies."""
 
     @property
-    def name(self) -> str:
-        """As in docs/models.md."""
-        ...
-
-    @property
-    def tolerance(self) -> float:
-        """Largest relative difference in float32 between its logits and a plain run's."""
-        ...
-
-    @property
     def shape(self) -> KVShape:
         """What a token of a row costs in memory."""
         ...
 
-    def new_rows(self, budget: KVBudget) -> Rows: ...
+    def new_rows(self, pool: KVPool) -> Rows: ...
 
     def __call__(
         self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
@@ -57,15 +52,24 @@ class Forward(Protocol):
         ...
 
 
-_Strategy: TypeAlias = Callable[[BaseModel, dict[str, Any]], Forward]
+class _Strategy(NamedTuple):
+    name: str
+    """As in docs/models.md."""
+    tolerance: float
+    """Largest relative difference in float32 between its logits and a plain run's."""
+    construct: Callable[[BaseModel, dict[str, Any]], Forward]
+    """Raises ValueError for a model that it does not apply to."""
 
-STRATEGIES: tuple[_Strategy, ...] = (
-    LlamaCpuForward,
-    BatchedForward,
-    WindowedForward,
-    *(partial(RowByRowForward, past=past) for past in Past),
+
+STRATEGIES = (
+    _Strategy("llama cpu", 1e-4, LlamaCpuForward),
+    _Strategy("batched", 2e-4, BatchedForward),
+    _Strategy("batched", 2e-4, partial(BatchedForward, by_rule=True)),
+    _Strategy("row by row", 2e-4, partial(RowByRowForward, past=Past.CHUNKS)),
+    _Strategy("row by row", 2e-4, partial(RowByRowForward, past=Past.STEPS)),
+    _Strategy("row by row, recomputed", 2e-4, partial(RowByRowForward, past=Past.NONE)),
 )
-"""Quickest first. Each raises ValueError for a model that it does not apply to."""
+"""Quickest first."""
 
 _PROBE_CHUNKS = ((16, 2, 1, 4, 1), (9, 3, 1, 1, 3))
 """How the two probe rows are fed. Some models forget their state when they get several tokens on
@@ -73,8 +77,8 @@ top of it, which shows best directly behind them; the rows are longer than shrun
 
 
 @torch.inference_mode()
-def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[Forward, str | None]:
-    """Return the first strategy that computes what a plain run of the model does.
+def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, str | None]:
+    """Return the first strategy that computes what a plain run of the model does, and its name.
 
     Also returns why ``LlamaCpuForward`` was refused, None if it was not (or ``llama_cpu`` is off).
 
@@ -85,46 +89,38 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[Forward, str | 
     accepted = inspect.signature(type(model).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
     attention = cast(str, model.config._attn_implementation)
-    why: list[str] = []
-    refused: str | None = None
+    refused: list[tuple[str, str]] = []
     with shrunk_windows(model):
         rows = _probe_rows(vocabulary(base))
         plain = [_plain_logits(model, row) for row in rows]
         scale = max(1.0, *(float(logits.abs().max()) for logits in plain))
-        for strategy in STRATEGIES[not llama_cpu :]:
+        for name, tolerance, construct in STRATEGIES[not llama_cpu :]:
             if model.config._attn_implementation != attention:
                 model.set_attn_implementation(attention)
-            name = getattr(strategy, "name", "row by row")
             try:
-                forward = strategy(base, options)
-                name = forward.name
+                forward = construct(base, options)
                 worst = _worst_difference(forward, rows, plain)
-            except Exception as error:  # a model's own code may raise anything
-                why.append(f"{name}: {type(error).__name__}: {error}")
-                said = str(error)
-            else:
-                exact = forward.tolerance if base.dtype == torch.float32 else 0.1
-                if worst <= exact * scale:
+                if worst <= (tolerance if base.dtype == torch.float32 else 0.1) * scale:
                     break
-                why.append(f"{name}: logits differ by {worst:.2g} from a plain run")
-                said = f"its logits differ by {worst:.2g}"
-            if strategy is LlamaCpuForward:
-                refused = said
+                raise ValueError(f"its logits differ by {worst:.2g} from a plain run")
+            except Exception as error:  # a model's own code may raise anything
+                why = str(error) if isinstance(error, ValueError) else repr(error)
+                refused.append((name, why))
+                log.debug("%s is not sampled %s: %s", base.name, name, why)
         else:
+            tried = "; ".join(f"{name}: {why}" for name, why in refused)
             raise ModelError(
                 f"model: the embedded sampler cannot serve {base.name!r} "
                 f"({model.config.model_type}). Sample with vLLM (sampler: vllm), or use another "
-                f"model. Strategies tried: {'; '.join(why)}."
+                f"model. Strategies tried: {tried}."
             )
     if isinstance(forward, RowByRowForward):
         log.warning(
             "model: the embedded sampler computes %s (%s) %s, which is slow: with a GPU, sample "
             "with vLLM (sampler: vllm).",
-            base.name, model.config.model_type, forward.name,
+            base.name, model.config.model_type, name,
         )  # fmt: skip
-    for line in why:
-        log.debug("%s is not sampled from %s", base.name, line)
-    return forward, refused
+    return name, forward, refused[0][1] if llama_cpu and refused else None
 
 
 def vocabulary(base: BaseModel) -> int:
@@ -147,7 +143,7 @@ def _worst_difference(
     forward: Forward, tokens: Sequence[list[int]], expected: Sequence[torch.Tensor]
 ) -> float:
     """Largest difference to ``expected`` after each of several chunks; NaN if any logit is."""
-    rows = forward.new_rows(KVBudget(10**9))
+    rows = forward.new_rows(KVPool(10**9))
     rows.reserve(len(tokens), max(map(len, tokens)))
     for _ in tokens:
         rows.append()
@@ -160,3 +156,63 @@ def _worst_difference(
         for found, plain, at in zip(logits, expected, done, strict=True):
             worst = torch.maximum(worst, (found - plain[at - 1]).abs().max())
     return float(worst)
+
+
+class Scorer:
+    """Log-probs of whole rows under the active adapter.
+
+    By the trainer's ``TokenLogprobs``, so that sampler and trainer agree.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._logprobs: TokenLogprobs | None = None
+
+    def logprobs(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
+        found = [[0.0] * len(row) for row in rows]
+        for batch, values in self._compute(rows, lambda compute, batch: compute(batch).tolist()):
+            where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
+            for row, column, value in where:
+                found[batch.indices[row]][column + 1] = value
+        return found
+
+    def likeliest(self, row: list[int], count: int) -> list[list[tuple[int, float]]]:
+        """Return (id, log-prob) of the ``count`` likeliest tokens at each position given the
+        tokens before it, best first; empty for the first position."""
+        found: list[list[tuple[int, float]]] = [[] for _ in row]
+        for batch, top in self._compute(
+            [row], lambda compute, batch: compute.likeliest(batch, count)
+        ):
+            ids, values = (part.tolist() for part in top)
+            for column, *pairs in zip(batch.columns.tolist(), ids, values, strict=True):
+                found[column + 1] = list(zip(*pairs, strict=True))
+        return found
+
+    def _compute(
+        self, rows: Sequence[list[int]], of: Callable[[TokenLogprobs, MicroBatch], T]
+    ) -> list[tuple[MicroBatch, T]]:
+        """Run the trainer's forward, then restore the sampler's attention in every config: the
+        towers of a multimodal model may not support what its language model does."""
+        found: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
+        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values()
+        before = [(c, c._attn_implementation_internal) for c in configs]
+        budget = _CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS
+        try:
+            # Constructed at first use, because it tries out what the model allows.
+            self._logprobs = compute = self._logprobs or TokenLogprobs(self._base.model)
+            batches = pack(
+                [_training_row(row) for row in rows],
+                token_budget=budget,
+                share=compute.why_padded is None,
+            )
+            moved = (batch.to(self._base.device) for batch in batches)
+            return [(batch, of(compute, batch)) for batch in moved]
+        finally:
+            for config, attention in before:
+                config._attn_implementation_internal = attention
+
+
+def _training_row(row: list[int]) -> TrainingRow:
+    blank = [0.0] * len(row)
+    return TrainingRow(row, [False] + [True] * (len(row) - 1), blank, blank)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import llguidance
 import llguidance.numpy
@@ -24,6 +26,31 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from agentrl_trainer.inference.requests import RequestError
 
 _MOST_COMPILED = 128
+
+
+@dataclass(slots=True)
+class GrammarState:
+    """Where one answer stands in its grammar."""
+
+    matcher: llguidance.LLMatcher
+    eos_ids: frozenset[int]
+    complete: bool = False
+    """The answer ended, with an end-of-answer token."""
+    log_mass: float = 0.0
+    """Sum over its tokens of the log of the probability that the mask left."""
+
+    def push(self, token: int) -> bool:
+        """Add a sampled token; False if the grammar does not allow it."""
+        ends = token in self.eos_ids
+        # A grammar that matches no text offers the end as the only way on.
+        if (ends and not self.matcher.is_accepting()) or not self.matcher.consume_token(token):
+            return False
+        self.complete = ends
+        return True
+
+    @property
+    def error(self) -> str:
+        return self.matcher.get_error() or "no text completes it"
 
 
 class Grammars:
@@ -37,7 +64,6 @@ class Grammars:
         self._vocab = vocab
         self._eos_ids = eos_ids
         self._lock = threading.Lock()
-        self._words: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def knows(self, grammar: str) -> bool:
@@ -53,21 +79,36 @@ class Grammars:
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
-                compiled = self._compiled[grammar] = self._compile(grammar)
+                compiled = llguidance.LLMatcher(self._words, grammar, log_level=0)
+                if compiled.is_error():
+                    why = compiled.get_error()
+                    raise RequestError("invalid_grammar", f"the grammar is invalid: {why}")
+                self._compiled[grammar] = compiled
                 if len(self._compiled) > _MOST_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
             return GrammarState(compiled.deep_copy(), self._eos_ids)
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        if self._words is None:
-            self._words = self._read_tokenizer()
-        matcher = llguidance.LLMatcher(self._words, grammar, log_level=0)
-        if matcher.is_error():
-            raise RequestError("invalid_grammar", f"the grammar is invalid: {matcher.get_error()}")
-        return matcher
+    def allowed(self, states: Sequence[GrammarState | None]) -> torch.Tensor:
+        """Whether each token may come next, ``[states, vocab]`` on the CPU; None allows all.
 
-    def _read_tokenizer(self) -> llguidance.LLTokenizer:
+        For one thread: the engine's.
+        """
+        words = llguidance.numpy.allocate_token_bitmask(len(states), self._vocab)
+        walked = [(state.matcher, i) for i, state in enumerate(states) if state is not None]
+        if len(walked) == 1:
+            llguidance.numpy.fill_next_token_bitmask(walked[0][0], words, walked[0][1])
+        else:
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, walked, words)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab, bitorder="little")
+        return torch.from_numpy(bits).bool()
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor()
+
+    @cached_property
+    def _words(self) -> llguidance.LLTokenizer:
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             kind = type(self._tokenizer).__name__
             raise RequestError(
@@ -78,54 +119,3 @@ class Grammars:
         return llguidance.hf.from_tokenizer(
             self._tokenizer, n_vocab=self._vocab, eos_token=sorted(self._eos_ids)
         )
-
-
-class GrammarState:
-    """Where one answer stands in its grammar."""
-
-    __slots__ = ("_eos_ids", "complete", "log_mass", "matcher")
-
-    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int]) -> None:
-        self.matcher = matcher
-        self._eos_ids = eos_ids
-        self.complete = False
-        """The answer ended, with an end-of-answer token."""
-        self.log_mass = 0.0
-        """Sum over its tokens of the log of the probability that the mask left."""
-
-    def push(self, token: int) -> bool:
-        """Add a sampled token; False if the grammar does not allow it."""
-        ends = token in self._eos_ids
-        # A grammar that matches no text offers the end as the only way on.
-        if ends and not self.matcher.is_accepting():
-            return False
-        if not self.matcher.consume_token(token):
-            return False
-        self.complete = ends
-        return True
-
-    @property
-    def error(self) -> str:
-        return self.matcher.get_error() or "no text completes it"
-
-
-class GrammarMasks:
-    """Fills the masks of several answers at once."""
-
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
-        self._executor: llguidance.LLExecutor | None = None
-
-    def allowed(self, states: Sequence[GrammarState]) -> torch.Tensor:
-        """Whether each token may come next, ``[states, vocab]`` on the CPU."""
-        words = llguidance.numpy.allocate_token_bitmask(len(states), self._vocab)
-        if len(states) == 1:
-            llguidance.numpy.fill_next_token_bitmask(states[0].matcher, words)
-        else:
-            if self._executor is None:
-                self._executor = llguidance.LLExecutor()
-            llguidance.numpy.fill_next_token_bitmask_par(
-                self._executor, [(state.matcher, i) for i, state in enumerate(states)], words
-            )
-        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab, bitorder="little")
-        return torch.from_numpy(bits).bool()

@@ -1,4 +1,4 @@
-"""Key/value storage: rows of running sequences, a prefix cache beside them, and their budget.
+"""Key/value storage: rows of running sequences, and one pool that they and cached prefixes share.
 
 Knows tensors and transformers' ``Cache`` interface, not requests, sampling or LoRA.
 
@@ -9,16 +9,19 @@ copies nothing: on a CPU, gathering scattered rows costs as much as the attentio
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+log = logging.getLogger(__name__)
 
 MIN_ROWS = 4
 MIN_TIME = 64
@@ -28,9 +31,9 @@ KEEP_EMPTY = 4096
 """An empty rectangle of up to this many tokens is kept for the next sequence."""
 MIN_PREFIX = 8
 """Sharing fewer tokens than this is not worth a copy."""
-_CPU_SHARE = 0.25
+MOST_PREFIXES = 256
+_CPU_SHARE, _GPU_SHARE = 0.25, 0.6
 _CPU_MOST_BYTES = 4 * 2**30
-_GPU_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +57,12 @@ def default_budget(shape: KVShape, context_length: int) -> int:
     if shape.device.type == "cuda":
         free = torch.cuda.mem_get_info(shape.device)[0] * _GPU_SHARE
     else:
-        free = min(_free_cpu_bytes() * _CPU_SHARE, _CPU_MOST_BYTES)
+        try:
+            pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = min(pages * _CPU_SHARE, _CPU_MOST_BYTES)
+        except (ValueError, OSError, AttributeError):  # macOS, Windows
+            free = _CPU_MOST_BYTES
     return max(int(free // shape.bytes_per_token), context_length)
-
-
-def _free_cpu_bytes() -> float:
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (ValueError, OSError, AttributeError):  # macOS, Windows
-        return float(4 * _CPU_MOST_BYTES)
-
-
-class KVBudget:
-    """Counts allocated key/value tokens, and evicts cached prefixes when they run out."""
-
-    def __init__(self, tokens: int) -> None:
-        self.limit = tokens
-        self.used = 0
-        self.evict: Callable[[], bool] = lambda: False
-        """Drops the least recently used prefix; False when there is none."""
-
-    def fits(self, tokens: int) -> bool:
-        """Whether ``tokens`` more fit, after evicting as many prefixes as necessary."""
-        while self.used + tokens > self.limit:
-            if not self.evict():
-                return False
-        return True
 
 
 class Stored(Protocol):
@@ -89,12 +72,12 @@ class Stored(Protocol):
 
     @property
     def cost(self) -> int:
-        """Tokens that it is charged in the budget."""
+        """Tokens that it is charged in the pool."""
         return len(self)
 
     def usable(self, length: int) -> int:
         """Return how many of the first ``length`` tokens another row may copy."""
-        ...
+        return length
 
     def copied(self) -> Stored: ...
 
@@ -103,30 +86,95 @@ class Stored(Protocol):
 class KV(Stored):
     """Keys and values of a run of tokens: two tensors ``[layers, heads, tokens, dim]``."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     def __len__(self) -> int:
         return self.keys.shape[2]
-
-    def usable(self, length: int) -> int:
-        return length
 
     def copied(self) -> KV:
         return KV(self.keys.clone(), self.values.clone())
 
 
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """What was computed for the tokens of a finished sequence."""
+
+    owner: object
+    """The adapter version that computed it; no other version may use it."""
+    tokens: list[int]
+    kv: Stored
+
+
+class KVPool:
+    """Counts allocated key/value tokens, and keeps prefixes of finished sequences.
+
+    Prefixes give way when tokens run out, least recently used first.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.limit = tokens
+        self.used = 0
+        self._entries: dict[Prefix, None] = {}
+
+    def fits(self, tokens: int) -> bool:
+        """Whether ``tokens`` more fit, after evicting as many prefixes as necessary."""
+        while self.used + tokens > self.limit:
+            if not self._entries:
+                return False
+            self._drop(next(iter(self._entries)))
+        return True
+
+    def prefixes(self, owner: object) -> list[Prefix]:
+        return [e for e in self._entries if e.owner is owner]
+
+    def keep(self, owner: object, tokens: list[int], kv: Stored) -> None:
+        """Copy what was computed for ``tokens``, unless they are few or stored already."""
+        size, known = len(tokens), self.prefixes(owner)
+        if size < MIN_PREFIX or any(
+            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1] and e.tokens[:size] == tokens
+            for e in known
+        ):
+            return
+        try:
+            kv = kv.copied()
+        except RuntimeError:  # out of memory; a prefix is optional
+            log.warning("no memory to keep a prefix of %d tokens", size)
+            return
+        # A conversation's next turn contains the previous one: keep only the longer.
+        for entry in known:
+            if tokens[: len(entry.tokens)] == entry.tokens:
+                self._drop(entry)
+        while len(self._entries) >= MOST_PREFIXES:
+            self._drop(next(iter(self._entries)))
+        if self.fits(kv.cost):
+            self._entries[Prefix(owner, tokens, kv)] = None
+            self.used += kv.cost
+
+    def touch(self, entry: Prefix) -> None:
+        """Mark an entry as the most recently used one."""
+        self._entries[entry] = self._entries.pop(entry)
+
+    def drop_owner(self, owner: object) -> None:
+        for entry in self.prefixes(owner):
+            self._drop(entry)
+
+    def _drop(self, entry: Prefix) -> None:
+        del self._entries[entry]
+        self.used -= entry.kv.cost
+
+
 class Rows(ABC):
-    """A rectangle of ``rows`` by ``time`` tokens, charged to the budget."""
+    """A rectangle of ``rows`` by ``time`` tokens, charged to the pool."""
 
     parts = True
     """Whether another row may copy a prefix of what a row holds, rather than all of it."""
 
-    def __init__(self, budget: KVBudget) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self.rows = self.time = 0
         self.count = 0
         """Rows in use: 0 to count - 1."""
-        self._budget = budget
+        self._pool = pool
 
     @abstractmethod
     def _reallocate(self, rows: int, time: int) -> None:
@@ -145,27 +193,24 @@ class Rows(ABC):
         """Overwrite a row that may hold NaN."""
 
     def reserve(self, rows: int, time: int, *, force: bool = False) -> bool:
-        """Make room for ``rows`` rows of ``time`` tokens; False if the budget forbids it.
+        """Make room for ``rows`` rows of ``time`` tokens; False if the pool forbids it.
 
-        Grows by doubling while the budget allows it, else to exactly what is needed. ``force``
-        exceeds the budget, so that a lone sequence can go on.
+        Grows by doubling while the pool allows it, else to exactly what is needed. ``force``
+        exceeds the limit, so that a lone sequence can go on.
         """
         if rows <= self.rows and time <= self.time:
             return True
         time = -(-time // TIME_STEP) * TIME_STEP
         held = self.rows * self.time
-        for want_rows, want_time in (
-            (_grown(rows, self.rows, MIN_ROWS), _grown(time, self.time, MIN_TIME)),
-            # Callers say what *all* rows need, so this may shrink a rectangle that was longer.
-            (max(rows, self.count), time),
-        ):
-            extra = want_rows * want_time - held
-            if self._budget.used + extra <= self._budget.limit:
-                break
-        else:
-            if not self._budget.fits(extra) and not force:
-                return False
-        self._resize(want_rows, want_time)
+        doubled = (_grown(rows, self.rows, MIN_ROWS), _grown(time, self.time, MIN_TIME))
+        if self._pool.used + math.prod(doubled) - held <= self._pool.limit:
+            self._resize(*doubled)
+            return True
+        # Callers say what *all* rows need, so this may shrink a rectangle that was longer.
+        rows = max(rows, self.count)
+        if not self._pool.fits(rows * time - held) and not force:
+            return False
+        self._resize(rows, time)
         return True
 
     def append(self) -> int:
@@ -179,7 +224,7 @@ class Rows(ABC):
         if row != self.count - 1:
             self.move(self.count - 1, row, last_length)
         self.count -= 1
-        if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._budget.limit // 16):
+        if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._pool.limit // 16):
             self._resize(0, 0)
 
     def move(self, row: int, to: int, length: int) -> None:
@@ -192,7 +237,7 @@ class Rows(ABC):
 
     def _resize(self, rows: int, time: int) -> None:
         self._reallocate(rows, time)
-        self._budget.used += rows * time - self.rows * self.time
+        self._pool.used += rows * time - self.rows * self.time
         self.rows, self.time = rows, time
 
 
@@ -205,12 +250,12 @@ class _RowLayer(CacheLayerMixin):
         self._index = index
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
         return self._rows.write(
             self._index, key_states.transpose(1, 2), value_states.transpose(1, 2)
@@ -230,8 +275,8 @@ class _RowLayer(CacheLayerMixin):
 class KVRows(Rows, Cache):
     """Keys and values as transformers' ``Cache``: the model writes into the rows and reads them."""
 
-    def __init__(self, shape: KVShape, budget: KVBudget) -> None:
-        Rows.__init__(self, budget)
+    def __init__(self, shape: KVShape, pool: KVPool) -> None:
+        Rows.__init__(self, pool)
         Cache.__init__(self, layers=[_RowLayer(self, i) for i in range(shape.layers)])
         self.shape = shape
         self._keys, self._values = self._empty(0, 0)
@@ -239,14 +284,12 @@ class KVRows(Rows, Cache):
         self._targets = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         self.view = 0
 
-    def begin(self, positions: torch.Tensor, view: int) -> None:
+    def begin(self, positions: Tensor, view: int) -> None:
         """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
         self._targets = (torch.arange(len(positions), device=positions.device)[:, None], positions)
         self.view = view
 
-    def write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """``[batch, new, heads, dim]`` in, views ``[batch, heads, view, dim]`` out."""
         stored_k, stored_v = self._keys[layer], self._values[layer]
         stored_k.transpose(1, 2).index_put_(self._targets, keys)
@@ -268,19 +311,19 @@ class KVRows(Rows, Cache):
         self._values[:, row].zero_()
 
     def _reallocate(self, rows: int, time: int) -> None:
-        keys, values = self._empty(rows, time)
+        old = self._keys, self._values
+        self._keys, self._values = self._empty(rows, time)
         kept_rows, kept_time = min(self.count, rows), min(self.time, time)
-        keys[:, :kept_rows, :, :kept_time] = self._keys[:, :kept_rows, :, :kept_time]
-        values[:, :kept_rows, :, :kept_time] = self._values[:, :kept_rows, :, :kept_time]
-        self._keys, self._values = keys, values
+        for new, was in zip((self._keys, self._values), old, strict=True):
+            new[:, :kept_rows, :, :kept_time] = was[:, :kept_rows, :, :kept_time]
 
-    def _empty(self, rows: int, time: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _empty(self, rows: int, time: int) -> tuple[Tensor, Tensor]:
         s = self.shape
         size = (s.layers, rows, s.heads, time)
         return _zeros((*size, s.key_dim), s), _zeros((*size, s.value_dim), s)
 
 
-def _zeros(size: tuple[int, ...], shape: KVShape) -> torch.Tensor:
+def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:
     """Allocate zeros: masked slots enter the attention with weight 0 and must be finite."""
     if shape.device.type != "cpu" or not math.prod(size):
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -291,68 +334,3 @@ def _zeros(size: tuple[int, ...], shape: KVShape) -> torch.Tensor:
 
 def _grown(want: int, have: int, least: int) -> int:
     return have if want <= have else max(want, 2 * have, least)
-
-
-@dataclass(slots=True, eq=False)
-class Prefix:
-    """What was computed for the tokens of a finished sequence."""
-
-    owner: object
-    """The adapter version that computed it; no other version may use it."""
-    tokens: list[int]
-    kv: Stored
-
-
-class PrefixStore:
-    """Prefixes of finished sequences, least recently used first."""
-
-    def __init__(self, budget: KVBudget, most: int) -> None:
-        self._budget = budget
-        self._most = most
-        self._entries: dict[Prefix, None] = {}
-        budget.evict = self.evict_oldest
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def of(self, owner: object) -> list[Prefix]:
-        return [e for e in self._entries if e.owner is owner]
-
-    def wants(self, owner: object, tokens: list[int]) -> bool:
-        """Whether these tokens are worth storing: long enough, and not stored already."""
-        size = len(tokens)
-        return size >= MIN_PREFIX and not any(
-            len(e.tokens) >= size and e.tokens[size - 1] == tokens[-1] and e.tokens[:size] == tokens
-            for e in self.of(owner)
-        )
-
-    def add(self, owner: object, tokens: list[int], kv: Stored) -> None:
-        # A conversation's next turn contains the previous one: keep only the longer.
-        for entry in self.of(owner):
-            size = len(entry.tokens)
-            if size <= len(tokens) and tokens[:size] == entry.tokens:
-                self._drop(entry)
-        while len(self._entries) >= self._most:
-            self.evict_oldest()
-        if self._budget.fits(kv.cost):
-            self._entries[Prefix(owner, tokens, kv)] = None
-            self._budget.used += kv.cost
-
-    def touch(self, entry: Prefix) -> None:
-        """Mark an entry as the most recently used one."""
-        if entry in self._entries:
-            self._entries[entry] = self._entries.pop(entry)
-
-    def evict_oldest(self) -> bool:
-        entry = next(iter(self._entries), None)
-        if entry is not None:
-            self._drop(entry)
-        return entry is not None
-
-    def drop_owner(self, owner: object) -> None:
-        for entry in self.of(owner):
-            self._drop(entry)
-
-    def _drop(self, entry: Prefix) -> None:
-        del self._entries[entry]
-        self._budget.used -= entry.kv.cost

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,10 +24,12 @@ from transformers import PreTrainedModel
 
 from agentrl_trainer.inference.kv_cache import KVRows
 
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_PARTS = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    "input_layernorm", "post_attention_layernorm",
+}  # fmt: skip
+_HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 _STEP = 256
 """Rotary angles are computed for this many more positions at a time."""
 _PACK_FROM_ROWS = 16
@@ -98,14 +99,6 @@ class RmsNorm:
         return torch.div(x, torch.hypot(length, self._least)).mul_(self._weight)
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerNorms:
-    before_attention: RmsNorm
-    before_mlp: RmsNorm
-    heads: RmsNorm | None
-    """Of queries and keys together, weights ``[H + G, D]``."""
-
-
 class LlamaCpuDecoder:
     """``(rows, ids, positions, mask) -> logits [B, vocabulary]`` after each row's last column.
 
@@ -115,8 +108,7 @@ class LlamaCpuDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = cast(Any, model.get_decoder())
-        head = cast(Any, model.get_output_embeddings())
-        if why := unknown_part(model, decoder, head):
+        if why := unknown_part(model, decoder):
             raise ValueError(why)
         first = decoder.layers[0].self_attn
         self.dim: int = first.head_dim
@@ -127,14 +119,29 @@ class LlamaCpuDecoder:
         self._embedding: Tensor = decoder.embed_tokens.weight.data
         self._rotary = decoder.rotary_emb
         self._angles = (torch.empty(0), torch.empty(0))
-        self._norms = [self._layer_norms(layer) for layer in decoder.layers]
+        self._norms = [
+            (
+                RmsNorm(layer.input_layernorm.weight.data, self._eps),
+                self._head_norm(layer.self_attn),
+                RmsNorm(layer.post_attention_layernorm.weight.data, self._eps),
+            )
+            for layer in decoder.layers
+        ]
         self._last_norm = RmsNorm(decoder.norm.weight.data, self._eps)
         self._packed = can_pack(model)
+        groups: list[list[nn.Linear]] = []
+        for attention, mlp in ((layer.self_attn, layer.mlp) for layer in decoder.layers):
+            groups += [
+                [attention.q_proj, attention.k_proj, attention.v_proj],
+                [attention.o_proj],
+                [mlp.gate_proj, mlp.up_proj],
+                [mlp.down_proj],
+            ]
+        groups.append([cast(nn.Linear, model.get_output_embeddings())])
         names = {module: name for name, module in model.named_modules()}
-        groups = [*(g for layer in decoder.layers for g in _fused_groups(layer)), [head]]
         self._groups = [[names[linear] for linear in group] for group in groups]
         self.base_products = [self._fuse(group) for group in groups]
-        """The base model's: four a layer in the order of ``_fused_groups``, and the head."""
+        """The base model's: four a layer, by common input, and the head."""
         self.products = self.base_products
         """Those in use."""
 
@@ -161,20 +168,13 @@ class LlamaCpuDecoder:
             linear.weight.data = part
         return product
 
-    def _layer_norms(self, layer: Any) -> _LayerNorms:
-        attention = layer.self_attn
-        heads = None
-        if hasattr(attention, "q_norm"):
-            weights = [
-                attention.q_norm.weight.data.expand(self.queries, self.dim),
-                attention.k_norm.weight.data.expand(self.keys, self.dim),
-            ]
-            heads = RmsNorm(torch.cat(weights), self._eps)
-        return _LayerNorms(
-            before_attention=RmsNorm(layer.input_layernorm.weight.data, self._eps),
-            before_mlp=RmsNorm(layer.post_attention_layernorm.weight.data, self._eps),
-            heads=heads,
-        )
+    def _head_norm(self, attention: Any) -> RmsNorm | None:
+        """Of queries and keys together, weights ``[H + G, D]``."""
+        if not hasattr(attention, "q_norm"):
+            return None
+        queries = attention.q_norm.weight.data.expand(self.queries, self.dim)
+        keys = attention.k_norm.weight.data.expand(self.keys, self.dim)
+        return RmsNorm(torch.cat([queries, keys]), self._eps)
 
     def __call__(
         self,
@@ -182,24 +182,24 @@ class LlamaCpuDecoder:
         ids: Tensor,
         positions: Tensor,
         mask: Tensor,
-        end: int,
         blocks: list[tuple[int, int]],
     ) -> Tensor:
-        """Run ``ids`` and ``positions`` [B, T], positions below ``end``, with an additive ``mask``
-        [B, 1, T, view]. ``blocks``, if T is 1: each block's first row, and how many keys its rows
-        see at most."""
+        """Run ``ids`` and ``positions`` [B, T] with an additive ``mask`` [B, 1, T, view].
+
+        ``blocks``, if T is 1: each block's first row, and how many keys its rows see at most.
+        """
         batch, new = ids.shape
-        cos, sin = self._rotation(positions, end)
+        cos, sin = self._rotation(positions.flatten(), rows.view)
         hidden = F.embedding(ids.flatten(), self._embedding)
-        for index, norms in enumerate(self._norms):
+        for index, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
             qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
-            x = qkv(norms.before_attention(hidden)).view(batch * new, -1, self.dim)
-            q, k, v = self._rotated(x, norms.heads, cos, sin)
+            x = qkv(before_attention(hidden)).view(batch * new, -1, self.dim)
+            q, k, v = self._rotated(x, of_heads, cos, sin)
             keys, values = rows.write(
                 index, k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
             )
             hidden = out.plus(self._attend(q, keys, values, mask, blocks), hidden)
-            gate, up = gate_up(norms.before_mlp(hidden)).chunk(2, -1)
+            gate, up = gate_up(before_mlp(hidden)).chunk(2, -1)
             hidden = down.plus(F.silu(gate).mul_(up), hidden)
         last = hidden.view(batch, new, -1)[:, -1]
         return self.products[-1](self._last_norm(last))
@@ -246,8 +246,7 @@ class LlamaCpuDecoder:
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, -1)
 
     def _rotation(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines, each [B * T, 1, D]."""
-        flat = positions.flatten()
+        """Cosines and signed sines, each [B * T, 1, D], at positions below ``end``."""
         if end > len(self._angles[0]):
             at = torch.arange(-(-end // _STEP) * _STEP, device=positions.device)
             cos, sin = (x[0] for x in self._rotary(self._embedding, at[None]))
@@ -255,43 +254,19 @@ class LlamaCpuDecoder:
             signed = torch.cat([-sin[:, :half], sin[:, half:]], -1)
             self._angles = (cos[:, None].contiguous(), signed[:, None])
         cos, sin = self._angles
-        return cos.index_select(0, flat), sin.index_select(0, flat)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
 
-def _fused_groups(layer: Any) -> list[list[nn.Linear]]:
-    """A layer's linear modules, grouped by common input."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
-
-
-def unknown_part(model: PreTrainedModel, decoder: Any, head: Any) -> str | None:
-    """Name what the model has or lacks that the decoder does not know; None if nothing."""
-    config = model.config.get_text_config()
-    if model.dtype != torch.float32:
-        return "norms in half precision are computed in float32 by the model"
+def unknown_part(model: PreTrainedModel, decoder: Any) -> str | None:
+    """Name what the decoder does not know and a trial over few tokens might not show."""
     outer = {"embed_tokens", "layers", "norm", "rotary_emb"}
     if decoder is None or {name for name, _ in decoder.named_children()} != outer:
         return "its decoder has other parts"
-    if type(head) is not nn.Linear or head.bias is not None:
-        return "its output embedding is not a plain linear layer"
-    if getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
-        return "it has another activation or normalization"
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return "its rotary embedding depends on the length"
     for layer in decoder.layers:
-        modules = dict(layer.named_modules())
-        known = {*_PROJECTIONS, *_NORMS}
-        if _HEAD_NORMS[0] in modules:
-            known |= {*_HEAD_NORMS}
         own = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
-        if own != known or any(type(modules[name]) is not nn.Linear for name in _PROJECTIONS):
+        if own not in (_PARTS, _PARTS | _HEAD_NORMS):
             return "its layers have other parts"
-        if getattr(layer.self_attn, "scaling", None) is None:
-            return "its attention does not tell its scale"
     return None

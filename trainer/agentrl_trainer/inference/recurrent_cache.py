@@ -12,19 +12,20 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from agentrl_trainer.inference.kv_cache import KVBudget, KVShape, Rows, Stored
+from agentrl_trainer.inference.kv_cache import KVPool, KVShape, Rows, Stored
 from agentrl_trainer.models.loading import BaseModel
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
 """What models call their caches, in their outputs and among their arguments."""
 _FIXED_COST = 256
-"""Tokens that the part of a state which does not grow with the row is charged in the budget."""
+"""Tokens that the part of a state which does not grow with the row is charged in the pool."""
 _FEW = 8
 """Up to this many tokens, single steps are quicker than recomputing the row."""
 
@@ -60,17 +61,17 @@ class RowState(Stored):
 
 
 class StateRows(Rows):
-    """``count`` states; ``rows`` and ``time`` are what the budget is charged."""
+    """``count`` states; ``rows`` and ``time`` are what the pool is charged."""
 
     parts = False
 
-    def __init__(self, budget: KVBudget) -> None:
-        super().__init__(budget)
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
         self.states: list[RowState] = []
 
     def append(self) -> int:
         row = super().append()
-        self.states[row] = RowState()
+        self.scrub(row)
         return row
 
     def move(self, row: int, to: int, length: int) -> None:
@@ -100,8 +101,6 @@ class RowByRowForward:
         ValueError: rounding in half precision would hide that a recurrent model loses its state.
     """
 
-    tolerance = 2e-4
-
     def __init__(self, base: BaseModel, options: dict[str, Any], past: Past) -> None:
         if past is Past.CHUNKS and base.dtype != torch.float32:
             layers = DynamicCache(config=base.model.config).layers
@@ -109,12 +108,10 @@ class RowByRowForward:
                 raise ValueError("rounding could hide that it forgets its state")
         self._base = base
         self._options = options
-        self._shape: KVShape | None = None
         self.past = past
-        self.name = "row by row, recomputed" if past is Past.NONE else "row by row"
 
-    def new_rows(self, budget: KVBudget) -> Rows:
-        return StateRows(budget)
+    def new_rows(self, pool: KVPool) -> Rows:
+        return StateRows(pool)
 
     def __call__(
         self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
@@ -147,15 +144,10 @@ class RowByRowForward:
         state.tokens = whole
         return output.logits[0, -1]
 
-    @property
+    @cached_property
     def shape(self) -> KVShape:
         """Memory that a token of a row costs, as if it were keys: the fixed part of a state is
         spread over ``_FIXED_COST`` tokens."""
-        if self._shape is None:
-            self._shape = self._measured_shape()
-        return self._shape
-
-    def _measured_shape(self) -> KVShape:
         state = RowState()
         sizes: list[int] = []
         with torch.inference_mode():
@@ -164,15 +156,15 @@ class RowByRowForward:
                 sizes.append(tensor_bytes(state.cache))
         each = max(0, sizes[1] - sizes[0]) // 16
         fixed = max(0, sizes[1] - 32 * each)
-        base = self._base
-        elements = max(1, (each + -(-fixed // _FIXED_COST)) // base.dtype.itemsize)
-        return KVShape(1, 1, elements, 0, base.dtype, base.device)
+        dtype = self._base.dtype
+        elements = max(1, (each + -(-fixed // _FIXED_COST)) // dtype.itemsize)
+        return KVShape(1, 1, elements, 0, dtype, self._base.device)
 
 
 def tensor_bytes(held: Any) -> int:
     """Return the bytes of all tensors in a cache, whatever its class."""
     if isinstance(held, torch.Tensor):
-        return held.numel() * held.element_size()
+        return held.nbytes
     if isinstance(held, dict):
         return sum(map(tensor_bytes, cast(dict[Any, Any], held).values()))
     if isinstance(held, (list, tuple)):

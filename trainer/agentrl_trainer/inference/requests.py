@@ -66,7 +66,7 @@ def check_params(p: SampleParams) -> None:
             raise RequestError("invalid_parameter", message)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which makes it slower to construct
 class Token:
     """One sampled token. ``logprob`` is the log-softmax in float32 of the *raw* logits: at
     temperature 1 and before bias, grammar, top-k and top-p, as the trainer recomputes it."""
@@ -122,7 +122,6 @@ class SampleRequest:
     """Name of a loaded adapter; None for the base model."""
     on_event: Callable[[Event], None]
     """Called on the engine's thread; it must return at once."""
-    request_id: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

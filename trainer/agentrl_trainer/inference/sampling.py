@@ -11,7 +11,7 @@ those of the raw logits, so a forced token's may be very low.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,16 +43,20 @@ class Uniforms:
 class Steering:
     """What moves some rows away from their raw logits."""
 
-    biases: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """Row to token ids and the numbers added to their logits."""
-    masked: list[int]
-    """Rows with a mask, ascending."""
+    rows: list[int]
+    """These rows, ascending; the fields below have an entry for each of them."""
+    biases: list[tuple[torch.Tensor, torch.Tensor] | None]
+    """Token ids and the numbers added to their logits."""
     allowed: torch.Tensor | None
-    """``[masked, vocab]``: row i is the mask of ``masked[i]``, with at least one token."""
-    rows: list[int] = field(init=False)
+    """``[rows, vocab]`` masks with at least one token each; None: everything is allowed."""
 
-    def __post_init__(self) -> None:
-        self.rows = sorted({*self.biases, *self.masked})
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits that the steered rows are sampled from, given their raw ones."""
+        out = logits.clone()
+        for row, bias in enumerate(self.biases):
+            if bias is not None:
+                out[row, bias[0]] += bias[1]
+        return out if self.allowed is None else out.masked_fill_(~self.allowed, float("-inf"))
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class Picked:
     logprobs: list[float]
     tops: list[list[tuple[int, float]]]
     log_masses: dict[int, float]
-    """Masked row to the log of the raw probability that its mask left."""
+    """Row that may be masked to the log of the raw probability that its mask left."""
 
 
 def pick(
@@ -83,67 +87,34 @@ def pick(
         device=logits.device,
     )
     probs = torch.softmax(logits, dim=-1)
-    steered = [] if steering is None else steering.rows
-    if len(steered) < len(params):
+    # Log-probabilities as log_softmax gives them, but without its pass over the vocabulary.
+    most = logits.amax(dim=-1, keepdim=True)
+    log_of_most = probs.amax(dim=-1, keepdim=True).log_()
+    if steering is None or len(steering.rows) < len(params):
         ids = _sampled(logits, probs, params, u)
     else:
         ids = torch.empty(len(params), dtype=torch.long, device=logits.device)
-    raw = _RawLogprobs(logits, probs)
     log_masses: dict[int, float] = {}
     if steering is not None:  # sample these rows again; the others are not even copied
-        rows = torch.tensor(steered, device=logits.device)
-        towards = _steered(logits, steering)
-        weights = torch.softmax(towards, dim=-1)
-        ids[rows] = _sampled(towards, weights, [params[i] for i in steered], u[rows])
-        log_masses = _log_masses(raw, steering)
-    chosen = raw(logits.gather(1, ids[:, None]))[:, 0]
-    most = max(p.top_logprobs for p in params)
+        rows = torch.tensor(steering.rows, device=logits.device)
+        raw = logits[rows]
+        steered = steering(raw)
+        weights = torch.softmax(steered, dim=-1)
+        ids[rows] = _sampled(steered, weights, [params[i] for i in steering.rows], u[rows])
+        if (allowed := steering.allowed) is not None:
+            left = (raw - most[rows]) + log_of_most[rows]
+            left = left.masked_fill_(~allowed, float("-inf")).logsumexp(dim=-1)
+            # Rounding may leave slightly more than everything.
+            log_masses = dict(zip(steering.rows, left.clamp_(max=0.0).tolist(), strict=True))
+    chosen = ((logits.gather(1, ids[:, None]) - most) + log_of_most)[:, 0]
     tops: list[list[tuple[int, float]]] = [[] for _ in params]
-    if most:
-        top_logits, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
-        values, indices = raw(top_logits).tolist(), top_ids.tolist()
+    if deepest := max(p.top_logprobs for p in params):
+        top_logits, top_ids = logits.topk(min(deepest, logits.shape[1]), dim=-1)
+        values, indices = ((top_logits - most) + log_of_most).tolist(), top_ids.tolist()
         for row, p in enumerate(params):
             k = p.top_logprobs
             tops[row] = list(zip(indices[row][:k], values[row][:k], strict=True))
     return Picked(ids.tolist(), chosen.tolist(), tops, log_masses)
-
-
-class _RawLogprobs:
-    """Log-probabilities of a few logits, as log_softmax gives them but without its pass."""
-
-    def __init__(self, logits: torch.Tensor, probs: torch.Tensor) -> None:
-        self.logits = logits
-        self._most = logits.amax(dim=-1, keepdim=True)
-        self._log_of_most = probs.amax(dim=-1, keepdim=True).log_()
-
-    def __call__(
-        self, some: torch.Tensor, rows: slice | torch.Tensor = slice(None)
-    ) -> torch.Tensor:
-        """Of ``some`` logits ``[rows, any]`` of these rows."""
-        return (some - self._most[rows]) + self._log_of_most[rows]
-
-
-def _steered(logits: torch.Tensor, steering: Steering) -> torch.Tensor:
-    """The logits that the steered rows are sampled from."""
-    out = logits[torch.tensor(steering.rows, device=logits.device)]
-    for row, (ids, values) in steering.biases.items():
-        out[steering.rows.index(row), ids] += values
-    if steering.allowed is not None:
-        if len(steering.masked) == len(steering.rows):
-            return out.masked_fill_(~steering.allowed, float("-inf"))
-        at = torch.tensor([steering.rows.index(row) for row in steering.masked])
-        out[at] = out[at].masked_fill(~steering.allowed, float("-inf"))
-    return out
-
-
-def _log_masses(raw: _RawLogprobs, steering: Steering) -> dict[int, float]:
-    if steering.allowed is None:
-        return {}
-    rows = torch.tensor(steering.masked, device=raw.logits.device)
-    logprobs = raw(raw.logits[rows], rows)
-    left = logprobs.masked_fill(~steering.allowed, float("-inf")).logsumexp(dim=-1)
-    # Rounding may leave slightly more than everything.
-    return dict(zip(steering.masked, left.clamp_(max=0.0).tolist(), strict=True))
 
 
 def _sampled(

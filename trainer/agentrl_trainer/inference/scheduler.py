@@ -1,4 +1,4 @@
-"""What to compute next: admission, prefill, decode, preemption.
+"""What to compute next: admission, prefill, decode, preemption, and which adapter version serves.
 
 Knows lanes and sequences, not threads or HTTP. Everything here runs on one thread.
 
@@ -12,16 +12,16 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
 import torch
 
-from agentrl_trainer.inference.adapter_swap import AdapterVersions, AdapterWeights, PreparedAdapter
-from agentrl_trainer.inference.forward import Forward
-from agentrl_trainer.inference.grammar import GrammarMasks
-from agentrl_trainer.inference.kv_cache import KVBudget, PrefixStore
+from agentrl_trainer.inference.adapter_swap import AdapterWeights, PreparedAdapter
+from agentrl_trainer.inference.forward import Forward, Scorer
+from agentrl_trainer.inference.grammar import Grammars
+from agentrl_trainer.inference.kv_cache import KVPool
 from agentrl_trainer.inference.requests import (
     Counters,
     Event,
@@ -32,7 +32,6 @@ from agentrl_trainer.inference.requests import (
     Token,
 )
 from agentrl_trainer.inference.sampling import Steering, pick
-from agentrl_trainer.inference.scorer import Scorer
 from agentrl_trainer.inference.sequences import Lane, Sequence
 
 log = logging.getLogger(__name__)
@@ -42,52 +41,89 @@ log = logging.getLogger(__name__)
 class Scheduler:
     forward: Forward
     weights: AdapterWeights
-    budget: KVBudget
-    prefixes: PrefixStore
+    pool: KVPool
+    grammars: Grammars
+    scorer: Scorer
     max_batch: int
     prefill_chunk: int
-    scorer: Scorer
-    vocab: int
     waiting: deque[Sequence] = field(default_factory=deque)
     count: Counters = field(default_factory=Counters)
-    adapters: AdapterVersions = field(init=False)
+    current: dict[str | None, Lane] = field(init=False)
+    """Adapter name to the lane that new sequences join; None is the base model."""
+    lanes: list[Lane] = field(init=False)
+    """The current lanes, and superseded ones that still have sequences."""
     _admissions: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def __post_init__(self) -> None:
-        self._masks = GrammarMasks(self.vocab)
-
-        def new_lane(name: str | None, version: int | None, own: PreparedAdapter | None) -> Lane:
-            return Lane(name, version, own, self.forward, self.budget, self.prefixes)
-
-        self.adapters = AdapterVersions(self.weights, self.prefixes, new_lane)
+        base = Lane(None, None, None, self.forward, self.pool)
+        self.current, self.lanes = {None: base}, [base]
 
     @property
     def running(self) -> int:
-        return sum(lane.resident for lane in self.adapters.lanes)
+        return sum(lane.resident for lane in self.lanes)
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting) or self.running > 0
 
     def unfinished(self) -> list[Sequence]:
-        computing = (s for lane in self.adapters.lanes for s in lane.sequences)
+        computing = (s for lane in self.lanes for s in lane.sequences)
         return [s for s in (*self.waiting, *computing) if not s.done]
+
+    # -- adapter versions: a running sequence keeps the one that it started with -----------------
+
+    def swap(self, name: str, version: int, prepared: PreparedAdapter) -> None:
+        """Make a version the current one; the old one finishes what it has."""
+        self.weights.install(prepared)
+        superseded = self.current.get(name)
+        self.current[name] = lane = Lane(name, version, prepared, self.forward, self.pool)
+        self.lanes.append(lane)
+        self._supersede(superseded)
+        self.count.swaps += 1
+
+    def unload(self, name: str) -> None:
+        self._supersede(self.current.pop(name, None))
+
+    def _supersede(self, old: Lane | None) -> None:
+        if old is not None:
+            old.current = False
+            self.pool.drop_owner(old)
+            self._retire()
+
+    def _retire(self) -> None:
+        """Free superseded versions without sequences."""
+        for lane in [x for x in self.lanes if not x.current and not x.users]:
+            lane.clear()
+            self.lanes.remove(lane)
+            if lane.weights is not None:
+                self.weights.drop(lane.weights)
+
+    def score(self, rows: Sequences[list[int]], adapter: str | None, top: int) -> list[Scored]:
+        """Score rows by one adapter version, with ``top`` alternatives to each token."""
+        lane = self.current.get(adapter)
+        if lane is None:
+            raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
+        self.weights.activate(lane.weights)
+        return [
+            Scored(
+                logprobs, self.scorer.likeliest(row, top) if top else [[]] * len(row), lane.version
+            )
+            for row, logprobs in zip(rows, self.scorer.logprobs(rows), strict=True)
+        ]
+
+    # -- a round --------------------------------------------------------------------------------
 
     def round(self) -> None:
         self._drop_cancelled()
         self._admit()
-        for lane in self.adapters.lanes:
-            if lane.jobs:
-                self._guard(lane, self._prefill)
-            if lane.decoding:
-                self._guard(lane, self._decode)
-        self.adapters.retire()
-
-    def _guard(self, lane: Lane, step: Callable[[Lane], None]) -> None:
-        try:
-            step(lane)
-        except Exception as error:
-            self._fail(lane, error)
+        for lane in self.lanes:
+            for step, due in ((self._prefill, lane.jobs), (self._decode, lane.decoding)):
+                if due:
+                    try:
+                        step(lane)
+                    except Exception as error:
+                        self._fail(lane, error)
+        self._retire()
 
     def _fail(self, lane: Lane, error: Exception) -> None:
         """A failed forward fails the sequences of its lane, not the engine."""
@@ -100,11 +136,10 @@ class Scheduler:
             self.finish(seq, "error", f"{type(error).__name__}: {error}")
 
     def _drop_cancelled(self) -> None:
-        if any(s.cancelled for s in self.waiting):
-            for seq in [s for s in self.waiting if s.cancelled]:
-                self.waiting.remove(seq)
-                self.finish(seq, "cancelled")
-        for lane in self.adapters.lanes:
+        for seq in [s for s in self.waiting if s.cancelled]:
+            self.waiting.remove(seq)
+            self.finish(seq, "cancelled")
+        for lane in self.lanes:
             for seq in [s for s in lane.decoding if s.cancelled]:
                 lane.leave(seq)
                 self.finish(seq, "cancelled")
@@ -117,11 +152,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit in order of arrival; a sequence that waits for a sibling's prefill is passed."""
+        if not self.waiting:
+            return
         running = self.running
         passed: list[Sequence] = []
         while self.waiting and running < self.max_batch:
             seq = self.waiting.popleft()
-            lane = seq.lane or self.adapters.current.get(seq.request.adapter)
+            lane = seq.lane or self.current.get(seq.request.adapter)
             if lane is None:
                 self.finish(seq, "error", f"adapter {seq.request.adapter!r} was unloaded")
                 continue
@@ -133,12 +170,12 @@ class Scheduler:
                 sibling.sequences.append(seq)
                 reused = len(seq.tokens)
             else:
-                source = lane.find_source(seq.tokens)
-                if lane.worth_waiting(seq.tokens, source.length):
+                reused, source = lane.find_source(seq.tokens)
+                if lane.worth_waiting(seq.tokens, reused):
                     passed.append(seq)
                     continue
                 try:
-                    started = lane.start_prefill(seq, source, force=not running)
+                    started = lane.start_prefill(seq, reused, source, force=not running)
                 except Exception as error:  # out of memory, most likely
                     self._fail(lane, error)
                     self.finish(seq, "error", f"{type(error).__name__}: {error}")
@@ -146,7 +183,6 @@ class Scheduler:
                 if not started:
                     self.waiting.appendleft(seq)
                     break
-                reused = source.length
             self.count.reused_tokens += reused
             seq.reused = seq.reused or reused
             if seq.lane is None:
@@ -167,17 +203,18 @@ class Scheduler:
         logits = torch.stack([row for job, row in complete for _ in job.sequences])
         self._sample(sequences, logits)
         for job, _ in complete:
-            refused = lane.finish_prefill(job, force=not self._others(job.sequences))
-            self._requeue(refused)
+            # Nothing else may hold keys and values that could be given up: then exceed the pool.
+            alone = self.running <= len(job.sequences)
+            self._requeue(lane.finish_prefill(job, force=alone))
 
     def _decode(self, lane: Lane) -> None:
-        while lane.decoding and not lane.make_room(force=not self._others(lane.decoding[:1])):
+        while not lane.make_room(force=self.running <= 1):
             # The youngest returns to the queue; its tokens stay, its keys are computed again.
             seq = max(lane.decoding, key=lambda s: s.admitted)
             lane.leave(seq, keep=False)
             self._requeue([seq])
-        if not lane.decoding:
-            return
+            if not lane.decoding:
+                return
         self.weights.activate(lane.weights)
         logits = lane.decode()
         self.count.decode_steps += 1
@@ -186,6 +223,12 @@ class Scheduler:
         for seq in sequences:
             if seq.done:
                 lane.leave(seq)
+
+    def _requeue(self, sequences: list[Sequence]) -> None:
+        self.count.preemptions += len(sequences)
+        self.waiting.extendleft(reversed(sequences))
+
+    # -- tokens ---------------------------------------------------------------------------------
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Append the next token to each sequence; sequences that end are ``done`` afterwards."""
@@ -199,7 +242,6 @@ class Scheduler:
             lane = seq.lane
             assert lane is not None
             if not math.isfinite(logprob):
-                lane.scrub(seq)
                 why = f"the model gave token {token} log-probability {logprob}"
                 self.finish(seq, "error", why)
                 continue
@@ -221,24 +263,17 @@ class Scheduler:
         self, sequences: list[Sequence], device: torch.device
     ) -> tuple[Steering | None, set[int]]:
         """Return biases and masks, if any, and the rows whose grammar allows no token."""
-        biases = {i: s.bias for i, s in enumerate(sequences) if s.bias is not None}
-        walked = [(i, s.grammar) for i, s in enumerate(sequences) if s.grammar is not None]
-        if not walked:
-            return (Steering(biases, [], None) if biases else None), set()
-        allowed = self._masks.allowed([state for _, state in walked])
-        rows = [i for i, _ in walked]
-        stuck = {rows[i] for i in (~allowed.any(dim=1)).nonzero()[:, 0].tolist()}
-        for row in stuck:  # _sample fails it; until then its row must be one that can be sampled
-            allowed[rows.index(row)] = True
-        return Steering(biases, rows, allowed.to(device)), stuck
-
-    def _others(self, besides: Iterable[Sequence]) -> bool:
-        """Whether any other sequence holds keys and values that could be given up."""
-        return self.running > len(list(besides))
-
-    def _requeue(self, sequences: list[Sequence]) -> None:
-        self.count.preemptions += len(sequences)
-        self.waiting.extendleft(reversed(sequences))
+        rows = [i for i, s in enumerate(sequences) if s.grammar or s.bias is not None]
+        if not rows:
+            return None, set()
+        biases = [sequences[i].bias for i in rows]
+        grammars = [sequences[i].grammar for i in rows]
+        if not any(grammars):
+            return Steering(rows, biases, None), set()
+        allowed = self.grammars.allowed(grammars)
+        stuck = (~allowed.any(dim=1)).nonzero()[:, 0]
+        allowed[stuck] = True  # _sample fails it; until then its row must be one to sample from
+        return Steering(rows, biases, allowed.to(device)), {rows[i] for i in stuck.tolist()}
 
     def finish(
         self, seq: Sequence, reason: FinishReason, error: str | None = None, stop: str | None = None
@@ -256,19 +291,5 @@ class Scheduler:
         try:
             seq.request.on_event(event)
         except Exception:  # one caller's failure must not fail the others' sequences
-            log.exception("the callback of request %s failed", seq.request.request_id)
+            log.exception("a request's callback failed")
             seq.cancelled = True
-
-    def logprobs(self, rows: Sequences[list[int]], adapter: str | None) -> list[list[float]]:
-        """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
-        lane = self.adapters.current.get(adapter)
-        if lane is None:
-            raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
-        self.weights.activate(lane.weights)
-        return self.scorer(rows)
-
-    def score(self, row: list[int], adapter: str | None, top: int) -> Scored:
-        """Score one row, with ``top`` alternatives to each token, by one adapter version."""
-        [logprobs] = self.logprobs([row], adapter)
-        likeliest = self.scorer.likeliest(row, top) if top else [[] for _ in row]
-        return Scored(logprobs, likeliest, self.adapters.current[adapter].version)

@@ -8,39 +8,26 @@ changes version, and a superseded version disappears with its lane.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from agentrl_trainer.inference.adapter_swap import PreparedAdapter
 from agentrl_trainer.inference.batched_forward import BLOCK
 from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
-from agentrl_trainer.inference.kv_cache import (
-    MIN_PREFIX,
-    KVBudget,
-    Prefix,
-    PrefixStore,
-    Rows,
-    Stored,
-)
+from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
 from agentrl_trainer.inference.requests import SampleRequest
 from agentrl_trainer.inference.sampling import Uniforms
 from agentrl_trainer.models.common_prefix import common_prefix
 
-if TYPE_CHECKING:
-    from agentrl_trainer.inference.adapter_swap import PreparedAdapter
-
-log = logging.getLogger(__name__)
-
 _OVERHEAD_TOKENS = 256
 """Cost of a forward before its first token, in tokens: weighs padding against more forwards."""
 _HEADROOM = 64
-"""Tokens that every sequence is expected to grow by: a full budget would preempt at once."""
+"""Tokens that every sequence is expected to grow by: a full pool would preempt at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +53,7 @@ class Sequence:
     cancelled: bool = False
     done: bool = False
     failed: bool = False
-    """Its keys and values may be wrong and must not be reused."""
+    """Its keys and values may be wrong, even NaN, and must not be reused."""
 
 
 class StopStrings:
@@ -115,15 +102,6 @@ class Prefill:
 
 
 @dataclass(slots=True, eq=False)
-class Source:
-    """Where a prefix of a prompt is computed already."""
-
-    length: int
-    kv: Stored | None = None
-    entry: Prefix | None = None
-
-
-@dataclass(slots=True, eq=False)
 class Lane:
     """The batch of one adapter version."""
 
@@ -131,8 +109,7 @@ class Lane:
     version: int | None
     weights: PreparedAdapter | None
     forward: Forward
-    budget: KVBudget
-    prefixes: PrefixStore
+    pool: KVPool
     current: bool = True
     """False once a newer version took its place: it only finishes what it has."""
     users: int = 0
@@ -149,8 +126,8 @@ class Lane:
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.filling = self.forward.new_rows(self.budget)
-        self.rows = self.forward.new_rows(self.budget)
+        self.filling = self.forward.new_rows(self.pool)
+        self.rows = self.forward.new_rows(self.pool)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -162,28 +139,25 @@ class Lane:
     def resident(self) -> int:
         return len(self.decoding) + sum(len(j.sequences) for j in self.jobs)
 
-    def find_source(self, tokens: list[int]) -> Source:
+    def find_source(self, tokens: list[int]) -> tuple[int, Stored | None]:
         """Find the longest stored prefix of ``tokens``, short of its last (which needs logits)."""
-        best = Source(0)
-        most = len(tokens) - 1
-
-        def better(kv: Stored, size: int, entry: Prefix | None = None) -> None:
-            nonlocal best
-            if (size := kv.usable(min(size, most))) > best.length:
-                best = Source(size, kv, entry)
-
-        for entry in self.prefixes.of(self):
-            if (size := _beats(entry.tokens, tokens, best.length)) > best.length:
-                better(entry.kv, size, entry)
-        for row, seq in enumerate(self.decoding):
-            if (size := _beats(seq.tokens, tokens, best.length)) > best.length:
-                size = min(size, len(seq.tokens) - 1)
-                better(self.rows.peek(row, size), size)
-        for row, job in enumerate(self.jobs):
-            size = min(_beats(job.tokens, tokens, best.length), job.computed)
-            if size > best.length:
-                better(self.filling.peek(row, size), size)
-        return best if best.length >= MIN_PREFIX else Source(0)
+        length, source, used = 0, None, None
+        held: list[tuple[list[int], int, Prefix | Rows, int]] = [
+            *((e.tokens, len(e.tokens), e, 0) for e in self.pool.prefixes(self)),
+            *((s.tokens, len(s.tokens) - 1, self.rows, i) for i, s in enumerate(self.decoding)),
+            *((j.tokens, j.computed, self.filling, i) for i, j in enumerate(self.jobs)),
+        ]
+        for have, computed, place, row in held:
+            size = min(_beats(have, tokens, length), computed, len(tokens) - 1)
+            if size > length:
+                kv = place.kv if isinstance(place, Prefix) else place.peek(row, size)
+                if kv.usable(size) > length:
+                    length, source, used = kv.usable(size), kv, place
+        if length < MIN_PREFIX:
+            return 0, None
+        if isinstance(used, Prefix):
+            self.pool.touch(used)
+        return length, source
 
     def same_prompt(self, tokens: list[int]) -> Prefill | None:
         return next((j for j in self.jobs if j.tokens == tokens), None)
@@ -194,24 +168,24 @@ class Lane:
         return self.filling.parts and any(_beats(j.tokens, tokens, want) > want for j in self.jobs)
 
     def room_for(self, tokens: list[int], *, joins: bool) -> bool:
-        """Whether the budget allows one more sequence (its answer may still outgrow it)."""
+        """Whether the pool has room for one more sequence (its answer may still outgrow it)."""
         widest = max([len(tokens), *(len(j.tokens) for j in self.jobs)])
         time = max([widest, *(len(s.tokens) for s in self.decoding)]) + _HEADROOM
         extra = (self.resident + 1) * time - self.rows.rows * self.rows.time
         if not joins:
             extra += max(0, (len(self.jobs) + 1) * widest - self.filling.rows * self.filling.time)
-        return extra <= 0 or self.budget.fits(extra)
+        return extra <= 0 or self.pool.fits(extra)
 
-    def start_prefill(self, seq: Sequence, source: Source, *, force: bool) -> bool:
+    def start_prefill(
+        self, seq: Sequence, computed: int, source: Stored | None, *, force: bool
+    ) -> bool:
         longest = max([len(seq.tokens), *(len(j.tokens) for j in self.jobs)])
         if not self.filling.reserve(len(self.jobs) + 1, longest, force=force):
             return False
         row = self.filling.append()
-        if source.kv is not None and source.length:
-            self.filling.load(row, source.kv, source.length)
-            if source.entry is not None:
-                self.prefixes.touch(source.entry)
-        self.jobs.append(Prefill(list(seq.tokens), [seq], source.length))
+        if source is not None:
+            self.filling.load(row, source, computed)
+        self.jobs.append(Prefill(list(seq.tokens), [seq], computed))
         return True
 
     # -- computing ------------------------------------------------------------------------------
@@ -234,7 +208,7 @@ class Lane:
     def finish_prefill(self, job: Prefill, *, force: bool) -> list[Sequence]:
         """Move the living sequences of a complete job to the decoding ones.
 
-        They have their next token already. Returns those that the budget has no room for.
+        They have their next token already. Returns those that the pool has no room for.
         """
         living = [s for s in job.sequences if not s.done]
         row, length = self.jobs.index(job), len(job.tokens)
@@ -246,7 +220,7 @@ class Lane:
             else:
                 refused.append(seq)
         if (refused or not living) and self.current and not any(s.failed for s in job.sequences):
-            self._park(job.tokens, self.filling, row, length)
+            self.pool.keep(self, job.tokens, self.filling.peek(row, length))
         self.drop_job(job)
         return refused
 
@@ -270,8 +244,10 @@ class Lane:
         """Remove a decoding sequence; ``keep`` its prefix for later prompts."""
         row = self.decoding.index(seq)
         length = len(seq.tokens) - 1
-        if keep and self.current and not seq.failed:
-            self._park(seq.tokens[:length], self.rows, row, length)
+        if seq.failed:
+            self.rows.scrub(row)
+        elif keep and self.current:
+            self.pool.keep(self, seq.tokens[:length], self.rows.peek(row, length))
         # The shortest row of each later block moves one block down, the last row into the hole.
         for start in range(row - row % BLOCK + BLOCK, len(self.decoding), BLOCK):
             row = self._move(min(self._block(start), key=self._length), row)
@@ -307,31 +283,18 @@ class Lane:
 
     def drop_job(self, job: Prefill) -> None:
         row = self.jobs.index(job)
+        if any(seq.failed for seq in job.sequences):
+            self.filling.scrub(row)
         last = self.jobs.pop()
         self.filling.remove(row, last.computed)
         if last is not job:
             self.jobs[row] = last
-
-    def scrub(self, seq: Sequence) -> None:
-        """Zero the row of a sequence whose keys hold NaN, before the row is reused."""
-        if seq in self.decoding:
-            self.rows.scrub(self.decoding.index(seq))
-        for row, job in enumerate(self.jobs):
-            if seq in job.sequences:
-                self.filling.scrub(row)
 
     def clear(self) -> None:
         self.jobs.clear()
         self.decoding.clear()
         self.filling.free()
         self.rows.free()
-
-    def _park(self, tokens: list[int], rows: Rows, row: int, length: int) -> None:
-        if self.prefixes.wants(self, tokens):
-            try:
-                self.prefixes.add(self, tokens, rows.peek(row, length).copied())
-            except RuntimeError:  # out of memory; a prefix is optional
-                log.warning("no memory to keep a prefix of %d tokens", length)
 
 
 def _beats(have: list[int], want: list[int], best: int) -> int:

@@ -46,12 +46,8 @@ class ExpertStack:
 
     @property
     def weight(self) -> nn.Parameter:
-        """[E, out, in], or [E, in, out] where ``transposed``."""
+        """[E, out, in], or [E, in, out] where the owner ``is_transposed``."""
         return cast(nn.Parameter, getattr(self.owner, self.name))
-
-    @property
-    def transposed(self) -> bool:
-        return bool(getattr(self.owner, "is_transposed", False))
 
 
 def expert_count(config: Any) -> int:
@@ -110,35 +106,9 @@ def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 # ---- adapters on disk
 
 
-def stacks_in_file(
-    target_parameters: Sequence[str], stacks: Mapping[str, ExpertStack]
-) -> dict[str, tuple[str, ExpertStack]]:
-    """Map the paths that PEFT gives the experts' weights in a file to the model's.
-
-    A module's second weight wraps the first, so the first is found under one more "base_layer".
-    """
-    by_module: dict[str, list[str]] = {}
-    for path in stacks:
-        if any(names(target, path) for target in target_parameters):
-            by_module.setdefault(path.rpartition(".")[0], []).append(path)
-    return {
-        module + ".base_layer" * depth: (path, stacks[path])
-        for module, paths in by_module.items()
-        for depth, path in enumerate(reversed(paths))
-    }
-
-
 def names(target: str, path: str) -> bool:
     """Tell whether PEFT takes ``path`` for what ``target`` names."""
     return path == target or path.endswith(f".{target}")
-
-
-def split_by_expert(a: Tensor, b: Tensor, stack: ExpertStack) -> tuple[Tensor, Tensor]:
-    """Reshape PEFT's A [E * r, in] and B [out, r * E], so that ``b @ a`` updates the weight."""
-    by_expert = _by_expert(a, b, stack.weight.shape[0])
-    if stack.transposed:
-        return by_expert[1].transpose(1, 2), by_expert[0].transpose(1, 2)
-    return by_expert
 
 
 def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
     active, rollout = rollout_tracing(), current_rollout()
     assert active is not None
     assert rollout is not None
-    active.expect_finish(rollout)  # ``finish`` comes before the report
+    active.attempt(rollout).finish_expected = True  # ``finish`` comes before the report
     error: str | None = None
     try:
         agent = load_traced_agent(config)
@@ -149,7 +149,7 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
             if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
                 os.environ["TRACEPARENT"] = carrier["traceparent"]
             result = agent.run(claim.task)
-            record_result(result, rewarded=active.rewarded(rollout))
+            record_result(result, rewarded=active.attempt(rollout).rewarded)
     except CommandFailed as failed:
         error = str(failed)  # a traceback of this module would explain nothing
         sys.stderr.write(f"{error}\n")

@@ -59,8 +59,10 @@ class LocalSampling:
         self, prompts: Sequence[list[int]], tinker: Options
     ) -> Future[list[list[float | None]]]:
         sampler = self.base.sampler
-        scored = chain(self._name, lambda name: sampler.logprobs(prompts, name))
-        return map_future(scored, self._keep(lambda rows: [[None, *row[1:]] for row in rows]))
+        scored = chain(self._name, lambda name: sampler.score(prompts, name))
+        return map_future(
+            scored, self._keep(lambda rows: [[None, *row.logprobs[1:]] for row in rows])
+        )
 
     def _keep(self, convert: Any) -> Any:
         """Return ``convert``, which keeps this client, and so its weights, until it is called."""

@@ -28,7 +28,7 @@ from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import checkpoint_dtype, load_base
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
-HELLO = Path(__file__).parents[2] / "examples" / "hello"
+HELLO = Path(__file__).parents[3] / "examples" / "hello"
 CLI = [sys.executable, "-m", "agentrl"]
 
 
@@ -196,7 +196,7 @@ def test_a_base_that_the_adapter_was_not_trained_on_is_not_taken(
     """As of a run that was resumed, or edited, with another model."""
     shutil.copytree(run.root, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
-    folder.write_json(folder.config, {"model": "Qwen/Qwen3-0.6B"})
+    folder.write_json(folder.config, {"model": {"name": "Qwen/Qwen3-0.6B"}})
     source, out = str(folder.root), tmp_path / "out"
     with pytest.raises(ConfigError, match=r"'Qwen/Qwen3-0.6B', but .*'agentrl-tiny'.*--model"):
         export(source, out, merged=False, model=None, adapter=None)

@@ -20,7 +20,7 @@ from agentrl_tracer.schemas import Call
 from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
-WEIGHTS = Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
+WEIGHTS = Path(__file__).parents[3] / "trainer/agentrl_trainer/tiny/weights"
 TURNS = 12
 
 
@@ -104,7 +104,7 @@ def check_rows(calls: list[Call], edited: bool) -> None:
     assert len(trained) == sampled
     assert sorted(trained) == sorted(token for call in calls for token in call.response_ids)
     branches = [call.params["branched"] for call in calls if "branched" in call.params]
-    assert branches == ["first_call", *(["unknown_reply"] if edited else [])]
+    assert branches == ["first_call", *(["history_edited"] if edited else [])]
 
 
 @pytest.mark.parametrize("edited", [False, True])

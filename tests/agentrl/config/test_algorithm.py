@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 from settings import nested
 
 from agentrl.config.algorithm import step_settings, update_settings, value_params
-from agentrl.config.checks import LOSS_TABLES, correction_mode
+from agentrl.config.algorithm_options import AlgorithmSettings
+from agentrl.config.checks import LOSSES, correction_mode
 from agentrl.config.commands import TrainConfig
-from agentrl.config.settings import AlgorithmSettings
 from agentrl_trainer.learner.loss_options import (
     OPTIONS_OF,
     CorrectionOptions,
@@ -21,11 +21,12 @@ from agentrl_trainer.learner.loss_options import (
     ValueParams,
     parse_loss_options,
 )
+from agentrl_trainer.learner.schedules import default_learning_rate
 
 
 def config(**options: Any) -> TrainConfig:
     """Options of the algorithm, by their names in its table, or of another one, by dotted names."""
-    tables = ("rollouts.", "sampler.", "learning.")
+    tables = ("rollouts.", "sampler.", "learning.", "evaluation.", "run.")
     named = {k if k.startswith(tables) else f"algorithm.{k}": v for k, v in options.items()}
     return TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", **named))
 
@@ -35,12 +36,12 @@ def settings(**options: Any) -> Any:
 
 
 def test_a_losss_table_has_its_options_and_their_defaults() -> None:
-    for name in LOSS_TABLES:
+    for name in LOSSES:
         table: BaseModel = getattr(AlgorithmSettings(), name)
         defaults = {key: value or 0.0 for key, value in table.model_dump().items()}
         assert defaults == asdict(OPTIONS_OF[name]())
     # All but importance_sampling, which has none, and the one that is not for rewards.
-    assert {*LOSS_TABLES} == OPTIONS_OF.keys() - {"importance_sampling", "cross_entropy"}
+    assert {*LOSSES} == OPTIONS_OF.keys() - {"importance_sampling", "cross_entropy"}
 
 
 def test_the_defaults_change_nothing() -> None:
@@ -55,40 +56,46 @@ def test_the_defaults_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"loss": "dro", "ppo.clip_low_threshold": 0.8},
-            "with loss 'dro'; set algorithm.loss = \"ppo\"",
-        ),
+        ({"loss": "dro", "ppo.clip_low_threshold": 0.8},
+         "with loss 'dro'; set algorithm.loss = \"ppo\""),
         ({"dro.beta": 0.1}, "algorithm.dro.beta: has no effect with loss 'importance_sampling'"),
         ({"turn.discount": 0.9}, "turn.discount: has no effect with estimator 'grpo'"),
         ({"loss": "ppo", "ppo.dual_clip_threshold": 1.1}, "must exceed clip_high_threshold 1.2"),
-        (
-            {"kl.estimator": "k2"},
-            "kl.estimator: has no effect; it needs .*kl.coef above 0",
-        ),
+        ({"kl.estimator": "k2"}, "kl.estimator: has no effect without .*kl.coef above 0"),
         ({"kl.reference": "somewhere"}, "kl.reference: has no effect"),
-        ({"correction.high": 3.0}, "it needs mode truncate or mask"),
-        ({"grpo.std_ddof": 0}, "it needs algorithm.grpo.normalize_std"),
-        ({"length_constant": 5}, "needs length_normalization constant"),
+        ({"correction.high": 3.0}, "without mode truncate or mask"),
+        ({"grpo.std_ddof": 0}, "without algorithm.grpo.normalize_std"),
+        ({"length_constant": 5}, "without length_normalization constant"),
         ({"estimator": "maxrl", "grpo.normalize_std": True}, "no effect with estimator 'maxrl'"),
         ({"off_policy": "skip", "sampler.temperature": 0}, "would skip every answer"),
         ({"ppo.clip_low_threshold": 1.2, "loss": "ppo"}, "less than or equal to 1"),
         ({"estimator": "gigpo", "rollouts.group_size": 1}, "group_size: 1 is too small"),
-        ({"rollouts.stale": "drop"}, "it needs a max_staleness above 0"),
-        (
-            {"rollouts.max_staleness": 1, "rollouts.stale": "correct", "correction.mode": "none"},
-            "none contradicts rollouts.stale correct",
-        ),
-        (
-            {"rollouts.resample_zero_variance": 1, "estimator": "gae"},
-            "does not go with estimator 'gae'",
-        ),
+        ({"rollouts.stale": "drop"}, "without a max_staleness above 0"),
+        ({"rollouts.max_staleness": 1, "rollouts.stale": "correct", "correction.mode": "none"},
+         "none contradicts rollouts.stale correct"),
+        ({"rollouts.resample_zero_variance": 1, "estimator": "gae"},
+         "does not go with estimator 'gae'"),
         ({"rollouts.max_staleness": -1}, "greater than or equal to 0"),
+        ({"evaluation.stop_at": 0.9}, "evaluation.stop_at: has no effect without evaluation.tasks"),
+        ({"run.steps": 10, "learning.warmup_steps": 10}, "10 leave none of 10 .* at most 9"),
     ],
-)
+)  # fmt: skip
 def test_combinations_without_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"evaluation.stop_at": 0.9, "evaluation.tasks": "e"},
+        {"run.steps": 10, "learning.warmup_steps": 9},
+        {"estimator": "reinforce", "rollouts.group_size": 1, "rollouts.min_group": 1},
+        {"estimator": "gae", "rollouts.group_size": 1},
+    ],
+)
+def test_combinations_with_sense_are_not(options: dict[str, Any]) -> None:
+    config(**options)
 
 
 def test_settings_reach_the_trainer() -> None:
@@ -127,13 +134,10 @@ def test_settings_reach_the_trainer() -> None:
     assert (step.rules.truncated, step.rules.skip_agents) == ("skip", ("title",))
     scaled = settings(**{"grpo.normalize_std": True, "grpo.std_ddof": 0, "grpo.std_epsilon": 1e-4})
     assert (scaled.normalize_std, scaled.scaling.ddof, scaled.scaling.epsilon) == (True, 0, 1e-4)
-    assert (
-        settings(**{"estimator": "reinforce++", "reinforce_plus_plus.std_ddof": 0}).scaling.ddof
-        == 0
-    )
+    plus = settings(**{"estimator": "reinforce++", "reinforce_plus_plus.std_ddof": 0})
+    assert plus.scaling.ddof == 0
     stepwise = settings(**{"estimator": "gigpo", "gigpo.discount": 0.5, "gigpo.step_weight": 2.0})
     assert (stepwise.discount, stepwise.step_weight) == (0.5, 2.0)
-    assert config(**{"estimator": "gae", "rollouts.group_size": 1}).rollouts.group_size == 1
 
 
 def test_what_a_run_records_has_the_chosen_tables_only_and_reads_back() -> None:
@@ -163,3 +167,9 @@ def test_stale_answers_that_train_are_corrected(options: dict[str, Any], mode: s
     assert update_settings(done).loss_config["correction"] == mode
     again = TrainConfig.model_validate(done.model_dump())  # as a resumed run reads it
     assert correction_mode(again) == mode
+
+
+def test_learning_rate_falls_with_size() -> None:
+    assert default_learning_rate(850_000) == pytest.approx(1.5e-3)
+    assert default_learning_rate(4_000_000_000) == pytest.approx(4e-5)
+    assert 4e-5 < default_learning_rate(600_000_000) < 1.5e-3

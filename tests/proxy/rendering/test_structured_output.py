@@ -308,13 +308,7 @@ def _tool(parameters: Any, **more: Any) -> Any:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}},
          "tool_choice", "nope"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "custom"),
-        ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
-        ({"logit_bias": {"five": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "token ids"),
-        ({"modalities": ["text", "audio"]}, "modalities", "text only"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-         "messages[0].content[0]", "text only"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(
@@ -356,14 +350,6 @@ def test_tool_choice_none_does_not_show_tools(live: Live) -> None:
     assert first.prompt_ids == second.prompt_ids
 
 
-def test_developer_is_system(live: Live) -> None:
-    for role in ("developer", "system"):
-        messages = [{"role": role, "content": "Be brief."}, *ASKED]
-        assert live.post(messages=messages, max_tokens=2).status_code == 200
-    first, second = live.calls[-2:]
-    assert first.prompt_ids == second.prompt_ids
-
-
 def _output(turn_opened: bool = True, **body: Any) -> StructuredOutput:
     request = chat_request({"model": "m", "messages": ASKED, **body})
     return StructuredOutput(
@@ -391,7 +377,7 @@ def test_an_unknown_tool_form_is_refused(live: Live) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
-        Path(__file__).parents[2] / "trainer/agentrl_trainer/tiny/weights"
+        Path(__file__).parents[3] / "trainer/agentrl_trainer/tiny/weights"
     )
     tokenizer.chat_template = LLAMA
     renderer = Renderer(tokenizer)
@@ -441,15 +427,10 @@ def test_reasoning_comes_before_what_is_constrained(live: Live, opened: bool) ->
         _output(tools=TOOLS, tool_choice="required"),
     ]
     answers = ['{"city": "東京", "days": 3}', _called("give_up", "{}")]
-    grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
     for request, answer in zip(asked, answers, strict=True):
-        constraint = asyncio.run(Constraints(renderer).of(request))
-        assert constraint is not None
         thought = ("" if opened else "<think>\n") + 'It is {"big"}.\n</think>\n\n' + answer
         for text, fits in ((thought, True), (answer, not opened), (thought + " ", False)):
-            state = grammars.start(constraint.grammar)
-            ids = [*renderer.encode(text), tokenizer.eos_token_id]
-            assert all(state.push(i) for i in ids) == fits, text
+            assert accepts(live, renderer, request, text) == fits, text
         reply = renderer.parse(renderer.encode(thought), tools=request.tools is not None)
         assert reply.reasoning == 'It is {"big"}.'
         assert (reply.content or reply.tool_calls[0].name) in (answer, "give_up")
@@ -462,9 +443,7 @@ def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> N
     renderer = Renderer(tokenizer)
     assert "<think>" in renderer.generation_prompt
     request = _output(response_format=_format(PLACE))
-    constraints = Constraints(renderer)
     answer = '{"city": "Paris", "days": 3}'
-    grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
     for opened, text, fits in (
         (True, answer, False),
         (True, f"So.</think>\n\n{answer}", True),
@@ -472,11 +451,18 @@ def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> N
         (False, f"<think>So.</think>\n\n{answer}", True),
         (False, f"So.</think>\n\n{answer}", False),
     ):
-        constraint = asyncio.run(constraints.of(replace(request, turn_opened=opened)))
-        assert constraint is not None
-        state = grammars.start(constraint.grammar)
-        ids = [*renderer.encode(text), tokenizer.eos_token_id]
-        assert all(state.push(i) for i in ids) == fits, (opened, text)
+        output = replace(request, turn_opened=opened)
+        assert accepts(live, renderer, output, text) == fits, (opened, text)
+
+
+def accepts(live: Live, renderer: Renderer, output: StructuredOutput, text: str) -> bool:
+    """Whether the grammar allows this answer."""
+    tokenizer = renderer.tokenizer
+    grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
+    constraint = asyncio.run(Constraints(renderer).of(output))
+    assert constraint is not None
+    state = grammars.start(constraint.grammar)
+    return all(state.push(i) for i in [*renderer.encode(text), tokenizer.eos_token_id])
 
 
 def _called(name: str, arguments: str) -> str:

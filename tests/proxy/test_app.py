@@ -1,11 +1,9 @@
-"""Keys, sealed attempts and every error's shape."""
+"""The gateway's routes: every error's shape, models, health and adapters."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -17,90 +15,8 @@ from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.server.uvicorn import bind, is_loopback, serving
-from agentrl_tracer.schemas import SkipReason
 
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
-
-
-def test_keys_and_paths(gateway: Running) -> None:
-    mine, other = gateway.claims[:2]
-    chat = "/chat/completions"
-    cases = [
-        (gateway.base_url(mine), mine.key, 200, None),
-        (gateway.base_url(), mine.key, 200, None),  # the key alone says whose call it is
-        (gateway.base_url(), OPERATOR_KEY, 200, None),
-        (gateway.base_url(other), mine.key, 403, "rollout_mismatch"),
-        (gateway.base_url(mine), OPERATOR_KEY, 403, "rollout_mismatch"),
-        (gateway.base_url(mine), "sk-wrong", 401, "invalid_api_key"),
-        (gateway.base_url(), "sk-wrong", 401, "invalid_api_key"),
-        (gateway.base_url(mine), None, 401, "invalid_api_key"),
-        (gateway.base_url(), None, 401, "invalid_api_key"),
-    ]
-    for url, key, status, code in cases:
-        response = post(url + chat, key)
-        assert response.status_code == status, (url, response.text)
-        if code is not None:
-            assert error_of(response)["code"] == code
-            assert key is None or key not in response.text
-    assert post(f"{gateway.base_url(mine)}{chat}", None,
-                headers={"x-api-key": mine.key}).status_code == 200  # fmt: skip
-    assert len(gateway.calls(mine)) == 3
-    assert gateway.calls(other) == []
-    assert (gateway.stats["refused"], gateway.stats["mismatched"]) == (6, 2)
-    sums = gateway.store.accounting(gateway.run_id)
-    assert sums.adds_up
-    assert sums.skipped == {SkipReason.NO_ROLLOUT: 1}
-
-
-def test_header_and_key_of_two_rollouts_are_refused(gateway: Running) -> None:
-    mine, other = gateway.claims[:2]
-    both = {"authorization": f"Bearer {mine.key}", "x-agentrl-rollout": other.key}
-    response = post(gateway.base_url() + "/chat/completions", None, headers=both)
-    assert response.status_code == 403
-    assert error_of(response)["code"] == "rollout_mismatch"
-    assert gateway.calls(mine) == gateway.calls(other) == []
-
-
-def test_without_an_operator_key_strangers_may_sample_but_not_as_a_rollout(start: Any) -> None:
-    gateway: Running = start(operator_key=None)
-    chat = "/chat/completions"
-    assert post(gateway.base_url() + chat, None).status_code == 200
-    assert post(gateway.base_url() + chat, "sk-anything").status_code == 200
-    assert post(gateway.base_url() + chat, "sk-agentrl-of-a-deleted-run").status_code == 401
-    assert post(gateway.base_url(gateway.claims[0]) + chat, "sk-anything").status_code == 401
-    assert post(f"{gateway.url}/admin/adapters", None, {}).status_code == 403
-
-
-def test_a_sealed_attempt_is_over(gateway: Running) -> None:
-    claim = gateway.claims[0]
-    with client(gateway) as api:
-        api.chat.completions.create(model="policy", messages=USER)
-        gateway.seal(claim)
-        with pytest.raises(openai.ConflictError) as caught:
-            api.chat.completions.create(model="policy", messages=USER)
-    assert caught.value.code == "attempt_sealed"
-    assert caught.value.response.headers["x-should-retry"] == "false"
-    assert len(gateway.calls(claim)) == 1  # the second was refused before it was sampled
-    reward = post(gateway.base_url(claim) + "/rewards", claim.key, {"value": 1})
-    assert reward.status_code == 409
-    assert gateway.store.rewards([claim.rollout_id]) == []
-
-
-async def test_memory_of_sealed_attempts_is_dropped(gateway: Running) -> None:
-    for claim in gateway.claims[:2]:
-        post(gateway.base_url(claim) + "/chat/completions", claim.key)
-    gateway.seal(gateway.claims[0])
-    made = gateway.app.state.gateway
-    assert len(made.attempts) == 2
-    await made.forget_sealed()  # both asked something just now
-    assert len(made.attempts) == 2
-    for claim in gateway.claims[:2]:
-        made.attempts.get(claim.attempt_id).used_at -= 6
-    await made.forget_sealed()
-    assert len(made.attempts) == 1
-    assert made.attempts.quiet() == []  # it has been looked at; after 12 s it is again
-    made.attempts.get(gateway.claims[1].attempt_id).used_at -= 6
-    assert made.attempts.quiet() == [gateway.claims[1].attempt_id]
 
 
 @pytest.mark.parametrize(
@@ -253,22 +169,6 @@ def test_health_and_adapters(gateway: Running) -> None:
     with client(gateway) as api:
         answer = api.chat.completions.create(model="policy", messages=USER)
     assert answer.system_fingerprint == "policy@4"
-
-
-def test_strangers_hear_of_health_only(start: Any) -> None:
-    gateway: Running = start()
-    keys = (None, "sk-wrong", gateway.claims[0].key)
-    for headers in ({} if key is None else {"authorization": f"Bearer {key}"} for key in keys):
-        assert HTTP.get(f"{gateway.url}/healthz", headers=headers).json() == {
-            "status": "ok", "version": version("agentrl-middleware"),
-            "boot_id": "boot", "recoveries": 0,
-        }  # fmt: skip
-    for headers in (OPERATOR, {"x-api-key": OPERATOR_KEY}):
-        health = HTTP.get(f"{gateway.url}/healthz", headers=headers).json()
-        assert (health["gateway"]["accepted"], health["in_flight"]) == (0, 0)
-        assert {"pid", "adapters", "sampler"} <= set(health)
-    with serving(create_app(replace(gateway.deps, operator_key=None))) as url:
-        assert "gateway" in HTTP.get(f"{url}/healthz").json()  # on this machine, for anybody
 
 
 def test_an_adapter_that_is_not_loaded(gateway: Running) -> None:

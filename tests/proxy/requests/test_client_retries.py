@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import sqlite3
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import sqlalchemy as sa
 from gateway_client import HTTP, wait_until
@@ -23,7 +24,6 @@ from scripted_sampler import Running
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import MAX_CHOICES
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.requests.client_retries import RETRY_WITHIN_S
 from agentrl_proxy.sampler import DecodingParams, FinishEvent
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 from agentrl_tracer.store.database import normalize_url
@@ -53,6 +53,11 @@ def both(start: Callable[..., Running], renderer: Renderer, tmp_path: Any) -> It
         base, key = provider.base_url(), str(provider.deps.operator_key)
         other = ProviderModel("openai/policy", base, key, num_retries=0)
         yield start(provider_models={"answerer": other})
+
+
+def async_client(gateway: Running) -> openai.AsyncOpenAI:
+    claim = gateway.claims[0]
+    return openai.AsyncOpenAI(base_url=gateway.base_url(claim), api_key=claim.key, max_retries=0)
 
 
 def post(
@@ -205,39 +210,15 @@ def said(gateway: Running, **headers: str) -> str:
     return post(gateway, CHAT, HELLO, headers=headers).raise_for_status().json()["id"]
 
 
-def test_each_retry_after_a_restart_finds_its_own_request(gateway: Running) -> None:
-    """Of three identical requests one was gone on from: its client has heard it."""
+def test_a_retry_gets_the_newest_answer_that_no_call_continued(gateway: Running) -> None:
     first = [post(gateway, CHAT, HELLO).json() for _ in range(3)]
-    more = [*USER, first[1]["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+    more = [*USER, first[2]["choices"][0]["message"], {"role": "user", "content": "And now?"}]
     post(gateway, CHAT, {"model": "policy", "messages": more}).raise_for_status()
-    ids = [one["id"] for one in first]
     with restarted(gateway) as after:
-        again = [said(after, **RETRY) for _ in range(4)]
-        assert again == [ids[2], ids[0], ids[1], ids[1]]
-        assert said(after) not in ids  # unmarked: a sample of its own
-        assert len(after.sampler.requests) == 1
-
-
-def test_a_retry_after_a_restart_is_of_the_request_that_got_no_answer(gateway: Running) -> None:
-    """One answered, one failed, and two under way as their gateway died."""
-    heard = said(gateway)
-    gateway.sampler.fail_after = 0
-    assert post(gateway, CHAT, HELLO).status_code == 503
-    gateway.sampler.fail_after = None
-    gateway.sampler.delay = 1.0
-    with ThreadPoolExecutor() as pool:
-        lost = [pool.submit(post, gateway, CHAT, HELLO) for _ in range(2)]
-        wait_until(lambda: len(gateway.calls(gateway.claims[0])) == 4)
-        with restarted(gateway) as after:
-            again = [said(after, **RETRY) for _ in range(3)]
-            assert len({heard, *again}) == 4
-            assert said(after, **RETRY) == again[-1]  # nobody waits any more: the last answer
-        with restarted(gateway) as after:
-            assert said(after, **RETRY) == again[-1]
-            assert not after.sampler.requests
-        gateway.sampler.delay = 0.0
-        for one in lost:
-            one.result()
+        for one in (gateway, after):
+            assert said(one, **RETRY) == first[1]["id"]
+        assert not after.sampler.requests
+        assert said(after) not in [one["id"] for one in first]  # unmarked: a sample of its own
 
 
 def test_a_retry_after_a_restart_is_of_the_same_name_and_agent(gateway: Running) -> None:
@@ -255,7 +236,6 @@ def test_a_retry_after_a_restart_is_of_the_same_name_and_agent(gateway: Running)
 def test_retries_at_once_after_a_restart(
     start: Callable[..., Running], request: pytest.FixtureRequest, database: str
 ) -> None:
-    """Over a network several look into the store before the first knows what is there."""
     store_url = None
     if database == "postgres":
         server = normalize_url(request.getfixturevalue("postgres"))
@@ -265,14 +245,13 @@ def test_retries_at_once_after_a_restart(
         store_url = admin.url.set(database="retries").render_as_string(hide_password=False)
         admin.dispose()
     gateway = start(store_url=store_url)
-    ids = [said(gateway) for _ in range(4)]
+    first = said(gateway)
     with restarted(gateway) as after, ThreadPoolExecutor() as pool:
-        again = list(pool.map(lambda _: said(after, **RETRY), ids))
-    assert sorted(again) == sorted(ids)
-    assert not after.sampler.requests
+        assert {*pool.map(lambda _: said(after, **RETRY), range(4))} == {first}
+        assert not after.sampler.requests
 
 
-def test_a_request_that_nobody_knows_is_sampled(gateway: Running) -> None:
+def test_a_retry_of_an_unknown_request_is_sampled(gateway: Running) -> None:
     claim = gateway.claims[1]
     others = post(gateway, CHAT, HELLO, claim).json()["id"]  # another attempt's
     assert said(gateway, **RETRY) != others
@@ -297,35 +276,26 @@ def assert_trained_once(gateway: Running, calls: int) -> None:
         assert trained == seen.sampled[0]
 
 
-def test_a_retry_of_a_completed_request_trains_once(gateway: Running) -> None:
-    first = said(gateway)
-    assert said(gateway, **RETRY) == first
+@pytest.mark.parametrize("when", ["completed", "in flight", "client left", "restarted"])
+def test_a_request_and_its_retry_train_once(gateway: Running, when: str) -> None:
+    if when == "client left":
+        with locked(gateway), pytest.raises(httpx.TimeoutException):
+            post(gateway, CHAT, HELLO, timeout=0.5)
+        said(gateway, **RETRY)
+    elif when == "in flight":
+        gateway.sampler.delay = 0.05
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(said, gateway)
+            wait_until(lambda: gateway.sampler.requests)
+            assert said(gateway, **RETRY) == first.result()
+    else:
+        first = said(gateway)
+        with restarted(gateway) if when == "restarted" else contextlib.nullcontext(gateway) as one:
+            assert said(one, **RETRY) == first
     assert_trained_once(gateway, 1)
-    assert said(gateway) != first  # unmarked
-    assert_trained_once(gateway, 2)
-
-
-def test_a_retry_of_a_request_in_flight_trains_once(gateway: Running) -> None:
-    gateway.sampler.delay = 0.05
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(said, gateway)
-        wait_until(lambda: gateway.sampler.requests)
-        assert said(gateway, **RETRY) == first.result()
-    assert_trained_once(gateway, 1)
-
-
-def test_a_retry_after_its_client_left_during_the_commit_trains_once(gateway: Running) -> None:
-    with locked(gateway), pytest.raises(httpx.TimeoutException):
-        post(gateway, CHAT, HELLO, timeout=0.5)
-    said(gateway, **RETRY)
-    assert_trained_once(gateway, 1)
-
-
-def test_a_retry_after_a_restart_trains_once(gateway: Running) -> None:
-    first = said(gateway)
-    with restarted(gateway) as after:
-        assert said(after, **RETRY) == first
-    assert_trained_once(gateway, 1)
+    if when == "completed":
+        assert said(gateway) != first  # unmarked
+        assert_trained_once(gateway, 2)
 
 
 # --- several prompts in one request
@@ -375,46 +345,6 @@ def test_a_refused_request_of_several_prompts_is_retried_once(
     again = [post(gateway, "/completions", asked, headers=RETRY).json() for _ in range(2)]
     assert again[0] == again[1]
     assert len(gateway.sampler.requests) == 3
-
-
-# --- what memory and the store know together
-
-
-def test_a_failure_of_long_ago_is_nobodys_any_more(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its client came back unmarked, and was answered."""
-    gateway.sampler.fail_after = 0
-    assert post(gateway, CHAT, HELLO).status_code == 503
-    gateway.sampler.fail_after = None
-    heard = said(gateway)
-    now = time.time
-    with restarted(gateway) as after:
-        monkeypatch.setattr("time.time", lambda: now() + RETRY_WITHIN_S + 1)
-        assert said(after, **RETRY) == heard
-        assert not after.sampler.requests
-
-
-@pytest.mark.parametrize("when", ["answered", "running", "during the lookup"])
-def test_another_client_asks_the_same_after_a_restart(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    first = said(gateway)
-    with restarted(gateway) as after, ThreadPoolExecutor() as pool:
-        after.sampler.delay = 0.0 if when == "answered" else 0.1
-        look, others = after.store.same_requests, []
-
-        def ask() -> None:
-            others.append(pool.submit(said, after))
-            wait_until(others[0].done if when == "answered" else lambda: after.sampler.requests)
-
-        if when == "during the lookup":
-            monkeypatch.setattr(after.store, "same_requests", lambda *a: (look(*a), ask())[0])
-        else:
-            ask()
-        assert said(after, **RETRY) == first
-        assert said(after, **RETRY) == others[0].result() != first
-        assert len(after.sampler.requests) == 1
 
 
 # --- a part of an answer failed: nothing of it trains, and its retry is sampled anew
@@ -543,33 +473,6 @@ def test_retries_at_once_of_what_failed(gateway: Running) -> None:
     assert_only_the_last_answer_trains(gateway, again[0], failed=3)
 
 
-def test_of_several_prompts_to_another_model_one_fails(
-    start: Callable[..., Running], renderer: Renderer, tmp_path: Any
-) -> None:
-    with running(tmp_path / "provider", renderer, {}) as provider:
-        base, key = provider.base_url(), str(provider.deps.operator_key)
-        gateway = start(provider_models={"answerer": ProviderModel("openai/policy", base, key,
-                                                                   num_retries=0)})  # fmt: skip
-        fell: list[Any] = []
-
-        def script(ids: Any, *_: Any) -> str:
-            if "Two" in renderer.decode(ids) and not fell:
-                fell.append(ids)
-                raise RuntimeError("it fell over")
-            return f"answer {len(ids)}"
-
-        provider.sampler.script = script
-        asked = {"model": "answerer", "prompt": ["One", "Two", "Three"]}
-        assert post(gateway, "/completions", asked).status_code == 503
-        answer = post(gateway, "/completions", asked, headers=RETRY).raise_for_status().json()
-        assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
-        assert post(gateway, "/completions", asked, headers=RETRY).json() == answer
-        rows = gateway.calls(gateway.claims[0])
-        assert [row.state for row in rows].count(CallState.COMPLETED) == 3
-        with restarted(gateway) as after:
-            assert post(after, "/completions", asked, headers=RETRY).json() == answer
-
-
 def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) -> None:
     """Its gateway died between two commits."""
     asked = HELLO | {"n": 3}
@@ -585,18 +488,44 @@ def test_an_answer_of_which_a_choice_was_lost_is_not_replayed(gateway: Running) 
         assert [seen.params.n for seen in after.sampler.requests] == [3]
 
 
-def test_what_is_remembered_of_requests_is_bounded(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentrl_proxy.requests.client_retries.MAX_REMEMBERED", 4)
-    gateway.sampler.healthy = False
-    for i in range(8):
-        assert post(gateway, CHAT, HELLO | {"seed": i}).status_code == 503
-        assert post(gateway, CHAT, HELLO).status_code == 503
-    memory = gateway.app.state.gateway.attempts.get(gateway.claims[0].attempt_id)
-    assert len(memory.requests) <= 4
-    assert max(len(one.failed) for one in memory.requests.values()) == 4
-    gateway.sampler.healthy = True
-    said(gateway)
-    post(gateway, CHAT, HELLO | {"seed": -1}).raise_for_status()
-    assert len(memory.requests) <= 4
+# --- retries of identical requests that run
+
+
+async def test_each_retry_waits_for_its_own_request(gateway: Running) -> None:
+    """Of two identical running requests one client lost both answers: two retries, two answers."""
+    gateway.sampler.delay = 0.03
+    async with async_client(gateway) as api:
+        create = partial(api.chat.completions.create, model="policy", messages=USER)
+        first = [asyncio.create_task(create()) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        again = [asyncio.create_task(create(extra_headers=RETRY)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        for task in first:
+            task.cancel()
+        answers = await asyncio.gather(*again)
+    calls = gateway.calls(gateway.claims[0])
+    assert {answer.id for answer in answers} == {call.response_id for call in calls}
+    assert len(calls) == len(gateway.sampler.requests) == 2
+
+
+async def test_the_retry_of_a_cancelled_request_is_sampled(gateway: Running) -> None:
+    """It does not get the answer of an identical request."""
+    gateway.sampler.delay = 0.05
+    async with async_client(gateway) as api:
+        create = partial(api.chat.completions.create, model="policy", messages=USER)
+        lost, other = (asyncio.create_task(create()) for _ in range(2))
+        await asyncio.sleep(0.2)
+        lost.cancel()
+        await asyncio.sleep(0.2)
+        again = await create(extra_headers=RETRY)
+        assert again.id != (await other).id
+    assert gateway.stats["replayed"] == 0
+
+
+def test_an_idempotency_key_tells_requests_apart(gateway: Running) -> None:
+    def ask(name: str, **headers: str) -> str:
+        return said(gateway, **{"idempotency-key": name}, **headers)
+
+    a, b = ask("a"), ask("b")
+    assert (ask("a", **RETRY), ask("b", **RETRY), ask("a", **RETRY)) == (a, b, a)
+    assert ask("c", **RETRY) not in (a, b)

@@ -1,0 +1,58 @@
+"""What a request and a response say, in one line, whichever protocol they are of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_LENGTH = 240
+
+
+def excerpt(text: str) -> str:
+    """Return a text in one line of at most 240 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 1]}…"
+
+
+def prompt_excerpt(request: Mapping[str, Any] | None) -> str:
+    """Return the last thing that a request says: ``user: Who are you?``."""
+    request = request or {}
+    said: Any = request.get("messages") or request.get("input") or request.get("prompt") or ""
+    last = said[-1] if isinstance(said, list) and said else said
+    if not isinstance(last, dict):
+        return excerpt(text_of(last))
+    more = f"({len(said) - 1} before)  " if len(said) > 1 else ""
+    role = str(last.get("role") or last.get("type") or "?")
+    return excerpt(f"{more}{role}: {text_of(last.get('content') or last.get('output') or '')}")
+
+
+def answer_excerpt(response: Mapping[str, Any] | None) -> str:
+    """Return what a response says, tool calls included."""
+    response = response or {}
+    for choice in response.get("choices") or []:
+        message = choice.get("message") or {}
+        tools = [tool.get("function") or {} for tool in message.get("tool_calls") or []]
+        parts = [text_of(choice.get("text") or message.get("content") or "")]
+        parts += [f"→ {one.get('name')}({one.get('arguments')})" for one in tools]
+        return excerpt("  ".join(filter(None, parts)))
+    return excerpt(text_of(response.get("output") or response.get("content") or ""))
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a string, or of a list of parts: text, tool calls, tool results."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return json.dumps(content, ensure_ascii=False)
+    parts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict):
+            parts.append(str(part))
+        elif "name" in part:
+            arguments = part.get("arguments", part.get("input"))
+            parts.append(f"→ {part['name']}({text_of(arguments)})")
+        else:
+            inner = part.get("text") or part.get("content") or part.get("refusal")
+            parts.append(text_of(inner) if inner else f"[{part.get('type', 'part')}]")
+    return " ".join(parts)

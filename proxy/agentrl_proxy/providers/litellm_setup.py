@@ -1,0 +1,66 @@
+"""Import LiteLLM, build its Router and warm it up; service.py sends through it.
+
+LiteLLM takes 3 CPU-seconds and 170 MB to import, so that happens in a thread, and only where the
+configuration has a ``models`` table. Timeouts, retries and fallbacks are the Router's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.protocols.translation import IMPORTING
+
+
+def make_router(models: Mapping[str, ProviderModel]) -> Any:
+    """Return the Router for these models. Takes seconds: call it in a thread."""
+    with IMPORTING:
+        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a file
+        import litellm
+        from litellm.router import Router
+
+        litellm.suppress_debug_info = True  # it prints advice to stdout at every error
+        litellm.turn_off_message_logging = True
+        for name in ("LiteLLM", "LiteLLM Router"):
+            # They quote errors, which may quote keys; our own log has cleaned ones.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # Its DEBUG level quotes requests with most of their headers.
+        logging.getLogger("openai").setLevel(logging.INFO)
+        asyncio.run(_warm_up(litellm))
+        own = ("model", "api_base", "api_key", "timeout", "num_retries")
+        return Router(
+            model_list=[
+                {
+                    "model_name": name,
+                    "litellm_params": {**model.params, **{f: getattr(model, f) for f in own}},
+                }
+                for name, model in models.items()
+            ],
+            fallbacks=[
+                {name: list(model.fallbacks)} for name, model in models.items() if model.fallbacks
+            ],
+            num_retries=0,  # each model has its own number
+            # A name has one deployment: cooling it down would turn one failure into many.
+            disable_cooldowns=True,
+        )
+
+
+async def _warm_up(litellm: Any) -> None:
+    """Let LiteLLM import what it imports at its first calls. On the gateway's event loop that
+    would stall all streams for half a second or more."""
+    hello = [{"role": "user", "content": "hello"}]
+    with socket.socket() as unused:  # bound, not listening: connections to it are refused
+        unused.bind(("127.0.0.1", 0))
+        base = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with contextlib.suppress(Exception):
+            await litellm.acompletion(
+                model="openai/none", messages=hello, api_base=base, api_key="none", max_retries=0
+            )
+    with contextlib.suppress(Exception):
+        await litellm.acompletion(model="openai/none", messages=hello, mock_response="hello")

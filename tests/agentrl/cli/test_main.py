@@ -1,0 +1,82 @@
+"""The command line: its help is one screen, and mistakes are explained without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.config.commands import TrainConfig
+from agentrl.config.setting_names import settings_of
+from agentrl.console import output
+
+Cli = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in this process: returns the exit code, and what was printed."""
+
+    def run(*arguments: str, width: int = 200) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["agentrl", *arguments])
+        for console in (output.console, output.stderr):
+            monkeypatch.setattr(console, "_width", width)
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+def test_help_is_one_screen_and_everything_is_behind_help_all(cli: Cli) -> None:
+    code, shown = cli("train", "--help", width=100)
+    assert code == 0
+    assert len(shown.splitlines()) <= 40
+    said = " ".join(shown.split())
+    for part in (
+        "Training runs on this machine", "--backend tinker", "docs/client.md", "--help-all",
+        "--batch-size [16] Tasks per step.",
+    ):  # fmt: skip
+        assert part in said
+    assert (Path(__file__).parents[3] / "docs" / "client.md").is_file()
+    _, every = cli("train", "--help-all")
+    assert all(flag in every for setting in settings_of(TrainConfig) for flag in setting.flags[:1])
+    assert "TINKER_API_KEY" in every
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train nowhere.py:f --tasks t", "nowhere.py"),
+        ("train json:loads --tasks no.jsonl", "tasks: cannot read 'no.jsonl'"),
+        ("train json:loads", "agent.tasks: is missing"),
+        ("train --tasks t", "agent.entrypoint: is missing"),
+        ("train json:loads --tasks t --config x.ini", ".toml, .yaml or .yml"),
+        ("train json:loads --resume nowhere", "is no run folder"),
+        ("serve --host 0.0.0.0", "operator key"),
+        ("run json:loads --task [1]", "task: "),
+        ("run json:loads --task {", "task: "),
+        ("export", "source: is missing. A run folder"),
+        ("frobnicate", "frobnicate"),
+    ],
+)
+def test_mistakes_are_explained(cli: Cli, command: str, message: str) -> None:
+    code, said = cli(*command.split())
+    assert code == 2, said
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_windows_is_refused_with_a_sentence_that_names_wsl(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    code, said = cli("runs", "list")
+    assert code == 2
+    assert "WSL" in said

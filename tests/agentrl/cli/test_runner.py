@@ -1,0 +1,43 @@
+"""What ``agentrl runner`` makes of a run that is under way elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl.cli.runner import runner_config
+from agentrl.config.commands import JoinConfig
+from agentrl.config.errors import ConfigError
+
+SETTINGS = JoinConfig.model_validate(
+    {
+        "run": {"store": "postgresql://trainer/db"},
+        "gateway": {"url": "http://trainer:8000"},
+        "rollouts": {"timeout": 7},
+    }
+)
+
+
+def run(**config: Any) -> dict[str, Any]:
+    return {"id": "r", "kind": "train", "config": config}
+
+
+def test_agents_are_told_no_key_that_is_not_theirs() -> None:
+    started = run(
+        agent={"entrypoint": "agents:one"},
+        sampler={"vllm": {"key_env": "VLLM_KEY"}},
+        models={"judge": {"api_key_env": "JUDGE_KEY", "params": {}}},
+        adapters={"player": {}},
+        rollouts={"lease": 3, "timeout": 4},
+    )
+    joined = runner_config(SETTINGS, started)
+    keys = {"TINKER_API_KEY", "VLLM_KEY", "JUDGE_KEY", "AGENTRL_FORWARD_OTLP_HEADERS"}
+    assert keys <= set(joined.withheld)
+    assert (joined.agent, joined.model) == ("agents:one", "player")
+    assert (joined.lease_s, joined.timeout_s, joined.concurrency) == (3, 7, 1)
+
+
+def test_a_run_of_an_earlier_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an earlier version started the run r"):
+        runner_config(SETTINGS, run(agent="agents:one", vllm_key_env="VLLM_KEY"))

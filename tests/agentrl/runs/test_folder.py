@@ -1,0 +1,77 @@
+"""A run's folder: its metrics, its name, and where adapters are found again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from settings import nested
+from strict_json import strictly
+
+from agentrl.config.commands import EvalConfig
+from agentrl.config.errors import ConfigError
+from agentrl.runs.folder import RunFolder, adapter_folders
+from agentrl.runs.learning_curve import draw_learning_curve
+
+
+def test_metrics_are_json_and_old_or_torn_ones_are_mended(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "r", "x")
+    folder.metrics.write_text('{"step": 1, "reward/mean": NaN}\n')
+    folder.append_metrics({"step": 2, "reward/mean": math.inf, "loss": 0.5})
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 3, "x"')
+    expected: list[Any] = [
+        {"step": 1, "reward/mean": None},
+        {"step": 2, "reward/mean": None, "loss": 0.5},
+    ]
+    assert folder.read_metrics() == expected
+    folder.keep_metrics(lambda row: row["step"] > 1)
+    assert [strictly(line) for line in folder.metrics.read_text().splitlines()] == expected[1:]
+    folder.write_json(folder.summary, {"held_out": [(1, math.nan)], "reward": [-math.inf]})
+    assert strictly(folder.summary.read_text()) == {"held_out": [[1, None]], "reward": [None]}
+    draw_learning_curve(expected, "nothing", folder.picture)
+    assert folder.picture.is_file()
+
+
+def test_a_taken_name_is_refused(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "a", "train").config.write_text("{}")
+    with pytest.raises(ConfigError, match=r"name: .*exists already"):
+        RunFolder.create(tmp_path, "a", "train")
+
+
+def test_adapters_are_found_by_name(tmp_path: Path) -> None:
+    one, both = tmp_path / "one", tmp_path / "both"
+    two = [both / "answerer", both / "asker"]
+    for path in (one, *two):
+        path.mkdir(parents=True)
+        (path / "adapter_config.json").write_text("{}")
+
+    def found(source: Path, **settings: Any) -> dict[str, Path]:
+        given = nested(agent="json:loads", **{"evaluation.tasks": "t"}, **settings)
+        return adapter_folders(EvalConfig(**given), source)
+
+    assert found(one) == {"policy": one}
+    assert found(one, adapter="player") == {"player": one}
+    assert found(both) == {"answerer": two[0], "asker": two[1]}
+    assert found(both, adapters="asker") == {"asker": two[1]}
+    for source, adapters, message in (
+        (both, "asker,judge", "has no folder judge; it has answerer, asker"),
+        (one, "asker,judge", "is one adapter, but adapters names asker, judge"),
+        (tmp_path / "nowhere", "asker", "no PEFT folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            found(source, adapters=adapters)
+
+
+def test_an_adapter_on_tinker_is_fetched_first(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "r", "x")
+    folder.write_json(folder.config, {})
+    version = folder.adapter_version("policy", 2)
+    version.mkdir(parents=True)
+    (version / "tinker.json").write_text(json.dumps({"state": "tinker://a/b", "path": "x"}))
+    settings = EvalConfig(**nested(agent="a:b", **{"evaluation.tasks": "t"}))
+    with pytest.raises(ConfigError, match=r"is on Tinker; .*: tinker checkpoint"):
+        adapter_folders(settings, f"{folder.root}@2")
