@@ -36,7 +36,7 @@ class Backoff:
 
 
 class SupervisedProcess:
-    """A child process; once ``supervise`` is called it is restarted until ``stop``.
+    """A child process, which ``spawn`` starts, and ``supervise`` restarts until ``stop``.
 
     Args:
         name: for log messages.
@@ -102,9 +102,7 @@ class SupervisedProcess:
         return self
 
     def supervise(self) -> Self:
-        """Restart the process whenever it ends by itself; start it if ``spawn`` did not."""
-        if not self._started:
-            self.spawn()
+        """Restart the process from now on whenever it ends by itself."""
         self._thread.start()
         return self
 
@@ -115,7 +113,7 @@ class SupervisedProcess:
 
     def stop(self) -> None:
         """Send SIGTERM, then SIGKILL after ``grace_s`` seconds, and wait for the end."""
-        if not self._started:
+        if not hasattr(self, "_process"):  # ``spawn`` was never called
             return
         self.begin_stop()
         if self._thread.ident is None:
@@ -131,10 +129,6 @@ class SupervisedProcess:
             if self.log is not None:
                 return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         return ""
-
-    @property
-    def _started(self) -> bool:
-        return hasattr(self, "_process")
 
     def _execute(self) -> subprocess.Popen[bytes]:
         with contextlib.nullcontext() if self.log is None else self.log.open("ab") as log:

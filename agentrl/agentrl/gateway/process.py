@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -146,6 +146,9 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     writer = TraceWriter(store, boot_id)
     ending.callback(writer.close)
     own, budget = plan.gateway, plan.rollouts
+    others = {name: provider_model(one) for name, one in plan.models.items()}
+    if plan.answered_by is not None:
+        others[plan.model.adapter] = replace(others[plan.answered_by], is_policy=True)
     deps = GatewayDependencies(
         sampler=sampler,
         renderer=Renderer(tokenizer),
@@ -155,7 +158,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         models={plan.model.name: None} | {name: name for name in plan.adapters},
         agents=plan.agents,
         default_adapter=plan.default_adapter,
-        provider_models=_provider_models(plan),
+        provider_models=others,
         operator_key=plan.operator_key,
         run_id=plan.run_id,
         context_length=None,  # known once the sampler runs
@@ -254,13 +257,6 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
             wait_s=plan.vllm_wait,
         )
     return sampler, facts.tokenizer
-
-
-def _provider_models(plan: GatewayPlan) -> Mapping[str, ProviderModel]:
-    found = {name: provider_model(one) for name, one in plan.models.items()}
-    if plan.answered_by is not None:
-        found[plan.model.adapter] = replace(found[plan.answered_by], is_policy=True)
-    return found
 
 
 def provider_model(settings: OtherModelSettings) -> ProviderModel:

@@ -30,17 +30,14 @@ class GatewayProbe:
         """
         asked, boot_id = self._known
         if boot_id is None or time.monotonic() - asked > max_age_s:
-            boot_id = self._ask()
+            try:
+                with self._opener.open(self._url, timeout=_GATEWAY_TIMEOUT_S) as answer:
+                    health = json.load(answer)
+                boot_id = f"{health['boot_id']}-{health['recoveries']}"
+            except (OSError, HTTPException, ValueError, KeyError, TypeError):
+                boot_id = None
             self._known = (time.monotonic(), boot_id)
         return boot_id
-
-    def _ask(self) -> str | None:
-        try:
-            with self._opener.open(self._url, timeout=_GATEWAY_TIMEOUT_S) as answer:
-                health = json.load(answer)
-            return f"{health['boot_id']}-{health['recoveries']}"
-        except (OSError, HTTPException, ValueError, KeyError, TypeError):
-            return None
 
 
 class QueueWatch:

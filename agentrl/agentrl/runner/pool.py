@@ -34,7 +34,6 @@ from agentrl.runner.agent_process.environment import (
 )
 from agentrl.runner.agent_process.loading import load_agent
 from agentrl.runner.agent_spec import parse_agent
-from agentrl.runner.forked_child import ForkedChild
 from agentrl.runner.preload import (
     StartedThreads,
     installed_roots,
@@ -42,8 +41,8 @@ from agentrl.runner.preload import (
     third_party_modules,
     warm_up,
 )
+from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import RunnerConfig, send
-from agentrl.runner.subreaper import adopt_orphans, kill_children
 from agentrl.runner.worker import run_worker
 from agentrl.supervisor import Backoff
 from agentrl_tracer.schemas import Claim, Purpose
@@ -104,8 +103,6 @@ class Pool:
     def _on_sigterm(self, *_: object) -> None:
         self._stopping = True
 
-    # ---- modules
-
     def _run_scout(self, control: socket.socket) -> NoReturn:
         """Import the agent in this child, and tell the pool which installed modules that needed."""
         try:
@@ -142,10 +139,9 @@ class Pool:
         logger.info("preloaded %d modules in %.1f s", count, time.monotonic() - started)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page after the fork
-        for slot in self._slots:
-            if slot.child is not None:
-                with contextlib.suppress(OSError):
-                    slot.child.send({"retire": True})
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                child.send({"retire": True})
 
     def _start_over_without(self, module: str) -> NoReturn:
         """Execute the pool again: threads do not survive a fork, and cannot be ended from here.
@@ -160,8 +156,6 @@ class Pool:
         os.set_inheritable(read, True)
         argv = [sys.executable, "-m", "agentrl.runner", str(read), module, *self._skip]
         os.execv(sys.executable, argv)
-
-    # ---- workers
 
     def _fork_due(self) -> None:
         now = time.monotonic()

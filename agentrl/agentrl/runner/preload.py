@@ -101,7 +101,6 @@ def _within(name: str, modules: Collection[str]) -> bool:
 
 # ---- warm-up
 
-_URL = "http://127.0.0.1:9"  # the discard port; no client gets as far as to connect
 _SAID = {"role": "assistant", "content": "Yes."}
 _COMPLETION = {
     "id": "chatcmpl-warm-up",
@@ -156,7 +155,8 @@ def _call_openai() -> None:
             return http.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
         return http.Response(200, json=_COMPLETION)
 
-    key_and_url = {"api_key": "warm-up", "base_url": _URL}
+    # The discard port; no client gets as far as to connect.
+    key_and_url = {"api_key": "warm-up", "base_url": "http://127.0.0.1:9"}
     openai.OpenAI(**key_and_url).close()  # with its usual transport
     http_client = openai.DefaultHttpxClient(transport=http.MockTransport(answer))
     with openai.OpenAI(**key_and_url, http_client=http_client) as client:

@@ -176,11 +176,7 @@ def _join_or_start(ray: Any, runners: int) -> None:
 
 
 def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> RunnerConfig:
-    """Return the configuration as every node of the cluster can use it.
-
-    Raises:
-        ValueError: there are other nodes, and they cannot reach the store or the gateway.
-    """
+    """Return the configuration as every node can use it; raise ValueError if it cannot be."""
     count = sum(node["Alive"] for node in ray.nodes())
     if count == 1:
         return config
@@ -209,11 +205,7 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
 
 
 def check_reach(config: RunnerConfig) -> None:
-    """Refuse a node, which may have joined late, that cannot reach the gateway or the store.
-
-    Raises:
-        RuntimeError: names what cannot be reached from this machine.
-    """
+    """Raise RuntimeError on a node, which may have joined late, without gateway or store."""
     parts, here = urlsplit(config.gateway), socket.gethostname()
     try:
         socket.create_connection((parts.hostname or "", parts.port or 80), _REACH_S).close()

@@ -29,10 +29,9 @@ from typing import NoReturn, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.agent_process.environment import storage_folder
-from agentrl.runner.forked_child import AgentProcess
 from agentrl.runner.health_checks import GatewayProbe, QueueWatch
+from agentrl.runner.processes import AgentProcess, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
-from agentrl.runner.subreaper import adopt_orphans, kill_children
 from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
 from agentrl_tracer.store import Store
 
@@ -95,8 +94,6 @@ class Worker:
     def _full(self) -> bool:
         return len(self._running) >= self._config.concurrency
 
-    # ---- beginning
-
     def _start_attempts(self) -> None:
         while not (self._stopping or self._retiring or self._full):
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
@@ -126,8 +123,6 @@ class Worker:
             self._queue.found()
             self._tell_pool({"claimed": claim.rollout_id})
         return claim
-
-    # ---- watching
 
     def _listen(self) -> None:
         """Sleep until the agent or the pool says something, or something else is due."""
@@ -190,8 +185,6 @@ class Worker:
                 # The gateway refuses what the attempt does until it ends.
                 logger.info("attempt %s lost its lease or was canceled", attempt_id)
                 self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
-
-    # ---- ending
 
     def _cancel(self, running: _RunningAttempt, cause: AttemptEnding) -> None:
         """Ask an attempt to end; soon it is killed."""
@@ -269,8 +262,6 @@ class Worker:
             return ending
         error = f"{reason}; the agent: {ending.error}"
         return AttemptEnding(AttemptState.INFRASTRUCTURE, error, modules=ending.modules)
-
-    # ---- pool and store
 
     def _tell_pool(self, message: dict[str, object]) -> None:
         with contextlib.suppress(OSError):  # a dying pool: ``_listen`` notices

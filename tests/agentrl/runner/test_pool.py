@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,24 +48,30 @@ def test_a_killed_worker_loses_its_lease_and_its_agent(
 def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:
     harness = RunnerHarness(tmp_path, postgres)
     store = harness.store
-    config = {"agent": f"{AGENTS}:good", "adapter": "policy", "timeout": 20.0, "lease": 2.0}
+    config = {
+        "agent": {"entrypoint": f"{AGENTS}:good"},
+        "model": {"adapter": "policy"},
+        "rollouts": {"timeout": 20.0, "lease": 2.0},
+    }
     run_id = store.create_run("joined", "train", config)
     ids = enqueue(store, run_id, {"n": 3}, 6)
     command = [
         sys.executable, "-m", "agentrl", "runner", "--store", postgres, "--gateway",
         harness.gateway.url, "--runners", "2", "--logs", str(tmp_path / "logs"),
     ]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as joined:
+    with (
+        contextlib.closing(harness),
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as joined,
+    ):
         until(lambda: not store.unfinished_ids(ids) or joined.poll() is not None, 60)
         store.end_run(run_id, "finished")
         output = joined.communicate(timeout=30)[0]
-    assert joined.returncode == 0, output
-    assert f"2 runners for joined ({run_id})" in output
-    assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
-    assert [r.value for r in store.rewards(ids)] == [3.0] * 6
-    harness.close()
+        assert joined.returncode == 0, output
+        assert f"2 runners for joined ({run_id})" in output
+        assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
+        assert [r.value for r in store.rewards(ids)] == [3.0] * 6
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -67,16 +67,9 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    for left in (2, 1, 0):  # see ``_join_or_start`` on why a start may fail
-        built = Cluster()
-        try:
-            built.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
-            built.other = built.add_node(num_cpus=2, object_store_memory=80 << 20)  # type: ignore[attr-defined]
-            break
-        except Exception:
-            built.shutdown()
-            if not left:
-                raise
+    built = Cluster()
+    built.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
+    built.other = built.add_node(num_cpus=2, object_store_memory=80 << 20)  # type: ignore[attr-defined]
     yield built
     built.shutdown()
 

@@ -39,8 +39,7 @@ from agentrl_tracer.tracing import finish, rollout_tracing, tracing
 
 _TRACE_CONTEXT = ("TRACEPARENT", "TRACESTATE")
 _TRACEBACK_LINES = 12
-_LONGEST_ERROR = 4000
-_LONGEST_OUTPUT = 4000  # characters of what the agent returned
+_LONGEST = 4000  # characters of an error, and of what the agent returned
 
 
 def run_attempts(
@@ -184,7 +183,7 @@ def workflow_span(agent: LoadedAgent, claim: Claim) -> AbstractContextManager[ob
 def record_result(result: Any, *, rewarded: bool) -> None:
     """Record what the agent returned; a number is its reward, unless it emitted one."""
     if result is not None:
-        trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST_OUTPUT])
+        trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST])
     if not rewarded and isinstance(result, numbers.Real) and not isinstance(result, bool):
         emit_reward(float(result))
 
@@ -204,7 +203,7 @@ def show_error(raised: BaseException) -> str | None:
     sys.stderr.write(text)
     if isinstance(raised, SystemExit):
         return f"SystemExit: {raised.code}"
-    return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])[-_LONGEST_ERROR:]
+    return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])[-_LONGEST:]
 
 
 def redirect_output(log: str) -> None:

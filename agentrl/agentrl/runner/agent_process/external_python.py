@@ -32,7 +32,6 @@ elif missing:
     print("lacks %s, which the agent's side needs: %s -m pip install opentelemetry-sdk "
           "opentelemetry-exporter-otlp-proto-http requests wrapt" % (missing, sys.executable))
 """
-_CHECK_TIMEOUT_S = 60.0
 
 
 def check_python(path: str) -> str:
@@ -56,7 +55,7 @@ def check_python(path: str) -> str:
             [found, "-c", _CHECK],
             capture_output=True,
             text=True,
-            timeout=_CHECK_TIMEOUT_S,
+            timeout=60,
             check=True,
             env=_other_environment(),
         )

@@ -102,7 +102,7 @@ class VllmServer:
             env[_CPU_CACHE_GIB] = os.environ.get(_CPU_CACHE_GIB, "4")
         leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
         argv = [*leash, *self._command.argv(str(self._socket))]
-        self._process = SupervisedProcess("vLLM", argv, self.log, env).supervise()
+        self._process = SupervisedProcess("vLLM", argv, self.log, env).spawn().supervise()
 
     def wait(self, tell: Callable[[str], object]) -> None:
         """Return when the server accepts connections; ``tell`` receives notices until then.

@@ -10,23 +10,22 @@ from agentrl.runner.agent_spec import AgentSpecError
 
 SOURCE = """
 import functools
-
-def takes(task): return ("takes", task)
+def takes(task): return task
 def takes_none(): return "none"
 def optional(verbose=False): return verbose
 def optional_task(task=None): return task
-async def later(task):
-    return ("later", task)
+async def later(task): return task
 class Crew:
-    def kickoff(self, inputs): return ("kickoff", inputs)
+    def kickoff(self, inputs): return inputs
 class Runner:
-    async def run(self, task): return ("run", task)
+    async def run(self, task): return task
 class Box:
     inner = Runner()
 crew = Crew()
 partial = functools.partial(takes)
 number = 3
 """
+OTHERS = {"takes_none": "none", "optional": False}
 
 
 @pytest.fixture
@@ -40,24 +39,25 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "result"),
+    "name",
     [
-        ("takes", ("takes", {"q": 1})),
-        ("takes_none", "none"),
-        ("optional", False),
-        ("optional_task", {"q": 1}),
-        ("later", ("later", {"q": 1})),
-        ("Crew", ("kickoff", {"q": 1})),
-        ("crew", ("kickoff", {"q": 1})),
-        ("Runner", ("run", {"q": 1})),
-        ("Box.inner.run", ("run", {"q": 1})),
-        ("partial", ("takes", {"q": 1})),
+        "takes",
+        "optional_task",
+        "later",
+        "Crew",
+        "crew",
+        "Runner",
+        "Box.inner.run",
+        "partial",
+        "takes_none",
+        "optional",
     ],
 )
-def test_agents_are_called_with_the_task(file: Path, name: str, result: object) -> None:
-    assert load_agent(f"{file}:{name}").run({"q": 1}) == result
+def test_agents_are_called_with_the_task(file: Path, name: str) -> None:
+    task = {"q": 1}
+    assert load_agent(f"{file}:{name}").run(task) == OTHERS.get(name, task)
     sys.modules.pop("my_agent_module", None)
-    assert load_agent(f"my_agent_module:{name}").run({"q": 1}) == result
+    assert load_agent(f"my_agent_module:{name}").run(task) == OTHERS.get(name, task)
 
 
 def test_what_cannot_be_called_is_refused(file: Path) -> None:
@@ -79,8 +79,7 @@ def test_a_file_can_import_what_lies_beside_it(tmp_path: Path, file: Path) -> No
     (folder / "neighbor_xyz.py").write_text("VALUE = 7\n")
     (folder / "main_xyz.py").write_text("import neighbor_xyz as n\ndef run(): return n.VALUE\n")
     assert load_agent("elsewhere/main_xyz.py:run").run({}) == 7
-    for name in ("neighbor_xyz", "main_xyz"):
-        del sys.modules[name]
+    del sys.modules["neighbor_xyz"], sys.modules["main_xyz"]
 
 
 def test_commands_get_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,9 +87,6 @@ def test_commands_get_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().out == '{"a": "x y", "b": [1]}\nx y|[1]-{missing}\n'
 
 
-@pytest.mark.parametrize(
-    ("command", "problem"), [("exit 3", "exited with code 3"), ("kill -9 $$", "killed by signal 9")]
-)
-def test_a_failing_command_is_an_error(command: str, problem: str) -> None:
-    with pytest.raises(CommandFailed, match=problem):
-        load_agent(f"sh -c '{command}'").run({})
+def test_a_killed_command_is_an_error() -> None:
+    with pytest.raises(CommandFailed, match="killed by signal 9"):
+        load_agent("sh -c 'kill -9 $$'").run({})
