@@ -32,34 +32,23 @@ def check(example: Example, output: str) -> None:
     assert accounting.pending == 0
 
 
-def tools_offered(example: Example) -> set[str]:
-    return {
-        tool.get("function", tool)["name"]
-        for call in example.calls()
-        for tool in (call.request or {}).get("tools", [])
-    }
-
-
-def test_langgraph_tools(tmp_path: Path) -> None:
-    pytest.importorskip("langchain")
-    pytest.importorskip("langchain_openai")
-    example = short("langgraph_tools", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "modules", "tools"),
+    [
+        ("langgraph_tools", ["langchain", "langchain_openai"], {"calculator", "lookup"}),
+        ("openai_agents", ["agents"], {"set_timer", "send_message"}),
+    ],
+)
+def test_frameworks(name: str, modules: list[str], tools: set[str], tmp_path: Path) -> None:
+    for module in modules:
+        pytest.importorskip(module)
+    example = short(name, tmp_path)
     check(example, example.train())
-    assert tools_offered(example) == {"calculator", "lookup"}
-    results = [
-        message
-        for call in example.calls()
-        for message in (call.request or {})["messages"]
-        if message["role"] == "tool"
-    ]
-    assert results  # the graph ran tools, and the model saw what they said
-
-
-def test_openai_agents(tmp_path: Path) -> None:
-    pytest.importorskip("agents")
-    example = short("openai_agents", tmp_path)
-    check(example, example.train())
-    assert tools_offered(example) == {"set_timer", "send_message"}
+    requests = [call.request or {} for call in example.calls()]
+    tools_of = [tool.get("function", tool) for one in requests for tool in one.get("tools", [])]
+    assert {tool["name"] for tool in tools_of} == tools
+    if name == "langgraph_tools":  # the graph ran tools, and the model saw what they said
+        assert any(message["role"] == "tool" for one in requests for message in one["messages"])
 
 
 @pytest.fixture(scope="module")

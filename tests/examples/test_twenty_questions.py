@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
@@ -24,20 +25,11 @@ from agentrl_tracer.store import Store
 EXAMPLE = Path(__file__).parents[2] / "examples" / "twenty_questions"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        f"twenty_questions_{name}", EXAMPLE / f"{name}.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def answerer() -> ModuleType:
-    return load("answerer")
+def answerer() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        yield import_module("answerer")
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -45,52 +37,43 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-# --- the nouns -------------------------------------------------------------------------------
+# --- the nouns
 
 
 def test_two_hundred_nouns_in_eight_categories_each_split_twenty_to_five() -> None:
     train, test = rows("train"), rows("test")
     nouns = [row["noun"] for row in train + test]
-    assert len(nouns) == 200
-    assert len(set(nouns)) == 200
+    assert len(nouns) == len(set(nouns)) == 200
     assert all(noun == noun.strip().lower() and noun.isalpha() for noun in nouns)
     assert len({row["category"] for row in train}) == 8
-    assert set(Counter(row["category"] for row in train).values()) == {20}
-    assert set(Counter(row["category"] for row in test).values()) == {5}
+    for split, size in ((train, 20), (test, 5)):
+        assert set(Counter(row["category"] for row in split).values()) == {size}
+    known = {name for row in train for name in row["attributes"]}
+    assert {name for row in test for name in row["attributes"]} <= known
+    simple = {"animal", "clothing", "food", "vehicle"}
+    for name in ("train", "test"):
+        assert rows(f"simple_{name}") == [row for row in rows(name) if row["category"] in simple]
 
 
 def test_attributes_are_consistent(answerer: ModuleType) -> None:
+    of_kind = {"edible": "food", "music": "instrument", "worn": "clothing"}
+    implied = {
+        "fur": "alive", "wheels": "made", "engine": "made", "electric": "made",
+        "strings": "music", "worn": "made",
+    }  # fmt: skip
     for row in rows("train") + rows("test"):
-        held = set(row["attributes"])
+        held, kind = set(row["attributes"]), row["category"]
         assert set(row) == {"noun", "category", "attributes"}
         assert row["attributes"] == sorted(held), row
         assert held <= set(answerer.ATTRIBUTES), row
-        assert row["category"] in answerer.CATEGORIES, row
-        kind = row["category"]
-        assert ("edible" in held) == (kind == "food"), row
-        assert ("music" in held) == (kind == "instrument"), row
-        assert ("worn" in held) == (kind == "clothing"), row
+        assert kind in answerer.CATEGORIES, row
+        assert all((name in held) == (kind == one) for name, one in of_kind.items()), row
         assert not {"small", "big"} <= held, row
         assert not {"alive", "made"} <= held, row
-        for needs, needed in (
-            ("fur", "alive"), ("wheels", "made"), ("engine", "made"),
-            ("electric", "made"), ("strings", "music"), ("worn", "made"),
-        ):  # fmt: skip
-            assert needs not in held or needed in held, (row, needs)
+        assert all(needed in held for name, needed in implied.items() if name in held), row
 
 
-def test_every_attribute_and_category_of_a_test_noun_occurs_in_training() -> None:
-    known = {name for row in rows("train") for name in row["attributes"]}
-    assert {name for row in rows("test") for name in row["attributes"]} <= known
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_the_simple_nouns_are_four_whole_categories(split: str) -> None:
-    kinds = {"animal", "clothing", "food", "vehicle"}
-    assert rows(f"simple_{split}") == [row for row in rows(split) if row["category"] in kinds]
-
-
-# --- the answerer ----------------------------------------------------------------------------
+# --- the answerer
 
 
 @pytest.mark.parametrize(
@@ -122,18 +105,12 @@ def test_the_rules_understand_every_question_that_the_tiny_model_knows(
     monkeypatch.syspath_prepend(EXAMPLE.parents[1] / "scripts" / "tiny_model")
     from corpus import PROPERTIES
 
-    asked: dict[str, list[str]] = defaultdict(list)
-    for name, (question, _) in PROPERTIES.items():
-        asked[name].append(question.format(x="it"))
     for row in rows("train"):
-        for name, questions in asked.items():
+        for name, (question, _) in PROPERTIES.items():
             expected = "yes" if name in row["attributes"] else "no"
-            for question in questions:
-                found = answerer.verdict(row["noun"], row["category"], question)
-                assert found["yes_or_no"] == expected, (row, question)
-
-
-def test_naming_the_category_wins_the_simple_game(answerer: ModuleType) -> None:
+            found = answerer.verdict(row["noun"], row["category"], question.format(x="it"))
+            assert found["yes_or_no"] == expected, (row, question)
+    # Naming the category wins the simple game.
     assert answerer.verdict("bread", "food", "Is it food?")["correct"]
     assert not answerer.verdict("bread", "food", "Can you eat it?")["correct"]
 
@@ -142,10 +119,10 @@ def test_the_search_model_knows_training_nouns_only(answerer: ModuleType) -> Non
     found = answerer.search("a vehicle that can fly")
     assert "plane" in found
     assert "helicopter" not in found  # held out
-    assert answerer.search("colourless green ideas") == "Nothing found."
+    assert answerer.search("colorless green ideas") == "Nothing found."
 
 
-# --- the flow --------------------------------------------------------------------------------
+# --- the flow
 
 
 @pytest.fixture
@@ -174,14 +151,10 @@ def endpoint(answerer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_evaluate_needs_no_agentrl_and_any_endpoint_will_do(endpoint: str, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("AGENTRL_")}
     env |= {
-        "OPENAI_BASE_URL": endpoint,
-        "OPENAI_API_KEY": "none",
-        "PLAYER_MODEL": "player",
-        "ANSWERER_MODEL": "answerer",
-        "CREWAI_DISABLE_TELEMETRY": "true",
-        "CREWAI_TRACING_ENABLED": "false",
-        "CREWAI_STORAGE_DIR": str(tmp_path),
-    }
+        "OPENAI_BASE_URL": endpoint, "OPENAI_API_KEY": "none", "PLAYER_MODEL": "player",
+        "ANSWERER_MODEL": "answerer", "CREWAI_DISABLE_TELEMETRY": "true",
+        "CREWAI_TRACING_ENABLED": "false", "CREWAI_STORAGE_DIR": str(tmp_path),
+    }  # fmt: skip
     games = tmp_path / "games.jsonl"
     argv = [sys.executable, str(EXAMPLE / "evaluate.py"), "--simple", "--per-category", "1"]
     done = subprocess.run(
@@ -197,34 +170,27 @@ def test_evaluate_needs_no_agentrl_and_any_endpoint_will_do(endpoint: str, tmp_p
     assert "75% (3/4)" in done.stdout.splitlines()[-2]
 
 
-def training(folder: Path, port: int, **settings: object) -> list[str]:
-    """The command line of a run of the simple game on one noun of each category."""
-    models = {"answerer": {"model": "openai/answerer", "api_base": f"http://127.0.0.1:{port}/v1"}}
-    tasks = folder / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows("simple_train")[::20]))
-    settings = {
-        "tasks": tasks, "runs": folder, "name": "run", "runners": 1, "batch_size": 4,
-        "group_size": 4, "steps": 1, "learning_rate": 4e-3, "rollouts_per_process": 16,
-        "models": json.dumps(models),
-    } | settings  # fmt: skip
-    return [
-        *(sys.executable, str(EXAMPLE / "answerer.py"), "--port", str(port), "--"),
-        *(sys.executable, "-m", "agentrl", "train", f"{EXAMPLE / 'agent.py'}:simple"),
-        *flags(**settings),
-    ]  # fmt: skip
-
-
 def test_player_trains_and_answerer_is_recorded(tmp_path: Path) -> None:
     """A step of the real thing: CrewAI in runners, gateway, offline answerer, trainer."""
-    command = training(tmp_path, 18765)
+    url = "http://127.0.0.1:18765/v1"
+    tasks = tmp_path / "tasks.jsonl"  # one noun of each category
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows("simple_train")[::20]))
+    settings = {
+        "tasks": tasks, "runs": tmp_path, "name": "run", "runners": 1, "batch_size": 4,
+        "group_size": 4, "steps": 1, "learning_rate": 4e-3, "rollouts_per_process": 16,
+        "models": json.dumps({"answerer": {"model": "openai/answerer", "api_base": url}}),
+    }  # fmt: skip
+    command = [
+        *(sys.executable, str(EXAMPLE / "answerer.py"), "--port", "18765", "--"),
+        *(sys.executable, "-m", "agentrl", "train", f"{EXAMPLE / 'agent.py'}:simple"),
+        *flags(**settings),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = RunFolder(tmp_path / "run")
-    store = Store(str(folder.store))
-    calls = store.calls()
+    with contextlib.closing(Store(str(RunFolder(tmp_path / "run").store))) as store:
+        calls = store.calls()
     player = [call for call in calls if call.adapter == "policy"]
     others = [call for call in calls if call.model == "answerer"]
-    store.close()
     assert len(player) + len(others) == len(calls)
     assert len(player) == len(others) >= 16
     assert all(call.trained_step is None for call in others)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from example import Example, finish
+from example import Example
 
 from agentrl_tracer.schemas import Purpose
 
 BOTH = ("messenger", "impostor")
 
 
-def short(folder: Path, **settings: object) -> Example:
-    folder.mkdir(parents=True, exist_ok=True)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    folder = tmp_path_factory.mktemp("two")
     held_out = folder / "held_out.jsonl"
     held_out.write_text(json.dumps({"n": 1000}) + "\n")
-    usual = {
+    settings = {
         "steps": 2, "batch_size": 4, "group_size": 4, "runners": 2, "eval_every": 100,
         "eval_tasks": held_out,
     }  # fmt: skip
-    return Example("two_agents", folder, usual | settings)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Example:
-    example = short(tmp_path_factory.mktemp("two"))
+    example = Example("two_agents", folder, settings)
     example.train()
     return example
 
@@ -56,18 +51,12 @@ def test_metrics_are_there_for_the_run_and_for_each_adapter(trained: Example) ->
 
 
 def test_both_adapters_are_saved_and_found_again(trained: Example) -> None:
-    for name in BOTH:
-        assert (trained.folder.adapter / name / "adapter_model.safetensors").exists()
-    weights = {
-        (trained.folder.adapter / name / "adapter_model.safetensors").read_bytes() for name in BOTH
-    }
-    assert len(weights) == 2
-    output = finish(
-        trained.agentrl(
-            "eval", "examples/two_agents/agent.py:agent",
-            "--tasks", str(trained.settings["eval_tasks"]), "--runners", "1",
-            "--adapter-path", str(trained.folder.adapter), "--runs", str(trained.runs),
-        )
+    files = [trained.folder.adapter / name / "adapter_model.safetensors" for name in BOTH]
+    assert len({file.read_bytes() for file in files}) == 2
+    output = trained.agentrl(
+        "eval", "examples/two_agents/agent.py:agent",
+        "--tasks", str(trained.settings["eval_tasks"]), "--runners", "1",
+        "--adapter-path", str(trained.folder.adapter), "--runs", str(trained.runs),
     )  # fmt: skip
     evaluated = Example("two_agents", trained.runs, run=next(trained.runs.glob("eval-*")).name)
     calls = evaluated.calls(Purpose.EVAL)

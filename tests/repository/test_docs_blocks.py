@@ -17,8 +17,8 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -28,18 +28,13 @@ ROOT = Path(__file__).parents[2]
 MODELS = {"Qwen/Qwen3-0.6B": "agentrl-tiny"}
 
 # What the blocks of each page need that is not here, and how many of them do.
-NEEDS = {
+NEEDS: dict[str, dict[str, int]] = {
     "README.md": {"an environment of its own": 2},
-    "docs/tutorial.md": {},
     "docs/rewards.md": {"a running rollout": 1},
-    "docs/runs.md": {},
     "docs/serving.md": {"llama.cpp and Ollama": 1},
-    "docs/adapters.md": {},
-    "docs/attribution.md": {},
-    "docs/client.md": {},
     "docs/scale.md": {"a cluster": 3},
     "docs/vllm.md": {"a GPU": 2},
-}
+} | {f"docs/{name}.md": {} for name in ("tutorial", "runs", "adapters", "attribution", "client")}
 
 BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>.+?) -->\n)?```(?P<language>\w+)(?: title=\"(?P<title>.+?)\")?\n"
@@ -48,8 +43,7 @@ BLOCK = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     language: str
     code: str
     title: str | None
@@ -61,8 +55,7 @@ def blocks_of(page: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
     for printed, here in MODELS.items():
         text = text.replace(printed, here)
-    fields = ("language", "code", "title", "needs")
-    return [Block(*(m[field] for field in fields)) for m in BLOCK.finditer(text)]
+    return [Block(**found.groupdict()) for found in BLOCK.finditer(text)]
 
 
 def run(block: Block, folder: Path, servers: list[subprocess.Popen[bytes]]) -> None:
@@ -75,13 +68,9 @@ def run(block: Block, folder: Path, servers: list[subprocess.Popen[bytes]]) -> N
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     program = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
     process = subprocess.Popen(
-        program,
-        cwd=folder,
-        env=os.environ | {"PATH": path},
-        stdin=subprocess.PIPE,
-        stdout=None,
+        program, cwd=folder, env=os.environ | {"PATH": path}, stdin=subprocess.PIPE,
         start_new_session=True,
-    )
+    )  # fmt: skip
     assert process.stdin
     process.stdin.write(block.code.encode())
     process.stdin.close()

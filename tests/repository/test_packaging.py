@@ -15,21 +15,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def uv(*arguments: str, given: str | None = None) -> str:
+    command = [sys.executable, "-m", "uv", *arguments]
+    return subprocess.run(
+        command, input=given, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    build = [
-        sys.executable,
-        "-m",
-        "uv",
-        "build",
-        "-q",
-        "--wheel",
-        "--out-dir",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(build, check=True)
+    uv("build", "-q", "--wheel", "--out-dir", str(folder), str(ROOT))
     return next(folder.glob("*.whl"))
 
 
@@ -46,8 +42,7 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None
 def test_the_base_installs_into_a_fresh_environment_and_emits(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     python = str(tmp_path / "env/bin/python")
-    install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python, str(wheel)]
-    subprocess.run(install, check=True)
+    uv("pip", "install", "-q", "--python", python, str(wheel))
     code = "import agentrl; agentrl.emit_reward(1.0); print(agentrl.__version__)"
     run = [python, "-W", "error", "-c", code]
     done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -65,18 +60,7 @@ def test_no_extra_installs_the_other_agentrl_of_the_package_index(wheel: Path) -
     # `dev` holds all others but these; one resolution is enough for each set.
     for extras in (["dev"], sorted(set(metadata.get_all("Provides-Extra") or []) - {"dev"})):
         wanted = f"agentrl-middleware[{','.join(extras)}] @ {wheel.as_uri()}"
-        resolve = [
-            sys.executable,
-            "-m",
-            "uv",
-            "pip",
-            "compile",
-            "-q",
-            "--no-header",
-            "--no-annotate",
-            "-",
-        ]
-        done = subprocess.run(resolve, input=wanted, capture_output=True, text=True, check=True)
-        resolved = {re.split(r"[ =@\[]", line)[0] for line in done.stdout.splitlines()}
+        found = uv("pip", "compile", "-q", "--no-header", "--no-annotate", "-", given=wanted)
+        resolved = {re.split(r"[ =@\[]", line)[0] for line in found.splitlines()}
         assert {"agentrl-middleware", "opentelemetry-sdk"} <= resolved
         assert "agentrl" not in resolved

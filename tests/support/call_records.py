@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call, CallState, Purpose, Reward, Rollout, RolloutState
-from agentrl_trainer.data.off_policy import token_versions
 from agentrl_trainer.data.trajectories import TrajectorySet
 
 
@@ -65,7 +64,7 @@ def check_invariants(calls: list[Call], built: TrajectorySet) -> None:
     trained: dict[str, int] = {}
     for trajectory in built.trajectories:
         size = len(trajectory.tokens)
-        assert len(trajectory.mask) == len(trajectory.logprobs) == len(trajectory.versions) == size
+        assert len(trajectory.mask) == len(trajectory.logprobs) == size
         by_id = {call.id: call for call in calls}
         expected_mask = [False] * size
         for turn in trajectory.turns:
@@ -75,14 +74,11 @@ def check_invariants(calls: list[Call], built: TrajectorySet) -> None:
             assert trajectory.tokens[: turn.start] == call.prompt_ids
             assert trajectory.tokens[turn.start : turn.end] == call.response_ids
             assert trajectory.logprobs[turn.start : turn.end] == call.response_logprobs
-            assert trajectory.versions[turn.start : turn.end] == token_versions(call)
             assert not any(expected_mask[turn.start : turn.end]), "turns overlap"
             expected_mask[turn.start : turn.end] = [True] * (turn.end - turn.start)
         assert trajectory.mask == expected_mask
-        for at in range(size):
-            if not trajectory.mask[at]:
-                assert trajectory.logprobs[at] == 0.0
-                assert trajectory.versions[at] == -1
+        untrained = zip(trajectory.mask, trajectory.logprobs, strict=True)
+        assert not any(logprob for on, logprob in untrained if not on)
     assert set(trained.values()) <= {1}, "a call trains twice"
     assert trained.keys() | built.skipped.keys() == {call.id for call in calls}
     assert not trained.keys() & built.skipped.keys()

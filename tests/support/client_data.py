@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl_trainer.client import Datum, ModelInput
+from agentrl_trainer.client import AdamParams, Datum, ModelInput, TrainingClient
 from agentrl_trainer.data.training_row import TrainingRow
 
 TINY = "agentrl-tiny"
@@ -26,3 +26,14 @@ def supervised(row: list[int] = ROW, **inputs: Any) -> Datum:
 
 def reinforced(**inputs: Any) -> Datum:
     return supervised(**{"logprobs": SAMPLED, "advantages": ADVANTAGES, **inputs})
+
+
+def logprobs(client: TrainingClient) -> list[float]:
+    """Of the targets of ``supervised()``."""
+    return client.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"].tolist()
+
+
+def grad_norm(client: TrainingClient, learning_rate: float = 1e-2) -> float:
+    """Of a step that is applied."""
+    stepped = client.optim_step(AdamParams(learning_rate=learning_rate)).result()
+    return stepped.metrics["grad_norm"]

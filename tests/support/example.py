@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -31,41 +32,28 @@ class Example:
     def folder(self) -> RunFolder:
         return RunFolder(self.runs / self.run)
 
-    def start(self) -> subprocess.Popen[str]:
+    def train(self) -> str:
         return self.agentrl(
             "train", "--config", f"examples/{self.name}/train.toml",
             "--runs", str(self.runs), "--name", "run",
             *flags(**self.settings),
         )  # fmt: skip
 
-    def agentrl(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "agentrl", *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def train(self) -> str:
-        return finish(self.start())
+    def agentrl(self, *arguments: str) -> str:
+        """Run a command of agentrl; returns what it said."""
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl", *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=175, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
 
     def calls(self, purpose: Purpose = Purpose.TRAIN) -> list[Call]:
-        store = Store(str(self.folder.store))
-        rollouts = store.rollouts(self.folder.run_id.read_text(), purpose=purpose)
-        calls = store.calls(rollout_ids=[rollout.id for rollout in rollouts])
-        store.close()
-        return calls
+        with contextlib.closing(Store(str(self.folder.store))) as store:
+            rollouts = store.rollouts(self.folder.run_id.read_text(), purpose=purpose)
+            return store.calls(rollout_ids=[rollout.id for rollout in rollouts])
 
     def accounting(self) -> Accounting:
-        store = Store(str(self.folder.store))
-        accounting = store.accounting(self.folder.run_id.read_text())
-        store.close()
-        return accounting
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output = process.communicate(timeout=175)[0]
-    assert process.returncode == 0, output
-    return output
+        with contextlib.closing(Store(str(self.folder.store))) as store:
+            return store.accounting(self.folder.run_id.read_text())

@@ -29,7 +29,8 @@ def peer(python: str, script: Path, home: Path) -> Iterator[Ask]:
     """One process for all questions: importing a trainer takes seconds. Its working directory and
     HOME are ``home``."""
     log = home / "log"
-    environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "HOME": str(home)}
+    environment = {"HF_HUB_OFFLINE": "1", "HOME": str(home)}
+    environment |= {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -54,3 +55,14 @@ def peer(python: str, script: Path, home: Path) -> Iterator[Ask]:
             return json.loads(answer)
 
         yield ask
+
+
+def answer_questions(functions: dict[str, Any]) -> None:
+    """Answer until stdin ends; runs in the other process. Only answers go to its stdout, whatever
+    the libraries print."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        question = json.loads(line)
+        found = functions[question["function"]](**question["arguments"])
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()

@@ -7,17 +7,15 @@ the case. Everything else is the cookbook's code.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from typing import get_args
 
 import tinker
 import torch
+from peer import answer_questions
 from tinker_cookbook import hyperparam_utils
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.eval.benchmarks._runner import _compute_pass_at_k
-from tinker_cookbook.preference.train_dpo import compute_dpo_loss
 from tinker_cookbook.recipes import rl_loop
 from tinker_cookbook.rl import data_processing, metric_util, metrics
 from tinker_cookbook.rl.types import (
@@ -120,35 +118,25 @@ def post_kl(rows: list[dict], scores: list[list[float | None]]) -> dict:
     return asyncio.run(metrics.compute_post_kl(data, scorer))
 
 
-def kl_penalty(rows: list[dict], scores: list, coef: float, discount: float) -> dict:
+def kl_penalty(rows: list[dict], scores: list, coef: float) -> dict:
     """The KL to a reference policy, in the advantages."""
     data = [to_datum(row) for row in rows]
     scorer = Scorer([row["tokens"] for row in rows], scores)
-    found = asyncio.run(metrics.incorporate_kl_penalty(data, scorer, coef, discount))
+    found = asyncio.run(metrics.incorporate_kl_penalty(data, scorer, coef, 0.0))
     return {"metrics": found, "data": [plain(datum) for datum in data]}
 
 
-def distillation(rows: list[dict], scores: list, coef: float, discount: float) -> dict:
+def distillation(rows: list[dict], scores: list) -> dict:
     """The reverse KL to a teacher, in the advantages."""
     data = [to_datum(row) for row in rows]
     scorers = [Scorer([row["tokens"] for row in rows], scores)] * len(rows)
-    found = asyncio.run(
-        train_on_policy.incorporate_kl_penalty(data, scorers, [0] * len(rows), coef, discount)
-    )
+    kl = train_on_policy.incorporate_kl_penalty(data, scorers, [0] * len(rows), 1.0, 0.0)
+    found = asyncio.run(kl)
     return {"metrics": found, "data": [plain(datum) for datum in data]}
 
 
 def discounted(values: list[float], discount: float) -> list[float]:
     return metrics.discounted_future_sum_vectorized(torch.tensor(values), discount).tolist()
-
-
-def dpo(policy: list[list[float]], reference: list[float], beta: float) -> dict:
-    """Rows of log-probs of answers, chosen and rejected in turn; of the reference their sums."""
-    rows = [torch.tensor(row, requires_grad=True) for row in policy]
-    sums, known = [row.sum() for row in rows], [torch.tensor(value) for value in reference]
-    loss, found = compute_dpo_loss(sums[0::2], sums[1::2], known[0::2], known[1::2], beta)
-    loss.backward()
-    return {"loss": loss.item(), "gradient": [row.grad.tolist() for row in rows], **found}
 
 
 def mean_nll(logprobs: list[list[float]], weights: list[list[float]]) -> float:
@@ -182,10 +170,4 @@ def losses() -> list[str]:
 
 
 if __name__ == "__main__":
-    # Only answers go to stdout, whatever the libraries print.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        question = json.loads(line)
-        found = globals()[question["function"]](**question["arguments"])
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+    answer_questions(globals())

@@ -6,12 +6,11 @@ that is TRL's code.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
+from peer import answer_questions
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.iw_opd import IWOPDTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
@@ -30,16 +29,24 @@ _ALONE = SimpleNamespace(
 )
 
 
+COPIED = (
+    "beta", "loss_type", "importance_sampling_level", "scale_rewards", "max_completion_length",
+    "use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max",
+)  # fmt: skip
+
+
 def stand_in() -> SimpleNamespace:
     return SimpleNamespace(training=True, is_gradient_checkpointing=False)
 
 
 def made(kind: type, args: object, **attributes: object) -> object:
-    """A trainer without a model, as far as its formulas look."""
+    """A trainer without a model, as far as its formulas look. Most of its attributes have the names
+    of its arguments."""
     trainer = object.__new__(kind)
     trainer.__dict__.update(
+        {name: getattr(args, name) for name in COPIED if hasattr(args, name)},
         args=args,
-        beta=args.beta,
         accelerator=_ALONE,
         model=stand_in(),
         ref_model=stand_in(),
@@ -76,28 +83,20 @@ def online(config: type, kind: type, args: dict, **attributes: object) -> object
 
 
 def grpo(args: dict, **attributes: object) -> GRPOTrainer:
-    trainer = online(GRPOConfig, GRPOTrainer, args, **attributes)
-    args = trainer.args
-    trainer.__dict__.update(
-        loss_type=args.loss_type,
-        importance_sampling_level=args.importance_sampling_level,
-        scale_rewards=args.scale_rewards,
+    return online(
+        GRPOConfig,
+        GRPOTrainer,
+        args,
         multi_objective_aggregation="sum_then_normalize",
-        max_completion_length=args.max_completion_length,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        use_vllm=args.use_vllm,
-        vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
-        vllm_importance_sampling_mode=args.vllm_importance_sampling_mode,
-        vllm_importance_sampling_clip_min=args.vllm_importance_sampling_clip_min,
-        vllm_importance_sampling_clip_max=args.vllm_importance_sampling_clip_max,
         environment_factories=None,
         environments=None,
         tools=None,
         _entropy_bonus_enabled=False,
         entropy_coef=0.0,
+        **attributes,
     )
-    return trainer
 
 
 def metrics_of(trainer: object) -> dict:
@@ -252,10 +251,4 @@ def distillation(
 
 
 if __name__ == "__main__":
-    # Only answers go to stdout, whatever the libraries print.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        question = json.loads(line)
-        result = globals()[question["function"]](**question["arguments"])
-        answers.write(json.dumps(result) + "\n")
-        answers.flush()
+    answer_questions(globals())

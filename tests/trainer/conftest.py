@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +20,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Import a module of examples/recipes."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    return import_module

@@ -22,7 +22,7 @@ from agentrl.runner import validate_agent
 from agentrl.training.evaluation import plan_evaluation
 from agentrl.training.failures import count_failures
 from agentrl.training.intervals import pass_at_k, task_interval
-from agentrl_tracer.schemas import Call, Reward, Rollout
+from agentrl_tracer.schemas import Reward, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
 
 
@@ -68,7 +68,13 @@ def eval_command(*tokens: Tokens) -> None:
     session.store.close()
     scores = score(rollouts, rewards, how.success_reward)
     problems = count_failures(rollouts)
-    refused = not_enforced(calls, model.adapter) if model.answered_by else {}
+    # Answers of another model that were sampled without a setting of the evaluation, by setting.
+    refused = Counter(
+        name
+        for call in calls
+        if model.answered_by and call.model == model.adapter
+        for name in call.params.get("not_enforced") or ()
+    )
     summary = asdict(scores) | {"failures": problems, "not_enforced": refused}
     session.folder.write_json(session.folder.summary, summary)
     console.print(evaluation_report(scores, problems))
@@ -100,13 +106,6 @@ def evaluation_report(scores: Scores, problems: Mapping[str, int]) -> Table:
 
 def _interval(bounds: tuple[float, float]) -> str:
     return f"95 % interval {bounds[0]:.1%} to {bounds[1]:.1%}"
-
-
-def not_enforced(calls: Sequence[Call], policy: str) -> dict[str, int]:
-    """Count the answers that were sampled without a setting of the evaluation, by setting."""
-    of_policy = [call for call in calls if call.model == policy]
-    refused = Counter(name for call in of_policy for name in call.params.get("not_enforced") or ())
-    return dict(sorted(refused.items()))
 
 
 def score(rollouts: Sequence[Rollout], rewards: Sequence[Reward], success: float) -> Scores:

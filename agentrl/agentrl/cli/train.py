@@ -54,7 +54,7 @@ def train_command(*tokens: Tokens) -> None:
     console.print(training_report(summary))
     if summary.learned_nothing:  # for scripts that wait for a better adapter
         sys.exit(1)
-    if fetched := how_to_fetch(summary.adapter):
+    if fetched := how_to_fetch(summary.folder.adapter):
         for command in fetched:
             console.print(f"it is on Tinker; fetch it:  [b cyan]{command}[/]", soft_wrap=True)
         return

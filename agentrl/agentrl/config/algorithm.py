@@ -33,7 +33,6 @@ def step_settings(
 ) -> StepSettings:
     """How records become datums."""
     from agentrl_trainer.data.batch_assembly import StepSettings
-    from agentrl_trainer.data.skip_reasons import SkipRules
 
     algorithm, options = config.algorithm, config.algorithm.of_estimator
     return StepSettings(
@@ -47,7 +46,9 @@ def step_settings(
         step_weight=algorithm.gigpo.step_weight,
         length_normalization=length_normalization(algorithm),
         length_constant=algorithm.length_constant or config.sampler.max_tokens,
-        rules=SkipRules(tuple(algorithm.skip_agents), algorithm.truncated, algorithm.off_policy),
+        skip_agents=tuple(algorithm.skip_agents),
+        truncated=algorithm.truncated,
+        off_policy=algorithm.off_policy,
     )
 
 

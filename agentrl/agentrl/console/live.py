@@ -90,15 +90,11 @@ class TrainDisplay:
         self._step = int(row["step"])
         self._rewards.append(float(row[REWARD]))  # NaN: nothing was rewarded
         self._progress.update(self._bar, completed=self._step, eta=f"ETA {self._eta()}")
-        pending = f" + {accounting.pending} pending" if accounting.pending else ""
-        beside = self._asynchronous()
         self._print(
             f"step {self._step:>3}/{self._steps}  reward {_signed(row[REWARD])}  "
             f"held-out {self._accuracy()}  {row['tokens_per_second']:.0f} tok/s  "
-            f"calls {accounting.recorded} = {accounting.trained} trained + "
-            f"{sum(accounting.skipped.values())} skipped{pending}"
-            f"{'' if accounting.adds_up else '  DOES NOT ADD UP'}  "
-            f"Δlogprob {row[DIFFERENCE]:.1e}{beside and f'  {beside}'}  ETA {self._eta()}"
+            f"calls {_calls(accounting)}  Δlogprob {row[DIFFERENCE]:.1e}"
+            f"{'  '.join(['', *self._asynchronous()])}  ETA {self._eta()}"
         )
 
     def evaluated(self, step: int, accuracy: float) -> None:
@@ -114,7 +110,7 @@ class TrainDisplay:
         if not self._console.is_terminal:
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    def _asynchronous(self) -> str:
+    def _asynchronous(self) -> list[str]:
         """Say how stale the trained rollouts were; empty if the run is synchronous."""
         row = self._row
         parts: list[str] = []
@@ -123,7 +119,7 @@ class TrainDisplay:
         if row.get("staleness/max") or row.get("groups/ahead"):
             parts.append(f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']})")
             parts.append(f"overlapped {row['seconds/overlapped']:.1f} s")
-        return "  ".join(parts)
+        return parts
 
     def _rollouts_ahead(self) -> str:
         """Say what runs beside the phase; asks once a second at most."""
@@ -168,20 +164,18 @@ class TrainDisplay:
             difference = f"largest log-prob difference {row[DIFFERENCE]:.1e}"
             table.add_row("sampler vs trainer", difference)
         if beside := self._asynchronous():
-            table.add_row("rollouts", beside)
-        if self._accounting:
-            table.add_row("calls", _calls(self._accounting))
+            table.add_row("rollouts", "  ".join(beside))
+        if a := self._accounting:
+            table.add_row("calls", Text(_calls(a), "" if a.adds_up else "bold red"))
         return table
 
 
-def _calls(a: Accounting) -> Text:
-    text = Text(f"{a.proxied} proxied = {a.recorded} recorded = {a.trained} trained")
-    for reason, count in sorted(a.skipped.items(), key=lambda item: -item[1]):
-        text.append(f" + {count} {reason}", style="dim")
-    if a.pending:
-        text.append(f" + {a.pending} pending")
-    text.append(" ✓" if a.adds_up else " ✗ does not add up", "green" if a.adds_up else "bold red")
-    return text
+def _calls(a: Accounting) -> str:
+    skipped = sorted(a.skipped.items(), key=lambda item: -item[1])
+    parts = [f"{a.trained} trained", *(f"{count} {reason}" for reason, count in skipped)]
+    parts += [f"{a.pending} pending"] if a.pending else []
+    sums = f"{a.proxied} proxied = {a.recorded} recorded = {' + '.join(parts)}"
+    return f"{sums} {'✓' if a.adds_up else '✗ DOES NOT ADD UP'}"
 
 
 def _signed(value: float) -> str:

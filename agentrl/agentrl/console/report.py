@@ -51,7 +51,7 @@ def training_report(summary: Summary) -> Panel:
     rows += [
         ("time", f"{sum(summary.seconds.values()):.0f} s: {split}"),
         ("learning curve", shown(summary.folder.picture)),
-        ("adapter", shown(summary.adapter)),
+        ("adapter", shown(summary.folder.adapter)),
     ]
     if summary.learned_nothing:
         trainable = accounting.recorded - accounting.skipped.get(SkipReason.EVALUATION, 0)
@@ -95,7 +95,7 @@ def serve_command(summary: Summary, model: str, *, trust_remote_code: bool) -> s
     """Return the one line that serves what was trained."""
     flags = "" if model == "agentrl-tiny" else f" --model {model}"
     flags += " --trust-remote-code" if trust_remote_code else ""
-    return f"agentrl serve --adapter-path {shown(summary.adapter)}{flags}"
+    return f"agentrl serve --adapter-path {shown(summary.folder.adapter)}{flags}"
 
 
 def shown(path: Path) -> str:

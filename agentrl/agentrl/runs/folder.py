@@ -14,7 +14,7 @@ from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
 from agentrl.runs.lock import RunLock
 
-_POINTER = "tinker.json"  # as agentrl_trainer.client.naming has it, which would import torch
+_POINTER = "tinker.json"  # as agentrl_trainer.client.saved has it, which would import torch
 
 
 class RunFolder:

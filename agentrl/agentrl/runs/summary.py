@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
@@ -31,7 +30,6 @@ class Summary:
     """How a run ended."""
 
     folder: RunFolder
-    adapter: Path
     steps: int
     rewards: list[float | None]
     """The mean of each step; None where nothing was rewarded."""
@@ -64,11 +62,13 @@ def summarise(
         seconds: wall-clock time by what it went into.
     """
     rows = folder.read_metrics()
-    _keep_adapters(folder, adapters, step)
+    shutil.rmtree(folder.adapter, ignore_errors=True)
+    for name in adapters:
+        final = folder.adapter if len(adapters) == 1 else folder.adapter / name
+        shutil.copytree(folder.adapter_version(name, step), final)
     draw_learning_curve(rows, f"{folder.name}: {model}", folder.picture)
     summary = Summary(
         folder=folder,
-        adapter=folder.adapter,
         steps=step,
         rewards=[row[REWARD] for row in rows if REWARD in row],
         accounting=store.accounting(run_id),
@@ -76,23 +76,10 @@ def summarise(
         replies=_replies(store, run_id, eval_ids, step),
         seconds={name: round(value, 2) for name, value in seconds.items()},
     )
-    written = {
-        "steps": step,
-        "held_out": summary.held_out,
-        "reward": summary.rewards,
-        "seconds": summary.seconds,
-        "calls": asdict(summary.accounting) | {"adds_up": summary.accounting.adds_up},
-    }
-    folder.write_json(folder.summary, written)
+    written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
+    calls = asdict(summary.accounting) | {"adds_up": summary.accounting.adds_up}
+    folder.write_json(folder.summary, written | {"seconds": summary.seconds, "calls": calls})
     return summary
-
-
-def _keep_adapters(folder: RunFolder, adapters: Collection[str], step: int) -> None:
-    if folder.adapter.exists():
-        shutil.rmtree(folder.adapter)
-    for name in adapters:
-        final = folder.adapter if len(adapters) == 1 else folder.adapter / name
-        shutil.copytree(folder.adapter_version(name, step), final)
 
 
 def _replies(store: Store, run_id: str, eval_ids: Sequence[str], step: int) -> list[Reply]:

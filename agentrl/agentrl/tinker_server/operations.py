@@ -18,7 +18,7 @@ from agentrl.tinker_server.samplers import Samplers
 from agentrl.tinker_server.sessions import Sessions
 from agentrl_trainer.client import AdamParams, SamplingParams, ServiceClient, TrainingClient
 from agentrl_trainer.client.futures import map_future
-from agentrl_trainer.client.naming import SAMPLERS, STATES
+from agentrl_trainer.client.saved import SAMPLERS, STATES
 from agentrl_trainer.models.loading import resolve_model
 
 log = logging.getLogger(__name__)

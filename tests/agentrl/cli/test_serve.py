@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,14 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+from served import Served
 
 from agentrl.gateway.handle import GatewayHandle
 
-HELLO: dict[str, Any] = {
-    "model": "agentrl-tiny",
-    "messages": [{"role": "user", "content": "Who are you?"}],
-    "max_tokens": 8,
-}
 LONG: dict[str, Any] = {
     "max_tokens": 300,
     "response_format": {
@@ -37,63 +32,12 @@ LONG: dict[str, Any] = {
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-class Served:
-    """A running ``agentrl serve``."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        if "--store" not in arguments:
-            arguments = ("--store", str(folder / "served.db"), *arguments)
-        self.said = (folder / "said").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentrl", "serve", "--port", "0", "--device", "cpu",
-             *arguments],
-            stdout=subprocess.PIPE, stderr=self.said, text=True, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        found = None
-        while found is None:
-            line = self.process.stdout.readline()
-            assert line, "the server ended"
-            found = re.search(r"http://[\d.]+:\d+", line)
-        self.url = found[0]
-
-    def gateway(self, other_than: int = 0) -> int:
-        """The process id of the gateway, once there is one."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            threads = children.parent.parent.glob("*/children")  # whichever started it
-            pids = {int(pid) for file in threads for pid in file.read_text().split()}
-            if pids - {other_than}:
-                [pid] = pids - {other_than}
-                return pid
-            time.sleep(0.02)
-        raise AssertionError("there is no gateway")
-
-    def ask(self, **more: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/chat/completions", json=HELLO | more, timeout=60)
-
-    def end(self, how: signal.Signals) -> int:
-        self.process.send_signal(how)
-        return self.process.wait(45)
-
-    def all_said(self) -> str:
-        self.said.seek(0)
-        return self.said.read()
-
-
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    started: list[Served] = []
-
-    def start(*arguments: str) -> Served:
-        started.append(Served(tmp_path, *arguments))
-        return started[-1]
-
-    yield start
-    for one in started:
-        with one.process, one.said:
-            one.process.kill()
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments: stack.enter_context(
+            contextlib.closing(Served(tmp_path, *arguments))
+        )
 
 
 def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Served]) -> None:
@@ -111,7 +55,8 @@ def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Serv
     answers: list[httpx.Response] = []
     slow = threading.Thread(target=lambda: answers.append(served.ask(**LONG)))
     slow.start()
-    until(lambda: in_flight(served) == 1)
+    health = f"{served.url}/healthz"
+    until(lambda: httpx.get(health, timeout=10).json()["in_flight"] == 1)
     assert served.end(signal.SIGTERM) == 0
     slow.join(45)
     assert [answer.status_code for answer in answers] == [200]  # it drained
@@ -131,29 +76,25 @@ def test_a_gateway_that_dies_again_and_again_ends_it(serve: Callable[..., Served
     assert said.count("starting it again") == 4
 
 
+NO_SERVER = "http://127.0.0.1:1"
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "why"),
     [
         ("--model", "/nowhere/at/all", "/nowhere/at/all"),
         ("--store", "postgresql://u@127.0.0.1:1/x", "store: connection failed"),
-        ("--sampler.vllm.url", "<a locked one>", "vllm: the server wants an API key"),
-        (
-            "--sampler.vllm.url",
-            "http://127.0.0.1:1",
-            "no vLLM server is ready at http://127.0.0.1:1",
-        ),
+        ("--sampler.vllm.url", "<locked>", "vllm: the server wants an API key"),
+        ("--sampler.vllm.url", NO_SERVER, f"no vLLM server is ready at {NO_SERVER}"),
     ],
-    ids=["model", "store", "vllm", "nobody"],
+    ids=["model", "store", "locked vllm", "no vllm"],
 )
 def test_settings_that_no_gateway_can_use_end_it_at_once(
     serve: Callable[..., Served], setting: str, value: str, why: str
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        if setting == "--sampler.vllm.url":
-            url = value if "://" in value else stack.enter_context(locked_vllm())
-            served = serve("--sampler", "vllm", setting, url, "--sampler.vllm.wait", "0")
-        else:
-            served = serve(setting, value)
+    with locked_vllm() as locked:
+        more = ("--sampler", "vllm", "--sampler.vllm.wait", "0") if "vllm" in setting else ()
+        served = serve(setting, value.replace("<locked>", locked), *more)
         assert served.process.wait(60) == 2
     said = " ".join(served.all_said().split())
     assert why in said
@@ -176,11 +117,9 @@ def locked_vllm() -> Iterator[str]:
         def log_message(self, *_: Any) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join()
 
 
 class Flickering(GatewayHandle):
@@ -203,10 +142,6 @@ def test_moments_of_health_are_no_health(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("agentrl.gateway.handle._LIVED_S", 0.1)
     with pytest.raises(RuntimeError, match="5 times in a row"):
         Flickering([0, 50, 100, 150, 200]).watch()
-
-
-def in_flight(served: Served) -> int:
-    return httpx.get(f"{served.url}/healthz", timeout=10).json()["in_flight"]
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -138,13 +138,9 @@ def test_the_page_of_settings_is_written_from_the_models() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [
-        ("", 0.0),
-        ("--samples 4", 1.0),
-        ("--samples 4 --temperature 0.5", 0.5),
-        ("--samples 4 --temperature 0", 0.0),
-    ],
-)
+    [("", 0), ("--samples 4", 1), ("--samples 4 --temperature 0.5", 0.5),
+     ("--samples 4 --temperature 0", 0)],
+)  # fmt: skip
 def test_several_samples_are_sampled_unless_told_otherwise(flags: str, expected: float) -> None:
     how = load(EvalConfig, ["a:b", "--tasks", "t", *flags.split()], {}).evaluation
     assert how.temperature == expected
@@ -177,16 +173,13 @@ def test_every_epoch_visits_every_task_once() -> None:
     assert tasks_in_order(4, 4, 10, seed=4) != seen[4:8]
 
 
-@pytest.mark.parametrize("written", [["asker", "answerer"], "asker,answerer", "asker, answerer"])
-def test_names_of_adapters_are_enough(written: Any) -> None:
+def test_adapters_are_names_or_a_table() -> None:
     assert config(adapter="player").sole_adapter == "player"
-    given = config(adapters=written)
-    assert list(given.trained) == ["asker", "answerer"]
-    assert given.sole_adapter is None
-    assert given.trained["asker"].agents is None
-
-
-def test_the_table_says_which_agents_and_rewards_train_an_adapter() -> None:
+    for written in (["asker", "answerer"], "asker,answerer", "asker, answerer"):
+        given = config(adapters=written)
+        assert list(given.trained) == ["asker", "answerer"]
+        assert given.sole_adapter is None
+        assert given.trained["asker"].agents is None
     table = {"asker": {"agents": ["Asker"], "rewards": ["question"]}, "answerer": {}}
     given = config(adapters=json.dumps(table))
     assert given.trained["asker"].rewards == ["question"]

@@ -25,7 +25,7 @@ def printed(what: Any) -> str:
 def reported(accounting: Accounting, rewards: list[float | None], steps: int = 3) -> str:
     folder = RunFolder(Path("runs/x"))
     replies = [Reply("user: hi", "no", "[yes]")]
-    summary = Summary(folder, folder.adapter, steps, rewards, accounting, [(0, 0.5)], replies, {})
+    summary = Summary(folder, steps, rewards, accounting, [(0, 0.5)], replies, {})
     return printed(training_report(summary))
 
 

@@ -19,7 +19,7 @@ from agentrl.tinker_server import create_app, messages
 from agentrl.tinker_server.operations import TinkerServer
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import AdamParams, Datum, ForwardBackwardOutput, ServiceClient
-from agentrl_trainer.client.local.training import read_state
+from agentrl_trainer.client.saved import read_state
 
 ADAM = {"learning_rate": 1e-3}
 
@@ -52,8 +52,7 @@ class Client:
 
     @property
     def learner(self) -> Any:
-        backend: Any = self.server.service._backend
-        return backend.base(TINY).learner
+        return self.server.service._base(TINY).learner
 
 
 @pytest.fixture

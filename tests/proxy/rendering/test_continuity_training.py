@@ -77,11 +77,12 @@ def talk(
 
 def check_rows(calls: list[Call], edited: bool) -> None:
     from agentrl_trainer.data.packing import pack
+    from agentrl_trainer.data.skip_reasons import SkipRules
     from agentrl_trainer.data.training_row import to_training_row
     from agentrl_trainer.data.trajectories import build_trajectories
 
     assert len(calls) == TURNS
-    built = build_trajectories(calls, max_length=100_000)
+    built = build_trajectories(calls, SkipRules(max_length=100_000))
     assert not built.skipped
     rows = built.trajectories
     assert len(rows) == (2 if edited else 1)

@@ -27,6 +27,7 @@ from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import DecodingParams, FinishEvent
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
 from agentrl_tracer.store.database import normalize_url
+from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import build_trajectories
 
 pytestmark = [  # LiteLLM's use of pydantic
@@ -267,7 +268,7 @@ def assert_trained_once(gateway: Running, calls: int) -> None:
     """Every call is a row of its own, of the tokens that its sampler gave, and each trains."""
     recorded = gateway.calls(gateway.claims[0])
     assert len(recorded) == calls
-    built = build_trajectories(recorded, max_length=10_000)
+    built = build_trajectories(recorded, SkipRules(max_length=10_000))
     assert not built.skipped
     assert [row.call_ids for row in built.trajectories] == [[call.id] for call in recorded]
     for row, seen in zip(built.trajectories, gateway.sampler.requests, strict=True):
@@ -380,7 +381,7 @@ def assert_only_the_last_answer_trains(
     assert len(broken) == failed
     assert {row.skip_reason for row in broken} == {SkipReason.SAMPLER_ERROR}
     assert any(row.response_ids for row in broken)  # whole choices are recorded, and explained
-    built = build_trajectories(rows, max_length=10_000)
+    built = build_trajectories(rows, SkipRules(max_length=10_000))
     assert len(built.skipped) == failed
     assert sum(sum(row.mask) for row in built.trajectories) == sum(
         len(row.response_ids) for row in done

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 from client_data import ROW, TINY, supervised
 
-from agentrl_trainer.client import (
-    AdamParams,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from agentrl_trainer.client import AdamParams, SamplingParams, ServiceClient, TrainingClient
 
 
 def test_a_loss_may_wait_for_no_other_operation_of_its_base(

@@ -10,11 +10,10 @@ import pytest
 from client_data import ROW, TINY, supervised
 
 from agentrl_trainer.client import AdamParams, SamplingParams, ServiceClient, TrainingClient
-from agentrl_trainer.client.local.training import read_state
-from agentrl_trainer.client.parameters import TINKER_ONLY, tinker_options
+from agentrl_trainer.client.parameters import TINKER_ONLY, check_tinker_only
+from agentrl_trainer.client.saved import read_state
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
-LOCAL, TINKER = SimpleNamespace(is_local=True), SimpleNamespace(is_local=False)
 REFUSED = [
     (method, name, local)
     for method, parameters in TINKER_ONLY.items()
@@ -24,21 +23,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("method", "name", "local"), REFUSED)
-def test_a_refused_parameter_is_named_locally_and_sent_to_tinker(
-    method: str, name: str, local: Any
-) -> None:
+def test_a_refused_parameter_is_named(method: str, name: str, local: Any) -> None:
     special = SimpleNamespace(type="dimuon") if name == "optimizer" else 2
     with pytest.raises(ValueError, match=f"{name}: "):
-        tinker_options(method, {name: special}, LOCAL)
+        check_tinker_only(method, {name: special})
     for usual in (None, 0, False, local.accepted, SimpleNamespace(type=local.accepted)):
-        tinker_options(method, {name: usual}, LOCAL)
-    assert tinker_options(method, {name: special}, TINKER) == {name: special}
+        check_tinker_only(method, {name: usual})
 
 
-def test_an_unknown_parameter_is_an_error_and_none_is_not_sent() -> None:
+def test_an_unknown_parameter_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"sample\(\) got an unexpected keyword argument 'temp'"):
-        tinker_options("sample", {"temp": 1}, TINKER)
-    assert tinker_options("save_state", {"ttl_seconds": None}, TINKER) == {}
+        check_tinker_only("sample", {"temp": 1})
 
 
 async def test_every_method_takes_the_parameters_of_its_table(tmp_path: Path) -> None:

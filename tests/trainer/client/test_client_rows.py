@@ -9,11 +9,7 @@ import pytest
 import torch
 from client_data import RL_ROW, ROW, reinforced, supervised
 
-from agentrl_trainer.client import (
-    Datum,
-    EncodedTextChunk,
-    ModelInput,
-)
+from agentrl_trainer.client import Datum, EncodedTextChunk, ModelInput
 from agentrl_trainer.client.rows import to_row, to_rows
 
 

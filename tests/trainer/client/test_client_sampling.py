@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client_data import ROW, TINY, supervised
+from client_data import ROW, TINY, grad_norm, logprobs, supervised
 
-from agentrl_trainer.client import (
-    AdamParams,
-    ModelInput,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from agentrl_trainer.client import ModelInput, SamplingParams, ServiceClient, TrainingClient
 
 
 def test_a_sampling_client_keeps_its_weights(training: TrainingClient) -> None:
@@ -23,24 +17,19 @@ def test_a_sampling_client_keeps_its_weights(training: TrainingClient) -> None:
     scores = [before.compute_logprobs(ROW).result()]
     for _ in range(3):
         training.forward_backward([supervised()])
-        training.optim_step(AdamParams(learning_rate=1e-2))
+        grad_norm(training)
     after = training.save_weights_and_get_sampling_client()
     scores += [after.compute_logprobs(ROW).result(), before.compute_logprobs(ROW).result()]
     assert scores[0] == scores[2]
     assert scores[0][0] is None
-    trained = training.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
-    assert scores[1][1:] == pytest.approx(trained.tolist(), abs=1e-4)
+    assert scores[1][1:] == pytest.approx(logprobs(training), abs=1e-4)
     assert sum(s or 0 for s in scores[1]) > sum(s or 0 for s in scores[0]) + 1
 
 
 def test_sampling(service: ServiceClient) -> None:
     client = service.create_sampling_client(base_model=TINY)
     tokenizer = client.get_tokenizer()
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Who are you?"}],
-        add_generation_prompt=True,
-        return_dict=False,
-    )
+    prompt = tokenizer.encode("<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n")
     params = SamplingParams(max_tokens=24, seed=5)
     response = client.sample(
         ModelInput.from_ints(prompt), 2, params, include_prompt_logprobs=True
@@ -85,7 +74,7 @@ def test_where_sampling_stops(service: ServiceClient) -> None:
 
 def test_saved_sampler_weights_are_served(service: ServiceClient, training: TrainingClient) -> None:
     training.forward_backward([supervised()])
-    training.optim_step(AdamParams(learning_rate=1e-2))
+    grad_norm(training)
     path = training.save_weights_for_sampler("one").result().path
     assert (Path(path) / "adapter_config.json").is_file()
     params = SamplingParams(max_tokens=5, temperature=0.0)
@@ -95,7 +84,7 @@ def test_saved_sampler_weights_are_served(service: ServiceClient, training: Trai
 
 
 def test_weights_of_a_dropped_client_are_unloaded(shared: TrainingClient) -> None:
-    base: Any = shared._backend.base  # type: ignore[attr-defined]
+    base = shared._base
     client = shared.save_weights_and_get_sampling_client().result()
     loaded = set(base.sampler.adapters)
     pending = client.sample(ROW, 1, SamplingParams(max_tokens=40, stop=[]))
@@ -109,7 +98,7 @@ def test_a_client_is_dropped_whatever_its_thread_holds(tmp_path: Path) -> None:
     """The garbage collector may run anywhere, also where the base's lock is held."""
     with ServiceClient(folder=tmp_path) as service:
         training = service.create_lora_training_client(TINY, rank=4)
-        base: Any = training._backend.base  # type: ignore[attr-defined]
+        base = training._base
         held = [training.save_weights_and_get_sampling_client().result()]
 
         def drop() -> None:

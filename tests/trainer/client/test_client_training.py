@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client_data import RL_ROW, ROW, TINY, reinforced, supervised
+from client_data import RL_ROW, ROW, TINY, grad_norm, logprobs, reinforced, supervised
 
 from agentrl_trainer.client import (
     AdamParams,
-    Datum,
     SamplingClient,
     SamplingParams,
     ServiceClient,
@@ -26,11 +25,6 @@ from agentrl_trainer.models.loading import load_base
 
 def learner(seed: int = 3) -> Learner:
     return Learner(load_base(TINY), adapters=("a",), rank=4, seed=seed)
-
-
-def logprobs(client: TrainingClient, datum: Datum | None = None) -> list[float]:
-    done = client.forward([datum or supervised()]).result()
-    return done.loss_fn_outputs[0]["logprobs"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -48,25 +42,23 @@ def test_a_step_is_the_learners(
     training: TrainingClient, loss: str, config: dict[str, float]
 ) -> None:
     seen = training.forward([reinforced()], loss, config).result()
-    ours = training.forward_backward([reinforced()], loss, config)
+    ours = training.forward_backward([reinforced()], loss, config).result()
     # What ``forward`` computes is the same, and leaves no gradient.
-    assert seen.metrics == ours.result().metrics
-    assert (
-        seen.loss_fn_outputs[0]["logprobs"] == ours.result().loss_fn_outputs[0]["logprobs"]
-    ).all()
-    norm = training.optim_step(AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"]
+    assert seen.metrics == ours.metrics
+    before = ours.loss_fn_outputs[0]["logprobs"]
+    assert (seen.loss_fn_outputs[0]["logprobs"] == before).all()
+    norm = grad_norm(training)
     plain = learner()
     stats = plain.forward_backward([RL_ROW], loss, config, normalize_by=1.0)
     step = plain.optim_step(AdamParams(learning_rate=1e-2))
-    assert ours.result().metrics["loss:sum"] == stats.loss
+    assert ours.metrics["loss:sum"] == stats.loss
     assert norm == step.grad_norm > 0
-    logprobs = ours.result().loss_fn_outputs[0]["logprobs"]
-    assert logprobs.shape == (7,)
+    assert before.shape == (7,)
     # Both have learned the same: the next log-probs are those of the learner, to the last bit.
-    after = training.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
+    after = logprobs(training)
     whole = TrainingRow(ROW, [False] + [True] * 7, [0.0] * 8, [0.0] * 8, "a")
-    assert after.tolist() == np.float32(plain.forward([whole])[0][1:]).tolist()
-    assert abs(after[3:] - logprobs[3:]).max() > 1e-4
+    assert after == np.float32(plain.forward([whole])[0][1:]).tolist()
+    assert abs(np.subtract(after, before)[3:]).max() > 1e-4
 
 
 def test_every_parameter_of_adam_is_the_learners(training: TrainingClient) -> None:
@@ -87,10 +79,10 @@ def test_every_parameter_of_adam_is_the_learners(training: TrainingClient) -> No
 def test_cross_entropy_is_the_weighted_sum(shared: TrainingClient) -> None:
     weights = [0.0, 0.5, 1.0, 1.0, 2.0, 0.0, 1.0]
     done = shared.forward_backward([supervised(weights=weights)]).result()
-    logprobs = done.loss_fn_outputs[0]["logprobs"]
-    assert (logprobs < 0).all()
-    assert done.metrics["loss:sum"] == pytest.approx(-float(np.dot(weights, logprobs)), rel=1e-5)
-    shared.optim_step(AdamParams(learning_rate=0)).result()
+    found = done.loss_fn_outputs[0]["logprobs"]
+    assert (found < 0).all()
+    assert done.metrics["loss:sum"] == pytest.approx(-float(np.dot(weights, found)), rel=1e-5)
+    grad_norm(shared, 0)
 
 
 def test_a_forward_weighs_as_forward_backward_does(shared: TrainingClient) -> None:
@@ -100,7 +92,7 @@ def test_a_forward_weighs_as_forward_backward_does(shared: TrainingClient) -> No
     seen = shared.forward([datum]).result().metrics["loss:sum"]
     assert seen == pytest.approx(plain / 2, rel=1e-5)
     assert seen == shared.forward_backward([datum]).result().metrics["loss:sum"]
-    shared.optim_step(AdamParams(learning_rate=0)).result()
+    grad_norm(shared, 0)
 
 
 def test_a_custom_loss_has_the_gradient_of_the_built_in_one(service: ServiceClient) -> None:
@@ -121,14 +113,13 @@ def test_a_custom_loss_has_the_gradient_of_the_built_in_one(service: ServiceClie
     second = custom.forward_backward_custom(data, loss).result()
     assert second.metrics["loss:sum"] == pytest.approx(first.metrics["loss:sum"], rel=1e-5)
     assert second.metrics["parts"] == 2
-    norms = [c.optim_step().result().metrics["grad_norm"] for c in (built_in, custom)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert grad_norm(built_in) == pytest.approx(grad_norm(custom), rel=1e-5)
 
 
 def test_normalize_by(shared: TrainingClient) -> None:
     def norm(by: float | None) -> float:
         shared.forward_backward([supervised()], normalize_by=by)
-        return shared.optim_step(AdamParams(learning_rate=0)).result().metrics["grad_norm"]
+        return grad_norm(shared, 0)
 
     whole = norm(1.0)
     assert norm(None) == pytest.approx(whole / 7, rel=1e-5)
@@ -136,7 +127,7 @@ def test_normalize_by(shared: TrainingClient) -> None:
 
 
 def test_a_failed_forward_backward_is_no_silent_half_step(shared: TrainingClient) -> None:
-    before = shared.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
+    before = logprobs(shared)
     shared.forward_backward([supervised()])
 
     def broken(data: Any, logprobs: Any) -> Any:
@@ -147,34 +138,29 @@ def test_a_failed_forward_backward_is_no_silent_half_step(shared: TrainingClient
         failed.result()
     with pytest.raises(RuntimeError, match="nothing was updated"):
         shared.optim_step().result()
-    after = shared.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
-    assert after.tolist() == before.tolist()
-    assert shared.optim_step().result().metrics["grad_norm"] == 0  # and it goes on
+    assert logprobs(shared) == before
+    assert grad_norm(shared) == 0  # and it goes on
 
 
 def test_a_step_that_is_not_finite_is_refused(shared: TrainingClient) -> None:
-    before = shared.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
-    far = Datum(reinforced().model_input, {**reinforced().loss_fn_inputs, "logprobs": [-200.0] * 7})
-    shared.forward_backward([far], "importance_sampling")
+    before = logprobs(shared)
+    shared.forward_backward([reinforced(logprobs=[-200.0] * 7)], "importance_sampling")
     assert shared.optim_step().result().metrics["skipped_non_finite"] == 1
-    after = shared.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
-    assert after.tolist() == before.tolist()
+    assert logprobs(shared) == before
 
 
 def test_adapters_over_one_base_learn_apart(service: ServiceClient) -> None:
     first = service.create_lora_training_client(TINY, rank=4, seed=1)
     second = service.create_lora_training_client(TINY, rank=8, seed=2, train_mlp=False)
     assert second.get_info().lora_rank == 8
-    base = second.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
+    base = logprobs(second)
     first.forward_backward([supervised()])
     second.forward_backward([supervised()])
-    first.optim_step(AdamParams(learning_rate=1e-2)).result()
-    untouched = second.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
-    assert untouched.tolist() == base.tolist()
+    grad_norm(first)
+    assert logprobs(second) == base
     # The other's step has not eaten its gradient.
-    assert second.optim_step(AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"] > 0
-    learned = second.forward([supervised()]).result().loss_fn_outputs[0]["logprobs"]
-    assert learned.sum() > base.sum() + 0.1
+    assert grad_norm(second) > 0
+    assert sum(logprobs(second)) > sum(base) + 0.1
 
 
 def test_the_caller_does_not_wait(shared: TrainingClient) -> None:
@@ -182,7 +168,7 @@ def test_the_caller_does_not_wait(shared: TrainingClient) -> None:
     assert not futures[-1].done()
     assert futures[-1].result().metrics["tokens:sum"] == 7
     assert futures[0].done()  # in order
-    shared.optim_step(AdamParams(learning_rate=0)).result()
+    grad_norm(shared, 0)
 
 
 async def test_everything_can_be_awaited(service: ServiceClient) -> None:

@@ -1,10 +1,11 @@
 """The client API: Tinker's names and shapes over this machine, or over Tinker.
 
 service, training, sampling, types   what scripts use: the three clients and their values
-parameters   Tinker-only parameters, and what the local backend does with them
-local, tinker   the two backends: they have the same methods
-rows         the clients' datums as the learner's training rows
-futures, async_api, naming   awaitable results, ``*_async`` variants, names on disk
+parameters    Tinker-only parameters, and what the local backend does with them
+local_base    one base model: its learner, its sampler and its training thread
+rows, saved   datums as the learner's training rows; names on disk of what clients save
+futures       awaitable results, workers and ``*_async`` variants
+tinker        the same three clients over the official SDK
 """
 
 from agentrl_trainer.client.futures import APIFuture

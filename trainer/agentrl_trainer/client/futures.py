@@ -1,47 +1,49 @@
-"""Futures of operations: awaitable results, and workers that run operations in order.
-
-Knows concurrent and asyncio futures, not what is computed.
-"""
+"""Futures of operations: awaitable results, workers that run operations in order, and the
+``*_async`` variants of methods that return futures. Does not know what is computed."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-T = TypeVar("T")
 S = TypeVar("S")
+T = TypeVar("T")
+P = ParamSpec("P")
+Variant = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
-_SOURCES = "_agentrl_sources"  # attribute of a pending future: what must be done before it
 _here = threading.local()  # .worker: the Worker whose thread this is
 
 
-class APIFuture(Generic[T]):
+class APIFuture(Future[T]):
     """The result of an operation that a client has started.
 
     ``future.result()`` waits; ``await future`` waits in a coroutine. Both raise what the operation
     raised. Canceling a waiting coroutine does not cancel the operation.
     """
 
-    def __init__(self, future: Future[T]) -> None:
-        self._future = future
+    def __init__(self, workers: frozenset[Worker] = frozenset()) -> None:
+        super().__init__()
+        self.workers = workers  # that have yet to run something before the result is known
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
 
         Raises:
             TimeoutError: after ``timeout`` seconds; the operation continues.
+            RuntimeError: the thread that would wait has yet to compute the result.
         """
-        return wait(self._future, timeout)
+        self._refuse_deadlock()
+        return super().result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - as Tinker
         """Wait for the result without blocking the event loop."""
-        _refuse_deadlock(self._future)
-        waiting = asyncio.shield(asyncio.wrap_future(self._future))
-        return await asyncio.wait_for(waiting, timeout)
+        self._refuse_deadlock()
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self)), timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
@@ -51,29 +53,50 @@ class APIFuture(Generic[T]):
         return await self
 
     def future(self) -> Future[T]:
-        """Return the underlying future, for example for ``concurrent.futures.wait``."""
-        return self._future
+        """Return this future: it is one of ``concurrent.futures``."""
+        return self
 
-    def done(self) -> bool:
-        return self._future.done()
+    def _refuse_deadlock(self) -> None:
+        if not self.done() and getattr(_here, "worker", None) in self.workers:
+            raise RuntimeError(
+                "a loss function may not wait for another operation of its own training thread: "
+                "it would wait for itself"
+            )
+
+    def _set(self, work: Callable[[], T]) -> None:
+        """Run ``work`` and keep its result, or what it raises."""
+        try:
+            self.set_result(work())
+        except BaseException as error:
+            self.set_exception(error)
 
 
 class Worker:
     """One thread that runs operations in order."""
 
     def __init__(self, name: str) -> None:
-        self._newest: Future[Any] = finished(None)
+        self._newest: APIFuture[Any] = finished(None)
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix=name, initializer=setattr, initargs=(_here, "worker", self)
         )
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        self._newest = depends(self._executor.submit(work), self)
-        return self._newest
+    def submit(self, work: Callable[[], T]) -> APIFuture[T]:
+        made: APIFuture[T] = APIFuture(frozenset([self]))
 
-    def in_turn(self, start: Callable[[], Future[T]]) -> Future[T]:
-        """Call ``start`` at once if the worker is idle, else after what was submitted before."""
-        return start() if self._newest.done() else chain(self.submit(start), lambda inner: inner)
+        def run() -> None:
+            if made.set_running_or_notify_cancel():
+                made._set(work)
+
+        self._newest = made
+        self._executor.submit(run)
+        return made
+
+    def in_turn(self, start: Callable[[], APIFuture[T]], *, wait: bool = False) -> APIFuture[T]:
+        """Call ``start`` on this thread after what was submitted before; at once if the worker is
+        idle, unless ``wait``."""
+        if self._newest.done() and not wait:
+            return start()
+        return chain(self.submit(start), lambda inner: inner)
 
     def idle(self) -> None:
         """Wait until everything submitted so far has ended, in whatever way."""
@@ -84,66 +107,31 @@ class Worker:
         self._executor.shutdown()
 
 
-def wait(future: Future[T], timeout: float | None = None) -> T:
-    """Return the result; RuntimeError on the thread of the worker that has yet to compute it."""
-    _refuse_deadlock(future)
-    return future.result(timeout)
-
-
-def depends(future: Future[T], *sources: Future[Any] | Worker) -> Future[T]:
-    """Note that ``future`` cannot be done before ``sources``, so that ``wait`` finds deadlocks."""
-    setattr(future, _SOURCES, sources)
-    future.add_done_callback(lambda done: setattr(done, _SOURCES, ()))
-    return future
-
-
-def _refuse_deadlock(future: Future[Any]) -> None:
-    worker = getattr(_here, "worker", None)
-    if worker is not None and _needs(future, worker):
-        raise RuntimeError(
-            "a loss function may not wait for another operation of its own training thread: it "
-            "would wait for itself"
-        )
-
-
-def _needs(future: Future[Any], worker: Worker) -> bool:
-    return not future.done() and any(
-        source is worker or (isinstance(source, Future) and _needs(source, worker))
-        for source in getattr(future, _SOURCES, ())
-    )
-
-
-def finished(value: T) -> Future[T]:
+def finished(value: T) -> APIFuture[T]:
     """Return a future that is done already."""
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
+    made: APIFuture[T] = APIFuture()
+    made.set_result(value)
+    return made
 
 
-def map_future(future: Future[S], convert: Callable[[S], T]) -> Future[T]:
+def map_future(future: Future[S], convert: Callable[[S], T]) -> APIFuture[T]:
     """Return a future of the converted result. It raises what ``convert`` raises."""
     return _after([future], lambda results: finished(convert(results[0])))
 
 
-def chain(future: Future[S], start: Callable[[S], Future[T]]) -> Future[T]:
+def chain(future: Future[S], start: Callable[[S], Future[T]]) -> APIFuture[T]:
     """Return the result of the future that ``start`` makes of ``future``'s result."""
     return _after([future], lambda results: start(results[0]))
 
 
-def gather(several: Sequence[Future[T]]) -> Future[list[T]]:
+def gather(several: Sequence[Future[T]]) -> APIFuture[list[T]]:
     """Return one future of all results, in order, or of the first error among them."""
     return _after(several, finished)
 
 
-def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) -> Future[T]:
-    whole: Future[T] = depends(Future(), *sources)
-    whole.set_running_or_notify_cancel()
-
-    def copy(inner: Future[T]) -> None:
-        try:
-            whole.set_result(inner.result())
-        except BaseException as error:
-            whole.set_exception(error)
+def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) -> APIFuture[T]:
+    whole: APIFuture[T] = APIFuture(frozenset[Worker]().union(*map(_workers, sources)))
+    whole.set_running_or_notify_cancel()  # what has begun cannot be canceled
 
     def begin() -> None:
         try:
@@ -151,8 +139,8 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
         except BaseException as error:
             whole.set_exception(error)
         else:
-            setattr(whole, _SOURCES, (inner,))
-            inner.add_done_callback(copy)
+            whole.workers = _workers(inner)
+            inner.add_done_callback(lambda done: whole._set(done.result))
 
     # Callbacks may run on several threads; list.pop is atomic, so exactly one finds the last.
     tickets = list(range(max(len(sources), 1)))
@@ -161,8 +149,48 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
         if tickets.pop() == 0:
             begin()
 
-    for source in sources:
+    for source in sources or [finished(None)]:
         source.add_done_callback(one_done)
-    if not sources:
-        begin()
     return whole
+
+
+def _workers(future: Future[Any]) -> frozenset[Worker]:
+    pending = isinstance(future, APIFuture) and not future.done()
+    return future.workers if pending else frozenset()
+
+
+# ---- ``*_async`` variants, for scripts that call Tinker's; every future can also be awaited
+
+
+def awaited(
+    method: Callable[Concatenate[S, P], Awaitable[T]], *, on_thread: bool = False
+) -> Variant[S, P, T]:
+    """Return a coroutine function that gives the method's result.
+
+    ``on_thread``: call the method on another thread, because it takes a while to return.
+    """
+
+    async def variant(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        own: Callable[..., Awaitable[T]] = getattr(self, method.__name__)  # also a subclass's
+        if on_thread:
+            return await (await asyncio.to_thread(own, *args, **kwargs))
+        return await own(*args, **kwargs)
+
+    return _named(method, variant)
+
+
+def submitted(method: Callable[Concatenate[S, P], T]) -> Variant[S, P, T]:
+    """Return a coroutine function that gives what the method returns: a future of the result."""
+
+    async def variant(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return getattr(self, method.__name__)(*args, **kwargs)
+
+    return _named(method, variant)
+
+
+def _named(method: Callable[..., Any], variant: Any) -> Any:
+    functools.update_wrapper(variant, method)
+    variant.__name__ += "_async"
+    variant.__qualname__ += "_async"
+    variant.__doc__ = f"Call ``{method.__name__}`` in a coroutine."
+    return variant

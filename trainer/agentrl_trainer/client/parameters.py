@@ -1,4 +1,4 @@
-"""Parameters that only Tinker has: by method, what the local backend does with each.
+"""Parameters that only Tinker has: by method, and what the local backend does with each.
 
 The clients take them as keywords. Over Tinker they are sent as given. Locally a parameter is
 ignored, or refused with the reason below unless its value asks for nothing special.
@@ -7,7 +7,7 @@ ignored, or refused with the reason below unless its value asks for nothing spec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 
 class Local(NamedTuple):
@@ -19,67 +19,48 @@ class Local(NamedTuple):
     """A value that is accepted nevertheless, as are None, False and 0."""
 
 
-_IGNORED = Local()
-_ADAMW = Local("the local backend has AdamW only; leave it out", "adamw")
-_SAMPLER = {"retry_config": _IGNORED, "record_stability_info": _IGNORED}
 _UNKNOWN = Local("is not known to the local backend; leave it out")
-
-TINKER_ONLY: dict[str, dict[str, Local]] = {
-    "ServiceClient": dict.fromkeys(
-        ("user_metadata", "project_id", "display_name", "api_key", "default_headers_overrides"),
-        _IGNORED,
+_REFUSED = {
+    "train_unembed": Local("the output embedding cannot be trained locally; leave it False"),
+    "optimizer": Local("the local backend has AdamW only; leave it out", "adamw"),
+    "kind": Local(
+        "local sampling clients keep their weights; make a new one after each update", "snapshot"
     ),
-    "create_lora_training_client": {
-        "train_unembed": Local("the output embedding cannot be trained locally; leave it False"),
-        "user_metadata": _IGNORED,
-        "optimizer": _ADAMW,
-    },
-    "create_training_client_from_state": {
-        "user_metadata": _IGNORED,
-        "weights_access_token": _IGNORED,
-        "optimizer": _ADAMW,
-    },
-    "create_training_client_from_state_with_optimizer": {
-        "user_metadata": _IGNORED,
-        "weights_access_token": _IGNORED,
-    },
-    "create_sampling_client": _SAMPLER,
-    "save_weights_and_get_sampling_client": {
-        **_SAMPLER,
-        "name": _IGNORED,
-        "kind": Local(
-            "local sampling clients keep their weights; make a new one after each update",
-            "snapshot",
-        ),
-    },
-    "save_state": {"ttl_seconds": _IGNORED, "user_metadata": _IGNORED},
-    "save_weights_for_sampler": {"ttl_seconds": _IGNORED, "user_metadata": _IGNORED},
-    "load_state": {"weights_access_token": _IGNORED},
-    "load_state_with_optimizer": {"weights_access_token": _IGNORED},
-    "forward_backward_custom": {
-        "loss_type_input": Local("must be 'logprobs', which is the default", "logprobs")
-    },
-    "sample": {
-        "topk_prompt_logprobs": _UNKNOWN,
-        "target_prompt_logprobs": _UNKNOWN,
-        "prompt_alt_tokens_k": _UNKNOWN,
-        "prompt_logprobs_last_n": _UNKNOWN,
-    },
-    "compute_logprobs": {"prompt_logprobs_last_n": _UNKNOWN},
+    "loss_type_input": Local("must be 'logprobs', which is the default", "logprobs"),
+    "topk_prompt_logprobs": _UNKNOWN,
+    "target_prompt_logprobs": _UNKNOWN,
+    "prompt_alt_tokens_k": _UNKNOWN,
+    "prompt_logprobs_last_n": _UNKNOWN,
+}
+_OF_METHODS = {
+    "ServiceClient": "user_metadata project_id display_name api_key default_headers_overrides",
+    "create_lora_training_client": "train_unembed user_metadata optimizer",
+    "create_training_client_from_state": "user_metadata weights_access_token optimizer",
+    "create_training_client_from_state_with_optimizer": "user_metadata weights_access_token",
+    "create_sampling_client": "retry_config record_stability_info",
+    "save_weights_and_get_sampling_client": "retry_config record_stability_info name kind",
+    "save_state": "ttl_seconds user_metadata",
+    "save_weights_for_sampler": "ttl_seconds user_metadata",
+    "load_state": "weights_access_token",
+    "load_state_with_optimizer": "weights_access_token",
+    "forward_backward_custom": "loss_type_input",
+    "sample": "topk_prompt_logprobs target_prompt_logprobs prompt_alt_tokens_k "
+    "prompt_logprobs_last_n",
+    "compute_logprobs": "prompt_logprobs_last_n",
+}
+TINKER_ONLY: dict[str, dict[str, Local]] = {
+    method: {name: _REFUSED.get(name, Local()) for name in names.split()}
+    for method, names in _OF_METHODS.items()
 }
 """By method, by parameter."""
 
 
-class Backend(Protocol):
-    is_local: bool
-
-
-def tinker_options(method: str, given: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Check the Tinker-only parameters of a call; return those to send to Tinker.
+def check_tinker_only(method: str, given: Mapping[str, Any]) -> None:
+    """Check the Tinker-only parameters of a call to the local backend.
 
     Raises:
         TypeError: the method has no such parameter.
-        ValueError: the local backend refuses a value; names the parameter and the fix.
+        ValueError: a value is refused; names the parameter and the fix.
     """
     known = TINKER_ONLY[method]
     for name, value in given.items():
@@ -88,7 +69,5 @@ def tinker_options(method: str, given: Mapping[str, Any], backend: Backend) -> d
         refusal, accepted = known[name]
         unset = isinstance(value, int | None) and not value
         # An OptimizerConfig of the SDK says in ``type`` which optimizer it is.
-        special = not unset and getattr(value, "type", value) != accepted
-        if backend.is_local and refusal and special:
+        if refusal and not unset and getattr(value, "type", value) != accepted:
             raise ValueError(f"{name}: {refusal}")
-    return {name: value for name, value in given.items() if value is not None}

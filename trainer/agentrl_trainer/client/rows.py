@@ -5,27 +5,18 @@ With T targets a row has T + 1 tokens: position i of the targets is position i +
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl_trainer.client.types import Array, Data, Datum, numbers, whole_numbers
+from agentrl_trainer.client.types import Data, Datum, numbers, token_ids
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.learner.loss_options import OPTIONS_OF, LossConfig, parse_loss_options
 from agentrl_trainer.learner.step_stats import StepStats
 
-_WEIGHTED = "cross_entropy"
 _EXTRA = {"proximal": "proximal", "reference": "reference", "length_weights": "weights"}
 _INPUTS = {"target_tokens", "weights", "logprobs", "advantages", "mask", *_EXTRA}
-
-
-def check_loss(loss_fn: str, config: LossConfig | None) -> None:
-    """Raise ValueError for an unknown loss, or an unknown option of it."""
-    if loss_fn not in OPTIONS_OF:
-        raise ValueError(f"loss_fn: unknown loss {loss_fn!r}; choose one of {sorted(OPTIONS_OF)}")
-    parse_loss_options(loss_fn, config or {})
 
 
 def to_rows(
@@ -46,10 +37,16 @@ def to_rows(
             rows.append(datum if datum.adapter == adapter else replace(datum, adapter=adapter))
             continue
         try:
-            rows.append(to_row(datum, adapter, loss_fn))
-            _check_tokens(rows[-1].tokens, vocabulary, context)
+            row = to_row(datum, adapter, loss_fn)
+            if (largest := max(row.tokens)) >= vocabulary:
+                raise ValueError(f"token id {largest} is beyond the vocabulary of {vocabulary}")
+            if (length := len(row.tokens)) > context:
+                raise ValueError(
+                    f"the row has {length} tokens and the model's context is {context}: cut it"
+                )
         except ValueError as error:
             raise ValueError(f"data[{index}]: {error}") from error
+        rows.append(row)
     return rows
 
 
@@ -61,17 +58,20 @@ def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> TrainingRow:
     if "target_tokens" not in inputs:
         raise ValueError("loss_fn_inputs lacks target_tokens: of a row x they are x[1:]")
     read = datum.model_input.to_ints()
-    targets = whole_numbers(inputs["target_tokens"], "target_tokens")
+    targets = token_ids(inputs["target_tokens"], "target_tokens")
     if not targets or len(read) != len(targets):
         raise ValueError(
             f"model_input has {len(read)} tokens and target_tokens {len(targets)}: of a row x give "
             "x[:-1] and x[1:], one token each at least"
         )
-    columns = {
-        name: _column(inputs, name, len(targets)) for name in inputs if name != "target_tokens"
-    }
+    columns = {name: numbers(inputs[name], name) for name in inputs if name != "target_tokens"}
+    for name, values in columns.items():
+        if len(values) != len(targets):
+            raise ValueError(
+                f"{name} has {len(values)} values, target_tokens {len(targets)}: one for each"
+            )
     nothing = [0.0] * len(targets)
-    if loss_fn in (None, _WEIGHTED):
+    if loss_fn in (None, "cross_entropy"):
         if "weights" in columns and "advantages" in columns and loss_fn is not None:
             raise ValueError("cross_entropy takes weights, not advantages: leave one of them out")
         credit = columns.get("weights", [1.0] * len(targets))
@@ -134,19 +134,3 @@ def metrics_of(stats: StepStats, loss_fn: str) -> dict[str, float]:
         "logprob_difference:max": stats.max_logprob_difference,
     }
     return found | {f"{name}:mean": value for name, value in stats.metrics.items()}
-
-
-def _column(inputs: Mapping[str, Array], name: str, length: int) -> list[float]:
-    values = numbers(inputs[name], name)
-    if len(values) != length:
-        raise ValueError(f"{name} has {len(values)} values, target_tokens {length}: one for each")
-    return values
-
-
-def _check_tokens(tokens: list[int], vocabulary: int, context: int) -> None:
-    if max(tokens) >= vocabulary:
-        raise ValueError(f"token id {max(tokens)} is beyond the vocabulary of {vocabulary}")
-    if len(tokens) > context:
-        raise ValueError(
-            f"the row has {len(tokens)} tokens and the model's context is {context}: cut it"
-        )

@@ -1,52 +1,79 @@
-"""SamplingClient: Tinker's client for sampling and log-probs, over a backend."""
+"""SamplingClient: Tinker's client for sampling and log-probs, here by the embedded engine.
+
+``**tinker`` takes Tinker-only parameters: see ``parameters.TINKER_ONLY``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import Any, Self, TypeVar
 
-from agentrl_trainer.client.async_api import awaited, submitted
-from agentrl_trainer.client.futures import APIFuture, finished, gather, map_future, wait
-from agentrl_trainer.client.parameters import tinker_options
+from agentrl_trainer.client.futures import (
+    APIFuture,
+    awaited,
+    chain,
+    finished,
+    gather,
+    map_future,
+    submitted,
+)
+from agentrl_trainer.client.local_base import LocalBase
+from agentrl_trainer.client.parameters import check_tinker_only
 from agentrl_trainer.client.types import (
     Array,
     ModelInput,
-    SampleOptions,
+    SampledSequence,
     SampleResponse,
     SamplingParams,
 )
-
-if TYPE_CHECKING:
-    from agentrl_trainer.client.local.sampling import LocalSampling
-    from agentrl_trainer.client.tinker.sampling import TinkerSampling
+from agentrl_trainer.inference import (
+    Event,
+    Finished,
+    SampleParams,
+    SampleRequest,
+    Token,
+    check_params,
+)
+from agentrl_trainer.models.loading import BaseModel
 
 Prompt = ModelInput | Array
 """Tokens: a ModelInput or plain ids."""
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Client:
     """Base of the clients that a service makes. Each is its own future, as in Tinker's SDK."""
 
-    ready: Future[None] = finished(None)
+    ready: APIFuture[None] = finished(None)
     """Done once the weights are loaded."""
 
     def result(self, timeout: float | None = None) -> Self:
         """Wait until the weights are loaded. Operations may be called before."""
-        wait(self.ready, timeout)
+        self.ready.result(timeout)
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
-        yield from APIFuture(self.ready).__await__()
+        yield from self.ready.__await__()
         return self
 
 
 class SamplingClient(Client):
-    """Samples with the weights that it was made for, whatever is trained meanwhile."""
+    """Samples with the weights that it was made for, whatever is trained meanwhile.
 
-    def __init__(self, backend: LocalSampling | TinkerSampling) -> None:
-        self._backend = backend
-        self.ready = backend.ready
+    The weights are unloaded when their last client is dropped. A service makes the clients;
+    ``name`` is the future name of the weights in the engine, of None for the base model.
+    """
+
+    def __init__(self, base: LocalBase, name: Future[Any]) -> None:
+        self._base = base
+        self._name: Future[str | None] = name
+        self.ready = map_future(name, lambda _: None)
+        weakref.finalize(self, _unload, base, name)
 
     def sample(
         self,
@@ -63,14 +90,22 @@ class SamplingClient(Client):
         Raises:
             ValueError: the prompt has no tokens, or a parameter is out of range.
         """
-        options = SampleOptions(
-            num_samples,
-            sampling_params or SamplingParams(),
-            include_prompt_logprobs,
-            topk_sample_logprobs,
-            tinker_options("sample", tinker, self._backend),
-        )
-        return APIFuture(self._backend.sample(tokens_of(prompt), options))
+        check_tinker_only("sample", tinker)
+        tokens, engine = tokens_of(prompt), self._base.sampler
+        params = _sample_params(engine.base, sampling_params or SamplingParams(), len(tokens))
+        params = replace(params, n=num_samples, top_logprobs=topk_sample_logprobs)
+        check_params(params)
+
+        def submit(name: str | None) -> Future[list[SampledSequence]]:
+            gathering = _Gathering(params)
+            engine.submit(SampleRequest(tokens, params, name, gathering.on_event))
+            return gathering.future
+
+        sampled = chain(self._name, submit)
+        if not include_prompt_logprobs:
+            return self._convert(sampled, SampleResponse)
+        both: APIFuture[list[Any]] = gather([sampled, self.compute_logprobs(tokens)])
+        return self._convert(both, lambda done: SampleResponse(*done))
 
     sample_async = awaited(sample)
 
@@ -93,25 +128,22 @@ class SamplingClient(Client):
                 f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for each, or "
                 "one for all"
             )
-        requests = [
-            self.sample(
-                prompt,
-                num_samples,
-                params,
-                include_prompt_logprobs,
-                topk_sample_logprobs=topk_sample_logprobs,
-            )
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
-        return APIFuture(gather([request.future() for request in requests]))
+        top = topk_sample_logprobs
+        return gather(
+            [
+                self.sample(
+                    prompt, num_samples, params, include_prompt_logprobs, topk_sample_logprobs=top
+                )
+                for prompt, params in zip(prompts, each, strict=True)
+            ]
+        )
 
     sample_batch_async = awaited(sample_batch)
 
     def compute_logprobs(self, prompt: Prompt, **tinker: Any) -> APIFuture[list[float | None]]:
         """Compute the log-prob of each token given those before it; None for the first."""
-        options = tinker_options("compute_logprobs", tinker, self._backend)
-        rows = self._backend.logprobs([tokens_of(prompt)], options)
-        return APIFuture(map_future(rows, lambda found: found[0]))
+        check_tinker_only("compute_logprobs", tinker)
+        return map_future(self.compute_logprobs_batch([prompt]), lambda rows: rows[0])
 
     compute_logprobs_async = awaited(compute_logprobs)
 
@@ -119,21 +151,101 @@ class SamplingClient(Client):
         self, prompts: Sequence[Prompt]
     ) -> APIFuture[list[list[float | None]]]:
         """Run ``compute_logprobs`` for many prompts; shared prefixes are computed once."""
-        return APIFuture(self._backend.logprobs([tokens_of(prompt) for prompt in prompts], {}))
+        tokens, engine = [tokens_of(prompt) for prompt in prompts], self._base.sampler
+        scored = chain(self._name, lambda name: engine.score(tokens, name))
+        return self._convert(scored, lambda rows: [[None, *row.logprobs[1:]] for row in rows])
+
+    def _convert(self, future: Future[S], convert: Callable[[S], T]) -> APIFuture[T]:
+        """Convert a result; until it is there this client is kept, and so its weights."""
+        held = [self]
+
+        def converted(result: S) -> T:
+            held.clear()
+            return convert(result)
+
+        return map_future(future, converted)
 
     def get_tokenizer(self) -> Any:
         """Return the Hugging Face tokenizer of the model."""
-        return self._backend.tokenizer()
+        return self._base.sampler.base.tokenizer
 
     def get_base_model(self) -> str:
-        return self._backend.base_model
+        return self._base.name
 
     get_base_model_async = submitted(get_base_model)
 
 
 def tokens_of(prompt: Prompt) -> list[int]:
     made = prompt if hasattr(prompt, "to_ints") else ModelInput.from_ints(prompt)
-    tokens = made.to_ints()
-    if not tokens:
+    if not (tokens := made.to_ints()):
         raise ValueError("the prompt has no tokens")
     return tokens
+
+
+class _Gathering:
+    """The events of one request, until all its sequences have ended."""
+
+    def __init__(self, params: SampleParams) -> None:
+        self.future: Future[list[SampledSequence]] = Future()
+        self._tokens: list[list[Token]] = [[] for _ in range(params.n)]
+        self._ends: dict[int, Finished] = {}
+        self._topk = params.top_logprobs
+
+    def on_event(self, event: Event) -> None:
+        """Take an event; runs on the engine's thread."""
+        if isinstance(event, Token):
+            self._tokens[event.index].append(event)
+            return
+        self._ends[event.index] = event
+        if len(self._ends) < len(self._tokens):
+            return
+        try:
+            self.future.set_result([self._sequence(index) for index in range(len(self._tokens))])
+        except RuntimeError as error:
+            self.future.set_exception(error)
+
+    def _sequence(self, index: int) -> SampledSequence:
+        tokens, end = self._tokens[index], self._ends[index]
+        if end.reason not in ("stop", "length"):
+            raise RuntimeError(f"sampling ended early: {end.error or end.reason}")
+        return SampledSequence(
+            tokens=[token.token_id for token in tokens],
+            logprobs=[token.logprob for token in tokens],
+            stop_reason=end.reason,
+            topk_logprobs=[token.top for token in tokens] if self._topk else None,
+        )
+
+
+def _sample_params(base: BaseModel, params: SamplingParams, prompt: int) -> SampleParams:
+    """Return the engine's parameters for a prompt of so many tokens."""
+    stop = params.stop
+    words = [stop] if isinstance(stop, str) else list(stop or [])
+    strings = tuple(word for word in words if isinstance(word, str))
+    ids = frozenset(int(word) for word in words if not isinstance(word, str))
+    if strings and ids:
+        raise ValueError("stop: give strings or token ids, not both")
+    room = base.context_length - prompt
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {prompt} tokens and the model's context is {base.context_length}, "
+            "answer included: cut it"
+        )
+    return SampleParams(
+        max_tokens=room if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        stop_ids=base.eos_ids if stop is None or strings else ids,
+        stop=strings,
+        seed=params.seed,
+    )
+
+
+def _unload(base: LocalBase, name: Future[str | None]) -> None:
+    """Unload the weights, once they are loaded if the client was dropped before."""
+
+    def unload(done: Future[str | None]) -> None:
+        if done.exception() is None and (loaded := done.result()) is not None:
+            base.unload(loaded)
+
+    name.add_done_callback(unload)

@@ -12,16 +12,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pkgutil import resolve_name
+from typing import Any, Literal, Self
 
-from agentrl_trainer.checkpoint import Restored
-from agentrl_trainer.client.async_api import awaited
-from agentrl_trainer.client.futures import APIFuture, finished
-from agentrl_trainer.client.parameters import TINKER_ONLY, tinker_options
+from torch import Tensor
+
+from agentrl_trainer.checkpoint import (
+    Checkpoint,
+    Restored,
+    latest_checkpoint,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+)
+from agentrl_trainer.client.futures import APIFuture, Worker, awaited, finished
+from agentrl_trainer.client.local_base import LocalBase
+from agentrl_trainer.client.parameters import TINKER_ONLY, check_tinker_only
 from agentrl_trainer.client.sampling import SamplingClient
+from agentrl_trainer.client.saved import folder_of, read_state
 from agentrl_trainer.client.training import TrainingClient
 from agentrl_trainer.client.types import (
     EndStatus,
@@ -29,15 +44,18 @@ from agentrl_trainer.client.types import (
     GetServerCapabilitiesResponse,
     LoraOptions,
     SavedPath,
+    SupportedModel,
 )
+from agentrl_trainer.models.loading import TINY_MODEL, load_base
+from agentrl_trainer.models.lora import CONFIG_FILE
 
-if TYPE_CHECKING:
-    from agentrl_trainer.client.local.service import LocalService
-    from agentrl_trainer.client.tinker.service import TinkerService
+_OF_MODEL = ("load_in_4bit", "trust_remote_code")
+_TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 
 
 class ServiceClient:
-    """Makes training and sampling clients.
+    """Makes training and sampling clients. With a ``base_url`` or ``backend="tinker"`` it is a
+    ``TinkerServiceClient``, which sends the same calls to the official SDK.
 
     Args:
         backend: "local" is this process, with torch; "tinker" is the official SDK
@@ -50,6 +68,20 @@ class ServiceClient:
             ``gradient_checkpointing`` and ``value`` (``learner.Learner``).
     """
 
+    def __new__(
+        cls,
+        *,
+        base_url: str | None = None,
+        backend: Literal["local", "tinker"] | None = None,
+        **options: Any,
+    ) -> Self:
+        kind = backend or ("local" if base_url is None else "tinker")
+        if kind not in ("local", "tinker"):
+            raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
+        if kind == "local" and base_url is not None:
+            raise ValueError("base_url is for backend='tinker'; the local one runs in this process")
+        return super().__new__(cls if kind == "local" else resolve_name(_TINKER))
+
     def __init__(
         self,
         *,
@@ -60,21 +92,15 @@ class ServiceClient:
         dtype: str = "auto",
         **options: Any,
     ) -> None:
-        kind = backend or ("local" if base_url is None else "tinker")
-        if kind not in ("local", "tinker"):
-            raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
-        if kind == "local" and base_url is not None:
-            raise ValueError("base_url is for backend='tinker'; the local one runs in this process")
-        self._backend: LocalService | TinkerService
-        if kind == "tinker":
-            from agentrl_trainer.client.tinker.service import TinkerService
-
-            self._backend = TinkerService(base_url, folder, options)
-        else:
-            from agentrl_trainer.client.local.service import LocalService
-
-            ours = {k: v for k, v in options.items() if k not in TINKER_ONLY["ServiceClient"]}
-            self._backend = LocalService(folder, device=device, dtype=dtype, **ours)
+        ours = {k: v for k, v in options.items() if k not in TINKER_ONLY["ServiceClient"]}
+        self._folder = folder_of(folder, "client")
+        self._model_options = {k: ours.pop(k) for k in _OF_MODEL if k in ours}
+        self._model_options |= {"device": device, "dtype": dtype}
+        self._learner_options = ours
+        self._bases: dict[str, LocalBase] = {}
+        self._names: set[str] = set()
+        self._made = 0
+        self._lock = threading.Lock()
 
     def create_lora_training_client(
         self,
@@ -97,59 +123,100 @@ class ServiceClient:
                 ``train_attn``; local backend only.
         """
         lora = LoraOptions(rank, seed, train_mlp, train_attn, alpha, targets)
-        theirs = tinker_options("create_lora_training_client", tinker, self._backend)
-        return TrainingClient(self._backend.train(base_model, lora, name, theirs), self._backend)
+        return self._train(base_model, lora, name, tinker)
 
     create_lora_training_client_async = awaited(create_lora_training_client, on_thread=True)
 
     def create_training_client_from_state(
-        self,
-        path: Folder,
-        base_model: str | None = None,
-        *,
-        name: str | None = None,
-        **tinker: Any,
+        self, path: Folder, base_model: str | None = None, *, name: str | None = None, **tinker: Any
     ) -> TrainingClient:
         """Make a client from weights that ``save_state`` wrote, with a new optimizer.
 
         ``base_model`` replaces the one that was trained; its shapes must be the same.
         """
-        theirs = tinker_options("create_training_client_from_state", tinker, self._backend)
-        made = self._backend.train_from(str(path), base_model, False, name, theirs)
-        return TrainingClient(made, self._backend)
+        return self._train_from(path, base_model, name, False, tinker)
 
     create_training_client_from_state_async = awaited(
         create_training_client_from_state, on_thread=True
     )
 
     def create_training_client_from_state_with_optimizer(
-        self,
-        path: Folder,
-        base_model: str | None = None,
-        *,
-        name: str | None = None,
-        **tinker: Any,
+        self, path: Folder, base_model: str | None = None, *, name: str | None = None, **tinker: Any
     ) -> TrainingClient:
         """Make a client that continues exactly where ``save_state`` was called."""
-        theirs = tinker_options(
-            "create_training_client_from_state_with_optimizer", tinker, self._backend
-        )
-        made = self._backend.train_from(str(path), base_model, True, name, theirs)
-        return TrainingClient(made, self._backend)
+        return self._train_from(path, base_model, name, True, tinker)
 
     create_training_client_from_state_with_optimizer_async = awaited(
         create_training_client_from_state_with_optimizer, on_thread=True
     )
 
+    def _base(self, name: str) -> LocalBase:
+        with self._lock:
+            if name not in self._bases:
+                load = partial(load_base, name, **self._model_options)
+                self._bases[name] = LocalBase(name, load, self._learner_options)
+            return self._bases[name]
+
+    def _train(
+        self, base_model: str, lora: LoraOptions, name: str | None, tinker: Mapping[str, Any]
+    ) -> TrainingClient:
+        check_tinker_only("create_lora_training_client", tinker)
+        base = self._base(base_model)
+        base.training  # noqa: B018 - an unknown model fails here, not in a future
+        with self._lock:
+            self._made += 1
+            name = name or f"model-{self._made}"
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ValueError(f"name: {name!r} must be letters, digits, '-' and '_'")
+            if name in self._names:
+                raise ValueError(f"name: {name!r} is taken by another client of this service")
+            self._names.add(name)
+        folder, forget = self._folder / name, self._names.discard
+        try:
+            return TrainingClient(base, name, folder, lora, self.create_sampling_client, forget)
+        except BaseException:
+            forget(name)
+            raise
+
+    def _train_from(
+        self,
+        path: Folder,
+        base_model: str | None,
+        name: str | None,
+        optimizer: bool,
+        tinker: Mapping[str, Any],
+    ) -> TrainingClient:
+        method = "create_training_client_from_state" + ("_with_optimizer" if optimizer else "")
+        check_tinker_only(method, tinker)
+        meta = read_state(path).meta
+        known = {field.name for field in fields(LoraOptions)}  # older states hold more
+        lora = LoraOptions(**{name: meta["lora"][name] for name in known})
+        client = self._train(base_model or meta["base_model"], lora, name, {})
+        try:
+            (client.load_state_with_optimizer if optimizer else client.load_state)(path).result()
+        except BaseException:
+            client.close().result()
+            raise
+        return client
+
     def create_sampling_client(
         self, model_path: Folder | None = None, base_model: str | None = None, **tinker: Any
     ) -> SamplingClient:
         """Sample with saved weights (``save_weights_for_sampler``), or with a base model."""
-        if (model_path is None) == (base_model is None):
+        check_tinker_only("create_sampling_client", tinker)
+        if base_model is not None and model_path is None:
+            base = self._base(base_model)
+            base.sampler  # noqa: B018 - an unknown model fails here
+            return SamplingClient(base, finished(None))
+        if base_model is not None or model_path is None:
             raise ValueError("give either model_path or base_model")
-        path = None if model_path is None else str(model_path)
-        theirs = tinker_options("create_sampling_client", tinker, self._backend)
-        return SamplingClient(self._backend.sampler(path, base_model, theirs))
+        config = Path(model_path) / CONFIG_FILE
+        if not config.is_file():
+            raise ValueError(
+                f"model_path: {config} does not exist; give what save_weights_for_sampler returned"
+            )
+        base = self._base(json.loads(config.read_text())["base_model_name_or_path"])
+        return SamplingClient(base, finished(base.serve(model_path)))
 
     create_sampling_client_async = awaited(create_sampling_client, on_thread=True)
 
@@ -161,7 +228,16 @@ class ServiceClient:
 
         Over Tinker it holds the paths of states (``save_state``), which stay there.
         """
-        return APIFuture(self._backend.save_checkpoint(Path(root), step, meta or {}, keep))
+        contents = self._save_states(step)
+
+        def work() -> SavedPath:
+            tensors, own = contents()
+            kept = {**(meta or {}), **own}
+            return SavedPath(
+                str(save_checkpoint(root, step, tensors=tensors, meta=kept, keep=keep))
+            )
+
+        return self._worker.submit(work)
 
     def restore_checkpoint(self, root: Folder) -> APIFuture[Restored]:
         """Restore the newest whole checkpoint below ``root``, if there is one.
@@ -169,11 +245,49 @@ class ServiceClient:
         The same clients must exist as when it was saved. The result tells which checkpoint it is,
         and which torn ones were passed over.
         """
-        return APIFuture(self._backend.restore_checkpoint(Path(root)))
+
+        def work() -> Restored:
+            found = latest_checkpoint(root)
+            if found.folder is None:
+                return Restored(None, {}, found.torn)
+            checkpoint = load_checkpoint(found.folder)
+            self._load_states(checkpoint)
+            restore_rng(checkpoint.rng)
+            return Restored(checkpoint.step, checkpoint.meta, found.torn)
+
+        return self._worker.submit(work)
+
+    @property
+    def _worker(self) -> Worker:
+        return self._only_base().worker
+
+    def _save_states(self, step: int) -> Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]:
+        """Return what gives, on the worker, a checkpoint's tensors and additions to its meta."""
+        base = self._only_base()
+        return lambda: (base.learner.state_dict(), {})
+
+    def _load_states(self, checkpoint: Checkpoint) -> None:
+        self._only_base().learner.load_state_dict(checkpoint.tensors)
+
+    def _only_base(self) -> LocalBase:
+        loaded = [name for name, base in self._bases.items() if base.context_length is not None]
+        if len(loaded) != 1:
+            raise ValueError(f"a checkpoint is of one base model; this has {loaded}")
+        return self._bases[loaded[0]]
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """Return the known base models. Locally any causal language model may be trained."""
-        return self._backend.capabilities()
+        """Return the known base models: locally the loaded ones, and the tiny one of the package.
+
+        Locally any causal language model may be trained.
+        """
+        lengths = {name: base.context_length for name, base in self._bases.items()}
+        loaded = {name: length for name, length in lengths.items() if length is not None}
+        return GetServerCapabilitiesResponse(
+            [
+                SupportedModel(name, length, trainable=True, sampleable=True)
+                for name, length in sorted({TINY_MODEL: None, **loaded}.items())
+            ]
+        )
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
         return await asyncio.to_thread(self.get_server_capabilities)
@@ -187,19 +301,15 @@ class ServiceClient:
 
         ``status`` and ``detail`` tell Tinker how it ended. Waits, though it returns a future.
         """
-        self._backend.close(status, detail)
-        return APIFuture(finished(None))
+        for base in self._bases.values():
+            base.close()
+        return finished(None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        status: EndStatus = "success"
-        if error is not None:
-            status = "errored" if isinstance(error, Exception) else "interrupted"
-        self.close(status, repr(error) if status == "errored" else None)
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self.close("errored", repr(error))
+        else:
+            self.close("success" if error is None else "interrupted")

@@ -1,4 +1,4 @@
-"""TrainingClient: Tinker's client that trains one adapter, over a backend.
+"""TrainingClient: Tinker's client that trains one adapter, here over a base model in this process.
 
 Operations return at once and run in the order of their calls, so call several before waiting for
 the first. ``**tinker`` takes Tinker-only parameters: see ``parameters.TINKER_ONLY``.
@@ -8,49 +8,91 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import secrets
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from agentrl_trainer.client.async_api import awaited, submitted
-from agentrl_trainer.client.futures import APIFuture
-from agentrl_trainer.client.parameters import tinker_options
+from torch import Tensor
+
+from agentrl_trainer.checkpoint import save_checkpoint
+from agentrl_trainer.client.futures import APIFuture, awaited, submitted
+from agentrl_trainer.client.local_base import LocalBase
+from agentrl_trainer.client.parameters import check_tinker_only
+from agentrl_trainer.client.rows import metrics_of, outputs, to_rows
 from agentrl_trainer.client.sampling import Client, SamplingClient
+from agentrl_trainer.client.saved import SAMPLERS, STATES, read_state, tensors_of
 from agentrl_trainer.client.types import (
     AdamParams,
     Data,
     Datum,
     Folder,
     ForwardBackwardOutput,
+    LoraOptions,
+    LossCall,
+    ModelData,
     ModelInfo,
     OptimStepResponse,
     SavedPath,
 )
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import LossConfig
+from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss
-from agentrl_trainer.learner.prepare_batch import UpdateSettings
-
-if TYPE_CHECKING:
-    from agentrl_trainer.client.local.service import LocalService
-    from agentrl_trainer.client.local.training import LocalTraining
-    from agentrl_trainer.client.tinker.service import TinkerService
-    from agentrl_trainer.client.tinker.training import TinkerTraining
+from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
+from agentrl_trainer.models.lora import save_adapter
 
 T = TypeVar("T")
 
 
 class TrainingClient(Client):
-    """Trains one adapter. Operations run in the order of their calls."""
+    """Trains one adapter. Operations run in the order of their calls.
+
+    A service makes the clients. ``sampling`` makes the clients of ``create_sampling_client``;
+    ``forget`` is called with the name when the client is closed.
+    """
+
+    folder: Path
+    """Where states, sampler weights and metrics are saved."""
+    history: list[dict[str, float]]
+    """The metrics given to ``log``."""
 
     def __init__(
-        self, backend: LocalTraining | TinkerTraining, service: LocalService | TinkerService
+        self,
+        base: LocalBase,
+        name: str,
+        folder: Path,
+        options: LoraOptions,
+        sampling: Callable[..., SamplingClient],
+        forget: Callable[[str], None],
     ) -> None:
-        self._backend = backend
-        self._service = service
-        self.history: list[dict[str, float]] = []
-        """The metrics given to ``log``."""
+        self.folder = folder
+        self.history = []
+        self._base, self._name, self._options = base, name, options
+        self._sampling, self._forget = sampling, forget
+        self._updates = 0
+        self._closed = False
+        self._failed: BaseException | None = None  # why this step's gradients are incomplete
+        self._run = base.worker.submit
+        model = base.training.model
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore
+        data = ModelData(str(model.config.model_type), base.name, base.name)
+        self._info = ModelInfo(name, data, base.name, lora_rank=options.rank)
+        lora = {
+            "rank": options.rank,
+            "alpha": options.alpha,
+            "targets": options.target_modules(base.adaptable),
+            "seed": secrets.randbelow(2**31) if options.seed is None else options.seed,
+        }
+        added = self._run(lambda: base.add_adapter(name, **lora))
+        try:
+            added.result()
+        except BaseException:
+            added.cancel()
+            raise
 
     def forward(
         self, data: Data, loss_fn: str = "cross_entropy", loss_fn_config: LossConfig | None = None
@@ -61,8 +103,7 @@ class TrainingClient(Client):
         ``cross_entropy`` of all. ``data`` may also be the trainer's own rows
         (``agentrl_trainer.data.training_row.TrainingRow``), here and in ``forward_backward``.
         """
-        done = self._backend.forward_backward(data, loss_fn, loss_fn_config, backward=False)
-        return APIFuture(done)
+        return self._loss(LossCall(data, loss_fn, loss_fn_config, backward=False))
 
     forward_async = submitted(forward)
 
@@ -87,11 +128,28 @@ class TrainingClient(Client):
         Raises:
             ValueError: the data fit no loss; names datum, field and fix.
         """
-        return APIFuture(
-            self._backend.forward_backward(data, loss_fn, loss_fn_config, normalize_by, logprobs)
-        )
+        return self._loss(LossCall(data, loss_fn, loss_fn_config, normalize_by, logprobs))
 
     forward_backward_async = submitted(forward_backward)
+
+    def _loss(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
+        parse_loss_options(call.loss_fn, call.config or {})
+        by = call.normalize_by
+        if by is not None and not by > 0:
+            raise ValueError(f"normalize_by must be above 0, or None; not {by}")
+        # The log-probs alone may be those of a custom loss, whose data hold any inputs.
+        alone = not call.backward and call.loss_fn == "cross_entropy"
+        rows = self._rows(call.data, None if alone else call.loss_fn)
+
+        def work() -> ForwardBackwardOutput:
+            found = [[0.0] * len(row.tokens) for row in rows] if call.logprobs else None
+            stats = self._base.learner.forward_backward(
+                rows, call.loss_fn, call.config, by, found, backward=call.backward
+            )
+            metrics = metrics_of(stats, call.loss_fn)
+            return ForwardBackwardOutput(outputs(found or []), metrics, stats)
+
+        return self._accumulate(work) if call.backward else self._run(work)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss[Datum], **tinker: Any
@@ -99,14 +157,40 @@ class TrainingClient(Client):
         """Run ``forward_backward`` with a function ``(data, logprobs) -> (loss, metrics)``.
 
         ``logprobs`` are torch tensors [T], one for each datum. The function runs on the training
-        thread, in its turn; it must not wait for another operation.
+        thread, in its turn; it must not wait for another operation of that thread.
         """
+        check_tinker_only("forward_backward_custom", tinker)
         if not callable(loss_fn):
             raise ValueError(f"loss_fn must be a function of (data, logprobs), not {loss_fn!r}")
-        options = tinker_options("forward_backward_custom", tinker, self._backend)
-        return APIFuture(self._backend.forward_backward_custom(data, loss_fn, options))
+        rows = self._rows(data, None)
+        found: list[list[float]] = []
+
+        def of_targets(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+            found.extend(row.tolist() for row in logprobs)
+            return loss_fn(data, [row[1:] for row in logprobs])
+
+        def work() -> ForwardBackwardOutput:
+            stats, metrics = self._base.learner.forward_backward_custom(rows, of_targets)
+            known = metrics_of(stats, "cross_entropy")
+            return ForwardBackwardOutput(outputs(found), {**known, **metrics}, stats)
+
+        return self._accumulate(work)
 
     forward_backward_custom_async = submitted(forward_backward_custom)
+
+    def _rows(self, data: Data, loss_fn: str | None) -> list[TrainingRow]:
+        context = self._base.training.context_length
+        return to_rows(data, self._name, loss_fn, self._vocabulary, context)
+
+    def _accumulate(self, work: Callable[[], T]) -> APIFuture[T]:
+        def guarded() -> T:
+            try:
+                return work()
+            except BaseException as error:
+                self._failed = error
+                raise
+
+        return self._run(guarded)
 
     def prepare(
         self, rows: Sequence[TrainingRow], settings: UpdateSettings
@@ -117,7 +201,7 @@ class TrainingClient(Client):
         Raises:
             RefusedRows: the backend cannot learn from these rows.
         """
-        return APIFuture(self._backend.prepare(rows, settings))
+        return self._run(lambda: prepare(self._base.learner, rows, settings))
 
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
@@ -129,36 +213,75 @@ class TrainingClient(Client):
         """
         if optim_params is not None and adam_params is not None:
             raise ValueError("give optim_params or adam_params, which is its older name, not both")
-        return APIFuture(self._backend.optim_step(optim_params or adam_params or AdamParams()))
+        return self._step(optim_params or adam_params or AdamParams())
 
     optim_step_async = submitted(optim_step)
 
+    def _step(self, adam: AdamParams) -> APIFuture[OptimStepResponse]:
+        ours = check_adam(adam)
+
+        def work() -> OptimStepResponse:
+            learner = self._base.learner
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                learner.discard_gradients([self._name])
+                raise RuntimeError(
+                    "nothing was updated: a forward_backward before this step failed, so its "
+                    f"gradients are incomplete ({failed})"
+                ) from failed
+            stats = learner.optim_step(ours, [self._name])
+            self._updates += not stats.skipped_non_finite
+            skipped = float(stats.skipped_non_finite)
+            return OptimStepResponse({"grad_norm": stats.grad_norm, "skipped_non_finite": skipped})
+
+        return self._run(work)
+
     def save_state(
-        self,
-        name: str,
-        *,
-        overwrite: bool = False,
-        **tinker: Any,
+        self, name: str, *, overwrite: bool = False, **tinker: Any
     ) -> APIFuture[SavedPath]:
         """Save weights and optimizer atomically, to continue from."""
-        options = tinker_options("save_state", tinker, self._backend)
-        return APIFuture(self._backend.save_state(name, overwrite, options))
+        check_tinker_only("save_state", tinker)
+        target = self._target(STATES, name, overwrite)
+
+        meta = {
+            "base_model": self._base.name,
+            "adapter": self._name,
+            "lora": asdict(self._options),
+            "user_metadata": dict(tinker.get("user_metadata") or {}),
+        }
+
+        def work() -> SavedPath:
+            state = self._base.learner.state_dict([self._name])
+            save_checkpoint(target, self._updates, tensors=state, meta=meta, keep=1)
+            return SavedPath(str(target))
+
+        return self._run(work)
 
     save_state_async = submitted(save_state)
 
     def load_state(self, path: Folder, **tinker: Any) -> APIFuture[None]:
         """Load weights that ``save_state`` wrote, with a new optimizer."""
-        options = tinker_options("load_state", tinker, self._backend)
-        return APIFuture(self._backend.load_state(str(path), False, options))
+        return self._load(path, False, tinker)
 
     load_state_async = submitted(load_state)
 
     def load_state_with_optimizer(self, path: Folder, **tinker: Any) -> APIFuture[None]:
         """Load weights and optimizer that ``save_state`` wrote, bit for bit."""
-        options = tinker_options("load_state_with_optimizer", tinker, self._backend)
-        return APIFuture(self._backend.load_state(str(path), True, options))
+        return self._load(path, True, tinker)
 
     load_state_with_optimizer_async = submitted(load_state_with_optimizer)
+
+    def _load(self, path: Folder, optimizer: bool, tinker: Mapping[str, Any]) -> APIFuture[None]:
+        check_tinker_only("load_state_with_optimizer", tinker)  # both have the same
+
+        def work() -> None:
+            state = read_state(path)
+            ours = tensors_of(state, self._name, optimizer=optimizer)
+            self._base.learner.load_state_dict(ours, [self._name])
+            self._updates = state.step if optimizer else 0
+            self._failed = None
+
+        return self._run(work)
 
     def save_weights_for_sampler(self, name: str | Path, **tinker: Any) -> APIFuture[SavedPath]:
         """Save the weights to sample with: locally a PEFT folder, which vLLM serves as well.
@@ -166,25 +289,44 @@ class TrainingClient(Client):
         A ``Path`` in place of a name is the folder. Over Tinker its last part is the name, and
         ``tinker.json`` in the folder tells where the weights are.
         """
-        options = tinker_options("save_weights_for_sampler", tinker, self._backend)
-        return APIFuture(self._backend.save_weights_for_sampler(name, options))
+        check_tinker_only("save_weights_for_sampler", tinker)
+        target = name if isinstance(name, Path) else self._target(SAMPLERS, name, overwrite=True)
+
+        def work() -> SavedPath:
+            save_adapter(self._base.learner.model, self._name, target)
+            return SavedPath(str(target))
+
+        return self._run(work)
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
+
+    def _target(self, kind: str, name: str, overwrite: bool) -> Path:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+            raise ValueError(f"name: {name!r} must be letters, digits, '-', '_' and '.'")
+        target = self.folder / kind / name
+        if target.exists() and not overwrite:
+            raise FileExistsError(f"{target} exists: take another name, or overwrite=True")
+        return target
 
     def save_weights_and_get_sampling_client(self, **tinker: Any) -> SamplingClient:
         """Sample with the weights as they are after the operations called so far.
 
         The weights last as long as the client; nothing stays on disk.
         """
-        options = tinker_options("save_weights_and_get_sampling_client", tinker, self._backend)
-        return SamplingClient(self._backend.sampler(options))
+        check_tinker_only("save_weights_and_get_sampling_client", tinker)
+
+        def work() -> str:
+            with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
+                save_adapter(self._base.learner.model, self._name, Path(folder) / "adapter")
+                return self._base.serve(Path(folder) / "adapter")
+
+        return SamplingClient(self._base, self._run(work))
 
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
     def create_sampling_client(self, model_path: Folder, **tinker: Any) -> SamplingClient:
         """Sample with saved weights, as ``ServiceClient.create_sampling_client`` does."""
-        options = tinker_options("create_sampling_client", tinker, self._backend)
-        return SamplingClient(self._service.sampler(str(model_path), None, options))
+        return self._sampling(model_path, **tinker)
 
     create_sampling_client_async = awaited(create_sampling_client, on_thread=True)
 
@@ -194,10 +336,8 @@ class TrainingClient(Client):
         """Append metrics to ``history``, and as a line to ``metrics.jsonl`` in ``folder``."""
         row: dict[str, float] = {} if step is None else {"step": step}
         for name, value in {**(metrics or {}), **named}.items():
-            item: Any = getattr(value, "item", None)  # of a 0-d array or tensor
             try:
-                number = value if item is None else item()
-                row[name] = number if isinstance(number, int) else float(number)
+                row[name] = value if isinstance(value, int) else float(value)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"log: {name} must be a number, not {value!r}") from error
         self.history.append(row)
@@ -208,29 +348,45 @@ class TrainingClient(Client):
 
     def local(self, work: Callable[[Learner], T]) -> APIFuture[T]:
         """Run any function of the learner in its turn; local backend only."""
-        return APIFuture(self._backend.local(work))
-
-    @property
-    def folder(self) -> Path:
-        """Where states, sampler weights and metrics are saved."""
-        return self._backend.folder
+        return self._run(lambda: work(self._base.learner))
 
     @property
     def model_id(self) -> str:
-        return self._backend.info.model_id
+        return self._info.model_id
 
     def get_info(self) -> ModelInfo:
-        return self._backend.info
+        return self._info
 
     get_info_async = submitted(get_info)
 
     def get_tokenizer(self) -> Any:
         """Return the Hugging Face tokenizer of the model."""
-        return self._backend.tokenizer()
+        return self._base.training.tokenizer
 
     def close(self) -> APIFuture[None]:
         """Forget the adapter and free its name, after the operations called so far.
 
         What was saved stays. On Tinker adapters end with their session.
         """
-        return APIFuture(self._backend.close())
+
+        def work() -> None:
+            if not self._closed:
+                self._base.learner.remove_adapter(self._name)
+                self._closed = True
+                self._forget(self._name)
+
+        return self._run(work)
+
+
+def check_adam(adam: AdamParams) -> AdamParams:
+    """Return AdamW's parameters; ValueError for a value that AdamW cannot take.
+
+    Accepts any object with the fields of ``AdamParams``, such as the SDK's.
+    """
+    values: dict[str, Any] = {f.name: getattr(adam, f.name, None) for f in fields(AdamParams)}
+    for name, value in values.items():
+        if value is None or not 0 <= value < (1 if name.startswith("beta") else math.inf):
+            raise ValueError(
+                f"optim_params: AdamW needs a finite {name} from 0 (betas below 1), not {value!r}"
+            )
+    return AdamParams(**values)

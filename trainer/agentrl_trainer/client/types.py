@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,16 +17,12 @@ from numpy.typing import NDArray
 
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.loss_options import AdamParams as AdamParams
+from agentrl_trainer.learner.loss_options import LossConfig
 
 Array: TypeAlias = Any
 """A list of numbers, a numpy array or a torch tensor."""
 
-StopReason: TypeAlias = Literal["stop", "length"]
-
 Folder: TypeAlias = str | Path
-
-Options: TypeAlias = Mapping[str, Any]
-"""Tinker-only parameters of a call, checked by ``parameters.tinker_options``."""
 
 EndStatus: TypeAlias = Literal["success", "errored", "interrupted"]
 
@@ -54,7 +50,7 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Array) -> ModelInput:
-        return cls([EncodedTextChunk(whole_numbers(tokens, "tokens"))])
+        return cls([EncodedTextChunk(token_ids(tokens, "tokens"))])
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -100,6 +96,17 @@ Data: TypeAlias = Sequence[Datum] | Sequence[TrainingRow]
 """What can be learned from: Tinker's datums, or the trainer's own rows."""
 
 
+class LossCall(NamedTuple):
+    """The arguments of ``TrainingClient.forward`` and ``forward_backward``."""
+
+    data: Data
+    loss_fn: str
+    config: LossConfig | None = None
+    normalize_by: float | None = 1.0
+    logprobs: bool = True
+    backward: bool = True  # False leaves the gradients as they are
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample.
@@ -123,7 +130,7 @@ class SampledSequence:
 
     tokens: list[int]
     logprobs: list[float]
-    stop_reason: StopReason
+    stop_reason: Literal["stop", "length"]
     topk_logprobs: list[list[tuple[int, float]]] | None = None
     """If requested: the likeliest tokens at each position, (id, log-prob), best first."""
 
@@ -138,13 +145,11 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleResponse:
-    sequences: list[SampledSequence]
+    """What was sampled. Over Tinker it is the SDK's object, which has more fields."""
+
+    sequences: Sequence[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
     """If requested: the log-prob of each token of the prompt; None for the first."""
-    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
-    """This field and the following ones are Tinker's; the local backend refuses the requests."""
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +211,7 @@ class GetServerCapabilitiesResponse:
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """Which adapter to train. Saved in states, so that ``create_training_client_from_state`` makes
-    the same one; ``alpha`` and ``targets`` are the local backend's own."""
+    the same one."""
 
     rank: int = 32
     seed: int | None = None
@@ -215,48 +220,41 @@ class LoraOptions:
     alpha: float = 32.0
     targets: str | list[str] | None = None
 
+    def target_modules(self, paths: Sequence[str]) -> str | list[str]:
+        """Return PEFT's target_modules, for a model with adaptable modules at ``paths``."""
+        if self.targets is not None:
+            return self.targets
+        if self.train_mlp and self.train_attn:
+            return "all-linear"
+        if not (self.train_mlp or self.train_attn):
+            raise ValueError("train_mlp and train_attn are both False: nothing would be trained")
+        wanted = "mlp" if self.train_mlp else "attn"
+        split = [path.rpartition(".") for path in paths]
+        found = sorted({leaf for owner, _, leaf in split if wanted in owner})
+        if not found:
+            raise ValueError(
+                f"the model has no linear layers under a name with {wanted!r}: set targets"
+            )
+        return found
 
-@dataclass(frozen=True, slots=True)
-class SampleOptions:
-    """One request to sample, without its prompt."""
 
-    num_samples: int = 1
-    params: SamplingParams = field(default_factory=SamplingParams)
-    include_prompt_logprobs: bool = False
-    topk_sample_logprobs: int = 0
-    tinker: Options = field(default_factory=dict[str, Any])
-
-
-def whole_numbers(values: Array, name: str) -> list[int]:
+def token_ids(values: Array, name: str) -> list[int]:
     """Return token ids as a list; ValueError, with ``name``, for anything else."""
-    array = as_array(values, name)
-    if array.size == 0:
-        return []
-    if array.dtype.kind == "f" and bool(np.all(array == np.floor(array))):
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
+    array = _flat(values, name)
+    whole = array.astype(np.int64)
+    if array.dtype.kind == "b" or bool((whole != array).any()):
         raise ValueError(f"{name} must be token ids, whole numbers; got {array.dtype}")
-    if array.min() < 0:
-        raise ValueError(f"{name} must be token ids, not negative; got {int(array.min())}")
-    return array.tolist()
+    if whole.size and whole.min() < 0:
+        raise ValueError(f"{name} must be token ids, not negative; got {int(whole.min())}")
+    return whole.tolist()
 
 
 def numbers(values: Array, name: str) -> list[float]:
     """Return finite numbers as a list; ValueError, with ``name``, for anything else."""
-    array = as_array(values, name)
-    if array.size == 0:
-        return []
-    if array.dtype.kind not in "iufb":
-        raise ValueError(f"{name} must be numbers; got {array.dtype}")
-    array = array.astype(np.float64)
-    if not bool(np.isfinite(array).all()):
-        at = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise ValueError(f"{name}[{at}] is {array[at]}: every value must be finite")
-    return array.tolist()
+    return _flat(values, name).astype(np.float64).tolist()
 
 
-def as_array(values: Array, name: str) -> NDArray[Any]:
-    """Return a one-dimensional numpy array; ValueError for other shapes."""
+def _flat(values: Array, name: str) -> NDArray[Any]:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
@@ -268,4 +266,8 @@ def as_array(values: Array, name: str) -> NDArray[Any]:
         raise ValueError(f"{name} must be one flat list of numbers: {error}") from error
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, not shape {array.shape}")
+    if array.dtype.kind not in "iufb":
+        raise ValueError(f"{name} must be numbers; got {array.dtype}")
+    if (wrong := np.flatnonzero(~np.isfinite(array))).size:
+        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: every value must be finite")
     return array

@@ -89,21 +89,10 @@ def assemble_adapters(
             context=calls,
         )
         judged |= {call.id for call in own}
-    rest = [call for call in calls if call.id not in judged]
-    return AdapterBatches(by_adapter, _unassigned(rollouts, rest, rewards, settings, rules))
-
-
-def _unassigned(
-    rollouts: Sequence[Rollout],
-    calls: Sequence[Call],
-    rewards: Sequence[Reward],
-    settings: StepSettings,
-    rules: Mapping[str, AdapterRule],
-) -> StepBatch:
-    batch = assemble(rollouts, calls, [], replace(settings, adapters=frozenset()))
-    batch.groups = {}
-    batch.rewards = rollout_rewards(rollouts, rewards)
-    batch.skipped |= {
-        call.id: unassigned_reason(call, batch.skipped[call.id], rules.keys()) for call in calls
-    }
-    return batch
+    unassigned = [call for call in calls if call.id not in judged]
+    rest = assemble(rollouts, unassigned, [], replace(settings, adapters=frozenset()))
+    rest.groups = {}
+    rest.rewards = rollout_rewards(rollouts, rewards)
+    for call in unassigned:
+        rest.skipped[call.id] = unassigned_reason(call, rest.skipped[call.id], rules.keys())
+    return AdapterBatches(by_adapter, rest)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.data.skip_reasons import group_reason, member_reason
@@ -144,7 +145,8 @@ def group_advantages(
             f"normalize_std does not apply to {estimator!r}: it has "
             + ("a normalization of its own" if how.compares else "no group baseline")
         )
-    scores = [r for r in rewards if r is not None and math.isfinite(r)]
+    known = [r if r is not None and math.isfinite(r) else None for r in rewards]
+    scores = [r for r in known if r is not None]
     teaches = not (how.compares and scores and _all_equal(scores))
     reason = group_reason(len(scores), min_group, compares=how.compares, teaches=teaches)
     values = [0.0] * len(scores) if reason else how.advantages(scores)
@@ -152,9 +154,7 @@ def group_advantages(
         divisor = (scaling or Scaling()).divisor(scores)
         values = [value / divisor for value in values]
     scored = iter(values)
-    advantages = [
-        next(scored) if reward is not None and math.isfinite(reward) else None for reward in rewards
-    ]
+    advantages = [None if reward is None else next(scored) for reward in known]
     skipped = [member_reason(value, reason, compares=how.compares) for value in advantages]
     return GroupAdvantages(advantages, skipped)
 
@@ -201,12 +201,7 @@ class TurnAdvantages:
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Sum the rewards from each turn on: G_k = r_k + discount * G_k+1 (Sutton and Barto 2018,
     Reinforcement Learning, equation 3.9)."""
-    returns: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + discount * following
-        returns.append(following)
-    return returns[::-1]
+    return [*accumulate(reversed(rewards), lambda later, now: now + discount * later)][::-1]
 
 
 def turn_advantages(
@@ -224,17 +219,15 @@ def turn_advantages(
     arXiv:2505.11821). A turn that only one member reached is compared with the group's mean return
     from the start, on which no action of that turn had an influence.
     """
-    returns = [None if r is None else discounted_returns(r, discount) for r in rewards]
-    scored = [member for member in returns if member]
-    starts = [member[0] for member in scored]
     divide = (scaling or Scaling()) if normalize_std else None
-    advantages: list[list[float]] = []
-    for member in returns:
-        turns: list[float] = []
-        for k, value in enumerate(member or ()):
-            peers = [other[k] for other in scored if k < len(other)]
-            turns.append(_relative(value, peers if len(peers) > 1 else starts, divide))
-        advantages.append(turns)
+    returns = [discounted_returns(r or (), discount) for r in rewards]
+    starts = [member[0] for member in returns if member]
+
+    def compared(k: int, value: float) -> float:
+        peers = [member[k] for member in returns if k < len(member)]
+        return _relative(value, peers if len(peers) > 1 else starts, divide)
+
+    advantages = [[compared(k, value) for k, value in enumerate(member)] for member in returns]
     return _judged_turns(rewards, advantages, min_group)
 
 
@@ -254,22 +247,20 @@ def state_advantages(
     discounted return among all turns of the group that began in the same state (equal ``states``,
     parallel to ``rewards``). A state met once has no second part.
     """
-    totals = [None if r is None else math.fsum(r) for r in rewards]
-    earned = [total for total in totals if total is not None]
     divide = (scaling or Scaling()) if normalize_std else None
-    returns = [[] if r is None else discounted_returns(r, discount) for r in rewards]
+    earned = [math.fsum(r) for r in rewards if r is not None]
+    returns = [discounted_returns(r or (), discount) for r in rewards]
     met: dict[Hashable, list[float]] = {}
     for member, own in zip(returns, states, strict=True):
         for value, state in zip(member, own if member else (), strict=True):
             met.setdefault(state, []).append(value)
     advantages = [
-        []
-        if total is None
-        else [
-            _relative(total, earned, divide) + step_weight * _relative(value, met[state], divide)
-            for value, state in zip(member, own, strict=True)
+        [
+            _relative(math.fsum(reward or ()), earned, divide)
+            + step_weight * _relative(value, met[state], divide)
+            for value, state in zip(member, own, strict=False)
         ]
-        for total, member, own in zip(totals, returns, states, strict=True)
+        for reward, member, own in zip(rewards, returns, states, strict=True)
     ]
     return _judged_turns(rewards, advantages, min_group)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
 from agentrl_trainer.data.advantages import (
@@ -23,14 +23,14 @@ from agentrl_trainer.data.advantages import (
     whiten_groups,
 )
 from agentrl_trainer.data.off_policy import importance_weight, sampled_otherwise, temperature_of
-from agentrl_trainer.data.rewards import rollout_rewards, turn_rewards, winning_rewards
+from agentrl_trainer.data.rewards import by_rollout, rollout_rewards, turn_rewards, winning_rewards
 from agentrl_trainer.data.skip_reasons import (
     GROUP_REASONS,
+    REFUSED_STEP,
     SkipRules,
     count_group_reasons,
     losing_reason,
     member_reason,
-    refused_reasons,
 )
 from agentrl_trainer.data.state_grouping import anchor_states
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row
@@ -41,12 +41,10 @@ BY_TURN = ("turn", "gigpo")
 BY_TOKEN = ("gae",)  # credit comes from a value function: see learner.prepare_batch.with_gae
 
 
-@dataclass(frozen=True, slots=True)
-class StepSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings(SkipRules):
     """How records become rows."""
 
-    adapters: frozenset[str]  # those in training
-    max_length: int  # tokens of a trajectory
     estimator: str = "grpo"  # one of ESTIMATORS, BY_TURN or BY_TOKEN
     normalize_std: bool = False
     min_group: int = 2
@@ -55,8 +53,6 @@ class StepSettings:
     step_weight: float = 1.0  # of GiGPO's second level
     length_normalization: LengthNormalization = "token"
     length_constant: int = 1024  # tokens; for length_normalization constant
-    rules: SkipRules = field(default_factory=SkipRules)
-    oldest_version: int | None = None  # of an adapter; answers of older ones are stale
 
 
 @dataclass(slots=True)
@@ -75,7 +71,7 @@ class StepBatch:
 
     def refuse(self, why: Literal["non_finite", "not_supported"]) -> None:
         """Mark all calls as skipped: the learner did not apply the step."""
-        self.skipped |= refused_reasons(self.trained, why)
+        self.skipped |= dict.fromkeys(self.trained, REFUSED_STEP[why])
         self.trained = set()
 
     def shrunk(self) -> int:
@@ -132,10 +128,6 @@ class _Member:
         return [call for call in self.calls if call.id in training]
 
 
-_Credit = tuple[float | Mapping[str, float], SkipReason | None]
-"""A member's advantage, one for all calls or one by call id; and why it does not train."""
-
-
 def assemble(
     rollouts: Sequence[Rollout],
     calls: Sequence[Call],
@@ -152,33 +144,27 @@ def assemble(
             tell when a reward was earned.
     """
     batch = StepBatch(rewards=rollout_rewards(rollouts, rewards))
-    calls_of = _by_rollout(calls)
-    context_of = calls_of if context is None else _by_rollout(context)
-    rewards_of: dict[str, list[Reward]] = {}
-    for reward in rewards:
-        rewards_of.setdefault(reward.rollout_id, []).append(reward)
+    calls_of, rewards_of = by_rollout(calls), by_rollout(rewards)
+    context_of = calls_of if context is None else by_rollout(context)
     members: list[_Member] = []
     for rollout in rollouts:
         own, lost = _split_by_winner(rollout, calls_of.get(rollout.id, ()))
         batch.skipped |= {call.id: losing_reason(call, rollout) for call in lost}
-        built = build_trajectories(
-            own,
-            max_length=settings.max_length,
-            adapters=settings.adapters,
-            oldest_version=settings.oldest_version,
-            rules=settings.rules,
-        )
+        built = build_trajectories(own, settings)
         batch.skipped |= built.skipped
         every, _ = _split_by_winner(rollout, context_of.get(rollout.id, ()))
-        earned = winning_rewards(rollout, rewards_of.get(rollout.id, []))
-        total = batch.rewards[rollout.id]
-        members.append(
-            _Member(rollout, sorted(every, key=call_order), earned, built.trajectories, total)
+        member = _Member(
+            rollout=rollout,
+            calls=sorted(every, key=call_order),
+            rewards=winning_rewards(rollout, rewards_of.get(rollout.id, [])),
+            trajectories=built.trajectories,
+            total=batch.rewards[rollout.id],
         )
-    credit = _credit(members, batch, settings)
+        members.append(member)
+    credit, reasons = _credit(members, batch, settings)
     owners: list[str] = []
     for member in members:
-        advantage, reason = credit[member.rollout.id]
+        reason = reasons[member.rollout.id]
         by_id = {call.id: call for call in member.calls}
         for trajectory in member.trajectories:
             if reason is not None:
@@ -187,7 +173,7 @@ def assemble(
             trained = [by_id[call] for call in trajectory.call_ids]
             batch.trained |= set(trajectory.call_ids)
             batch.off_policy.update(how for call in trained for how in _deviations(call))
-            batch.rows.append(_row(trajectory, trained, advantage, member, settings))
+            batch.rows.append(_row(trajectory, trained, credit, member, settings))
             owners.append(member.rollout.id)
     batch.rows = normalize_lengths(
         batch.rows, owners, settings.length_normalization, settings.length_constant
@@ -211,15 +197,14 @@ def normalize_lengths(
     """
     if how == "token":
         return list(rows)
-    lengths = [row.trained for row in rows]
-    total = sum(lengths)
     of_owner: Counter[str] = Counter()
-    for owner, length in zip(owners, lengths, strict=True):
-        of_owner[owner] += length
+    for row, owner in zip(rows, owners, strict=True):
+        of_owner[owner] += row.trained
+    total = of_owner.total()
     result: list[TrainingRow] = []
-    for row, owner, length in zip(rows, owners, lengths, strict=True):
+    for row, owner in zip(rows, owners, strict=True):
         share = {
-            "sequence": len(rows) * length,
+            "sequence": len(rows) * row.trained,
             "rollout": len(of_owner) * of_owner[owner],
             "constant": len(of_owner) * constant,
         }[how]
@@ -237,37 +222,33 @@ def _split_by_winner(rollout: Rollout, calls: Iterable[Call]) -> tuple[list[Call
     return parts
 
 
-def _by_rollout(calls: Sequence[Call]) -> dict[str | None, list[Call]]:
-    found: dict[str | None, list[Call]] = {}
-    for call in calls:
-        found.setdefault(call.rollout_id, []).append(call)
-    return found
-
-
 def _credit(
     members: Sequence[_Member], batch: StepBatch, settings: StepSettings
-) -> dict[str, _Credit]:
-    """Compare each rollout with its group; by rollout id. Fills ``batch.groups``."""
+) -> tuple[dict[str, float], dict[str, SkipReason | None]]:
+    """Compare each rollout with its group; fills ``batch.groups``.
+
+    Returns advantages by call id, and why a rollout does not train, by its id.
+    """
     groups: dict[str, list[_Member]] = {}
     for member in members:
         groups.setdefault(member.rollout.group_id, []).append(member)
-    if settings.estimator in BY_TURN:
-        return {
-            rollout: credit
-            for group_id, group in groups.items()
-            for rollout, credit in _credit_by_turn(group_id, group, batch, settings).items()
-        }
-    batch.groups = {group_id: _judge(group, settings) for group_id, group in groups.items()}
+    by_turn: dict[str, float] = {}
+    for group_id, group in groups.items():
+        if settings.estimator in BY_TURN:
+            batch.groups[group_id] = _judge_turns(group, settings, by_turn)
+        else:
+            batch.groups[group_id] = _judge(group, settings)
     if settings.estimator in ESTIMATORS and ESTIMATORS[settings.estimator].whitens:
         whitened = whiten_groups(list(batch.groups.values()), settings.scaling)
         batch.groups = dict(zip(batch.groups, whitened, strict=True))
-    return {
-        member.rollout.id: (advantage or 0.0, reason)
-        for group_id, group in groups.items()
-        for member, advantage, reason in zip(
-            group, batch.groups[group_id].advantages, batch.groups[group_id].skipped, strict=True
-        )
-    }
+    credit: dict[str, float] = {}
+    reasons: dict[str, SkipReason | None] = {}
+    for group_id, group in groups.items():
+        found = batch.groups[group_id]
+        reasons |= {m.rollout.id: why for m, why in zip(group, found.skipped, strict=True)}
+        for member, advantage in zip(group, found.advantages, strict=True):
+            credit |= {call.id: advantage or 0.0 for call in member.calls}
+    return by_turn if settings.estimator in BY_TURN else credit, reasons
 
 
 def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
@@ -284,9 +265,10 @@ def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
     )
 
 
-def _credit_by_turn(
-    group_id: str, group: Sequence[_Member], batch: StepBatch, settings: StepSettings
-) -> dict[str, _Credit]:
+def _judge_turns(
+    group: Sequence[_Member], settings: StepSettings, credit: dict[str, float]
+) -> GroupAdvantages:
+    """Add the advantage of each turn to ``credit``."""
     turns = [member.turns for member in group]
     earned = [
         None
@@ -295,77 +277,53 @@ def _credit_by_turn(
         else turn_rewards(member.rewards, member.calls, [call.id for call in own]) or [member.total]
         for member, own in zip(group, turns, strict=True)
     ]
-    if settings.estimator == "turn":
-        result = turn_advantages(
-            earned,
-            discount=settings.discount,
-            normalize_std=settings.normalize_std,
-            scaling=settings.scaling,
-            min_group=settings.min_group,
-        )
-    else:
-        result = state_advantages(
-            earned,
-            [
-                anchor_states(own) or [member.rollout.id]
-                for member, own in zip(group, turns, strict=True)
-            ],
-            discount=settings.discount,
-            step_weight=settings.step_weight,
-            normalize_std=settings.normalize_std,
-            scaling=settings.scaling,
-            min_group=settings.min_group,
-        )
-    means = [
-        None if member.total is None else fmean(own) if own else 0.0
-        for member, own in zip(group, result.advantages, strict=True)
-    ]
-    batch.groups[group_id] = GroupAdvantages(means, result.skipped)
-    return {
-        member.rollout.id: (
-            {call.id: value for call, value in zip(own, values, strict=False)},
-            reason,
-        )
-        for member, own, values, reason in zip(
-            group, turns, result.advantages, result.skipped, strict=True
-        )
+    shared: dict[str, Any] = {
+        "discount": settings.discount,
+        "normalize_std": settings.normalize_std,
+        "scaling": settings.scaling,
+        "min_group": settings.min_group,
     }
+    if settings.estimator == "turn":
+        result = turn_advantages(earned, **shared)
+    else:
+        states = [anchor_states(own) or [m.rollout.id] for m, own in zip(group, turns, strict=True)]
+        result = state_advantages(earned, states, step_weight=settings.step_weight, **shared)
+    for own, values in zip(turns, result.advantages, strict=True):
+        credit |= {call.id: value for call, value in zip(own, values, strict=False)}
+    means = [
+        None if member.total is None else fmean(values) if values else 0.0
+        for member, values in zip(group, result.advantages, strict=True)
+    ]
+    return GroupAdvantages(means, result.skipped)
 
 
 def _row(
     trajectory: Trajectory,
     calls: Sequence[Call],
-    advantage: float | Mapping[str, float],
+    credit: Mapping[str, float],
     member: _Member,
     settings: StepSettings,
 ) -> TrainingRow:
     extra: dict[str, list[float]] = {}
     if settings.estimator in BY_TOKEN:
-        extra["rewards"] = _token_rewards(trajectory, member)
+        # Each turn's reward stands at its last token. A branch that began later has no share in
+        # what was earned before it.
+        earned = turn_rewards(member.rewards, member.calls, trajectory.call_ids, whole=False)
+        extra["rewards"] = [0.0] * len(trajectory.tokens)
+        for turn, value in zip(trajectory.turns, earned, strict=True):
+            extra["rewards"][turn.end - 1] = value
     if any(value != 1.0 for value in trajectory.temperatures):
         extra["temperature"] = trajectory.temperatures
-    if settings.rules.off_policy == "weight":
+    if settings.off_policy == "weight":
         weights = {call.id: importance_weight(call) or 0.0 for call in calls}
         extra["weights"] = to_training_row(trajectory, weights).advantages
-    return replace(to_training_row(trajectory, advantage), extra=extra)
-
-
-def _token_rewards(trajectory: Trajectory, member: _Member) -> list[float]:
-    """Place each turn's reward at its last token.
-
-    A branch that began later has no share in what was earned before it.
-    """
-    earned = turn_rewards(member.rewards, member.calls, trajectory.call_ids, whole=False)
-    rewards = [0.0] * len(trajectory.tokens)
-    for turn, value in zip(trajectory.turns, earned, strict=True):
-        rewards[turn.end - 1] = value
-    return rewards
+    return replace(to_training_row(trajectory, credit), extra=extra)
 
 
 def _deviations(call: Call) -> list[str]:
-    found = {
-        sampled_otherwise(call): True,
-        "temperature": temperature_of(call) != 1.0,
-        "mixed_versions": bool(call.params.get("mixed_versions")),
-    }
-    return [how for how, applies in found.items() if how is not None and applies]
+    found = [
+        sampled_otherwise(call),
+        "temperature" if temperature_of(call) != 1.0 else None,
+        "mixed_versions" if call.params.get("mixed_versions") else None,
+    ]
+    return [how for how in found if how is not None]

@@ -12,7 +12,7 @@ columns of padded rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
@@ -47,14 +47,12 @@ class MicroBatch:
     temperatures: Tensor | None = None  # [N] float32; None: 1 everywhere
 
     def to(self, device: torch.device) -> MicroBatch:
-        names = ("input_ids", "position_ids", "places", "rows", "columns", "targets", "logprobs")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in (*names, "advantages")
+            name: value.to(device, non_blocking=True)
+            for name, value in values.items()
+            if isinstance(value, Tensor)
         }
-        temperatures = self.temperatures
-        if temperatures is not None:
-            moved["temperatures"] = temperatures.to(device, non_blocking=True)
         return replace(self, trie=self.trie and self.trie.to(device), **moved)
 
 
@@ -71,21 +69,15 @@ class TokenCounts:
         return self.total - self.fed
 
 
-def count_tokens(source: Sequence[TrainingRow], batches: Sequence[MicroBatch]) -> TokenCounts:
-    """Count the tokens of ``rows`` and of what ``pack`` made of them."""
-    rows = _rows(source)
-    return TokenCounts(
-        total=sum(sum(batch.lengths) for batch in batches),
-        unique=sum(_branch_lengths(rows)),
-        fed=sum(batch.input_ids.numel() for batch in batches),
-    )
-
-
-def count_rows(source: Sequence[TrainingRow]) -> TokenCounts:
-    """Count the tokens of rows of which each is computed by itself."""
+def count_tokens(
+    source: Sequence[TrainingRow], batches: Sequence[MicroBatch] | None = None
+) -> TokenCounts:
+    """Count the tokens of rows, and of what ``pack`` made of them; None: each row is computed by
+    itself."""
     rows = _rows(source)
     total = sum(len(row.tokens) for row in rows)
-    return TokenCounts(total=total, unique=sum(_branch_lengths(rows)), fed=total)
+    fed = total if batches is None else sum(batch.input_ids.numel() for batch in batches)
+    return TokenCounts(total=total, unique=sum(_branch_lengths(rows)), fed=fed)
 
 
 def pack(
@@ -118,7 +110,7 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The part of a training row that goes through the model."""
+    """The part of a training row that goes through the model: what predicts trained tokens."""
 
     adapter: str
     tokens: list[int]
@@ -127,28 +119,21 @@ class _Row:
 
 def _rows(source: Sequence[TrainingRow]) -> list[_Row]:
     """Select the rows that train something, sorted so that neighbors share the longest prefixes."""
-    rows = [
-        _Row(row.adapter, row.tokens[:length], index)
-        for index, row in enumerate(source)
-        if (length := _input_length(row))
-    ]
+    rows: list[_Row] = []
+    for index, row in enumerate(source):
+        last = next((at for at in range(len(row.mask) - 1, 0, -1) if row.mask[at]), 0)
+        if last:
+            rows.append(_Row(row.adapter, row.tokens[:last], index))
     return sorted(rows, key=lambda row: (row.adapter, row.tokens, row.index))
-
-
-def _input_length(row: TrainingRow) -> int:
-    """Count the tokens that predict the last trained one; 0 if none is trained."""
-    return next((at for at in range(len(row.mask) - 1, 0, -1) if row.mask[at]), 0)
 
 
 def _branch_lengths(rows: Sequence[_Row]) -> list[int]:
     """Count the tokens that each of the sorted rows adds to a trie of those before it."""
-    return [len(rows[0].tokens), *(_added(a, b) for a, b in pairwise(rows))] if rows else []
-
-
-def _added(before: _Row, row: _Row) -> int:
-    if before.adapter != row.adapter:
-        return len(row.tokens)
-    return len(row.tokens) - common_prefix(before.tokens, row.tokens)
+    shared = [
+        common_prefix(before.tokens, row.tokens) if before.adapter == row.adapter else 0
+        for before, row in pairwise(rows)
+    ]
+    return [len(row.tokens) - known for row, known in zip(rows, [0, *shared], strict=False)]
 
 
 def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[list[_Row]]:
@@ -188,15 +173,13 @@ def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[lis
 def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
     chunks: list[list[_Row]] = []
     for row in sorted(rows, key=lambda row: (row.adapter, -len(row.tokens), row.index)):
-        chunk = chunks[-1] if chunks else []
         # The first row of a chunk is its longest, so it sets the width.
-        fits = (
-            chunk
-            and chunk[0].adapter == row.adapter
-            and len(chunk[0].tokens) * (len(chunk) + 1) <= budget
-        )
-        if fits:
-            chunk.append(row)
+        if (
+            chunks
+            and chunks[-1][0].adapter == row.adapter
+            and len(chunks[-1][0].tokens) * (len(chunks[-1]) + 1) <= budget
+        ):
+            chunks[-1].append(row)
         else:
             chunks.append([row])
     return chunks
@@ -223,39 +206,27 @@ def _micro_batch(
     trie: Trie | None,
 ) -> MicroBatch:
     """``places[b][t]``: the place of token t of row b in the flat ``input_ids``."""
-    trained = [
-        (row, at)
-        for row, own in enumerate(chunk)
-        for at, on in enumerate(source[own.index].mask)
-        if on
-    ]
     own = [source[row.index] for row in chunk]
-
-    def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64)
-
+    trained = [(row, at) for row, one in enumerate(own) for at, on in enumerate(one.mask) if on]
+    temperatures: Tensor | None = None
+    if any("temperature" in row.extra for row in own):
+        columns = [row.extra.get("temperature", [1.0] * len(row.tokens)) for row in own]
+        values = [columns[row][at] for row, at in trained]
+        temperatures = torch.tensor(values, dtype=torch.float32)
     return MicroBatch(
         adapter=chunk[0].adapter,
         indices=[row.index for row in chunk],
         lengths=[len(row.tokens) for row in chunk],
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        position_ids=torch.tensor(position_ids, dtype=torch.int64),
+        input_ids=torch.tensor(input_ids),
+        position_ids=torch.tensor(position_ids),
         trie=trie,
-        places=integers([places[row][at - 1] for row, at in trained]),
-        rows=integers([row for row, _ in trained]),
-        columns=integers([at - 1 for _, at in trained]),
-        targets=integers([own[row].tokens[at] for row, at in trained]),
+        places=torch.tensor([places[row][at - 1] for row, at in trained]),
+        rows=torch.tensor([row for row, _ in trained]),
+        columns=torch.tensor([at - 1 for _, at in trained]),
+        targets=torch.tensor([own[row].tokens[at] for row, at in trained]),
         logprobs=torch.tensor([own[row].logprobs[at] for row, at in trained], dtype=torch.float32),
         advantages=torch.tensor(
             [own[row].advantages[at] for row, at in trained], dtype=torch.float32
         ),
-        temperatures=_temperatures(own, trained),
+        temperatures=temperatures,
     )
-
-
-def _temperatures(own: Sequence[TrainingRow], trained: Sequence[tuple[int, int]]) -> Tensor | None:
-    if not any("temperature" in row.extra for row in own):
-        return None
-    rows = [row.extra.get("temperature") for row in own]
-    values = [1.0 if (column := rows[row]) is None else column[at] for row, at in trained]
-    return torch.tensor(values, dtype=torch.float32)

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout, RolloutState
 from agentrl_trainer.data.trajectories import call_order
+
+Record = TypeVar("Record", Call, Reward)
+
+
+def by_rollout(records: Iterable[Record]) -> dict[str | None, list[Record]]:
+    """Group calls or rewards by the id of their rollout."""
+    found: dict[str | None, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.rollout_id, []).append(record)
+    return found
 
 
 def winning_rewards(rollout: Rollout, rewards: Sequence[Reward]) -> list[Reward]:
@@ -34,10 +45,8 @@ def rollout_rewards(
     rollouts: Sequence[Rollout], rewards: Sequence[Reward]
 ) -> dict[str, float | None]:
     """Compute ``rollout_reward`` of each rollout, by id."""
-    by_rollout: dict[str, list[Reward]] = {}
-    for reward in rewards:
-        by_rollout.setdefault(reward.rollout_id, []).append(reward)
-    return {r.id: rollout_reward(r, by_rollout.get(r.id, [])) for r in rollouts}
+    emitted = by_rollout(rewards)
+    return {r.id: rollout_reward(r, emitted.get(r.id, [])) for r in rollouts}
 
 
 def turn_rewards(

@@ -11,66 +11,64 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from agentrl_tracer.schemas import Call, CallState, Rollout, RolloutState, SkipReason
 from agentrl_trainer.data.off_policy import importance_weight, sampled_otherwise
 
-OffPolicy = Literal["train", "weight", "skip"]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SkipRules:
-    """Which calls are left out although they could train."""
+    """What each call of a winning attempt is checked against."""
 
+    max_length: int  # tokens of a trajectory, and of a call's prompt and response together
+    adapters: Collection[str] | None = None  # those in training; None: any
+    oldest_version: int | None = None  # of an adapter; answers of older ones are stale
     skip_agents: tuple[str, ...] = ()
     """Patterns (``title``, ``summar*``) of the names of agents whose calls never train."""
     truncated: Literal["train", "skip"] = "train"
     """Whether to train on answers that were cut off at their token limit."""
-    off_policy: OffPolicy = "train"
+    off_policy: Literal["train", "weight", "skip"] = "train"
     """What to do with calls for which ``sampled_otherwise`` names a deviation: ``train`` on them as
     they are (biased), ``weight`` those whose importance weight is known and skip the others, or
     ``skip`` all."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """What each call of a winning attempt is checked against."""
-
-    max_length: int  # tokens, prompt and response together
-    adapters: Collection[str] | None = None  # those in training; None: any
-    oldest_version: int | None = None  # of an adapter; answers of older ones are stale
-    rules: SkipRules = field(default_factory=SkipRules)
-
-
-def call_reason(call: Call, limits: CallLimits) -> SkipReason | None:
+def call_reason(call: Call, rules: SkipRules) -> SkipReason | None:
     """Judge one call of a winning attempt by itself; None if it can train."""
     if call.skip_reason is not None:
         return call.skip_reason
-    return next((reason for reason, applies in _CALL_RULES if applies(call, limits)), None)
+    return next((reason for reason, applies in _CALL_RULES if applies(call, rules)), None)
 
 
-def attempt_reasons(calls: Sequence[Call], limits: CallLimits) -> dict[str, SkipReason]:
+def attempt_reasons(calls: Sequence[Call], rules: SkipRules) -> dict[str, SkipReason]:
     """Judge the calls of a winning attempt; calls that can train are missing from the result.
 
     A response with a choice that failed was never returned to its client, so its completed choices
-    are skipped too (``sampler_error``).
+    are skipped too (``sampler_error``). A client's retry may complete the missing choice in a call
+    of its own.
     """
-    failed = _failed_responses(calls)
-    found = {call.id: call_reason(call, limits) for call in calls}
+    completed: dict[tuple[str, int], bool] = {}
     for call in calls:
-        if found[call.id] is None and call.response_id in failed:
-            found[call.id] = SkipReason.SAMPLER_ERROR
-    return {call: reason for call, reason in found.items() if reason is not None}
+        choice = (call.response_id, call.choice)
+        completed[choice] = completed.get(choice, False) or call.state is CallState.COMPLETED
+    failed = {response for (response, _), done in completed.items() if not done}
+    found: dict[str, SkipReason] = {}
+    for call in calls:
+        reason = call_reason(call, rules)
+        if reason is None and call.response_id in failed:
+            reason = SkipReason.SAMPLER_ERROR
+        if reason is not None:
+            found[call.id] = reason
+    return found
 
 
 def losing_reason(call: Call, rollout: Rollout) -> SkipReason:
     """Judge a call of an attempt that did not win."""
-    if rollout.state is RolloutState.SUCCEEDED:
-        return call.skip_reason or SkipReason.FAILED_ATTEMPT
-    return call.skip_reason or SkipReason.FAILED_ROLLOUT
+    won = rollout.state is RolloutState.SUCCEEDED
+    return call.skip_reason or (SkipReason.FAILED_ATTEMPT if won else SkipReason.FAILED_ROLLOUT)
 
 
 def unassigned_reason(call: Call, reason: SkipReason, adapters: Collection[str]) -> SkipReason:
@@ -138,28 +136,17 @@ def left_over_reasons(calls: Iterable[Call]) -> dict[str, SkipReason]:
     return {call.id: SkipReason.LEFT_OVER for call in calls}
 
 
-def refused_reasons(
-    call_ids: Iterable[str], why: Literal["non_finite", "not_supported"]
-) -> dict[str, SkipReason]:
-    """Judge the calls of a step that was not applied.
-
-    ``non_finite``: the loss or a gradient was not finite. ``not_supported``: the training service
-    cannot express how the rows were sampled.
-    """
-    reason = SkipReason.NON_FINITE_STEP if why == "non_finite" else SkipReason.OFF_POLICY
-    return dict.fromkeys(call_ids, reason)
+REFUSED_STEP = {
+    "non_finite": SkipReason.NON_FINITE_STEP,  # the loss or a gradient was not finite
+    "not_supported": SkipReason.OFF_POLICY,  # the service cannot express how rows were sampled
+}
+"""Why the calls of a step that was not applied do not train."""
 
 
 # ---- rules for one call
 
 
-def _wrong_adapter(call: Call, limits: CallLimits) -> bool:
-    return call.adapter is None or (
-        limits.adapters is not None and call.adapter not in limits.adapters
-    )
-
-
-def _malformed(call: Call, limits: CallLimits) -> bool:
+def _malformed(call: Call) -> bool:
     if len(call.response_ids) != len(call.response_logprobs) or call.adapter_version is None:
         return True
     if not call.prompt_ids:  # the first token of a trajectory has no log-prob
@@ -170,54 +157,47 @@ def _malformed(call: Call, limits: CallLimits) -> bool:
     return not all(-math.inf < logprob <= 1e-3 for logprob in call.response_logprobs)
 
 
-def _stale(call: Call, limits: CallLimits) -> bool:
-    oldest, version = limits.oldest_version, call.adapter_version
-    return oldest is not None and version is not None and version < oldest
-
-
-def _off_policy(call: Call, limits: CallLimits) -> bool:
-    how = limits.rules.off_policy
-    return (how == "skip" and sampled_otherwise(call) is not None) or (
-        how == "weight" and importance_weight(call) is None
+def _off_policy(call: Call, rules: SkipRules) -> bool:
+    return (rules.off_policy == "skip" and sampled_otherwise(call) is not None) or (
+        rules.off_policy == "weight" and importance_weight(call) is None
     )
 
 
-_CALL_RULES: tuple[tuple[SkipReason, Callable[[Call, CallLimits], bool]], ...] = (
+_CALL_RULES: tuple[tuple[SkipReason, Callable[[Call, SkipRules], bool]], ...] = (
     # The first rule that applies gives the reason: wrong owner, then unfinished, then unusable,
     # then usable but outside the limits.
-    (SkipReason.NOT_TRAINABLE_MODEL, _wrong_adapter),
+    (
+        SkipReason.NOT_TRAINABLE_MODEL,
+        lambda call, rules: (
+            call.adapter is None
+            or (rules.adapters is not None and call.adapter not in rules.adapters)
+        ),
+    ),
     (
         SkipReason.OTHER_AGENT,
-        lambda call, limits: any(
-            fnmatchcase(call.agent or "", pattern) for pattern in limits.rules.skip_agents
-        ),
+        lambda call, rules: any(fnmatchcase(call.agent or "", one) for one in rules.skip_agents),
     ),
     # Calls are judged after their attempt was sealed: one that is still open came too late.
     (SkipReason.LATE_CALL, lambda call, _: call.state is CallState.OPEN),
     (SkipReason.CLIENT_DISCONNECTED, lambda call, _: call.state is CallState.CANCELLED),
     (SkipReason.SAMPLER_ERROR, lambda call, _: call.state is CallState.ERROR),
     (SkipReason.EMPTY_RESPONSE, lambda call, _: not call.response_ids),
-    (SkipReason.MALFORMED_RECORD, _malformed),
+    (SkipReason.MALFORMED_RECORD, lambda call, _: _malformed(call)),
     (
         SkipReason.TOO_LONG,
-        lambda call, limits: len(call.prompt_ids) + len(call.response_ids) > limits.max_length,
+        lambda call, rules: len(call.prompt_ids) + len(call.response_ids) > rules.max_length,
     ),
-    (SkipReason.STALE, _stale),
+    (
+        SkipReason.STALE,
+        lambda call, rules: (
+            rules.oldest_version is not None
+            and call.adapter_version is not None
+            and call.adapter_version < rules.oldest_version
+        ),
+    ),
     (
         SkipReason.TRUNCATED,
-        lambda call, limits: limits.rules.truncated == "skip" and call.finish_reason == "length",
+        lambda call, rules: rules.truncated == "skip" and call.finish_reason == "length",
     ),
     (SkipReason.OFF_POLICY, _off_policy),
 )
-
-
-def _failed_responses(calls: Sequence[Call]) -> set[str]:
-    """Find response ids with a choice that no call completed.
-
-    A client's retry may complete the missing choice in a call of its own.
-    """
-    completed: dict[tuple[str, int], bool] = {}
-    for call in calls:
-        choice = (call.response_id, call.choice)
-        completed[choice] = completed.get(choice, False) or call.state is CallState.COMPLETED
-    return {response for (response, _), done in completed.items() if not done}

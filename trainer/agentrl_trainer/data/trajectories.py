@@ -12,12 +12,12 @@ trajectory, and each sampled token trains in exactly one of them:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_tracer.schemas import Call, SkipReason
-from agentrl_trainer.data.off_policy import temperature_of, token_versions
-from agentrl_trainer.data.skip_reasons import CallLimits, SkipRules, attempt_reasons
+from agentrl_trainer.data.off_policy import temperature_of
+from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,6 @@ class Trajectory:
     tokens: list[int]
     mask: list[bool]  # sampled tokens that train here
     logprobs: list[float]  # of the sampling policy; 0 where not masked
-    versions: list[int]  # of the adapter that sampled the token; -1 where not masked
     turns: list[Turn]
     temperatures: list[float]  # sampled at; 1 where not masked or greedy
 
@@ -60,17 +59,8 @@ class TrajectorySet:
     skipped: dict[str, SkipReason]
 
 
-def build_trajectories(
-    calls: Sequence[Call],
-    *,
-    max_length: int,
-    adapters: Collection[str] | None = None,
-    oldest_version: int | None = None,
-    rules: SkipRules | None = None,
-) -> TrajectorySet:
+def build_trajectories(calls: Sequence[Call], rules: SkipRules) -> TrajectorySet:
     """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect.
-
-    The other arguments are the fields of ``CallLimits``.
 
     Raises:
         ValueError: the calls belong to several attempts, or two share an id.
@@ -79,8 +69,7 @@ def build_trajectories(
         raise ValueError("calls of several attempts: a trajectory belongs to one attempt")
     if len({call.id for call in calls}) < len(calls):
         raise ValueError("two calls share an id")
-    limits = CallLimits(max_length, adapters, oldest_version, rules or SkipRules())
-    skipped = attempt_reasons(calls, limits)
+    skipped = attempt_reasons(calls, rules)
     kept: dict[str, list[Call]] = {}
     for call in sorted(calls, key=call_order):
         if call.id not in skipped and call.adapter is not None:
@@ -123,12 +112,10 @@ def _chains(calls: Sequence[Call], parents: Sequence[int | None]) -> list[list[C
             continued_by.setdefault(parent, child)
     chains: list[list[Call]] = []
     for start in sorted(set(range(len(calls))) - set(continued_by.values())):
-        at: int | None = start
-        chain: list[Call] = []
-        while at is not None:
-            chain.append(calls[at])
-            at = continued_by.get(at)
-        chains.append(chain)
+        path = [start]
+        while path[-1] in continued_by:
+            path.append(continued_by[path[-1]])
+        chains.append([calls[at] for at in path])
     return chains
 
 
@@ -138,7 +125,6 @@ def _trajectory(adapter: str, chain: Sequence[Call]) -> Trajectory:
     tokens = [*leaf.prompt_ids, *leaf.response_ids]
     mask = [False] * len(tokens)
     logprobs = [0.0] * len(tokens)
-    versions = [-1] * len(tokens)
     temperatures = [1.0] * len(tokens)
     turns: list[Turn] = []
     for call in chain:
@@ -146,7 +132,6 @@ def _trajectory(adapter: str, chain: Sequence[Call]) -> Trajectory:
         end = start + len(call.response_ids)
         mask[start:end] = [True] * (end - start)
         logprobs[start:end] = call.response_logprobs
-        versions[start:end] = token_versions(call)
         temperatures[start:end] = [temperature_of(call)] * (end - start)
         turns.append(Turn(call.id, start, end))
-    return Trajectory(adapter, tokens, mask, logprobs, versions, turns, temperatures)
+    return Trajectory(adapter, tokens, mask, logprobs, turns, temperatures)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl_trainer.client.types import Array, Datum, ModelInput, RefusedRows
-from agentrl_trainer.data.packing import count_rows
+from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
 from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import LOSSES, Sums
@@ -56,24 +56,20 @@ def native_config(
 def folded(row: TrainingRow, divisor: float) -> Datum:
     """Return a row as a datum for a native loss, with advantages times weights over ``divisor``."""
     weights = row.extra.get("weights", [1.0] * len(row.tokens))
-    columns: dict[str, Array] = {
-        "logprobs": [q if on else 0.0 for q, on in zip(row.logprobs, row.mask, strict=True)][1:],
-        "advantages": [
-            a * w / divisor if on else 0.0
-            for a, w, on in zip(row.advantages, weights, row.mask, strict=True)
-        ][1:],
-    }
-    return _datum(row, columns)
+    credit = [a * w / divisor for a, w in zip(row.advantages, weights, strict=True)]
+    columns = {"logprobs": row.logprobs, "advantages": credit}
+    masked = {name: np.where(row.mask, values, 0.0)[1:] for name, values in columns.items()}
+    return _datum(row, **masked)
 
 
 def unweighted(row: TrainingRow) -> Datum:
     """Return a row as a datum for log-probs alone; Tinker's cross_entropy requires weights."""
-    return _datum(row, {"weights": [0.0] * (len(row.tokens) - 1)})
+    return _datum(row, weights=[0.0] * (len(row.tokens) - 1))
 
 
-def _datum(row: TrainingRow, columns: dict[str, Array]) -> Datum:
-    inputs = {"target_tokens": row.tokens[1:], **columns}
-    return Datum(ModelInput.from_ints(row.tokens[:-1]), inputs)
+def _datum(row: TrainingRow, **columns: Array) -> Datum:
+    read = ModelInput.from_ints(row.tokens[:-1])
+    return Datum(read, {"target_tokens": row.tokens[1:], **columns})
 
 
 def loss_of(
@@ -84,17 +80,13 @@ def loss_of(
     Args:
         logprobs: of each row's targets, [tokens of the row - 1].
     """
-    masks = [torch.tensor(row.mask[1:]) for row in rows]
+    mask = torch.tensor([on for row in rows for on in row.mask[1:]])
 
     def flat(columns: Sequence[Sequence[float]]) -> Tensor:
-        kept = [
-            torch.tensor(column[1:], dtype=torch.float32)[mask]
-            for column, mask in zip(columns, masks, strict=True)
-        ]
-        return torch.cat(kept)
+        return torch.tensor([value for column in columns for value in column[1:]])[mask]
 
-    of_tokens = torch.cat([row[mask] for row, mask in zip(logprobs, masks, strict=True)])
-    counts = torch.tensor([int(mask.sum()) for mask in masks])
+    of_tokens = torch.cat(list(logprobs))[mask]
+    counts = torch.tensor([row.trained for row in rows])
     return LOSSES[loss](
         of_tokens,
         flat([row.logprobs for row in rows]),
@@ -115,7 +107,7 @@ def stats_of(
 ) -> StepStats:
     """Return the statistics of ``Learner.forward_backward`` for the same rows, except that each row
     counts by itself: what the service shares among rows is unknown."""
-    return step_stats(loss.item() / divisor, sums, count_rows(rows), started)
+    return step_stats(loss.item() / divisor, sums, count_tokens(rows), started)
 
 
 def trained_logprobs(
@@ -127,12 +119,10 @@ def trained_logprobs(
         computed: for each row that trains, its targets' log-probs.
     """
     found = iter(computed)
-    outputs: list[dict[str, NDArray[np.float32]]] = []
-    for row in rows:
-        mask = np.asarray(row.mask[1:], dtype=bool)
-        values = next(found) if row.trained else np.zeros(len(mask), dtype=np.float32)
-        outputs.append({"logprobs": np.where(mask, values, np.float32(0))})
-    return outputs
+    return [
+        {"logprobs": np.where(row.mask[1:], next(found) if row.trained else 0.0, np.float32(0))}
+        for row in rows
+    ]
 
 
 def check_rows(rows: Sequence[TrainingRow]) -> None:

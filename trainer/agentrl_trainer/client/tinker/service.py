@@ -2,134 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from agentrl_trainer.checkpoint import (
-    Restored,
-    latest_checkpoint,
-    load_checkpoint,
-    restore_rng,
-    save_checkpoint,
-)
-from agentrl_trainer.client.futures import Worker
-from agentrl_trainer.client.naming import new_folder
-from agentrl_trainer.client.tinker.sampling import TinkerSampling
-from agentrl_trainer.client.tinker.training import TinkerTraining
+from torch import Tensor
+
+from agentrl_trainer.checkpoint import Checkpoint
+from agentrl_trainer.client.futures import APIFuture, Worker, finished
+from agentrl_trainer.client.saved import folder_of
+from agentrl_trainer.client.service import ServiceClient
+from agentrl_trainer.client.tinker.clients import TinkerSamplingClient, TinkerTrainingClient
 from agentrl_trainer.client.types import (
     EndStatus,
     Folder,
     GetServerCapabilitiesResponse,
     LoraOptions,
-    Options,
-    SavedPath,
 )
 
 _STATES = "tinker_states"  # in a checkpoint's meta: the path of each client's state
 
 
-class TinkerService:
+class TinkerServiceClient(ServiceClient):
     """``options`` are those of the SDK's ServiceClient; without ``api_key`` it reads
     ``TINKER_API_KEY``, without ``base_url`` it reaches Tinker itself."""
 
-    is_local = False
-
-    def __init__(self, base_url: str | None, folder: Folder | None, options: Options) -> None:
+    def __init__(
+        self, *, base_url: str | None = None, folder: Folder | None = None, **options: Any
+    ) -> None:
+        for local in ("backend", "device", "dtype"):
+            options.pop(local, None)
         try:
             self._sdk = import_module("tinker")
         except ImportError as error:
             raise ImportError(
                 "backend='tinker' needs the official SDK: pip install 'tinker>=0.38,<1'"
             ) from error
-        self._folder = Path(folder) if folder is not None else new_folder("tinker")
+        self._folder = folder_of(folder, "tinker")
         self._service = self._sdk.ServiceClient(base_url=base_url, **options)
         self._rest = self._sdk.RestClient(base_url=base_url, api_key=options.get("api_key"))
-        self._trained: dict[str, TinkerTraining] = {}
-        self._worker = Worker("agentrl-tinker")  # for work on the service's responses
+        self._trained: dict[str, TinkerTrainingClient] = {}
+        self._responses = Worker("agentrl-tinker")  # for work on the service's responses
 
-    def train(
-        self, base_model: str, options: LoraOptions, name: str | None, tinker: Options
-    ) -> TinkerTraining:
-        if options.targets is not None or options.alpha != LoraOptions().alpha:
+    def _train(
+        self, base_model: str, lora: LoraOptions, name: str | None, tinker: Mapping[str, Any]
+    ) -> TinkerTrainingClient:
+        if lora.targets is not None or lora.alpha != LoraOptions().alpha:
             raise ValueError("targets and alpha are for the local backend; leave them out")
         made = self._service.create_lora_training_client(
             base_model,
-            rank=options.rank,
-            seed=options.seed,
-            train_mlp=options.train_mlp,
-            train_attn=options.train_attn,
+            rank=lora.rank,
+            seed=lora.seed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
             **tinker,
         )
         return self._training(made.result(), name)
 
-    def train_from(
-        self, path: str, base_model: str | None, optimizer: bool, name: str | None, tinker: Options
-    ) -> TinkerTraining:
+    def _train_from(
+        self,
+        path: Folder,
+        base_model: str | None,
+        name: str | None,
+        optimizer: bool,
+        tinker: Mapping[str, Any],
+    ) -> TinkerTrainingClient:
         make = self._service.create_training_client_from_state
         if optimizer:
-            make = self._resume
-        return self._training(make(path, base_model, **tinker).result(), name)
+            make = self._service.create_training_client_from_state_with_optimizer
+        return self._training(make(str(path), base_model, **tinker).result(), name)
 
-    def _resume(self, path: str, *args: Any, **options: Any) -> Any:
-        make = self._service.create_training_client_from_state_with_optimizer
-        return make(path, *args, **options)
-
-    def _training(self, client: Any, name: str | None) -> TinkerTraining:
-        made = TinkerTraining(
-            self._sdk, client, self._folder, name, self._worker, self.sampler, self._resume
-        )
+    def _training(self, client: Any, name: str | None) -> TinkerTrainingClient:
+        made = TinkerTrainingClient(self._sdk, self, client, name, self._folder, self._responses)
         self._trained[made.name] = made
         return made
 
-    def sampler(
-        self, model_path: str | None, base_model: str | None, tinker: Options
-    ) -> TinkerSampling:
-        made = self._service.create_sampling_client(
-            model_path=model_path, base_model=base_model, **tinker
-        )
-        return TinkerSampling(self._sdk, made)
+    def resume(self, path: str) -> Any:
+        """Return the SDK's client that continues from a state."""
+        return self._service.create_training_client_from_state_with_optimizer(path).result()
 
-    def capabilities(self) -> GetServerCapabilitiesResponse:
+    def create_sampling_client(
+        self, model_path: Folder | None = None, base_model: str | None = None, **tinker: Any
+    ) -> TinkerSamplingClient:
+        if (model_path is None) == (base_model is None):
+            raise ValueError("give either model_path or base_model")
+        path = None if model_path is None else str(model_path)
+        made = self._service.create_sampling_client(path, base_model, **tinker)
+        return TinkerSamplingClient(self._sdk, made)
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         return self._rest.get_server_capabilities().result()  # has the same fields
 
-    def save_checkpoint(
-        self, root: Path, step: int, meta: Mapping[str, Any], keep: int
-    ) -> Future[SavedPath]:
+    @property
+    def _worker(self) -> Worker:
+        return self._responses
+
+    def _save_states(self, step: int) -> Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]:
         saving = {
-            name: training.save_state(f"step-{step:08d}", True, {})
-            for name, training in self._trained.items()
+            name: client.save_state(f"step-{step:08d}", overwrite=True).future()
+            for name, client in self._trained.items()
         }
+        return lambda: ({}, {_STATES: {name: one.result().path for name, one in saving.items()}})
 
-        def work() -> SavedPath:
-            kept = {**meta, _STATES: {name: saved.result().path for name, saved in saving.items()}}
-            return SavedPath(str(save_checkpoint(root, step, tensors={}, meta=kept, keep=keep)))
-
-        return self._worker.submit(work)
-
-    def restore_checkpoint(self, root: Path) -> Future[Restored]:
-        def work() -> Restored:
-            found = latest_checkpoint(root)
-            if found.folder is None:
-                return Restored(None, {}, found.torn)
-            checkpoint = load_checkpoint(found.folder)
-            states = checkpoint.meta.get(_STATES, {})
-            if states.keys() != self._trained.keys():
-                raise ValueError(
-                    f"checkpoint {found.folder} holds states of {sorted(states) or 'no client'} on "
-                    f"Tinker, but this trains {sorted(self._trained)}"
-                )
+    def _load_states(self, checkpoint: Checkpoint) -> None:
+        states = checkpoint.meta.get(_STATES, {})
+        if states.keys() != self._trained.keys():
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} holds states of {sorted(states) or 'no client'} "
+                f"on Tinker, but this trains {sorted(self._trained)}"
+            )
+        for name, path in states.items():
             # The SDK deprecates loading into an existing client, so each gets a new one.
-            resumed = {name: self._resume(path) for name, path in states.items()}
-            for name, made in resumed.items():
-                self._trained[name].continue_as(made.result(), states[name])
-            restore_rng(checkpoint.rng)
-            return Restored(checkpoint.step, checkpoint.meta, found.torn)
+            self._trained[name].continue_as(self.resume(path), path)
 
-        return self._worker.submit(work)
-
-    def close(self, status: EndStatus, detail: str | None) -> None:
-        self._worker.shutdown()
+    def close(self, status: EndStatus = "success", detail: str | None = None) -> APIFuture[None]:
+        self._responses.shutdown()
         self._service.close(status, detail).result()
+        return finished(None)

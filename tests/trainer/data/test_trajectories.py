@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call
+from agentrl_trainer.data.off_policy import token_versions
+from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
 
 
 def build(*calls: Call) -> TrajectorySet:
-    built = build_trajectories(calls, max_length=64)
+    built = build_trajectories(calls, SkipRules(max_length=64))
     check_invariants(list(calls), built)
     return built
 
@@ -50,6 +52,10 @@ HISTORIES: dict[str, tuple[list[tuple[list[int], list[int]]], list[list[int]]]] 
         [([1], [10]), ([1, 10, 2], [11]), ([7, 8], [12]), ([1, 12, 3], [13])],
         [[0, 1], [2], [3]],
     ),
+    "an assistant message that no model sampled": (
+        [([1], [10]), ([1, 10, 2, 50, 51, 3], [11])],
+        [[0, 1]],
+    ),
     "the same request again": ([([1, 2], [17, 18])] * 3, [[0], [1], [2]]),
     "the longest parent": ([([1], [12]), ([1], [12, 13]), ([1, 12, 13, 4], [15])], [[0], [1, 2]]),
     "a prompt that ends inside an answer": ([([1, 2], [13, 14]), ([1, 2, 13], [15])], [[0], [1]]),
@@ -71,12 +77,11 @@ def test_what_agents_do_with_their_history_decides_the_rows(history: str) -> Non
 def test_a_conversation_is_one_trajectory() -> None:
     a = make("a", [1, 2], [3], seq=0)
     b = make("b", [1, 2, 3, 4], [5, 6], seq=1, adapter_version=4)
-    built = build_trajectories([a, b], max_length=100)
+    built = build_trajectories([a, b], SkipRules(max_length=100))
     (trajectory,) = built.trajectories
     assert trajectory.tokens == [1, 2, 3, 4, 5, 6]
     assert trajectory.mask == [False, False, True, False, True, True]
     assert trajectory.logprobs == [0, 0, -1.0, 0, -2.0, -2.001]
-    assert trajectory.versions == [-1, -1, 3, -1, 4, 4]
     assert trajectory.call_ids == ["a", "b"]
     assert built.skipped == {}
 
@@ -85,7 +90,7 @@ def test_a_fork_trains_the_shared_part_once() -> None:
     a = make("a", [1], [2], seq=0)
     b = make("b", [1, 2, 3], [4], seq=1)
     c = make("c", [1, 2, 5], [6], seq=2)
-    built = build_trajectories([a, b, c], max_length=100)
+    built = build_trajectories([a, b, c], SkipRules(max_length=100))
     assert [t.tokens for t in built.trajectories] == [[1, 2, 3, 4], [1, 2, 5, 6]]
     assert [t.call_ids for t in built.trajectories] == [["a", "b"], ["c"]]
     assert built.trajectories[1].mask == [False, False, False, True]
@@ -95,20 +100,12 @@ def test_other_adapters_are_context() -> None:
     x = make("x", [1], [2], seq=0, adapter="asker")
     y = make("y", [1, 2, 3], [4], seq=1, adapter="guesser")
     z = make("z", [1, 2, 3, 4, 5], [6], seq=2, adapter="asker")
-    built = build_trajectories([x, y, z], max_length=100)
+    built = build_trajectories([x, y, z], SkipRules(max_length=100))
     asker, guesser = built.trajectories
     assert (asker.adapter, asker.call_ids) == ("asker", ["x", "z"])
     assert asker.tokens == [1, 2, 3, 4, 5, 6]
     assert asker.mask == [False, True, False, False, False, True]
     assert (guesser.adapter, guesser.mask) == ("guesser", [False, False, False, True])
-
-
-def test_an_assistant_message_that_nobody_sampled_is_context_only() -> None:
-    a = make("a", [1], [10], seq=0)
-    b = make("b", [1, 10, 2, 50, 51, 3], [11], seq=1)  # 50 51: written by the agent's author
-    (row,) = build(a, b).trajectories
-    assert row.tokens == [1, 10, 2, 50, 51, 3, 11]
-    assert [i for i, on in enumerate(row.mask) if on] == [1, 6]
 
 
 def test_n_choices_are_siblings() -> None:
@@ -118,14 +115,13 @@ def test_n_choices_are_siblings() -> None:
     assert [row.call_ids for row in built.trajectories] == [["a#0"], ["a#1", "b"], ["a#2"]]
 
 
-def test_versions_that_change_between_and_within_turns() -> None:
-    a = make("a", [1], [10], seq=0, adapter_version=3)
-    b = make("b", [1, 10, 2], [11, 12], seq=1, adapter_version=4, params={"mixed_versions": True})
-    (row,) = build(a, b).trajectories
-    assert row.versions == [-1, 3, -1, 4, 4]  # of a mixed answer, the oldest
+def test_versions_of_an_answer() -> None:
+    assert token_versions(make("a", [1], [10, 11], adapter_version=3)) == [3, 3]
+    mixed = make("b", [1], [11, 12], adapter_version=4, params={"mixed_versions": True})
+    assert token_versions(mixed) == [4, 4]  # of a mixed answer, the oldest
     stretches = {"mixed_versions": True, "versions": [[0, 4], [1, 5]]}
-    (row,) = build(a, replace(b, params=stretches)).trajectories
-    assert row.versions == [-1, 3, -1, 4, 5]  # or each token's own, where it is recorded
+    assert token_versions(replace(mixed, params=stretches)) == [4, 5]  # or each token's own
+    assert token_versions(make("c", [1], [10], adapter_version=None)) == [-1]
 
 
 def test_temperature() -> None:
@@ -133,18 +129,26 @@ def test_temperature() -> None:
     same = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 1})
     other = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0.5})
     greedy = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0})
-    assert build_trajectories([a, same], max_length=9).trajectories[0].temperatures == [1.0] * 4
-    (row,) = build_trajectories([a, other], max_length=9).trajectories
+    assert (
+        build_trajectories([a, same], SkipRules(max_length=9)).trajectories[0].temperatures
+        == [1.0] * 4
+    )
+    (row,) = build_trajectories([a, other], SkipRules(max_length=9)).trajectories
     assert row.temperatures == [1.0, 1.0, 1.0, 0.5]
-    assert build_trajectories([a, greedy], max_length=9).trajectories[0].temperatures == [1.0] * 4
+    assert (
+        build_trajectories([a, greedy], SkipRules(max_length=9)).trajectories[0].temperatures
+        == [1.0] * 4
+    )
 
 
 def test_calls_of_two_attempts_or_with_one_id_are_refused() -> None:
-    assert build_trajectories([], max_length=1) == TrajectorySet([], {})
+    assert build_trajectories([], SkipRules(max_length=1)) == TrajectorySet([], {})
     with pytest.raises(ValueError, match="several attempts"):
-        build_trajectories([make("a", [1], [2]), make("b", [1], [2], attempt_id="c")], max_length=9)
+        build_trajectories(
+            [make("a", [1], [2]), make("b", [1], [2], attempt_id="c")], SkipRules(max_length=9)
+        )
     with pytest.raises(ValueError, match="share an id"):
-        build_trajectories([make("a", [1], [2]), make("a", [1], [2])], max_length=9)
+        build_trajectories([make("a", [1], [2]), make("a", [1], [2])], SkipRules(max_length=9))
 
 
 # ---- properties
@@ -153,11 +157,11 @@ def test_calls_of_two_attempts_or_with_one_id_are_refused() -> None:
 @settings(max_examples=60, deadline=None)
 @given(calls=call_trees(), order=st.randoms(use_true_random=False))
 def test_every_sampled_token_trains_exactly_once(calls: list[Call], order: random.Random) -> None:
-    built = build_trajectories(calls, max_length=12)
+    built = build_trajectories(calls, SkipRules(max_length=12))
     check_invariants(calls, built)
     shuffled = list(calls)
     order.shuffle(shuffled)
-    assert build_trajectories(shuffled, max_length=12) == built
+    assert build_trajectories(shuffled, SkipRules(max_length=12)) == built
 
 
 @settings(max_examples=50, deadline=None)
@@ -167,7 +171,7 @@ def test_no_needless_trajectories(calls: list[Call]) -> None:
 
     Parents are found here the slow way, by the definition.
     """
-    built = build_trajectories(calls, max_length=1000)
+    built = build_trajectories(calls, SkipRules(max_length=1000))
     kept = [call for call in calls if call.id not in built.skipped]
     parents = set()
     for call in kept:
@@ -192,5 +196,5 @@ def test_many_calls_with_long_prompts_stay_quick() -> None:
         response = [seq % 7, 8, 9]
         calls.append(make(f"c{seq}", list(history), response, seq=seq))
         history += [*response, 5] if seq % 3 else [seq]
-    built = build_trajectories(calls, max_length=10_000)
+    built = build_trajectories(calls, SkipRules(max_length=10_000))
     check_invariants(calls, built)

@@ -1,4 +1,4 @@
-"""One adapter in training on Tinker: converts our values to the SDK's and back.
+"""Training and sampling clients on Tinker: they convert our values to the SDK's and back.
 
 ``tinker.rows`` converts the trainer's own rows. ``mask`` and other inputs of ours in a client's
 datum are for the local backend: Tinker names what it does not know.
@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl_trainer.client.futures import Worker, chain, finished, map_future
-from agentrl_trainer.client.naming import POINTER
-from agentrl_trainer.client.rows import check_loss, metrics_of
+from agentrl_trainer.client.futures import APIFuture, Worker, finished, gather, map_future
+from agentrl_trainer.client.rows import metrics_of
+from agentrl_trainer.client.sampling import Prompt, SamplingClient, tokens_of
+from agentrl_trainer.client.saved import POINTER
 from agentrl_trainer.client.tinker.rows import (
     TinkerPolicy,
     check_rows,
@@ -31,134 +32,112 @@ from agentrl_trainer.client.tinker.rows import (
     trained_logprobs,
     unweighted,
 )
-from agentrl_trainer.client.tinker.sampling import TinkerSampling
+from agentrl_trainer.client.training import TrainingClient
 from agentrl_trainer.client.types import (
     AdamParams,
     Data,
     Datum,
+    Folder,
     ForwardBackwardOutput,
-    ModelInfo,
+    LossCall,
     OptimStepResponse,
-    Options,
+    SampleResponse,
+    SamplingParams,
     SavedPath,
     numbers,
-    whole_numbers,
+    token_ids,
 )
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.learner.loss_options import LossConfig
+from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss, Sums
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
+
+if TYPE_CHECKING:
+    from agentrl_trainer.client.tinker.service import TinkerServiceClient
 
 T = TypeVar("T")
 
 _DISCARDED = "before-non-finite"  # the state to continue from after discarded gradients
 
 
-class TinkerTraining:
+class TinkerTrainingClient(TrainingClient):
     """Sends operations at once and in order; after a pending ``prepare``, or a pending step of
-    training rows, they wait for it.
-
-    Args:
-        sampler: makes a sampling client, as ``TinkerService.sampler``.
-        resume: makes the SDK's future of a client from a state's path.
-    """
-
-    is_local = False
+    training rows, they wait for it."""
 
     def __init__(
         self,
         sdk: Any,
+        service: TinkerServiceClient,
         client: Any,
-        folder: Path,
         name: str | None,
+        folder: Path,
         worker: Worker,
-        sampler: Callable[[str | None, str | None, Options], TinkerSampling],
-        resume: Callable[[str], Any],
     ) -> None:
-        self._sdk = sdk
-        self._worker = worker
-        self._make_sampler = sampler
-        self._resume = resume
+        self._sdk, self._service, self._worker = sdk, service, worker
+        self._sampling = service.create_sampling_client
         self._added: list[Future[ForwardBackwardOutput]] = []  # of training rows, since the step
-        self._reference: TinkerSampling | None = None
+        self._reference: TinkerSamplingClient | None = None
         self.continue_as(client, None)
-        self.name = name or self.info.model_id.replace(":", "-")
+        self.name = name or self.model_id.replace(":", "-")
         self.folder = folder / self.name
+        self.history = []
 
     def continue_as(self, client: Any, state: str | None) -> None:
         """Replace the SDK's client by one of the same base model, made from ``state``."""
         self._client = client
         self._state = state  # the newest one saved or loaded
-        self.info: ModelInfo = client.get_info()  # has the same fields
+        self._info = client.get_info()  # has the same fields
 
     def _call(
         self, convert: Callable[[Any], T], method: str, *args: Any, **options: Any
-    ) -> Future[T]:
+    ) -> APIFuture[T]:
         """Call a method of the SDK's client in its turn, and convert its result."""
 
-        def start() -> Future[T]:
+        def start() -> APIFuture[T]:
             done = getattr(self._client, method)(*args, **options)
             return map_future(done.future(), convert)
 
         return self._worker.in_turn(start)
 
-    def forward_backward(
-        self,
-        data: Data,
-        loss_fn: str,
-        config: LossConfig | None,
-        normalize_by: float | None = 1.0,
-        logprobs: bool = True,
-        *,
-        backward: bool = True,
-    ) -> Future[ForwardBackwardOutput]:
-        """``backward`` False leaves the gradients as they are."""
-        if data and isinstance(data[0], TrainingRow):
-            done = self._rows(data, loss_fn, config, normalize_by, logprobs, backward)
-            if backward:
+    def _loss(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
+        if call.data and isinstance(call.data[0], TrainingRow):
+            done = self._loss_of_rows(call)
+            if call.backward:
                 self._added.append(done)
             return done
-        if normalize_by != 1.0:
+        if call.normalize_by != 1.0:
             raise ValueError(
                 "normalize_by: Tinker sums over tokens; divide weights or advantages instead"
             )
-        method = "forward_backward" if backward else "forward"
-        return self._call(_output, method, _datums(self._sdk, data), loss_fn, config)
+        method = "forward_backward" if call.backward else "forward"
+        data = _datums(self._sdk, call.data)
+        return self._call(_output, method, data, call.loss_fn, call.config)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], function: CustomLoss[Datum], tinker: Options
-    ) -> Future[ForwardBackwardOutput]:
-        return self._call(
-            _output,
-            "forward_backward_custom",
-            _datums(self._sdk, data),
-            lambda _, logprobs: function(data, logprobs),
-            **tinker,
-        )
+        self, data: Sequence[Datum], loss_fn: CustomLoss[Datum], **tinker: Any
+    ) -> APIFuture[ForwardBackwardOutput]:
+        def of_ours(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
+            return loss_fn(data, logprobs)
 
-    def _rows(
-        self,
-        data: Data,
-        loss_fn: str,
-        config: LossConfig | None,
-        normalize_by: float | None,
-        logprobs: bool,
-        backward: bool,
-    ) -> Future[ForwardBackwardOutput]:
+        sent = _datums(self._sdk, data)
+        return self._call(_output, "forward_backward_custom", sent, of_ours, **tinker)
+
+    def _loss_of_rows(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
         """Learn from training rows: by Tinker's loss if it has it, else by our formula on the
         log-probs that it returns."""
         started = time.perf_counter()
-        given, config = cast(Sequence[TrainingRow], data), config or {}
-        check_loss(loss_fn, config)
+        given, config = cast(Sequence[TrainingRow], call.data), call.config or {}
+        parse_loss_options(call.loss_fn, config)
         check_rows(given)
         rows = [row for row in given if row.trained]
         if not rows:
             raise ValueError("data: none of the rows has a token to learn from")
-        divisor = normalize_by or sum(row.trained for row in rows)
+        divisor = call.normalize_by or sum(row.trained for row in rows)
         seen: list[tuple[Tensor, Sums]] = []
 
         def loss(_: Any, computed: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
-            value, sums = loss_of(rows, computed, loss_fn, config)
+            value, sums = loss_of(rows, computed, call.loss_fn, config)
             seen.append((value.detach(), sums))
             if not value.isfinite():
                 # A gradient that is not finite would spoil those on the server; an error raised
@@ -171,26 +150,25 @@ class TinkerTraining:
             if not seen:
                 loss(None, [torch.from_numpy(row) for row in computed])
             stats = stats_of(rows, *seen[0], divisor, started)
-            metrics = done.metrics if backward else {}
-            if not backward:
+            metrics = done.metrics if call.backward else {}
+            if not call.backward:
                 stats = replace(stats, skipped_non_finite=False)  # no gradient to refuse
-            outputs = trained_logprobs(given, computed) if logprobs else []
-            return ForwardBackwardOutput(outputs, metrics | metrics_of(stats, loss_fn), stats)
+            outputs = trained_logprobs(given, computed) if call.logprobs else []
+            return ForwardBackwardOutput(outputs, metrics | metrics_of(stats, call.loss_fn), stats)
 
-        native = native_config(loss_fn, config, rows)
-        if not backward:
-            sent = [unweighted(row) for row in rows]
-            done = self.forward_backward(sent, "cross_entropy", None, backward=False)
+        native = native_config(call.loss_fn, config, rows)
+        if not call.backward:
+            done = self.forward([unweighted(row) for row in rows])
         elif native is None:
-            done = self.forward_backward_custom([unweighted(row) for row in rows], loss, {})
+            done = self.forward_backward_custom([unweighted(row) for row in rows], loss)
         else:
             sent = [folded(row, divisor) for row in rows]
-            done = self.forward_backward(sent, loss_fn, native)
+            done = self.forward_backward(sent, call.loss_fn, native)
         return map_future(done, report)
 
     def prepare(
         self, rows: Sequence[TrainingRow], settings: UpdateSettings
-    ) -> Future[list[TrainingRow]]:
+    ) -> APIFuture[list[TrainingRow]]:
         policy = TinkerPolicy(self._row_logprobs, self._reference_logprobs)
         return self._worker.submit(lambda: prepare(policy, rows, settings))
 
@@ -202,46 +180,45 @@ class TinkerTraining:
 
     def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         if self._reference is None:
-            self._reference = self._make_sampler(None, self.info.model_data.model_name, {})
-        found = self._reference.logprobs([row.tokens for row in rows], {}).result()
+            base_model = self._info.model_data.model_name
+            self._reference = self._service.create_sampling_client(None, base_model)
+        found = self._reference.compute_logprobs_batch([row.tokens for row in rows]).result()
         return [[lp or 0.0 for lp in row[1:]] for row in found]
 
-    def optim_step(self, adam: AdamParams) -> Future[OptimStepResponse]:
+    def _step(self, adam: AdamParams) -> APIFuture[OptimStepResponse]:
         # The SDK has other optimizers, whose parameters are sent as given.
         sent = self._sdk.AdamParams(**asdict(adam)) if isinstance(adam, AdamParams) else adam
         added, self._added = self._added, []
 
-        def start() -> Future[OptimStepResponse]:
+        def start() -> APIFuture[OptimStepResponse]:
             # A service may apply gradients that are not finite, so it must not be asked to.
             if any(_not_finite(one) for one in added):
-                self._discard_gradients()
+                # Tinker's API cannot clear gradients: continue as a client made from a state.
+                saved = self._client.save_state(_DISCARDED, overwrite=True).result()
+                self.continue_as(self._service.resume(saved.path), saved.path)
                 return finished(OptimStepResponse({"skipped_non_finite": 1.0}))
-            return map_future(self._client.optim_step(sent).future(), _stepped)
+            stepped = self._client.optim_step(sent).future()
+            return map_future(stepped, lambda done: OptimStepResponse(dict(done.metrics or {})))
 
-        if added:
-            return chain(self._worker.submit(start), lambda stepped: stepped)
-        return self._worker.in_turn(start)
+        return self._worker.in_turn(start, wait=bool(added))
 
-    def _discard_gradients(self) -> None:
-        """Continue as a client made from a state: Tinker's API cannot clear gradients."""
-        saved = self._client.save_state(_DISCARDED, overwrite=True).result()
-        self.continue_as(self._resume(saved.path).result(), saved.path)
-
-    def save_state(self, name: str, overwrite: bool, tinker: Options) -> Future[SavedPath]:
+    def save_state(
+        self, name: str, *, overwrite: bool = False, **tinker: Any
+    ) -> APIFuture[SavedPath]:
         def noted(saved: Any) -> SavedPath:
             self._state = saved.path
             return SavedPath(saved.path)
 
         return self._call(noted, "save_state", name, overwrite=overwrite, **tinker)
 
-    def load_state(self, path: str, optimizer: bool, tinker: Options) -> Future[None]:
+    def _load(self, path: Folder, optimizer: bool, tinker: Mapping[str, Any]) -> APIFuture[None]:
         def noted(_: Any) -> None:
-            self._state = path
+            self._state = str(path)
 
         method = "load_state_with_optimizer" if optimizer else "load_state"
-        return self._call(noted, method, path, **tinker)
+        return self._call(noted, method, str(path), **tinker)
 
-    def save_weights_for_sampler(self, name: str | Path, tinker: Options) -> Future[SavedPath]:
+    def save_weights_for_sampler(self, name: str | Path, **tinker: Any) -> APIFuture[SavedPath]:
         def pointed(saved: Any) -> SavedPath:
             if isinstance(name, Path):
                 name.mkdir(parents=True, exist_ok=True)
@@ -252,19 +229,69 @@ class TinkerTraining:
         last = name.name if isinstance(name, Path) else name
         return self._call(pointed, "save_weights_for_sampler", last, **tinker)
 
-    def sampler(self, tinker: Options) -> TinkerSampling:
+    def save_weights_and_get_sampling_client(self, **tinker: Any) -> TinkerSamplingClient:
         self._worker.idle()
         made = self._client.save_weights_and_get_sampling_client(**tinker)
-        return TinkerSampling(self._sdk, made)
+        return TinkerSamplingClient(self._sdk, made)
 
-    def close(self) -> Future[None]:
-        return finished(None)  # Tinker keeps models until their session ends
-
-    def local(self, work: Callable[[Any], Any]) -> Future[Any]:
+    def local(self, work: Callable[[Learner], T]) -> APIFuture[T]:
         raise ValueError("local is for the local backend; use what Tinker's own API has")
 
-    def tokenizer(self) -> Any:
+    def get_tokenizer(self) -> Any:
         return self._client.get_tokenizer()
+
+    def close(self) -> APIFuture[None]:
+        return finished(None)  # Tinker keeps models until their session ends
+
+
+class TinkerSamplingClient(SamplingClient):
+    """``made`` is a sampling client of the SDK, or the SDK's future of one."""
+
+    def __init__(self, sdk: Any, made: Any) -> None:
+        self._sdk = sdk
+        self._client = made.result() if hasattr(made, "result") else made
+
+    def sample(
+        self,
+        prompt: Prompt,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
+        *,
+        topk_sample_logprobs: int = 0,
+        **tinker: Any,
+    ) -> APIFuture[SampleResponse]:
+        """Return the SDK's response, which has the fields of ours and more."""
+        done = self._client.sample(
+            prompt=self._sdk.ModelInput.from_ints(tokens_of(prompt)),
+            num_samples=num_samples,
+            sampling_params=self._sdk.SamplingParams(**asdict(sampling_params or SamplingParams())),
+            include_prompt_logprobs=include_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            **tinker,
+        )
+        return map_future(_concurrent(done), lambda response: response)
+
+    def compute_logprobs(self, prompt: Prompt, **tinker: Any) -> APIFuture[list[float | None]]:
+        tokens = self._sdk.ModelInput.from_ints(tokens_of(prompt))
+        done = self._client.compute_logprobs(tokens, **tinker)
+        return map_future(_concurrent(done), lambda logprobs: logprobs)
+
+    def compute_logprobs_batch(
+        self, prompts: Sequence[Prompt]
+    ) -> APIFuture[list[list[float | None]]]:
+        return gather([self.compute_logprobs(prompt) for prompt in prompts])
+
+    def get_tokenizer(self) -> Any:
+        return self._client.get_tokenizer()
+
+    def get_base_model(self) -> str:
+        return str(self._client.get_base_model())
+
+
+def _concurrent(made: Any) -> Future[Any]:
+    # The SDK's future is a concurrent Future too for now, which warns when used as one.
+    return made.future() if hasattr(made, "future") else made
 
 
 def _datums(sdk: Any, data: Data) -> list[Any]:
@@ -276,7 +303,7 @@ def _datums(sdk: Any, data: Data) -> list[Any]:
         for name, values in datum.loss_fn_inputs.items():
             where = f"data[{index}]: {name}"
             if name == "target_tokens":
-                inputs[name] = np.asarray(whole_numbers(values, where), dtype=np.int64)
+                inputs[name] = np.asarray(token_ids(values, where), dtype=np.int64)
             else:
                 inputs[name] = np.asarray(numbers(values, where), dtype=np.float32)
             if len(inputs[name]) != datum.model_input.length:
@@ -295,10 +322,6 @@ def _output(done: Any) -> ForwardBackwardOutput:
         for row in done.loss_fn_outputs
     ]
     return ForwardBackwardOutput(rows, dict(done.metrics))
-
-
-def _stepped(done: Any) -> OptimStepResponse:
-    return OptimStepResponse(dict(done.metrics or {}))
 
 
 def _not_finite(added: Future[ForwardBackwardOutput]) -> bool:

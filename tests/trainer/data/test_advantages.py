@@ -52,13 +52,13 @@ OK = None
         ([1.0], {"min_group": 1}, [0.0], [SMALL]),
         ([1.0], {"min_group": 1, "estimator": "rloo"}, [0.0], [SMALL]),
         ([1.0, 0.0, 0.5], {"estimator": "rloo"}, [0.75, -0.75, 0.0], [OK] * 3),
-        (
-            [1.0, 1.0, 0.0, None],
-            {"estimator": "reinforce"},
-            [1.0, 1.0, 0.0, None],
-            [OK, OK, ZERO, NO],
-        ),
+        ([1.0, 0.0, None], {"estimator": "reinforce"}, [1.0, 0.0, None], [OK, ZERO, NO]),
         ([1.0], {"estimator": "reinforce"}, [1.0], [OK]),
+        ([1, 0, 0, 0], {"estimator": "maxrl"}, [3.0, -1.0, -1.0, -1.0], [OK] * 4),
+        # The rarer a success, the more it counts.
+        ([1] + [0] * 7, {"estimator": "maxrl"}, [7.0] + [-1.0] * 7, [OK] * 8),
+        ([0.0, 0.0], {"estimator": "maxrl"}, [0.0, 0.0], [ZERO, ZERO]),
+        ([1.0, 0.0], {"estimator": "dr_grpo"}, [0.5, -0.5], [OK, OK]),
     ],
 )
 def test_a_group_by_hand(
@@ -72,8 +72,15 @@ def test_a_group_by_hand(
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"unknown estimator 'gpro'.*grpo"):
         group_advantages([1.0], estimator="gpro")
-    with pytest.raises(ValueError, match="normalize_std"):
-        group_advantages([1.0], estimator="reinforce", normalize_std=True)
+    for estimator in ("reinforce", "dr_grpo"):
+        with pytest.raises(ValueError, match=f"normalize_std does not apply to '{estimator}'"):
+            group_advantages([1.0], estimator=estimator, normalize_std=True)
+    with pytest.raises(ValueError, match="maxrl takes rewards that are not negative"):
+        group_advantages([-1.0, 1.0], estimator="maxrl")
+    with pytest.raises(ValueError, match="ddof"):
+        Scaling(ddof=2)
+    with pytest.raises(ValueError, match="epsilon"):
+        Scaling(epsilon=-1.0)
 
 
 rewards = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=9)
@@ -111,33 +118,8 @@ def test_the_standard_deviation_has_a_named_ddof_and_epsilon(
     assert found == pytest.approx(list(np.array(plain) / (scores.std(ddof=ddof) + epsilon)))
 
 
-def test_scaling_is_checked() -> None:
-    with pytest.raises(ValueError, match="ddof"):
-        Scaling(ddof=2)
-    with pytest.raises(ValueError, match="epsilon"):
-        Scaling(epsilon=-1.0)
+def test_one_score_has_no_deviation() -> None:
     assert Scaling(1).divisor([3.0]) == 1.0
-
-
-def test_dr_grpo_is_centred_and_never_scaled() -> None:
-    assert (
-        group_advantages(SCORES, estimator="dr_grpo").advantages
-        == group_advantages(SCORES).advantages
-    )
-    with pytest.raises(ValueError, match="'dr_grpo'"):
-        group_advantages(SCORES, estimator="dr_grpo", normalize_std=True)
-
-
-def test_maxrl_divides_by_the_mean() -> None:
-    found = group_advantages([1, 0, 0, 0], estimator="maxrl").advantages
-    assert found == pytest.approx([3.0, -1.0, -1.0, -1.0])
-    # The rarer a success, the more it counts; all of them together have mean 0.
-    rare = group_advantages([1] + [0] * 7, estimator="maxrl").advantages
-    assert rare[0] == pytest.approx(7.0)
-    assert sum(rare) == pytest.approx(0.0)
-    assert group_advantages([0.0, 0.0], estimator="maxrl").skipped == [ZERO, ZERO]
-    with pytest.raises(ValueError, match="maxrl takes rewards that are not negative"):
-        group_advantages([-1.0, 1.0], estimator="maxrl")
 
 
 def test_maxrl_follows_the_gradient_of_the_likelihood() -> None:
@@ -199,10 +181,14 @@ def test_turns_are_compared_with_the_same_turn_of_others() -> None:
     assert returns[2] == discounted_returns([0.0, 0.0, 1.0], 0.5)
 
 
-def test_one_turn_without_discount_is_grpo() -> None:
-    for normalize in (False, True):
-        found = turn_advantages([[r] for r in SCORES], normalize_std=normalize)
-        expected = group_advantages(SCORES, normalize_std=normalize).advantages
+@pytest.mark.parametrize("normalize", [False, True])
+def test_one_turn_without_discount_and_without_common_states_is_grpo(normalize: bool) -> None:
+    expected = group_advantages(SCORES, normalize_std=normalize).advantages
+    rewards, states = [[r] for r in SCORES], [[i] for i in range(len(SCORES))]
+    for found in (
+        turn_advantages(rewards, normalize_std=normalize),
+        state_advantages(rewards, states, normalize_std=normalize),
+    ):
         assert [a for (a,) in found.advantages] == pytest.approx(expected)
 
 
@@ -229,16 +215,6 @@ def test_gigpo_by_hand() -> None:
         [whole[1] + 0.5 * a[1], whole[1] + 0.5 * b[1], whole[1]]  # nobody else saw "c"
     )
     assert found.skipped == [None, None]
-
-
-def test_gigpo_without_common_states_is_grpo() -> None:
-    found = state_advantages([[r] for r in SCORES], [[i] for i in range(len(SCORES))])
-    assert [a for (a,) in found.advantages] == pytest.approx(group_advantages(SCORES).advantages)
-    scaled = state_advantages(
-        [[r] for r in SCORES], [[i] for i in range(len(SCORES))], normalize_std=True
-    )
-    expected = group_advantages(SCORES, normalize_std=True).advantages
-    assert [a for (a,) in scaled.advantages] == pytest.approx(expected)
 
 
 turns = st.lists(

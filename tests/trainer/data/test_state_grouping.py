@@ -6,21 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from call_records import make
 
-from agentrl_tracer.schemas import Call, CallState
+from agentrl_tracer.schemas import Call
 from agentrl_trainer.data.state_grouping import anchor_states
 
 
 def turn(
     name: str, request: dict[str, Any] | None, prompt: list[int], answer: list[int], seq: int
 ) -> Call:
-    return Call(
-        id=f"{name}{seq}", response_id="r", choice=0, run_id="run", rollout_id=name,
-        attempt_id="a", seq=seq, agent=None, model="policy", adapter="policy", adapter_version=0,
-        state=CallState.COMPLETED, prompt_ids=prompt, response_ids=answer,
-        response_logprobs=[-0.5] * len(answer), finish_reason="stop", params={}, request=request,
-        response=None, error=None, trace_id=None, span_id=None, started_at=0.0, ended_at=1.0,
-    )  # fmt: skip
+    return make(f"{name}{seq}", prompt, answer, seq, rollout_id=name, request=request)
 
 
 def chat(call: str, found: str) -> list[dict[str, Any]]:
@@ -28,14 +23,12 @@ def chat(call: str, found: str) -> list[dict[str, Any]]:
     asked = {"id": call, "type": "function", "function": {"name": "go", "arguments": call}}
     return [
         {"messages": question},
-        {
-            "messages": [
-                *question,
-                {"role": "assistant", "content": None, "tool_calls": [asked]},
-                {"role": "tool", "tool_call_id": call, "content": found},
-            ]
-        },
-    ]
+        {"messages": [
+            *question,
+            {"role": "assistant", "content": None, "tool_calls": [asked]},
+            {"role": "tool", "tool_call_id": call, "content": found},
+        ]},
+    ]  # fmt: skip
 
 
 def messages(call: str, found: str) -> list[dict[str, Any]]:
@@ -44,15 +37,12 @@ def messages(call: str, found: str) -> list[dict[str, Any]]:
     answered = {"type": "tool_result", "tool_use_id": call, "content": found}
     return [
         {"system": "Play.", "messages": question},
-        {
-            "system": "Play.",
-            "messages": [
-                *question,
-                {"role": "assistant", "content": [asked]},
-                {"role": "user", "content": [answered]},
-            ],
-        },
-    ]
+        {"system": "Play.", "messages": [
+            *question,
+            {"role": "assistant", "content": [asked]},
+            {"role": "user", "content": [answered]},
+        ]},
+    ]  # fmt: skip
 
 
 def responses(call: str, found: str) -> list[dict[str, Any]]:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from call_records import call_of, reward, rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_tracer.schemas import (
-    Call,
-    Reward,
-    RolloutState,
-    SkipReason,
-)
-from agentrl_tracer.store.rollouts import POLICY_REWARD_KEY
+from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, RolloutState, SkipReason
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.data.batch_assembly import StepSettings, assemble
-from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.models.loading import load_base
 
+PAIR = [rollout("r1"), rollout("r2")]
+WON = [reward("r1", 1), reward("r2", 0)]
 SETTINGS = StepSettings(adapters=frozenset(), max_length=64)
 BOTH = {"asker": AdapterRule(), "answerer": AdapterRule()}
 
@@ -39,13 +31,8 @@ def advantages(batches: AdapterBatches, adapter: str) -> list[float]:
 
 
 def test_one_reward_reaches_both_adapters_each_on_its_own_calls() -> None:
-    rollouts = [rollout("r1"), rollout("r2")]
-    calls = [
-        call(r, f"{r}-{adapter}", adapter, seq=i)
-        for r in ("r1", "r2")
-        for i, adapter in enumerate(BOTH)
-    ]
-    batches = assemble_adapters(rollouts, calls, [reward("r1", 1), reward("r2", 0)], SETTINGS, BOTH)
+    calls = [call(r.id, f"{r.id}-{a}", a, seq=i) for r in PAIR for i, a in enumerate(BOTH)]
+    batches = assemble_adapters(PAIR, calls, WON, SETTINGS, BOTH)
     for adapter in BOTH:
         batch = batches.by_adapter[adapter]
         assert batch.trained == {f"r1-{adapter}", f"r2-{adapter}"}
@@ -96,17 +83,15 @@ def test_rewards_by_name() -> None:
 
 def test_a_reward_for_the_other_role_alone_is_no_reward() -> None:
     rules = {"asker": AdapterRule(rewards=frozenset({"question"})), "answerer": AdapterRule()}
-    rollouts = [rollout("r1"), rollout("r2")]
-    calls = [call(r.id, f"{r.id}-{a}", a, seq=i) for r in rollouts for i, a in enumerate(rules)]
+    calls = [call(r.id, f"{r.id}-{a}", a, seq=i) for r in PAIR for i, a in enumerate(rules)]
     rewards = [named("r1", "answer", 1.0), named("r2", "answer", 0.0)]
-    batches = assemble_adapters(rollouts, calls, rewards, SETTINGS, rules)
+    batches = assemble_adapters(PAIR, calls, rewards, SETTINGS, rules)
     assert set(batches.by_adapter["asker"].skipped.values()) == {SkipReason.NO_REWARD}
     assert advantages(batches, "answerer") == [0.5, -0.5]
 
 
 def test_calls_of_other_agents_and_other_models_are_left_out_with_their_reasons() -> None:
     rules = {"asker": AdapterRule(agents=frozenset({"Asker"})), "answerer": AdapterRule()}
-    rollouts = [rollout("r1"), rollout("r2")]
     calls = [
         call("r1", "a1", "asker", "Asker"),
         call("r2", "a2", "asker", "Asker"),
@@ -116,10 +101,7 @@ def test_calls_of_other_agents_and_other_models_are_left_out_with_their_reasons(
         call("r1", "late", "frozen", "Asker", seq=4),
         replace(call("r1", "lost", "asker", "Title writer"), attempt_id="r1-b"),
     ]
-    batches = assemble_adapters(
-        rollouts, calls, [reward("r1", 1), reward("r2", 0)], SETTINGS, rules
-    )
-    whole = batches.whole()
+    whole = assemble_adapters(PAIR, calls, WON, SETTINGS, rules).whole()
     assert whole.trained == {"a1", "a2"}
     assert whole.skipped == {
         "title": SkipReason.OTHER_AGENT,
@@ -169,10 +151,7 @@ def test_every_call_is_judged_once(
 ) -> None:
     rollouts = [rollout(f"r{i}", f"g{i // 2}", state) for i, state in enumerate(states)]
     calls = [
-        replace(
-            call(f"r{of}", f"c{i}", adapter, agent, seq=i),
-            attempt_id=f"r{of}-{attempt}",
-        )
+        replace(call(f"r{of}", f"c{i}", adapter, agent, seq=i), attempt_id=f"r{of}-{attempt}")
         for i, (of, adapter, agent, attempt) in enumerate(drawn)
     ]
     rewards = [reward(f"r{i}", score) for i, score in enumerate(scores) if score is not None]
@@ -197,36 +176,9 @@ def test_of_one_adapter_it_is_what_assemble_says() -> None:
         call("r3", "c3", "policy"),
         call("r1", "base", None, seq=1),
     ]
-    rewards = [reward("r1", 1), reward("r2", 0)]
-    alone = assemble(rollouts, calls, rewards, replace(SETTINGS, adapters=frozenset({"policy"})))
-    whole = assemble_adapters(rollouts, calls, rewards, SETTINGS, {"policy": AdapterRule()}).whole()
+    alone = assemble(rollouts, calls, WON, replace(SETTINGS, adapters=frozenset({"policy"})))
+    whole = assemble_adapters(rollouts, calls, WON, SETTINGS, {"policy": AdapterRule()}).whole()
     assert whole.rows == alone.rows
     assert whole.trained == alone.trained
     assert whole.skipped == alone.skipped
     assert whole.metrics() == alone.metrics()
-
-
-def test_each_adapter_has_a_step_of_its_own() -> None:
-    """Training both in turn gives each the weights it would have had alone."""
-    torch.set_num_threads(1)
-    rollouts = [rollout("r1"), rollout("r2")]
-    calls = [
-        replace(call(r, f"{r}-{a}", a, seq=i), prompt_ids=[5, 9, 11 + i], response_ids=[20 + k, 2])
-        for k, r in enumerate(("r1", "r2"))
-        for i, a in enumerate(BOTH)
-    ]
-    batches = assemble_adapters(rollouts, calls, [reward("r1", 1), reward("r2", 0)], SETTINGS, BOTH)
-    adam = AdamParams(learning_rate=1e-3)
-
-    def weights(trained: list[str]) -> dict[str, torch.Tensor]:
-        learner = Learner(load_base("agentrl-tiny"), adapters=tuple(BOTH), rank=4)
-        for name in trained:
-            learner.step(batches.by_adapter[name].rows, adam=adam)
-        return learner.state_dict()
-
-    both, asker_only = weights(["asker", "answerer"]), weights(["asker"])
-    for key, value in asker_only.items():
-        if "/asker/" in key:
-            assert torch.equal(both[key], value), key
-    moved = [k for k in both if k.startswith("weights/answerer/") and "lora_B" in k]
-    assert any(not torch.equal(both[k], asker_only[k]) for k in moved)

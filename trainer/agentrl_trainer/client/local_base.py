@@ -6,46 +6,37 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 from agentrl_trainer.client.futures import Worker
-from agentrl_trainer.client.types import Folder
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.models.loading import BaseModel, load_base
+from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.lora_targets import adaptable
-
-T = TypeVar("T")
 
 
 class LocalBase:
-    """Loads the weights once for training and once for sampling, each at first use.
+    """Everything that touches the learner runs on ``worker``, in order. Sampling has the engine's
+    thread and its own copy of the base.
 
-    Args:
-        model_options: of ``load_base``.
-        learner_options: of ``Learner``.
+    ``load`` is called once for training and once for sampling, each at first use.
     """
 
     def __init__(
-        self, name: str, model_options: Mapping[str, Any], learner_options: Mapping[str, Any]
+        self, name: str, load: Callable[[], BaseModel], learner_options: Mapping[str, Any]
     ) -> None:
         self.name = name
-        self._load = partial(load_base, name, **model_options)
+        self.worker = Worker(f"agentrl-train-{name}")
+        self.adaptable: list[str] = []
+        """Paths of the base's linear layers and experts, once it is loaded for training."""
+        self._load = load
         self._learner_options = learner_options
-        self._worker = Worker(f"agentrl-train-{name}")
         self._lock = threading.Lock()
         self._training: BaseModel | None = None
         self._engine: SamplerEngine | None = None
         self._served = 0
         self._learner: Learner | None = None
-        self.adaptable: list[str] = []
-        """Paths of the base's linear layers and experts, once it is loaded for training."""
-
-    def run(self, work: Callable[[], T]) -> Future[T]:
-        """Run ``work`` in its turn on the training thread."""
-        return self._worker.submit(work)
 
     @property
     def training(self) -> BaseModel:
@@ -66,25 +57,25 @@ class LocalBase:
     @property
     def context_length(self) -> int | None:
         """None before any weights are loaded."""
-        loaded = self._training or (self._engine.base if self._engine is not None else None)
-        return None if loaded is None else loaded.context_length
+        loaded = self._training or (self._engine and self._engine.base)
+        return loaded and loaded.context_length
 
     @property
     def learner(self) -> Learner:
-        """The learner; use it on the training thread."""
+        """The learner; use it on the worker."""
         if self._learner is None:
             raise ValueError("nothing trains over this model: create a training client first")
         return self._learner
 
     def add_adapter(self, name: str, **lora: Any) -> None:
-        """Add an adapter to the learner, or make the learner with it; on the training thread."""
+        """Add an adapter to the learner, or make the learner with it; on the worker."""
         if self._learner is None:
             options = {**lora, **self._learner_options}
             self._learner = Learner(self.training, adapters=(name,), **options)
         else:
             self._learner.add_adapter(name, **lora)
 
-    def serve(self, folder: Folder) -> str:
+    def serve(self, folder: str | Path) -> str:
         """Load a PEFT folder into the sampler; return the name it has there."""
         sampler = self.sampler
         with self._lock:
@@ -100,6 +91,6 @@ class LocalBase:
                 self._engine.unload_adapter(name)
 
     def close(self) -> None:
-        self._worker.shutdown()
+        self.worker.shutdown()
         if self._engine is not None:
             self._engine.stop()
