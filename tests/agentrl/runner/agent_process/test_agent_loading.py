@@ -13,14 +13,14 @@ import functools
 def takes(task): return task
 def takes_none(): return "none"
 def optional(verbose=False): return verbose
-def optional_task(task=None): return task
+def maybe(task=None): return task
 async def later(task): return task
 class Crew:
     def kickoff(self, inputs): return inputs
-class Runner:
+class Run:
     async def run(self, task): return task
 class Box:
-    inner = Runner()
+    inner = Run()
 crew = Crew()
 partial = functools.partial(takes)
 number = 3
@@ -40,18 +40,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "takes",
-        "optional_task",
-        "later",
-        "Crew",
-        "crew",
-        "Runner",
-        "Box.inner.run",
-        "partial",
-        "takes_none",
-        "optional",
-    ],
+    ["takes", "maybe", "later", "Crew", "crew", "Run", "Box.inner.run", "partial", *OTHERS],
 )
 def test_agents_are_called_with_the_task(file: Path, name: str) -> None:
     task = {"q": 1}
