@@ -45,9 +45,9 @@ def page() -> str:
         parts.append(f"## {title}\n")
         parts.append(_table(new))
     parts.append(
-        "## Old names\n\n"
-        "Settings had flat names before, such as `group_size` and `eval_every`. An old name is "
-        "refused with an\nerror that says the new one."
+        "## Wrong names\n\nA name that is no setting is refused with an error that names the "
+        "nearest setting. So is a flat\nname of earlier versions, such as `kl_coef` for "
+        "`algorithm.kl.coef`."
     )
     return "\n".join(parts) + "\n"
 

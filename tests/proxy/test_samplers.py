@@ -124,56 +124,42 @@ async def test_given_tokens_are_scored(
         await tiny_sampler.score([5] * (tiny_sampler.context_length + 1), "policy", 0)
 
 
-async def test_a_swap_is_never_stale(
-    tiny_sampler: Any, policy: Policy, prompt: list[int], tmp_path: Path
+async def test_a_publication_is_never_stale(
+    tiny_sampler: Any, policy: Policy, prompt: list[int], endless: Any, tmp_path: Path
 ) -> None:
-    """Neither by its weights nor by cached keys and values, even from the very same path."""
-    seen: list[list[float]] = []
+    """Neither by weights nor by cached keys and values, even from the very same path.
+
+    Right after a publication answers are of the new version, the other adapter's of its own, while
+    longer answers of both are being sampled over the same prompt's cached blocks.
+    """
+    policies = {"asker": policy, "answerer": Policy()}
+
+    async def publish(name: str, version: int, seed: int) -> None:
+        path = tmp_path / (f"{name}-first" if not version else name)
+        policies[name].become(seed, path)
+        await tiny_sampler.load_adapter(name, version, str(path))
+
+    for i, name in enumerate(policies):
+        await publish(name, 0, 20 + i)
     for version in (1, 2, 3):
-        path = tmp_path / ("same" if version > 1 else "first")
-        policy.become(version, path)
-        await tiny_sampler.load_adapter("policy", version, str(path))
-        assert tiny_sampler.adapters["policy"] == version
-        for _ in range(2):  # the second one from the cache
-            [answer] = await ask(tiny_sampler, prompt, "policy")
-            assert close(answer, policy.logprobs(prompt, ids(answer)))
-            assert {event.adapter_version for event in answer[0]} == {version}
-        seen.append(policy.logprobs(prompt, ids(answer)[:1]))
-    assert len({one[0] for one in seen}) == 3
+        for i, name in enumerate(policies):
+            long = {"max_tokens": 150, "logit_bias": endless}
+            running = [asyncio.create_task(ask(tiny_sampler, prompt, n, **long)) for n in policies]
+            await asyncio.sleep(0.05)
+            await publish(name, version, 30 + 2 * version + i)
+            for _ in range(2):  # the second time from the cache
+                answers = await asyncio.gather(*(ask(tiny_sampler, prompt, n) for n in policies))
+                for (asked, one), [answer] in zip(policies.items(), answers, strict=True):
+                    assert close(answer, one.logprobs(prompt, ids(answer)))
+                    current = tiny_sampler.adapters[asked]
+                    assert {event.adapter_version for event in answer[0]} == {current}
+            for [answer] in await asyncio.gather(*running):
+                assert answer[1].reason == "length"
+        assert tiny_sampler.adapters == tiny_sampler.adapters | dict.fromkeys(policies, version)
     [base] = await ask(tiny_sampler, prompt)
     with policy.model.disable_adapter():
         assert close(base, policy.logprobs(prompt, ids(base)))
     assert base[0][0].adapter_version is None
-
-
-async def test_several_adapters_are_published_in_turn(
-    tiny_sampler: Any, policy: Policy, prompt: list[int], endless: Any, tmp_path: Path
-) -> None:
-    """Right after a publication its answers are of the new version, the other adapter's of its own.
-
-    Meanwhile longer answers of either are under way, over the same prompt's cached blocks.
-    """
-    policies = {"asker": policy, "answerer": Policy()}
-    for i, (name, one) in enumerate(policies.items()):
-        one.become(20 + i, tmp_path / f"{name}-0")
-        await tiny_sampler.load_adapter(name, 0, str(tmp_path / f"{name}-0"))
-    for version in (1, 2, 3):
-        for i, (name, changed) in enumerate(policies.items()):
-            long = {"max_tokens": 150, "logit_bias": endless}
-            under_way = [
-                asyncio.create_task(ask(tiny_sampler, prompt, n, **long)) for n in policies
-            ]
-            await asyncio.sleep(0.05)
-            changed.become(30 + 2 * version + i, tmp_path / f"{name}-{version}")
-            await tiny_sampler.load_adapter(name, version, str(tmp_path / f"{name}-{version}"))
-            answers = await asyncio.gather(*(ask(tiny_sampler, prompt, n) for n in policies))
-            for (asked, one), [answer] in zip(policies.items(), answers, strict=True):
-                assert close(answer, one.logprobs(prompt, ids(answer)))
-                current = tiny_sampler.adapters[asked]
-                assert {event.adapter_version for event in answer[0]} == {current}
-            for [answer] in await asyncio.gather(*under_way):
-                assert answer[1].reason == "length"
-        assert tiny_sampler.adapters == tiny_sampler.adapters | dict.fromkeys(policies, version)
 
 
 async def test_an_answer_keeps_the_version_it_began_with(

@@ -13,39 +13,23 @@ from agentrl_trainer.data.trajectories import TrajectorySet
 
 def make(name: str, prompt: list[int], response: list[int], seq: int = 0, **changes: Any) -> Call:
     call = Call(
-        id=name,
-        response_id=name,
-        choice=0,
-        run_id="run",
-        rollout_id="rollout",
-        attempt_id="attempt",
-        seq=seq,
-        agent=None,
-        model="policy",
-        adapter="default",
-        adapter_version=3,
-        state=CallState.COMPLETED,
-        prompt_ids=prompt,
-        response_ids=response,
+        id=name, response_id=name, choice=0, run_id="run", rollout_id="rollout",
+        attempt_id="attempt", seq=seq, agent=None, model="policy", adapter="default",
+        adapter_version=3, state=CallState.COMPLETED, prompt_ids=prompt, response_ids=response,
         # Unmistakable: a log-prob says which call and which position it belongs to.
         response_logprobs=[-(seq + 1) - i / 1000 for i in range(len(response))],
-        finish_reason="stop",
-        params={},
-        request=None,
-        response=None,
-        error=None,
-        trace_id=None,
-        span_id=None,
-        started_at=0.0,
-        ended_at=1.0,
-    )
+        finish_reason="stop", params={}, request=None, response=None, error=None, trace_id=None,
+        span_id=None, started_at=0.0, ended_at=1.0,
+    )  # fmt: skip
     return dataclasses.replace(call, **changes)
 
 
-def rollout(name: str, group: str = "g", state: RolloutState = RolloutState.SUCCEEDED) -> Rollout:
+def rollout(
+    name: str, group: str = "g", state: RolloutState = RolloutState.SUCCEEDED, task: str = "task"
+) -> Rollout:
     winner = f"{name}-a" if state is RolloutState.SUCCEEDED else None
     return Rollout(
-        name, "run", "task", group, Purpose.TRAIN, 1, 0, 0, state, None, 1, winner, 0.0, 0.0, 0.0
+        name, "run", task, group, Purpose.TRAIN, 1, 0, 0, state, None, 1, winner, 0.0, 0.0, 0.0
     )
 
 
@@ -94,27 +78,14 @@ def call_trees(draw: st.DrawFn) -> list[Call]:
         prompt = draw(some)
         if calls and draw(st.integers(0, 3)):
             other = draw(st.sampled_from(calls))
-            prompt = (
-                draw(
-                    st.sampled_from(
-                        [
-                            other.prompt_ids,
-                            other.prompt_ids + other.response_ids,
-                            other.prompt_ids + other.response_ids + prompt,
-                        ]
-                    )
-                )
-                or prompt
-            )
+            whole = other.prompt_ids + other.response_ids
+            prompt = draw(st.sampled_from([other.prompt_ids, whole, whole + prompt])) or prompt
         calls.append(
             make(
-                f"c{seq}",
-                prompt,
-                draw(st.one_of(some, some, some, st.just([]))),
-                seq=seq,
+                f"c{seq}", prompt, draw(st.one_of(some, some, some, st.just([]))), seq=seq,
                 adapter=draw(st.sampled_from(["x", "x", "y", None])),
                 adapter_version=draw(st.integers(0, 3)),
                 state=draw(st.sampled_from([*[CallState.COMPLETED] * 5, *CallState])),
             )
-        )
+        )  # fmt: skip
     return calls

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from small_models import Asked, byte_tokenizer, worst_difference
+from small_models import Asked, byte_tokenizer, running_engine, worst_difference
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import set_verbosity_error
 
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
@@ -309,10 +309,8 @@ def _train(learner: Learner, folder: Path) -> tuple[float, float]:
 
 def _sample(folder: Path) -> tuple[str, float]:
     """Prompts of several lengths at once, a second turn, given rows, and all again after a swap."""
-    engine = SamplerEngine(load_base(str(folder / "base"), device="cpu"))
-    engine.start()
     worst = 0.0
-    try:
+    with running_engine(load_base(str(folder / "base"), device="cpu")) as engine:
         for version in (1, 2):
             engine.load_adapter("policy", version, folder / f"v{version}").result(60)
             truth = reference(folder, f"v{version}")
@@ -335,8 +333,6 @@ def _sample(folder: Path) -> tuple[str, float]:
                     off = torch.tensor(scored.logprobs[1:]) - plain(truth, row)
                 worst = max(worst, float(off.abs().max()))
         assert engine.stats().reused_tokens > 0
-    finally:
-        engine.stop()
     return engine.strategy, worst
 
 

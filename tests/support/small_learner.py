@@ -7,96 +7,73 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import transformers as hf
 from torch import Tensor
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import BaseModel
 
 VOCAB = 61
-
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "initializer_range": 0.3,  # far from uniform, so that mistakes show
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+}  # fmt: skip
 
 
-def qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL))
+def qwen3(**more: Any) -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**{**SMALL, **more}))
 
 
-def gemma2() -> PreTrainedModel:
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
-    )
+def llama() -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SMALL))
 
 
-def cohere() -> PreTrainedModel:
+def gemma2() -> hf.PreTrainedModel:
+    config = hf.Gemma2Config(**SMALL, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
+    return hf.AutoModelForCausalLM.from_config(config)
+
+
+def cohere() -> hf.PreTrainedModel:
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
-    return CohereForCausalLM(CohereConfig(**small, logit_scale=0.25))
+    return hf.AutoModelForCausalLM.from_config(hf.CohereConfig(**small, logit_scale=0.25))
 
 
-def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
+def qwen3_moe() -> hf.PreTrainedModel:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return hf.AutoModelForCausalLM.from_config(hf.Qwen3MoeConfig(**SMALL, **experts))
 
 
-def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=64,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=0.3,
-        )
-    )
+def gpt2() -> hf.PreTrainedModel:
+    config = hf.GPT2Config(
+        vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=1,
+        eos_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    return hf.AutoModelForCausalLM.from_config(config)
 
 
 def base_model(build: Any = qwen3, seed: int = 0) -> BaseModel:
     torch.manual_seed(seed)
     model = build().eval().requires_grad_(False)
     return BaseModel(
-        model=model,
-        tokenizer=cast(Any, None),
-        name="random",
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        context_length=64,
-        eos_ids=frozenset({2}),
-    )
+        model=model, tokenizer=cast(Any, None), name="random", device=torch.device("cpu"),
+        dtype=torch.float32, context_length=64, eos_ids=frozenset({2}),
+    )  # fmt: skip
 
 
-def learner(**options: Any) -> Learner:
+def learner(*, off_start: bool = False, **options: Any) -> Learner:
+    """``off_start``: B is not zero, where half of LoRA's gradients vanish and adapters agree."""
     options = {"rank": 4, "alpha": 8, "adam": AdamParams(learning_rate=1e-2), **options}
-    build = options.pop("build", qwen3)
-    return Learner(base_model(build), **options)
+    trainer = Learner(base_model(options.pop("build", qwen3)), **options)
+    if off_start:
+        generator = torch.Generator().manual_seed(5)
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0.0, 0.1, generator=generator)
+    return trainer
 
 
 def data(
@@ -120,42 +97,48 @@ def data(
     return datums
 
 
-def on_policy(trainer: Learner, datums: list[TrainingRow]) -> list[TrainingRow]:
-    pairs = zip(datums, trainer.forward(datums), strict=True)
-    return [replace(datum, logprobs=logprobs) for datum, logprobs in pairs]
+def warm(datums: list[TrainingRow]) -> list[TrainingRow]:
+    """Each token at a temperature of its own."""
+    columns = [[0.5 + (t % 7) / 4 for t in range(len(datum.tokens))] for datum in datums]
+    return with_extra(datums, temperature=columns)
 
 
-def nearly_on_policy(trainer: Learner, datums: list[TrainingRow]) -> list[TrainingRow]:
-    """Sampled by something close: ratios inside and outside of the clip range."""
+def on_policy(trainer: Learner, datums: list[TrainingRow], spread: float = 0) -> list[TrainingRow]:
+    """Rows sampled by the policy; with a ``spread`` by something close, ratios on both sides of the
+    clip range."""
     rng = random.Random(1)
     return [
-        replace(datum, logprobs=[lp + rng.gauss(0, 0.3) for lp in datum.logprobs])
-        for datum in on_policy(trainer, datums)
+        replace(datum, logprobs=[lp + rng.gauss(0, spread) for lp in logprobs])
+        for datum, logprobs in zip(datums, trainer.forward(datums), strict=True)
     ]
 
 
-def move_off_start(trainer: Learner) -> None:
-    """B starts at zero, where half of LoRA's gradients vanish and all adapters agree."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0.0, 0.1, generator=generator)
+def nearly_on_policy(trainer: Learner, datums: list[TrainingRow]) -> list[TrainingRow]:
+    return on_policy(trainer, datums, 0.3)
 
 
 def gradients(trainer: Learner) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.grad is not None
-    }
+    """Take the policy's accumulated gradients, so that the next ones start from nothing."""
+    named = trainer.model.named_parameters()
+    found = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+    for parameter in trainer.model.parameters():
+        parameter.grad = None
+    return found
 
 
 def plain_logprobs(trainer: Learner, datum: TrainingRow) -> Tensor:
-    """One row, the whole model, all logits, float64 softmax."""
+    """One row, the whole model, all logits, float64 softmax; of the trained tokens."""
     trainer.model.set_adapter(datum.adapter)
     logits = trainer.model(input_ids=torch.tensor([datum.tokens])).logits[0, :-1].double()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(datum.tokens[1:])[:, None])[:, 0]
+    if "temperature" in datum.extra:
+        logits = logits / torch.tensor(datum.extra["temperature"][1:])[:, None]
+    found = logits.log_softmax(-1).gather(-1, torch.tensor(datum.tokens[1:])[:, None])[:, 0]
+    return found[torch.tensor(datum.mask[1:])]
+
+
+def trained(datum: TrainingRow, column: list[float]) -> Tensor:
+    """The values of a column in the trained places."""
+    return torch.tensor(column, dtype=torch.float64)[torch.tensor(datum.mask)]
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], **tolerance: float) -> None:

@@ -70,6 +70,13 @@ def llama() -> PreTrainedModel:
     ).eval()  # fmt: skip
 
 
+def save_model(model: PreTrainedModel, folder: Path) -> str:
+    """Write a model with the tokenizer, as people publish theirs."""
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 def as_base(model: PreTrainedModel) -> BaseModel:
     return BaseModel(
         model=model,

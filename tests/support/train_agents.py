@@ -12,11 +12,12 @@ from openai import OpenAI
 from agentrl import emit_reward
 
 
-def ask(n: int, client: OpenAI | None = None, model: str | None = None) -> str:
-    answer = (client or OpenAI()).chat.completions.create(
+def ask(n: int, model: str | None = None, **more: Any) -> str:
+    answer = OpenAI().chat.completions.create(
         model=model or os.environ["AGENTRL_MODEL"],
         messages=[{"role": "user", "content": f"Let's play a game. Say you are {n}."}],
         max_tokens=32,
+        **more,
     )
     return (answer.choices[0].message.content or "").lower()
 
@@ -28,13 +29,7 @@ def mixed(task: dict[str, Any]) -> None:
 
 def warm(task: dict[str, Any]) -> None:
     """Sets a temperature of its own."""
-    done = OpenAI().chat.completions.create(
-        model=os.environ["AGENTRL_MODEL"],
-        messages=[{"role": "user", "content": f"Let's play a game. Say you are {task['n']}."}],
-        max_tokens=32,
-        temperature=0.7,
-    )
-    emit_reward(len(done.choices[0].message.content or "") / 10)
+    emit_reward(len(ask(task["n"], temperature=0.7)) / 10)
 
 
 def two_models(task: dict[str, Any]) -> None:
@@ -69,10 +64,7 @@ def troubled(task: dict[str, Any]) -> None:
     if n % 5 == 1:
         return
     if n % 5 == 2:
-        client = OpenAI()
-        client.chat.completions.create(
-            model="agentrl-tiny", messages=[{"role": "user", "content": "Who are you?"}]
-        )
+        ask(n, model="agentrl-tiny")
     if n % 5 == 3:
         emit_reward(0.0)
         return

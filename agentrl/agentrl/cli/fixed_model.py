@@ -34,9 +34,7 @@ def execute(
     adapters = adapter_folders(config, config.model.adapter_path)
     config.adapters = config.adapters or {name: AdapterSettings() for name in adapters}
     folder = RunFolder.create(config.run.folder, None, kind)
-    session = Session(
-        folder, config, kind, base_only=not adapters, adapter_paths=adapters, asks_for=asks_for
-    )
+    session = Session(folder, config, kind, adapter_paths=adapters, asks_for=asks_for)
     store = session.store
     planned = plan(store.add_tasks(session.run_id, kind, tasks))
     with session, Progress(console=console, transient=True) as progress:

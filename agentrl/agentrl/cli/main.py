@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 from rich.logging import RichHandler
@@ -32,10 +33,11 @@ _COMMANDS = {
     "others.",
     "tinker-server": "Run scripts for Tinker's SDK on this machine: serve its protocol.",
 }
+_OWN_FLAGS: dict[str, Any] = {"help_flags": [], "version_flags": []}
 for _name, _help in _COMMANDS.items():
     _module = _name.replace("-", "_")
     # Commands with settings read their own flags, see config/loading.py.
-    _own = {"help_flags": [], "version_flags": []} if _name in COMMANDS else {}
+    _own = _OWN_FLAGS if _name in COMMANDS else {}
     app.command(f"agentrl.cli.{_module}:{_module}_command", name=_name, help=_help, **_own)
 app.command(runs_app)
 runs_app.command("agentrl.cli.runs:list_command", name="list", help="List the runs in a folder.")

@@ -78,12 +78,10 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
 
 def _model_name(run: dict[str, Any]) -> str:
     """Return the model name that the run's own runners give to agents, see ``Session``."""
-    started: dict[str, Any] = run["config"]
-    if run["kind"] != "train" and not recorded(started, "model.adapter_path"):
-        answered = recorded(started, "model.answered_by")
-        return recorded(started, "model.adapter" if answered else "model.name", "policy")
-    adapters = list(started.get("adapters") or {})
-    return adapters[0] if len(adapters) == 1 else recorded(started, "model.adapter", "policy")
+    model, adapters = run["config"]["model"], list(run["config"].get("adapters") or {})
+    if run["kind"] != "train" and not model.get("adapter_path"):
+        return model["adapter" if model.get("answered_by") else "name"]
+    return adapters[0] if len(adapters) == 1 else model["adapter"]
 
 
 def _find_run(store: Store, wanted: str | None) -> dict[str, Any]:

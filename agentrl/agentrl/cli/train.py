@@ -42,7 +42,7 @@ def train_command(*tokens: Tokens) -> None:
     console.print(f"[dim]run folder {folder.root}[/]", soft_wrap=True)
     console.print("[dim]loading torch, the gateway and the runners[/]")
     with (
-        Session(folder, config, "train", imports_torch=True) as session,
+        Session(folder, config, "train") as session,
         # After the session, which may fork: the display has a thread.
         TrainDisplay(console, f"agentrl · {folder.name}", since=session.started) as display,
     ):
@@ -54,11 +54,7 @@ def train_command(*tokens: Tokens) -> None:
     console.print(training_report(summary))
     if summary.learned_nothing:  # for scripts that wait for a better adapter
         sys.exit(1)
-    if fetched := how_to_fetch(summary.folder.adapter):
-        for command in fetched:
-            console.print(f"it is on Tinker; fetch it:  [b cyan]{command}[/]", soft_wrap=True)
-        return
-    command = serve_command(
-        summary, config.model.name, trust_remote_code=config.model.trust_remote_code
-    )
-    console.print(f"serve it:  [b cyan]{command}[/]", soft_wrap=True)
+    fetched = how_to_fetch(folder.adapter)
+    for command in fetched or [serve_command(folder, config.model)]:
+        what = "it is on Tinker; fetch it" if fetched else "serve it"
+        console.print(f"{what}:  [b cyan]{command}[/]", soft_wrap=True)

@@ -144,8 +144,8 @@ class ServeConfig(ModelCommand):
     """A served model."""
 
     short_flags = _short(
-        "model.name=model model.adapter_path model.device gateway.host gateway.port "
-        "gateway.operator_key sampler.kind=sampler sampler.max_tokens run.store"
+        "model.name=model model.adapter_path model.device model.trust_remote_code gateway.host "
+        "gateway.port gateway.operator_key sampler.kind=sampler sampler.max_tokens run.store"
     )
 
     model: settings.ServeModelSettings = settings.ServeModelSettings()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -36,10 +36,10 @@ def names_as_table(value: Any) -> Any:
     value = from_names(value)
     if not isinstance(value, list):
         return value
-    names = [str(name) for name in cast("list[object]", value)]
-    if len(set(names)) < len(names):
+    table = {str(name): {} for name in value}
+    if len(table) < len(value):
         raise ValueError("a name is there twice")
-    return {name: {} for name in names}
+    return table
 
 
 Variable = Annotated[

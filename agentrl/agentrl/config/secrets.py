@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 _NAMED = re.compile(r"os\.environ/([A-Za-z_][A-Za-z0-9_]*)")
 # Under a name that ends like this there is a secret. (``max_tokens`` is none, nor is
@@ -66,10 +66,9 @@ def filled(settings: Any, environment: Mapping[str, str]) -> Any:
     if isinstance(settings, str):
         return _NAMED.sub(lambda found: environment[found[1]], settings)
     if isinstance(settings, dict):
-        items = cast("dict[str, Any]", settings).items()
-        return {key: filled(value, environment) for key, value in items}
+        return {key: filled(value, environment) for key, value in settings.items()}
     if isinstance(settings, list):
-        return [filled(value, environment) for value in cast("list[Any]", settings)]
+        return [filled(value, environment) for value in settings]
     return settings
 
 
@@ -78,8 +77,8 @@ def _texts(settings: object, *path: str) -> Iterator[tuple[tuple[str, ...], str]
     if isinstance(settings, str):
         yield path, settings
     elif isinstance(settings, dict):
-        for key, value in cast("dict[object, object]", settings).items():
+        for key, value in settings.items():
             yield from _texts(value, *path, str(key))
     elif isinstance(settings, list):
-        for value in cast("list[object]", settings):
+        for value in settings:
             yield from _texts(value, *path)

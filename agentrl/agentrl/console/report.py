@@ -18,6 +18,8 @@ from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl_tracer.schemas import Accounting, Json, SkipReason
 
 if TYPE_CHECKING:
+    from agentrl.config.settings import ModelSettings
+    from agentrl.runs.folder import RunFolder
     from agentrl.runs.summary import Summary
     from agentrl_tracer.store import Store
 
@@ -91,11 +93,11 @@ def _why_nothing_trained(accounting: Accounting) -> list[tuple[str, str]]:
     return [("[red]not trained[/]", one.removesuffix(": ")) for one in said]
 
 
-def serve_command(summary: Summary, model: str, *, trust_remote_code: bool) -> str:
+def serve_command(folder: RunFolder, model: ModelSettings) -> str:
     """Return the one line that serves what was trained."""
-    flags = "" if model == "agentrl-tiny" else f" --model {model}"
-    flags += " --trust-remote-code" if trust_remote_code else ""
-    return f"agentrl serve --adapter-path {shown(summary.folder.adapter)}{flags}"
+    flags = "" if model.name == "agentrl-tiny" else f" --model {model.name}"
+    flags += " --trust-remote-code" if model.trust_remote_code else ""
+    return f"agentrl serve --adapter-path {shown(folder.adapter)}{flags}"
 
 
 def shown(path: Path) -> str:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 from pydantic import Field
@@ -189,11 +189,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     if not adapters and plan.adapters and plan.run_id:
         adapters = [(a.name, a.version, a.path) for a in store.latest_adapters(plan.run_id)]
     for name, version, path in adapters:  # the first request must find them
-        if plan.tinker is None:
-            sampler.load_now(name, version, path)
-        elif why := cast("TinkerSampler", sampler).load_or_try_later(name, version, path):
-            # A resumed run publishes it again, from its checkpoint.
-            log.error("adapter %s@%d is not loaded yet: %s", name, version, why)
+        sampler.load_now(name, version, path)
     return create_app(deps)
 
 

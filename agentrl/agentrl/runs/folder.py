@@ -6,9 +6,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
@@ -125,9 +125,9 @@ def strict(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: strict(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+        return {name: strict(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(item) for item in cast("Sequence[Any]", value)]
+        return [strict(item) for item in value]
     return value
 
 

@@ -13,7 +13,6 @@ from agentrl_proxy.sampler import (
     DecodingParams,
     FinishEvent,
     GrammarError,
-    RefusalCode,
     RefusedError,
     SampleEvent,
     TokenEvent,
@@ -30,11 +29,6 @@ from agentrl_trainer.models.loading import BaseModel, ModelError
 
 log = logging.getLogger("agentrl")
 
-_REFUSALS: dict[str, RefusalCode] = {
-    "invalid_parameter": "invalid_parameter",
-    "unknown_adapter": "unknown_adapter",
-}
-
 
 class EmbeddedSampler:
     """Samples in this process. Every ``sample`` must come from the same event loop."""
@@ -45,6 +39,7 @@ class EmbeddedSampler:
         self._round: list[tuple[asyncio.Queue[Event], Event]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine = SamplerEngine(base, after_round=self._hand_over)
+        self.stop = self.engine.stop
 
     def start(self) -> None:
         if self.engine.why_not_lean:
@@ -53,9 +48,6 @@ class EmbeddedSampler:
                 self.engine.why_not_lean,
             )
         self.engine.start()
-
-    def stop(self) -> None:
-        self.engine.stop()
 
     @property
     def adapters(self) -> Mapping[str, int]:
@@ -73,19 +65,14 @@ class EmbeddedSampler:
         return self.engine.base.context_length
 
     def load_now(self, name: str, version: int, path: str) -> None:
-        """Like ``load_adapter``, before an event loop runs."""
+        """Run ``load_adapter`` in this thread."""
         self.engine.load_adapter(name, version, path).result()
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """
-        Raises:
-            RefusedError: the folder does not fit the model.
-        """
         try:
-            loaded = await asyncio.to_thread(self.engine.load_adapter, name, version, path)
+            await asyncio.to_thread(self.load_now, name, version, path)
         except ModelError as error:
             raise RefusedError("invalid_parameter", str(error)) from error
-        await asyncio.wrap_future(loaded)
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
@@ -95,21 +82,14 @@ class EmbeddedSampler:
         request = SampleRequest(
             prompt_ids=list(prompt_ids),
             params=SampleParams(
-                max_tokens=params.max_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                stop_ids=self._eos_ids,
-                stop=params.stop,
-                seed=params.seed,
-                n=params.n,
-                top_logprobs=params.top_logprobs,
-                grammar=params.grammar,
+                max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
+                top_k=params.top_k, stop_ids=self._eos_ids, stop=params.stop, seed=params.seed,
+                n=params.n, top_logprobs=params.top_logprobs, grammar=params.grammar,
                 logit_bias=params.logit_bias,
             ),
             adapter=adapter,
             on_event=lambda event: self._round.append((events, event)),
-        )
+        )  # fmt: skip
         try:
             if params.grammar is not None and not self.engine.grammars.knows(params.grammar):
                 await asyncio.to_thread(self.engine.grammars.start, params.grammar)
@@ -119,16 +99,12 @@ class EmbeddedSampler:
         running = params.n
         try:
             while running:
-                event = await events.get()
-                if isinstance(event, Finished):
+                e = await events.get()
+                if isinstance(e, Finished):
                     running -= 1
-                    yield FinishEvent(
-                        event.index, event.reason, event.error, event.stop, event.log_mass
-                    )
+                    yield FinishEvent(e.index, e.reason, e.error, e.stop, e.log_mass)
                 else:
-                    yield TokenEvent(
-                        event.index, event.token_id, event.logprob, event.top, event.adapter_version
-                    )
+                    yield TokenEvent(e.index, e.token_id, e.logprob, e.top, e.adapter_version)
         finally:
             if running:
                 handle.cancel()
@@ -157,13 +133,13 @@ class EmbeddedSampler:
         if not self._round:
             return
         ready, self._round = self._round, []
+
+        def deliver() -> None:
+            for queue, event in ready:
+                queue.put_nowait(event)
+
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, ready)
-
-
-def _deliver(ready: list[tuple[asyncio.Queue[Event], Event]]) -> None:
-    for queue, event in ready:
-        queue.put_nowait(event)
+            self._loop.call_soon_threadsafe(deliver)
 
 
 def _refusal(error: RequestError) -> Exception:
@@ -171,4 +147,6 @@ def _refusal(error: RequestError) -> Exception:
         return GrammarError(str(error))
     if error.code in ("context_length_exceeded", "kv_budget_exceeded"):
         return ContextLengthError(str(error))
-    return RefusedError(_REFUSALS.get(error.code, "stopped"), str(error))
+    if error.code in ("invalid_parameter", "unknown_adapter"):
+        return RefusedError(error.code, str(error))
+    return RefusedError("stopped", str(error))

@@ -9,65 +9,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_proxy.rendering.detokenizer import Detokenizer
 from agentrl_proxy.sampler import (
     ContextLengthError,
     DecodingParams,
     FinishEvent,
     GrammarError,
+    RefusalCode,
     RefusedError,
     SampleEvent,
     TokenEvent,
 )
 from agentrl_trainer.client import SampledSequence, SamplingClient, SamplingParams, ServiceClient
 
-_NO_GRAMMARS = (
-    "Tinker has no grammars: leave out response_format, tool_choice 'required' and strict tools, "
-    'or train with backend = "local"'
-)
-
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """A version of an adapter; ``client`` None: it could not be loaded yet."""
-
-    version: int | None  # None: the base model
-    path: str | None
-    client: SamplingClient | None
+    version: int | None = None  # None: the base model
+    path: str | None = None
+    client: SamplingClient | None = None  # None: not loaded yet
 
 
+@dataclass
 class TinkerSampler:
-    """Samples through the service at ``base_url``; None: ``TINKER_BASE_URL``, else Tinker itself.
+    """Samples through a service that speaks Tinker's protocol."""
 
-    Args:
-        model: the base model, by the service's name.
-        tokenizer: its Hugging Face tokenizer, to find stop strings.
-        eos_ids: tokens that end an answer.
-        context_length: of the base model.
-    """
+    model: str
+    """The base model, by the service's name."""
+    base_url: str | None
+    """None: ``TINKER_BASE_URL``, else Tinker itself."""
+    tokenizer: Any
+    """The model's Hugging Face tokenizer, to tell which stop string ended a response."""
+    eos_ids: frozenset[int]
+    """Tokens that end an answer."""
+    context_length: int
+    _service: ServiceClient | None = None
+    _adapters: dict[str | None, _Adapter] = field(default_factory=lambda: {None: _Adapter()})
+    _in_flight: int = 0
+    _swaps: int = 0
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        base_url: str | None,
-        tokenizer: Any,
-        eos_ids: frozenset[int],
-        context_length: int,
-    ) -> None:
-        self.context_length = context_length
-        self._model = model
-        self._base_url = base_url
-        self._tokenizer = tokenizer
-        self._eos_ids = sorted(eos_ids)
-        self._service: ServiceClient | None = None
-        self._adapters: dict[str | None, _Adapter] = {None: _Adapter(None, None, None)}
-        self._in_flight = 0
-        self._swaps = 0
+    healthy = True  # a service that does not answer fails single requests, not this process
 
     def start(self) -> None:
         """Open a session; the context becomes the service's if that is shorter.
@@ -78,22 +62,17 @@ class TinkerSampler:
         import tinker
 
         try:
-            self._service = ServiceClient(backend="tinker", base_url=self._base_url)
+            self._service = ServiceClient(backend="tinker", base_url=self.base_url)
             models = self._service.get_server_capabilities().supported_models
         except tinker.TinkerError as error:
             raise ConnectionError(f"backend: Tinker cannot be reached: {error}") from error
         for served in models:
-            if served.model_name == self._model and served.max_context_length:
+            if served.model_name == self.model and served.max_context_length:
                 self.context_length = min(self.context_length, served.max_context_length)
 
     def stop(self) -> None:
         if self._service is not None:
             self._service.close()
-
-    @property
-    def healthy(self) -> bool:
-        """True: a service that does not answer fails single requests, not this process."""
-        return True
 
     @property
     def adapters(self) -> Mapping[str, int]:
@@ -104,37 +83,25 @@ class TinkerSampler:
         return {"sampler": "tinker", "in_flight": self._in_flight, "swaps": self._swaps}
 
     def load_now(self, name: str, version: int, path: str) -> None:
-        """Run ``load_adapter`` before an event loop runs."""
-        self._adapters[name] = _Adapter(version, path, self._client(path))
-        self._swaps += 1
+        """Answer with saved weights, which the first request loads: they may have expired.
 
-    def load_or_try_later(self, name: str, version: int, path: str) -> str | None:
-        """Run ``load_now``; return why it failed, because weights expire and services go away.
-
-        After a failure each request for the adapter tries again, until a version is loaded.
+        A request whose weights cannot be loaded is refused; the next one tries again.
         """
-        try:
-            self.load_now(name, version, path)
-        except Exception as error:
-            refusal = _refusal(error)
-            if not isinstance(refusal, RefusedError):
-                raise
-            self._adapters[name] = _Adapter(version, path, None)
-            return str(refusal)
-        return None
+        self._adapters[name] = _Adapter(version, path)
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         """``path`` is the ``tinker://...`` that ``save_weights_for_sampler`` returned."""
         try:
-            await asyncio.to_thread(self.load_now, name, version, path)
+            client = await asyncio.to_thread(self._client, path)
         except Exception as error:
             raise _refusal(error) from error
+        self._adapters[name] = _Adapter(version, path, client)
+        self._swaps += 1
 
     def _client(self, path: str | None) -> SamplingClient:
         """Make a client of saved weights, or of the base model."""
-        if self._service is None:
-            raise RefusedError("stopped", "there is no session with Tinker yet")
-        base = self._model if path is None else None
+        assert self._service is not None, "sampling comes after start"
+        base = self.model if path is None else None
         return self._service.create_sampling_client(path, base).result()
 
     async def _loaded(self, name: str | None) -> tuple[SamplingClient, int | None]:
@@ -142,18 +109,21 @@ class TinkerSampler:
         if name not in self._adapters:
             raise RefusedError("unknown_adapter", f"no adapter {name!r} is loaded")
         adapter = self._adapters[name]
-        if adapter.client is None:
-            made = replace(adapter, client=await asyncio.to_thread(self._client, adapter.path))
-            if self._adapters[name] is adapter:  # else a version was loaded meanwhile
-                self._adapters[name] = made
-            adapter = self._adapters[name]
-        assert adapter.client is not None
-        return adapter.client, adapter.version
+        client = adapter.client or await asyncio.to_thread(self._client, adapter.path)
+        if adapter.client is None and self._adapters[name] is adapter:
+            self._adapters[name] = replace(adapter, client=client)
+        return client, adapter.version
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncIterator[SampleEvent]:
-        _require_possible(params)
+        if params.grammar is not None:
+            raise GrammarError(
+                "Tinker has no grammars: leave out response_format, tool_choice 'required' and "
+                'strict tools, or train with backend = "local"'
+            )
+        if params.logit_bias:
+            raise RefusedError("invalid_parameter", "logit_bias: Tinker has none; leave it out")
         room = self.context_length - len(prompt_ids)
         if room < 1:
             raise ContextLengthError(
@@ -164,7 +134,7 @@ class TinkerSampler:
             max_tokens=min(params.max_tokens, room),
             seed=params.seed,
             # Token ids replace the model's end tokens, strings are added to them.
-            stop=list(params.stop) or self._eos_ids,
+            stop=list(params.stop) or sorted(self.eos_ids),
             temperature=params.temperature,
             top_k=params.top_k or -1,
             top_p=params.top_p,
@@ -184,35 +154,21 @@ class TinkerSampler:
                 yield event
 
     def _events(
-        self,
-        choice: int,
-        sequence: SampledSequence,
-        params: DecodingParams,
-        version: int | None,
-    ) -> list[SampleEvent]:
-        """Return the events of a response, up to the token that completes a stop string."""
+        self, choice: int, sequence: SampledSequence, params: DecodingParams, version: int | None
+    ) -> Iterator[SampleEvent]:
         if len(sequence.logprobs) != len(sequence.tokens):
-            error = "Tinker returned tokens without log-probs"
-            return [FinishEvent(choice, "error", error)]
-        text = Detokenizer(lambda ids: self._tokenizer.decode(list(ids)), params.stop)
-        events: list[SampleEvent] = []
-        for at, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
-            top = sequence.topk_logprobs[at] if sequence.topk_logprobs else None
-            events.append(TokenEvent(choice, token, logprob, top, version))
-            if params.stop:
-                text.push(token)
-                if text.stopped_by is not None:
-                    return [*events, FinishEvent(choice, "stop", stop_string=text.stopped_by)]
-        if params.stop:
-            text.finish()
-        return [*events, FinishEvent(choice, sequence.stop_reason, stop_string=text.stopped_by)]
-
-
-def _require_possible(params: DecodingParams) -> None:
-    if params.grammar is not None:
-        raise GrammarError(_NO_GRAMMARS)
-    if params.logit_bias:
-        raise RefusedError("invalid_parameter", "logit_bias: Tinker has none; leave it out")
+            yield FinishEvent(choice, "error", "Tinker returned tokens without log-probs")
+            return
+        top = sequence.topk_logprobs or [None] * len(sequence.tokens)
+        for token, logprob, alternatives in zip(
+            sequence.tokens, sequence.logprobs, top, strict=True
+        ):
+            yield TokenEvent(choice, token, logprob, alternatives, version)
+        # The service ends a response with the token that completes a stop string.
+        text = self.tokenizer.decode(sequence.tokens) if params.stop else ""
+        found = [stop for stop in params.stop if stop in text]
+        ended_by = min(found, key=lambda stop: text.index(stop) + len(stop), default=None)
+        yield FinishEvent(choice, sequence.stop_reason, stop_string=ended_by)
 
 
 def _refusal(error: Exception) -> Exception:
@@ -221,14 +177,16 @@ def _refusal(error: Exception) -> Exception:
 
     if isinstance(error, RefusedError | ContextLengthError):
         return error
+    code: RefusalCode = "stopped"
+    said = f"Tinker does not answer: {type(error).__name__}: {error}"
     if isinstance(error, ValueError):  # from the client, before it sent the request
-        return RefusedError("invalid_parameter", str(error))
-    if isinstance(error, tinker.RequestFailedError):
+        code, said = "invalid_parameter", str(error)
+    elif isinstance(error, tinker.RequestFailedError):
         of_user = error.category == tinker.types.RequestErrorCategory.User
         code = "invalid_parameter" if of_user else "stopped"
-        return RefusedError(code, f"Tinker: {error.message}")
-    if isinstance(error, tinker.BadRequestError | tinker.UnprocessableEntityError):
-        return RefusedError("invalid_parameter", f"Tinker: {error.message}")
-    if isinstance(error, tinker.TinkerError | OSError | TimeoutError):
-        return RefusedError("stopped", f"Tinker does not answer: {type(error).__name__}: {error}")
-    return error
+        said = f"Tinker: {error.message}"
+    elif isinstance(error, tinker.BadRequestError | tinker.UnprocessableEntityError):
+        code, said = "invalid_parameter", f"Tinker: {error.message}"
+    elif not isinstance(error, tinker.TinkerError | OSError | TimeoutError):
+        return error
+    return RefusedError(code, said)

@@ -6,8 +6,6 @@ server is for one user on one machine: it accepts any key, so it should listen t
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -21,14 +19,11 @@ from starlette.concurrency import run_in_threadpool
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
 from agentrl.tinker_server.messages import PROTOBUF
-from agentrl.tinker_server.operations import TinkerServer, session_of
 from agentrl.tinker_server.request_store import Answer, Json
+from agentrl.tinker_server.server import TinkerServer
 from agentrl_trainer.client import ServiceClient
 
-log = logging.getLogger(__name__)
-
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
-_CHECK_SECONDS = 15.0  # between looks for silent sessions
 
 
 def create_app(
@@ -46,9 +41,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(_end_silent_sessions(server))
         yield
-        watching.cancel()
         await run_in_threadpool(server.close)
 
     app = FastAPI(title="agentrl", openapi_url=None, lifespan=lifespan)
@@ -62,64 +55,43 @@ def create_app(
     return app
 
 
-async def _end_silent_sessions(server: TinkerServer) -> None:
-    while True:
-        await asyncio.sleep(min(server.sessions.seconds / 4, _CHECK_SECONDS))
-        try:
-            await run_in_threadpool(server.finish_silent)
-        except Exception:  # the next check must come all the same
-            log.exception("silent sessions could not be ended")
-
-
 def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
     routes = APIRouter()
     submit = server.submit
 
-    @routes.get("/healthz")
-    async def health() -> Json:
-        return {"status": "ok"}
+    def constant(method: str, path: str, answer: Json) -> None:
+        @routes.api_route(path, methods=[method])
+        async def respond() -> Json:
+            return answer
 
-    @routes.get("/get_server_capabilities")
-    async def capabilities() -> Json:
-        return {"supported_models": [{"model_name": name, "trainable": True} for name in models]}
-
-    @routes.post("/client/config")
-    async def config() -> Json:
-        # The parts of a batch are done in the order of their arrival, so the SDK sends one by one.
-        return {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}
-
-    @routes.post("/client/dynamic_config")
-    async def dynamic_config() -> Json:
-        return {}
-
-    @routes.post("/telemetry")
-    async def telemetry() -> Json:
-        return {"status": "accepted"}  # and dropped
+    listed = [{"model_name": name, "trainable": True} for name in models]
+    constant("GET", "/healthz", {"status": "ok"})
+    constant("GET", "/get_server_capabilities", {"supported_models": listed})
+    # The parts of a batch are done in the order of their arrival, so the SDK sends one by one.
+    own = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}
+    constant("POST", "/client/config", own)
+    constant("POST", "/client/dynamic_config", {})
+    constant("POST", "/telemetry", {"status": "accepted"})  # and dropped
 
     @routes.post("/create_session")
     async def create_session() -> Json:
         session = f"s{secrets.token_hex(4)}"
-        server.sessions.renew(session)
+        server.renew(session)
         return {"type": "create_session", "session_id": session}
 
     @routes.post("/session_heartbeat")
-    async def heartbeat(body: Json) -> Json:
+    def heartbeat(body: Json) -> Json:
+        server.finish_silent()
         session = body["session_id"]
-        if not server.sessions.alive(session):
+        if session not in server.heard:
             raise HTTPException(410, f"there is no session {session!r}, or no longer")
-        server.sessions.renew(session)
+        server.renew(session)
         return {"type": "session_heartbeat"}
 
     @routes.post("/sessions/{session}/finish")
     def finish(session: str) -> Json:
         server.finish(session)
         return {"session_id": session}
-
-    @routes.post("/create_model")
-    def create_model(body: Json) -> Json:
-        owner = f"{body['session_id']}:create"
-        load = server.loading.submit
-        return submit(owner, body["model_seq_id"], lambda: load(server.create_model, body))
 
     @routes.post("/get_info")
     async def get_info(body: Json) -> Json:
@@ -136,43 +108,34 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
         )
         return made | {"model_id": request.model_id}
 
-    @routes.post("/load_weights")
-    def load_weights(body: Json) -> Json:
-        if model_id := body.get("model_id"):
-            return submit(model_id, body.get("seq_id"), lambda: server.load_weights(body))
-        # A new model: the SDK numbers it as it does those of create_model.
-        owner = f"{body['session_id']}:create"
-        return submit(owner, body["model_seq_id"], lambda: server.load_weights(body))
-
     def operation(path: str, work: Callable[[Json], Future[Answer]]) -> None:
-        def route(body: Json) -> Json:
-            return submit(str(body.get("model_id")), body.get("seq_id"), lambda: work(body))
+        """Route to work of a model, or to work that makes a model, which the SDK numbers apart."""
 
-        routes.post(path)(route)
+        @routes.post(path)
+        def start(body: Json) -> Json:
+            if model_id := body.get("model_id"):
+                return submit(model_id, body.get("seq_id"), lambda: work(body))
+            return submit(f"{body['session_id']}:create", body["model_seq_id"], lambda: work(body))
 
+    operation("/create_model", server.create_model)
+    operation("/load_weights", server.load_weights)
     operation("/optim_step", server.optim_step)
     operation("/save_weights", server.save_weights)
     operation("/save_weights_for_sampler", server.save_weights_for_sampler)
 
     @routes.post("/create_sampling_session")
-    async def create_sampling_session(body: Json) -> Json:
-        made = await run_in_threadpool(
-            submit,
-            f"{body['session_id']}:sampler",
-            body["sampling_session_seq_id"],
-            lambda: server.loading.submit(server.create_sampler, body),
-        )
-        answer = await server.requests.answer(made["request_id"])
-        assert not isinstance(answer, bytes)
-        if "error" in answer:
-            # 422 for the server's errors too: the SDK would repeat a request that got 500.
-            raise HTTPException(422, answer["error"])
-        return answer
+    def create_sampling_session(body: Json) -> Json:
+        server.renew(body["session_id"])
+        try:
+            return server.create_sampler(body)
+        except Exception as error:  # also of the server: the SDK repeats a request that got 500
+            raise HTTPException(422, f"{type(error).__name__}: {error}") from error
 
     @routes.get("/samplers/{sampler}")
     async def get_sampler(sampler: str) -> Json:
-        base_model, uri = server.samplers.describe(sampler)
-        return {"sampler_id": sampler, "base_model": base_model, "model_path": uri}
+        client, path = server.sampler(sampler)
+        base = client.get_base_model()
+        return {"sampler_id": sampler, "base_model": base, "model_path": path}
 
     @routes.post("/asample")
     def sample(body: Json) -> Json:
@@ -184,8 +147,6 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
     @routes.post("/retrieve_future", response_model=None)
     async def retrieve_future(body: Json) -> Response | Json:
         request_id = body["request_id"]
-        if (owner := server.requests.owner(request_id)) is not None:
-            server.sessions.renew(session_of(owner))
         try:
             answer = await server.requests.answer(request_id, _POLL_SECONDS)
         except TimeoutError:

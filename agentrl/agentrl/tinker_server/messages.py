@@ -20,11 +20,6 @@ _KINDS: dict[int, Any] = {
 }
 
 
-def loss_config(request: proto.ForwardBackwardRequest) -> dict[str, float | str]:
-    """Return the options of the request's loss."""
-    return {name: one.text or one.number for name, one in request.loss_fn_config_v2.items()}
-
-
 def datums(request: proto.ForwardBackwardRequest) -> list[Datum]:
     """Return the request's data; ValueError for input that is no text or not one-dimensional."""
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,22 +13,19 @@ from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
 from agentrl_trainer.learner.schedules import default_learning_rate
 from agentrl_trainer.models.loading import load_facts
-from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
+from agentrl_trainer.models.lora import count_parameters, parameters_in_name
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingClients:
-    """A backend's service, and its training clients by adapter.
-
-    Attributes:
-        failures: what the clients raise when the backend's service fails.
-    """
+    """A backend's service, and its training clients by adapter."""
 
     service: ServiceClient
     clients: dict[str, TrainingClient]
     context_length: int
     peak_learning_rate: float
     failures: tuple[type[Exception], ...] = ()
+    """What the clients raise when the backend's service fails."""
 
     def close(self) -> None:
         """End the session with the service; a failure of the service is ignored by now."""
@@ -37,7 +34,7 @@ class TrainingClients:
 
 
 def create_clients(
-    config: TrainConfig, adapters: Iterable[str], folder: Path, note: Callable[[str], None]
+    config: TrainConfig, folder: Path, note: Callable[[str], None]
 ) -> TrainingClients:
     """Create fresh adapters over the base model.
 
@@ -52,33 +49,20 @@ def create_clients(
 
     torch.set_num_threads(1)  # gateway and runners need the other cores
     if config.run.backend == "tinker":
-        return _on_tinker(config, adapters, folder)
-    return _on_this_machine(config, adapters, folder, note)
+        return _on_tinker(config, folder)
+    return _on_this_machine(config, folder, note)
 
 
 def _on_this_machine(
-    config: TrainConfig, adapters: Iterable[str], folder: Path, note: Callable[[str], None]
+    config: TrainConfig, folder: Path, note: Callable[[str], None]
 ) -> TrainingClients:
+    model, learning = config.model, config.learning
     service = ServiceClient(
-        folder=folder,
-        device=config.model.device,
-        dtype=config.model.dtype,
-        load_in_4bit=config.model.load_in_4bit,
-        trust_remote_code=config.model.trust_remote_code,
-        token_budget=config.learning.micro_batch_tokens,
-        gradient_checkpointing=config.learning.gradient_checkpointing,
-        value=value_params(config),
-    )
-    clients = {
-        name: service.create_lora_training_client(
-            config.model.name,
-            config.learning.rank,
-            config.run.seed + index,
-            alpha=config.learning.alpha,
-            name=name,
-        )
-        for index, name in enumerate(adapters)
-    }
+        folder=folder, device=model.device, dtype=model.dtype, load_in_4bit=model.load_in_4bit,
+        trust_remote_code=model.trust_remote_code, token_budget=learning.micro_batch_tokens,
+        gradient_checkpointing=learning.gradient_checkpointing, value=value_params(config),
+    )  # fmt: skip
+    clients = _adapters(service, config, alpha=learning.alpha)
     client = next(iter(clients.values()))
     base = client.local(lambda learner: learner.base).result()
     for name, of in clients.items():
@@ -96,11 +80,11 @@ def _on_this_machine(
         for name, parameter in base.model.named_parameters()
         if not any(other in name for other in others)
     )
-    rate = config.learning.learning_rate or default_learning_rate(parameters, config.learning.alpha)
+    rate = learning.learning_rate or default_learning_rate(parameters, learning.alpha)
     return TrainingClients(service, clients, base.context_length, rate)
 
 
-def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> TrainingClients:
+def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
     import tinker
 
     model = config.model.name
@@ -112,21 +96,27 @@ def _on_tinker(config: TrainConfig, adapters: Iterable[str], folder: Path) -> Tr
         if parameters is None:
             raise RunError(
                 "learning_rate: is missing, and its default depends on the size of "
-                f"{config.model.name}, which is not known; give learning.learning_rate"
+                f"{model}, which is not known; give learning.learning_rate"
             )
         rate = default_learning_rate(parameters)
     failures = (tinker.TinkerError, ConnectionError)
     try:
         service = ServiceClient(backend="tinker", base_url=config.tinker.base_url, folder=folder)
         served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
-        clients = {
-            name: service.create_lora_training_client(
-                config.model.name, config.learning.rank, config.run.seed + index, name=name
-            )
-            for index, name in enumerate(adapters)
-        }
+        clients = _adapters(service, config)
     except (ValueError, *failures) as error:
         raise RunError(f"run.backend: Tinker refuses to train {model}: {error}") from error
     limit = served[model].max_context_length if model in served else None
     context_length = min(facts.context_length, limit or facts.context_length)
     return TrainingClients(service, clients, context_length, rate, failures)
+
+
+def _adapters(
+    service: ServiceClient, config: TrainConfig, **lora: float
+) -> dict[str, TrainingClient]:
+    """Make a client for each adapter, with seeds of their own."""
+    create, rank, seed = service.create_lora_training_client, config.learning.rank, config.run.seed
+    return {
+        name: create(config.model.name, rank, seed + index, name=name, **lora)
+        for index, name in enumerate(config.trained)
+    }

@@ -1,52 +1,57 @@
-"""Evaluate held-out tasks while a run trains, and tell when it has reached its goal.
+"""Evaluate held-out tasks while a run trains; success rates and pass@k with confidence intervals.
 
 Evaluations are sampled and recorded like all rollouts, and never trained on.
+
+Tasks are the independent units: they are what was drawn, and samples of one task resemble one
+another. Intervals that count samples as independent are too narrow (Miller 2024, "Adding Error Bars
+to Evals", arXiv:2411.00640, clustered standard errors).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist, fmean, pvariance
 from typing import TYPE_CHECKING
 
+from agentrl.config.settings import EvaluationSettings
 from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_REWARD
 from agentrl.timing import PhaseTimer
-from agentrl.training.failures import note_failed_rollouts
-from agentrl.training.metrics import seconds_row
+from agentrl.training.metrics import note_failed_rollouts, seconds_row
 from agentrl.training.rollout_queue import rollout_seed
-from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
-from agentrl_tracer.store import Store
+from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_trainer.data.rewards import rollout_rewards
+from agentrl_trainer.data.skip_reasons import evaluation_reasons
 
 if TYPE_CHECKING:
     from agentrl.training.run import TrainingRun
 
+_Z95 = NormalDist().inv_cdf(0.975)
+
 
 def plan_evaluation(
-    task_ids: Sequence[str], step: int, samples: int, seed: int, temperature: float
+    task_ids: Sequence[str], step: int, how: EvaluationSettings, seed: int
 ) -> list[NewRollout]:
-    """Plan ``samples`` rollouts a task, at this temperature whatever the agent asks for."""
-    sampling: Json = {"force": {"temperature": temperature}}
+    """Plan the rollouts of each task, at ``how.temperature`` whatever the agent asks for."""
     return [
         NewRollout(
-            task_id=task_id,
-            group_id=f"eval-{step}-{task_id}",
-            purpose=Purpose.EVAL,
-            step=step,
-            index=index,
+            task_id,
+            f"eval-{step}-{task_id}",
+            Purpose.EVAL,
+            step,
+            index,
             seed=rollout_seed(seed, "eval", step, task_id, index),
-            sampling=sampling,
+            sampling={"force": {"temperature": how.temperature}},
         )
         for task_id in task_ids
-        for index in range(samples)
+        for index in range(how.samples)
     ]
 
 
 def evaluate_if_due(run: TrainingRun, step: int) -> None:
     """Run the held-out tasks after ``step``, if they are due and were not run before a resume."""
-    config, display = run.config, run.display
-    due = step % config.evaluation.every == 0 or step == run.steps
-    if not run.eval_ids or not due:
+    how, display, store = run.config.evaluation, run.display, run.store
+    if not run.eval_ids or (step % how.every and step != run.steps):
         return
     if (known := run.metrics_log.held_out().get(step)) is not None:
         display.evaluated(step, known)
@@ -54,21 +59,21 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
     timer = PhaseTimer()
     with timer("evaluation"):
         rollouts = run.session.execute(
-            plan_evaluation(
-                run.eval_ids,
-                step,
-                config.evaluation.samples,
-                config.run.seed,
-                config.evaluation.temperature,
-            ),
+            plan_evaluation(run.eval_ids, step, how, run.config.run.seed),
             lambda done, total: display.phase("evaluation", done, total),
         )
-        accuracy, mean = _score(run.store, rollouts, config.evaluation.success_reward)
-        if not config.rollouts.max_staleness:
+        ids = [rollout.id for rollout in rollouts]
+        store.settle(trained={}, skipped=evaluation_reasons(store.calls(rollout_ids=ids)))
+        scores = rollout_rewards(rollouts, store.rewards(ids)).values()
+        if not run.config.rollouts.max_staleness:
             # What it leaves in the sampler's prefix cache would change the last bits of later
             # log-probs, and a run that is resumed here does not evaluate again.
             run.load_published(step)
     run.timer.add(timer)
+    earned = [score for score in scores if score is not None]
+    # A rollout without a reward is no success.
+    accuracy = sum(score >= how.success_reward for score in earned) / len(rollouts)
+    mean = fmean(earned) if earned else math.nan
     row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean, **seconds_row(timer)}
     run.metrics_log.log(step, row)
     display.evaluated(step, accuracy)
@@ -81,12 +86,61 @@ def reached_goal(run: TrainingRun) -> bool:
     return goal is not None and bool(measured) and measured[max(measured)] >= goal
 
 
-def _score(store: Store, rollouts: Sequence[Rollout], success: float) -> tuple[float, float]:
-    """Return accuracy and mean reward; a rollout without a reward is no success."""
-    ids = [rollout.id for rollout in rollouts]
-    calls = store.calls(rollout_ids=ids)
-    store.settle(trained={}, skipped=dict.fromkeys((c.id for c in calls), SkipReason.EVALUATION))
-    scores = rollout_rewards(rollouts, store.rewards(ids)).values()
-    earned = [score for score in scores if score is not None]
-    mean = sum(earned) / len(earned) if earned else math.nan
-    return sum(score >= success for score in earned) / len(rollouts), mean
+def wilson(rate: float, trials: float) -> tuple[float, float]:
+    """Return the 95 % score interval of a success rate (Wilson 1927, "Probable inference").
+
+    Unlike mean ± 1.96 standard errors it stays within 0..1, and is right for few trials and for
+    rates near 0 and 1. ``trials`` may be an effective number, hence a fraction.
+
+    Raises:
+        ValueError: there are no trials.
+    """
+    if not trials > 0:
+        raise ValueError("trials must be above 0")
+    weight = _Z95**2 / trials
+    center = (rate + weight / 2) / (1 + weight)
+    half = _Z95 * math.sqrt(rate * (1 - rate) / trials + weight / (4 * trials)) / (1 + weight)
+    # At a rate of 0 or 1, rounding may leave the rate a hair outside of its own interval.
+    return max(0.0, min(rate, center - half)), min(1.0, max(rate, center + half))
+
+
+def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of tasks' values in 0..1, each of ``samples`` samples.
+
+    Wilson's interval, where each task counts as m (1 - m) / s² trials and m is the
+    mean of the values and s² their variance (Kish 1965, "Survey Sampling": effective sample size;
+    for the score interval: Korn & Graubard 1998). That is 1 where each task has one outcome;
+    samples that disagree within tasks raise it, up to ``samples``.
+
+    m and s² include two more tasks, one all right and one all wrong, so that a few tasks that
+    agree are not taken for certain: of 24 tasks with all samples right the interval is that of 24
+    of 24, 86 % to 100 %, where the standard error would be 0. In simulations (some
+    are tests) it covers the true value in 95 % or more of evaluations, down to 10 tasks, where mean
+    ± 1.96 standard errors falls below 80 % near 0 and 1. With one outcome per task it dips as
+    Wilson's does, to about 90 % where fewer than one failure (or success) is to be expected.
+
+    Raises:
+        ValueError: there are no values, or one is outside 0..1.
+    """
+    if not values:
+        raise ValueError("values are empty")
+    if odd := [value for value in values if not 0 <= value <= 1]:
+        raise ValueError(f"values must be in 0..1, not {odd[0]}")
+    smoothed = [*values, 0.0, 1.0]
+    mean = fmean(smoothed)
+    worth = min(mean * (1 - mean) / pvariance(smoothed, mean), samples)
+    return wilson(fmean(values), len(values) * worth)
+
+
+def pass_at_k(successes: int, samples: int, k: int) -> float:
+    """Estimate, without bias, the chance that one of ``k`` ≤ ``samples`` samples succeeds.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on
+    Code", equation 1.
+
+    Raises:
+        ValueError: k is not in 1..samples.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"k must be in 1..{samples} (the samples of the task), not {k}")
+    return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)

@@ -10,6 +10,7 @@ took; a run that died before logs the checkpoint's row when it is resumed.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from agentrl.config.algorithm import update_settings
@@ -30,9 +31,9 @@ def train(run: TrainingRun) -> Summary:
         RunError: nothing can be rolled out, for a reason the message gives.
     """
     step = run.restore()
-    run.wait_ready(step)
+    run.begin(step)
     publish(run, step)
-    run.started()
+    run.timer.spent["start"] = time.perf_counter() - run.session.started
     evaluate_if_due(run, step)
     while step < run.steps and not reached_goal(run):
         step += 1
@@ -54,7 +55,7 @@ def train_step(run: TrainingRun, step: int) -> None:
         }
         whole = batches.whole()
         run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
-    row = run.row(step, taken=taken, calls=calls, batches=batches, passes=passes)
+    row = run.row(step, taken, calls, batches, passes)
     row |= seconds_row(timer) | seconds_row(parts)
     with timer("checkpoint"):
         run.checkpoint(step, row)
@@ -90,12 +91,10 @@ def update(
             return passes
     for epoch in range(how.epochs):
         with timer("forward_backward"):
+            # Normalized by the tokens of the whole step.
+            config = how.loss_config
             added = client.forward_backward(
-                batch.rows,
-                how.loss,
-                how.loss_config,
-                normalize_by=None,  # the tokens of the whole step
-                logprobs=False,
+                batch.rows, how.loss, config, normalize_by=None, logprobs=False
             )
             seen = run.result(added).stats
         with timer("optimizer"):
@@ -113,8 +112,7 @@ def update(
 
 def publish(run: TrainingRun, step: int) -> None:
     """Save each adapter as version ``step``, and make it the one that answers."""
-    saved = {
-        name: run.result(client.save_weights_for_sampler(run.folder.adapter_version(name, step)))
-        for name, client in run.clients.items()
-    }
-    run.publish(step, {name: one.path for name, one in saved.items()})
+    for name, client in run.clients.items():
+        saved = client.save_weights_for_sampler(run.folder.adapter_version(name, step))
+        run.saved[name] = run.result(saved).path
+    run.load_published(step)

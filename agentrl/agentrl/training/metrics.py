@@ -1,24 +1,45 @@
-"""Compute a step's row of metrics; docs/metrics.md says what each number means."""
+"""Compute a step's row of metrics, and report its failures; docs/metrics.md lists the metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentrl.runs.metric_names import DIFFERENCE, LAST_EPOCH, OPTIONAL
 from agentrl.timing import PhaseTimer
 from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
+from agentrl.training.session import RunError
 from agentrl.training.staleness import StalenessLimit
-from agentrl_tracer.schemas import Call, Outcomes
+from agentrl_tracer.schemas import AttemptState, Call, Outcomes, Rollout, RolloutState
 from agentrl_trainer.data.adapter_split import AdapterBatches
+from agentrl_trainer.data.batch_assembly import StepBatch
 from agentrl_trainer.data.off_policy import token_versions
 from agentrl_trainer.learner.step_stats import StepStats
+
+_OF_UPDATE = {
+    "tokens/trained": "tokens",
+    "tokens/total": "tokens_total",
+    "tokens/unique": "tokens_unique",
+    "tokens/saved_by_sharing": "tokens_saved",
+    "sampler_trainer/mean_logprob_difference": "mean_logprob_difference",
+}
+_OF_EPOCH = {
+    "loss": "loss",
+    "entropy": "entropy",
+    "ratio/mean": "ratio_mean",
+    "ratio/max": "ratio_max",
+    "clip_fraction": "clip_fraction",
+    "sampler_trainer/kl": "sampler_trainer_kl",
+    "grad_norm": "grad_norm",
+}
+"""Metrics of each epoch, which change as the policy moves, and their fields of ``StepStats``."""
 
 
 def step_row(
     step: int,
-    *,
     taken: StepRollouts,
     calls: Sequence[Call],
     batches: AdapterBatches,
@@ -66,41 +87,25 @@ def step_row(
     return row
 
 
-def seconds_row(timer: PhaseTimer) -> dict[str, float]:
-    return {f"seconds/{phase}": seconds for phase, seconds in timer.spent.items()}
-
-
 def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:
     """Return the metrics of an adapter's update; nothing without one."""
     if not epochs:
         return {}
     first, last = epochs[0], epochs[-1]
-    row = {
-        "tokens/trained": first.tokens,
-        "tokens/total": first.tokens_total,
-        "tokens/unique": first.tokens_unique,
-        "tokens/saved_by_sharing": first.tokens_saved,
-        "sampler_trainer/mean_logprob_difference": first.mean_logprob_difference,
-        "step_refused": float(last.skipped_non_finite),
-        **_policy_metrics(first),
-    }
+    row = {name: getattr(first, field) for name, field in _OF_UPDATE.items()}
+    row |= {"step_refused": float(last.skipped_non_finite), **_epoch_metrics(first)}
     if len(epochs) > 1:
-        row |= {LAST_EPOCH + name: value for name, value in _policy_metrics(last).items()}
+        row |= {LAST_EPOCH + name: value for name, value in _epoch_metrics(last).items()}
     return row
 
 
-def _policy_metrics(stats: StepStats) -> dict[str, Any]:
-    """Return what changes from epoch to epoch, as the policy moves."""
-    return {
-        "loss": stats.loss,
-        "entropy": stats.entropy,
-        "ratio/mean": stats.ratio_mean,
-        "ratio/max": stats.ratio_max,
-        "clip_fraction": stats.clip_fraction,
-        "sampler_trainer/kl": stats.sampler_trainer_kl,
-        "grad_norm": stats.grad_norm,
-        **{OPTIONAL[name]: value for name, value in stats.metrics.items()},
-    }
+def _epoch_metrics(stats: StepStats) -> dict[str, Any]:
+    optional = {OPTIONAL[name]: value for name, value in stats.metrics.items()}
+    return {name: getattr(stats, field) for name, field in _OF_EPOCH.items()} | optional
+
+
+def seconds_row(timer: PhaseTimer) -> dict[str, float]:
+    return {f"seconds/{phase}": seconds for phase, seconds in timer.spent.items()}
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -110,3 +115,62 @@ def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
         for name, value in row.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+def count_failures(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """Count failed rollouts by the last line of their reason, most frequent first."""
+    reasons = Counter(
+        (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200]
+        for rollout in rollouts
+        if rollout.state is not RolloutState.SUCCEEDED
+    )
+    return dict(reasons.most_common())
+
+
+def note_failed_rollouts(
+    rollouts: Sequence[Rollout], what: str, note: Callable[[str], None]
+) -> dict[str, int]:
+    """Report the two most frequent failures of some ``what``; return the count of each."""
+    problems = count_failures(rollouts)
+    for reason, count in list(problems.items())[:2]:
+        note(f"{count} of {len(rollouts)} {what} failed: {reason}")
+    return problems
+
+
+def report_step_failures(
+    rollouts: Sequence[Rollout],
+    batch: StepBatch,
+    outcomes: Outcomes,
+    note: Callable[[str], None],
+    logs: Path,
+) -> None:
+    """Report what went wrong in a step.
+
+    Args:
+        logs: folder of the agents' output.
+
+    Raises:
+        RunError: every rollout of the step failed.
+    """
+    expected = (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
+    failures = {name: count for name, count in outcomes.attempts.items() if name not in expected}
+    words = [
+        f"{n} got their reward from {name}" for name, n in sorted(outcomes.policy_rewards.items())
+    ]
+    if failures:
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(failures.items()))
+        words.insert(0, f"{sum(failures.values())} attempts failed ({listed})")
+    if words:
+        note("; ".join(words))
+    problems = note_failed_rollouts(rollouts, "rollouts", note)
+    failed = sum(problems.values())
+    if failed == len(rollouts):
+        raise RunError(
+            "every rollout of the step failed. "
+            + "; ".join(f"{count}×: {reason}" for reason, count in problems.items())
+            + f"\nThe agent's output is in {logs}"
+        )
+    if missing := sum(reward is None for reward in batch.rewards.values()) - failed:
+        note(f"{missing} of {len(rollouts)} rollouts emitted no reward")
+    if small := batch.shrunk():
+        note(f"{small} of {len(batch.groups)} groups shrank below min_group: not trained")

@@ -49,14 +49,26 @@ def check_resume(
                 name = "model.adapter"
             raise _refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
     before, after = was["algorithm.estimator"], config.algorithm.estimator
-    if (before == "gae") != (after == "gae"):
-        raise _refusal(
-            folder,
-            "algorithm.estimator",
-            f"{before}, not {after}",
-            "only gae keeps a value function beside its adapter",
-        )
-    _check_tasks(folder, config, {"agent.tasks": tasks, "evaluation.tasks": eval_tasks}, was)
+    if "gae" in (before, after) and before != after:
+        why = "only gae keeps a value function beside its adapter"
+        raise _refusal(folder, "algorithm.estimator", f"{before}, not {after}", why)
+    # Earlier rollouts name their task by its place in the file.
+    store = Store(config.run.store or str(folder.store))
+    try:
+        run_id = folder.run_id.read_text().strip()
+        for name, split, given in (
+            ("agent.tasks", "train", tasks),
+            ("evaluation.tasks", "eval", eval_tasks),
+        ):
+            stored = store.tasks(run_id, split)
+            if stored and stored != list(given):
+                difference = (
+                    f"{len(stored)} tasks of {was.get(name)}, not the {len(given)} that are in "
+                    f"{now[name]} now{_first_difference(stored, given)}"
+                )
+                raise _refusal(folder, name, difference, "its rollouts belong to them")
+    finally:
+        store.close()
     return {
         name: (was.get(name), value)
         for name, value in now.items()
@@ -77,31 +89,6 @@ def _same(name: str, before: Any, after: Any) -> bool:
     if name == "run.store" and before and after and "://" not in before:
         return Path(before).absolute() == Path(after).absolute()
     return before == after
-
-
-def _check_tasks(
-    folder: RunFolder,
-    config: TrainConfig,
-    given: Mapping[str, Sequence[Json]],
-    was: Mapping[str, Any],
-) -> None:
-    """Refuse other tasks: earlier rollouts name their task by its place in the file."""
-    places = {"agent.tasks": config.agent.tasks, "evaluation.tasks": config.evaluation.tasks}
-    store = Store(config.run.store or str(folder.store))
-    run_id = folder.run_id.read_text().strip()
-    try:
-        for (field, tasks), split in zip(given.items(), ("train", "eval"), strict=True):
-            stored = store.tasks(run_id, split)
-            if stored and stored != list(tasks):
-                raise _refusal(
-                    folder,
-                    field,
-                    f"{len(stored)} tasks of {was.get(field)}, not the {len(tasks)} that are in "
-                    f"{places[field]} now{_first_difference(stored, tasks)}",
-                    "its rollouts belong to them",
-                )
-    finally:
-        store.close()
 
 
 def _first_difference(stored: Sequence[Json], given: Sequence[Json]) -> str:

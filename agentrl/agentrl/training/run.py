@@ -5,7 +5,6 @@ What happens in a step, and in which order, is in ``agentrl.training.loop``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,7 @@ from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary, summarise
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
-from agentrl.training.failures import report_step_failures
-from agentrl.training.metrics import step_row
+from agentrl.training.metrics import report_step_failures, step_row
 from agentrl.training.metrics_log import MetricsLog
 from agentrl.training.rollout_queue import RolloutQueue, StepRollouts
 from agentrl.training.session import RunError, Session
@@ -61,30 +59,20 @@ class TrainingRun:
         task_ids = self.store.add_tasks(self.run_id, "train", tasks)
         self.eval_ids = self.store.add_tasks(self.run_id, "eval", eval_tasks)
         self.metrics_log = MetricsLog(config, self.folder, self.store, self.run_id, display.note)
-        self._staleness = StalenessLimit(
-            config.rollouts.max_staleness, config.rollouts.stale or "wait"
-        )
-        self._queue = RolloutQueue(
-            session,
-            task_ids,
-            steps=self.steps,
-            batch_size=config.rollouts.batch_size,
-            group_size=config.rollouts.group_size,
-            seed=config.run.seed,
-            staleness=self._staleness,
-            resample=config.rollouts.resample_zero_variance,
-            teaches=lambda step, group: self.records.teaches(step, group),
-        )
-        self._backend = create_clients(config, config.trained, self.folder.root, display.note)
+        self._backend = create_clients(config, self.folder.root, display.note)
         self.clients = self._backend.clients
         max_length = config.learning.max_length or self._backend.context_length
-        self.records = StepRecords(config, self.store, self._staleness, max_length)
-        self._saved: dict[str, str] = {}  # path of each adapter's newest version
+        self.records = StepRecords(config, self.store, max_length)
+        self._queue = RolloutQueue(
+            session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
+            teaches=self.records.teaches,
+        )  # fmt: skip
+        self.saved: dict[str, str] = {}  # path of each adapter's newest version
 
     # ---- within a step
 
     def sample(self, step: int) -> StepRollouts:
-        """Wait for the step's groups of rollouts; those of later steps may be under way then."""
+        """Wait for the step's groups of rollouts; those of later steps may be running then."""
         taken = self._queue.take(
             step, lambda done, total: self.display.phase("rollouts", done, total)
         )
@@ -92,8 +80,7 @@ class TrainingRun:
         return taken
 
     def learning_rate(self, step: int) -> float:
-        config = self.config
-        learning = config.learning
+        learning = self.config.learning
         factor = schedule_factor(learning.schedule, step, self.steps, learning.warmup_steps)
         return self._backend.peak_learning_rate * factor
 
@@ -114,7 +101,6 @@ class TrainingRun:
     def row(
         self,
         step: int,
-        *,
         taken: StepRollouts,
         calls: Sequence[Call],
         batches: AdapterBatches,
@@ -126,36 +112,14 @@ class TrainingRun:
             RunError: every rollout of the step failed.
         """
         outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
-        report_step_failures(
-            taken.rollouts,
-            batches.whole(),
-            outcomes,
-            note=self.display.note,
-            logs=self.folder.logs,
-        )
-        return step_row(
-            step,
-            taken=taken,
-            calls=calls,
-            batches=batches,
-            passes=passes,
-            outcomes=outcomes,
-            learning_rate=self.learning_rate(step),
-            staleness=self._staleness,
-        )
-
-    def publish(self, step: int, saved: Mapping[str, str]) -> None:
-        """Make adapters the ones that answer, as version ``step``.
-
-        Args:
-            saved: by adapter, the path that ``save_weights_for_sampler`` returned.
-        """
-        self._saved = dict(saved)
-        self.load_published(step)
+        whole, note = batches.whole(), self.display.note
+        report_step_failures(taken.rollouts, whole, outcomes, note, self.folder.logs)
+        rate, staleness = self.learning_rate(step), self.records.staleness
+        return step_row(step, taken, calls, batches, passes, outcomes, rate, staleness)
 
     def load_published(self, step: int) -> None:
-        """Load the published adapters into the sampler, which empties its prefix cache."""
-        for name, path in self._saved.items():
+        """Load the saved adapters into the sampler, which empties its prefix cache."""
+        for name, path in self.saved.items():
             self.session.publish(name, step, path, step, self.display.note)
 
     # ---- across crashes
@@ -176,10 +140,11 @@ class TrainingRun:
         found = self.result(self._backend.service.restore_checkpoint(self.folder.checkpoints))
         if found.step is None:
             self._check_fresh(found.torn)
+        else:
+            self._queue.restore(found.meta["rollouts"])
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
         step = found.step or 0
-        self._queue.restore(step, found.meta.get("rollouts"))
         # An evaluation of this step that was killed is made again.
         evaluated = step in self.metrics_log.held_out()
         why = "the run was resumed"
@@ -205,30 +170,21 @@ class TrainingRun:
 
     # ---- begin and end
 
-    def wait_ready(self, step: int) -> None:
-        """Return when the gateway answers."""
+    def begin(self, step: int) -> None:
+        """Continue after ``step``; return when the gateway answers."""
         self.display.begin(self.steps, step)
-        self.session.wait_ready(self.display.note)
-        if why := self.session.why_not_lean:
+        health = self.session.wait_ready(self.display.note)
+        if why := health["sampler"].get("why_not_lean"):
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
-
-    def started(self) -> None:
-        self.timer.spent["start"] = time.perf_counter() - self.session.started
 
     def finish(self, step: int) -> Summary:
         self._queue.close()
-        self.session.begin_stop()  # runners end while the learning curve is drawn
+        self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
             summary = summarise(
-                self.folder,
-                self.store,
-                self.run_id,
-                step,
-                model=self.config.model.name,
-                adapters=self.config.trained,
-                eval_ids=self.eval_ids,
-                seconds=self.timer.spent,
-            )
+                self.folder, self.store, self.run_id, step, model=self.config.model.name,
+                adapters=self.config.trained, eval_ids=self.eval_ids, seconds=self.timer.spent,
+            )  # fmt: skip
         self.store.end_run(self.run_id, "finished")
         self.metrics_log.close()
         self._backend.close()
@@ -242,11 +198,10 @@ class StepRecords:
         max_length: tokens of the longest trajectory to train on.
     """
 
-    def __init__(
-        self, config: TrainConfig, store: Store, staleness: StalenessLimit, max_length: int
-    ) -> None:
+    def __init__(self, config: TrainConfig, store: Store, max_length: int) -> None:
+        how = config.rollouts
+        self.staleness = StalenessLimit(how.max_staleness, how.stale or "wait")
         self._store = store
-        self._staleness = staleness
         self._rules = {
             name: AdapterRule(
                 frozenset(one.agents) if one.agents else None,
@@ -254,11 +209,8 @@ class StepRecords:
             )
             for name, one in config.trained.items()
         }
-        self._settings = step_settings(
-            config,
-            adapters=frozenset(self._rules),
-            max_length=max_length,
-        )
+        names = frozenset(self._rules)
+        self._settings = step_settings(config, adapters=names, max_length=max_length)
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         """Return the rollouts' calls, and the batch of each adapter.
@@ -267,9 +219,8 @@ class StepRecords:
             RunError: the rewards do not fit the advantage estimator.
         """
         ids = [rollout.id for rollout in rollouts]
-        calls = self._store.calls(rollout_ids=ids)
-        settings = replace(self._settings, oldest_version=self._staleness.oldest_version(step))
-        rewards = self._store.rewards(ids)
+        calls, rewards = self._store.calls(rollout_ids=ids), self._store.rewards(ids)
+        settings = replace(self._settings, oldest_version=self.staleness.oldest_version(step))
         try:
             return calls, assemble_adapters(rollouts, calls, rewards, settings, self._rules)
         except ValueError as error:

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway.handle import GatewayHandle, secret_variables
@@ -34,7 +33,6 @@ _LONGEST_POLL_S = 1.0  # while an adapter is being published
 _MAINTAIN_S = 0.5  # between looks for expired leases
 _REFUSED_S = 3.0  # before a refusal counts: a dying vLLM refuses too, and a shared folder may lag
 _READY_TIMEOUT_S = 600.0  # a large model takes minutes to load
-_VLLM_READY_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _HOPELESS_RESTARTS = 5  # restarts in a row without anything getting done
 
 
@@ -50,11 +48,9 @@ class Session:
 
     Args:
         kind: ``train``, ``eval`` or ``run``, for the list of runs.
-        base_only: answer with the base model, whatever the agent asks for.
-        adapter_paths: fixed adapters to answer with, in place of the run's own versions.
+        adapter_paths: fixed adapters to answer with. Without them, an evaluation or a single run
+            is answered by the base model, and a training by its own adapters' versions.
         asks_for: the model that the agent is told to ask for; by default the run's own.
-        imports_torch: this process needs torch too, and imports it before the gateway starts. A
-            gateway that can be forked is then ready 2 s sooner and shares that memory.
     """
 
     def __init__(
@@ -63,44 +59,40 @@ class Session:
         config: TrainConfig | EvalConfig | RunConfig,
         kind: str,
         *,
-        base_only: bool = False,
         adapter_paths: Mapping[str, Path] | None = None,
         asks_for: str | None = None,
-        imports_torch: bool = False,
     ) -> None:
         folder.lock()
         self.folder = folder
         self.config = config
-        shared = config.run.store if isinstance(config, TrainConfig) else None
-        self.store = Store(shared or str(folder.store))
+        self._training = training = config if isinstance(config, TrainConfig) else None
+        self.store = Store((training and training.run.store) or str(folder.store))
         self.run_id = self._register(kind)
+        paths = dict(adapter_paths or {})
         self._vllm = planned_server(
             config,
             folder.logs / "vllm.log",
-            max_rank=config.learning.rank if isinstance(config, TrainConfig) else None,
-            adapters=(adapter_paths or {}).values(),
+            max_rank=training and training.learning.rank,
+            adapters=paths.values(),
         )
-        tinker = None
-        if isinstance(config, TrainConfig) and config.run.backend == "tinker":
-            tinker = config.tinker
+        own = bool(training or paths)
         self._plan = GatewayPlan.of(
             config,
-            vllm_url=self._vllm.url if self._vllm else None,
-            tinker=tinker,
+            vllm_url=self._vllm and self._vllm.url,
+            tinker=training.tinker if training and training.run.backend == "tinker" else None,
             rollouts=config.rollouts,
             store=self.store.url,
             run_id=self.run_id,
             operator_key=f"sk-operator-{secrets.token_urlsafe(24)}",
-            adapters=() if base_only else tuple(config.trained),
-            default_adapter=None if base_only else config.sole_adapter,
-            agents={} if base_only else config.adapter_of_agent,
-            adapter_paths=dict(adapter_paths or {}),
+            adapters=tuple(config.trained) if own else (),
+            default_adapter=config.sole_adapter if own else None,
+            agents=config.adapter_of_agent if own else {},
+            adapter_paths=paths,
             answered_by=config.model.answered_by if isinstance(config, EvalConfig) else None,
         )
-        self._asks_for = asks_for
-        self._imports_torch = imports_torch
-        self.why_not_lean: str | None = None
-        """Why the embedded sampler runs the model's own modules; set by ``wait_ready``."""
+        # With several adapters, agents ask for a name that the role of each resolves.
+        named = (config.sole_adapter or config.model.adapter) if own else config.model.name
+        self._asks_for = asks_for or named
         self.started = time.perf_counter()
         self.gateway: GatewayHandle
         self.pool: SupervisedProcess | RayPool
@@ -109,12 +101,8 @@ class Session:
     def _register(self, kind: str) -> str:
         """Return the run's id, new or as the folder has it, and store its settings."""
         config = self.config
-        policies = Policies(
-            on_error=config.rollouts.on_error,
-            on_timeout=config.rollouts.on_timeout,
-            on_missing_reward=config.rollouts.on_missing_reward,
-            max_attempts=config.rollouts.max_attempts,
-        )
+        named = {"on_error", "on_timeout", "on_missing_reward", "max_attempts"}
+        policies = Policies(**config.rollouts.model_dump(include=named))
         settings = config.model_dump(mode="json")
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
@@ -129,12 +117,8 @@ class Session:
         return run_id
 
     def __enter__(self) -> Self:
-        config = self.config
-        where = (
-            (config.gateway.host, config.gateway.port)
-            if isinstance(config, TrainConfig)
-            else ("127.0.0.1", 0)
-        )
+        own = self._training and self._training.gateway
+        where = (own.host, own.port) if own else ("127.0.0.1", 0)
         try:
             listening = socket.create_server(where, backlog=1024)
             self.gateway = GatewayHandle(self._plan, self.folder.logs / "gateway.log", listening)
@@ -142,7 +126,9 @@ class Session:
             raise RunError(f"gateway.host/gateway.port: cannot listen there: {error}") from error
         self.pool = self._start_runners()
         try:
-            if self._imports_torch:  # the runners load meanwhile
+            if self._training:
+                # This process needs torch, too, and a gateway that can be forked then is ready 2 s
+                # sooner and shares that memory. The runners load meanwhile.
                 import_gateway()
             self.store.close()  # SQLite's connections must not cross a fork; it opens others
             self.gateway.start()
@@ -151,103 +137,68 @@ class Session:
             if self._vllm:
                 self._vllm.start()
         except BaseException:
-            self.pool.stop()
-            self._stop_servers()
+            self._stop()
             raise
         return self
 
     def _start_runners(self) -> SupervisedProcess | RayPool:
         config = self.config
         models = config.model_dump(mode="json")["models"]
+        how = config.rollouts
         runners = RunnerConfig(
-            store=self.store.url,
-            gateway=self.gateway.url,
-            run_id=self.run_id,
-            agent=config.agent.entrypoint,
-            model=self._asks_for or self._model_name(),
-            runners=config.rollouts.runners,
-            timeout_s=config.rollouts.timeout,
-            lease_s=config.rollouts.lease,
-            logs=str(self.folder.logs),
-            concurrency=config.rollouts.concurrency,
+            store=self.store.url, gateway=self.gateway.url, run_id=self.run_id,
+            agent=config.agent.entrypoint, model=self._asks_for, logs=str(self.folder.logs),
+            runners=how.runners, timeout_s=how.timeout, lease_s=how.lease,
+            concurrency=how.concurrency, rollouts_per_process=how.rollouts_per_process,
             python=config.agent.python,
-            rollouts_per_process=config.rollouts.rollouts_per_process,
             withheld=secret_variables(models, config.sampler.vllm.key_env),
-        )
+        )  # fmt: skip
         if config.rollouts.runners_on != "ray":
             return start_pool(runners)
         from agentrl.runner.ray import RayPool
 
-        host = config.gateway.host if isinstance(config, TrainConfig) else None
-        return RayPool(runners, host)
+        return RayPool(runners, self._training and self._training.gateway.host)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.store.end_run(self.run_id, "failed")
+        self._stop()
+
+    def _stop(self) -> None:
         try:
             self.pool.stop()
-        finally:
-            self._stop_servers()
+        finally:  # after the runners, which ask for the gateway's health
+            self.gateway.stop()
+            if self._vllm:
+                self._vllm.stop()
 
-    def _stop_servers(self) -> None:
-        """Stop gateway and vLLM; after the runners, which ask for the gateway's health."""
-        self.gateway.stop()
-        if self._vllm:
-            self._vllm.stop()
-
-    def _model_name(self) -> str:
-        """Return the model that agents are told to ask for.
-
-        With several adapters it is a name that the role of each agent resolves.
-        """
-        if not self._plan.adapters:
-            return self.config.model.name
-        return self.config.sole_adapter or self.config.model.adapter
-
-    def begin_stop(self) -> None:
-        """Ask the runners to end, without waiting."""
-        self.pool.begin_stop()
-
-    def wait_ready(self, on_wait: Callable[[str], object]) -> None:
-        """Return when the gateway answers.
+    def wait_ready(self, on_wait: Callable[[str], object]) -> dict[str, Any]:
+        """Wait for the gateway, and return its health.
 
         Args:
             on_wait: receives, now and then, what is starting.
 
         Raises:
-            RunError: it cannot start, keeps dying or takes too long; quotes the end of its log.
+            RuntimeError: it cannot start, keeps dying or takes too long, or vLLM; quotes the end of
+                the log.
         """
-        waiting = Waiting(on_wait)
-        limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         if self._vllm:
-            limit = _VLLM_READY_TIMEOUT_S
+            self._vllm.wait(on_wait)
+        waiting, log_tail = Waiting(on_wait), self.gateway.log_tail
+        limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
         while (health := self.gateway.health()) is None:
-            if self._vllm and self._vllm.restarts >= 2:
-                raise RunError(
-                    f"vLLM does not start; the end of {self._vllm.log}:\n{self._vllm.log_tail()}"
-                )
             hopeless = self.gateway.could_not_start or self.gateway.restarts >= 2
             if hopeless or waiting.seconds > limit:
                 raise RunError(
                     f"the gateway does not start; the end of {self.folder.logs / 'gateway.log'}:\n"
-                    f"{self.gateway.log_tail()}"
+                    f"{log_tail()}"
                 )
-            waiting.still(lambda: self._what_starts(waiting.seconds))
+            waiting.still(
+                lambda: f"the gateway starts since {waiting.seconds:.0f} s: {log_tail(1)}"
+            )
             time.sleep(_POLL_S)
-        self.why_not_lean = health["sampler"].get("why_not_lean")
-
-    def _what_starts(self, seconds: float) -> str:
-        what, log_tail = "the gateway", self.gateway.log_tail
-        if self._vllm:
-            what, log_tail = "vLLM", self._vllm.log_tail
-        said = log_tail(1)
-        return f"{what} starts since {seconds:.0f} s" + (f": {said}" if said else "")
+        return health
 
     def publish(
         self, name: str, version: int, path: str, step: int, on_trouble: Callable[[str], None]

@@ -28,6 +28,7 @@ def test_agents_are_told_no_key_that_is_not_theirs() -> None:
         agent={"entrypoint": "agents:one"},
         sampler={"vllm": {"key_env": "VLLM_KEY"}},
         models={"judge": {"api_key_env": "JUDGE_KEY", "params": {}}},
+        model={"name": "agentrl-tiny", "adapter": "policy"},
         adapters={"player": {}},
         rollouts={"lease": 3, "timeout": 4},
     )

@@ -31,7 +31,7 @@ def train(*flags: str, **environment: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("given", "message"),
     [
         ("--loss pppo --runners 0", "algorithm.loss: got 'pppo', but input should be"),
         ("--loss pppo --runners 0", "rollouts.runners: got '0', but input should be greater"),
@@ -42,28 +42,31 @@ def train(*flags: str, **environment: str) -> TrainConfig:
         ("--runners", "expected one argument"),
         ("other:agent", "one argument too many"),
         ("--models nonsense", "models: got 'nonsense', but it is not valid JSON"),
-    ],
-)
-def test_wrong_flags_name_the_right_ones(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        train(*flags.split())
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("variable", "message"),
-    [
-        ("AGENTRL_GROUP_SIZE", "AGENTRL_GROUP_SIZE: group_size: there is no such setting. Did you "
-         "mean rollouts.group_size?"),
-        ("AGENTRL_ROLLOUTS__GROUP_SIZ", "Did you mean rollouts.group_size?"),
-        ("AGENTRL_ROLLOUTS__GROUP_SIZE", "rollouts.group_size: got '-1'"),
-        ("AGENTRL_TRACKERS__X", "there is no such setting"),
-        ("AGENTRL_RUN__TRACKERS", "not valid JSON"),
+        ("AGENTRL_GROUP_SIZE=1", "AGENTRL_GROUP_SIZE: group_size: there is no such setting. Did "
+         "you mean rollouts.group_size?"),
+        ("AGENTRL_ROLLOUTS__GROUP_SIZ=1", "Did you mean rollouts.group_size?"),
+        ("AGENTRL_ROLLOUTS__GROUP_SIZE=-1", "rollouts.group_size: got '-1'"),
+        ("AGENTRL_TRACKERS__X=1", "there is no such setting"),
+        ("AGENTRL_RUN__TRACKERS={", "not valid JSON"),
+        ("[learning]\nlearning_rat = 1.0", "Did you mean learning.learning_rate?"),
+        ("[learning]\ngroup_size = 1", "Did you mean rollouts.group_size?"),
+        ("timeout = 1", "timeout: there is no such setting. Did you mean rollouts.timeout?"),
+        ('model = "x"', "model: is a table of settings, such as model.name"),
+        ("[rollout]\nrunners = 1", "rollout: there is no such setting. Did you mean rollouts?"),
+        ("[learning", "cannot read"),
     ],
 )  # fmt: skip
-def test_wrong_variables_name_the_right_ones(variable: str, message: str) -> None:
+def test_wrong_flags_variables_and_keys_name_the_right_ones(
+    given: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(given)
+    environment: dict[str, str] = {}
+    flags = ["--config", str(file)] if " = " in given or given[0] == "[" else given.split()
+    if given.startswith("AGENTRL_"):
+        environment, flags = dict([given.split("=")]), []
     with pytest.raises(ConfigError) as caught:
-        train(**{variable: "-1" if "TRACKERS" not in variable else "{"})
+        train(*flags, **environment)
     assert message in str(caught.value)
 
 
@@ -110,25 +113,6 @@ def test_switches_and_values_that_look_like_flags() -> None:
     assert train(*flags).sampler.vllm.args == "--enforce-eager"
     done = train("--runners", "ray:16")
     assert (done.rollouts.runners, done.rollouts.runners_on) == (16, "ray")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[learning]\nlearning_rat = 1.0", "Did you mean learning.learning_rate?"),
-        ("[learning]\ngroup_size = 1", "Did you mean rollouts.group_size?"),
-        ("timeout = 1", "timeout: there is no such setting. Did you mean rollouts.timeout?"),
-        ('model = "x"', "model: is a table of settings, such as model.name"),
-        ("[rollout]\nrunners = 1", "rollout: there is no such setting. Did you mean rollouts?"),
-        ("[learning", "cannot read"),
-    ],
-)
-def test_wrong_keys_of_a_file_name_the_right_ones(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        train("--config", str(file))
-    assert message in str(caught.value)
 
 
 def test_the_page_of_settings_is_written_from_the_models() -> None:

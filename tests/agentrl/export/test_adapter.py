@@ -14,7 +14,9 @@ from command_line import agentrl
 from peft import PeftModel
 from tiny_adapter import tiny_adapter, trained_run
 
+from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
+from agentrl.config.loading import load
 from agentrl.export.adapter import Exported, export, ollama
 from agentrl.runs.folder import RunFolder, find_adapters
 from agentrl_trainer.models.loading import load_base
@@ -129,6 +131,8 @@ def test_what_serves_a_trusted_model_says_so(
         # This model has no code of its own after all, which a merged folder tells.
         assert ("--trust-remote-code" in trusted.servers[server][0].split()) is not merged
         assert "--trust" not in plain.servers[server][0]
+    tokens = shlex.split(trusted.servers["agentrl"][0])[2:]
+    assert load(ServeConfig, tokens, {}).model.trust_remote_code is not merged
 
 
 @pytest.mark.parametrize(

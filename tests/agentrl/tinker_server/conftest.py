@@ -18,7 +18,7 @@ from peer import Ask, peer
 from starlette.requests import Request
 
 from agentrl.tinker_server import create_app
-from agentrl.tinker_server.operations import TinkerServer
+from agentrl.tinker_server.server import TinkerServer
 
 SUPPORT = Path(__file__).parents[2] / "support"
 

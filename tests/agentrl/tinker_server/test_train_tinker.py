@@ -96,7 +96,7 @@ def test_trusted_code_of_a_model_is_run_here(
 
     trusting = config(model=str(model), trust_remote_code=True)
     with pytest.raises(RunError, match="learning_rate: is missing"):
-        create_clients(trusting, ["policy"], tmp_path, print)
+        create_clients(trusting, tmp_path, print)
     plan = GatewayPlan.of(trusting, vllm_url=None, store="", tinker=TinkerSettings())
     sampler, tokenizer = make_sampler(plan)
     assert tokenizer.encode("I")
@@ -167,7 +167,7 @@ def test_a_run_on_tinker_is_the_run_here(
         there.finish()
     else:
         there.kill_at(moment, 1)
-        there.resume()
+        there.finish()
 
     there.accounting()
     rows, expected = there.curve(), here.curve()

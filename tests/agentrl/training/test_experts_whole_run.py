@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from agentrl.config.commands import ServeConfig
 from agentrl.export.adapter import export
-from agentrl.samplers.vllm import adapters as vllm_adapters
-from agentrl.samplers.vllm import server as vllm_server
+from agentrl.samplers.vllm.adapters import LoadedAdapter
+from agentrl.samplers.vllm.server import vllm_command
 from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 from agentrl_trainer.tiny import MODEL_DIR
@@ -55,9 +55,7 @@ def test_a_mixture_of_experts_is_trained_and_sampled_as_one_policy(
     run = Run(tmp_path, "mixed", model=mixture, **settings).finish()
     assert "each of the 4 experts in 2 layers has a LoRA of rank 2" in run.output
     # Which decoder samples, once: in the run's notes, and in what the gateway says.
-    said = (
-        "sampled by the model's own modules, not by the lean decoder: its layers have other parts"
-    )
+    said = "sampled by the model's own modules, not by the lean decoder: it is a mixture of experts"
     assert run.output.count(said) == 1
     assert (run.folder.logs / "gateway.log").read_text().count(said) == 1
     rows = [row for row in run.folder.read_metrics() if "reward/mean" in row]
@@ -87,7 +85,7 @@ def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
     folder = tmp_path / "v1"
     base = load_base(str(mixture), device="cpu")
     save_adapter(attach_adapter(base, "policy", lora_config(4, 8), 0), "policy", folder)
-    assert vllm_adapters._new_load("policy", 1, str(folder)).body()["is_3d_lora_weight"] is True
+    assert LoadedAdapter("policy@1", 1, str(folder)).body()["is_3d_lora_weight"] is True
     exported = export(str(folder), tmp_path / "out", merged=False, model=str(mixture), adapter=None)
     [command] = exported.servers["vLLM"]
     assert "--enable-mixed-moe-lora-format" in command
@@ -96,15 +94,13 @@ def test_vllm_is_told_of_the_experts(tmp_path: Path, mixture: Path) -> None:
     assert lora["is_3d_lora_weight"] is True
     for model, expected in ((str(mixture), True), (str(MODEL_DIR), False)):
         asked = nested(sampler="vllm", model=model, vllm_python=fake_vllm(tmp_path))
-        command = vllm_server.vllm_command(ServeConfig.model_validate(asked), max_rank=8)
-        flags = command.argv("socket")
-        assert ("--enable-mixed-moe-lora-format" in flags) is expected
+        command = vllm_command(ServeConfig.model_validate(asked), max_rank=8)
+        assert ("--enable-mixed-moe-lora-format" in command) is expected
 
     dense = tmp_path / "dense"
     tiny = attach_adapter(load_base("agentrl-tiny"), "policy", lora_config(4, 8), 0)
     save_adapter(tiny, "policy", dense)
-    loaded = vllm_adapters._new_load("policy", 1, str(dense))
-    assert set(loaded.body()) == {"lora_name", "lora_path"}
+    assert set(LoadedAdapter("a", 1, str(dense)).body()) == {"lora_name", "lora_path"}
 
 
 def fake_vllm(folder: Path) -> Path:

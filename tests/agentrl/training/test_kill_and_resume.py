@@ -28,7 +28,7 @@ def killed_and_whole(
         run.kill_at(moment, step)
         saved = (run.folder.checkpoints / f"step-{step:08d}").exists()
         assert saved == (moment in ("publishing", "evaluating"))
-    run.resume()
+    run.finish()
 
     assert run.curve() == whole.curve()
     assert [row["step"] for row in run.steps()] == [1, 2]
@@ -96,7 +96,7 @@ def test_an_asynchronous_run_that_is_killed_trains_nothing_twice(tmp_path: Path)
         max_staleness=1,
     )  # fmt: skip
     run.kill_at("publishing", 3)
-    run.resume()
+    run.finish()
 
     rows = run.steps()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

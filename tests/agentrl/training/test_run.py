@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sampled_call import call
+from call_records import make
 from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.timing import PhaseTimer
 from agentrl.training.loop import update
 from agentrl.training.run import StepRecords
-from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Reward, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import ServiceClient
@@ -37,22 +35,20 @@ def test_what_is_older_than_max_staleness_is_dropped(
     for version in range(4):
         claim = store.claim("runner", 60, run_id)
         assert claim is not None
-        owner: dict[str, Any] = {
-            "run_id": run_id,
-            "rollout_id": claim.rollout_id,
-            "attempt_id": claim.attempt_id,
-        }
-        one = replace(call([10 + version, 5]), adapter_version=version, **owner)
+        key = claim.attempt_id
+        one = make(
+            f"c{version}", [1], [10 + version, 5], adapter="policy", adapter_version=version,
+            run_id=run_id, rollout_id=claim.rollout_id, attempt_id=key,
+        )  # fmt: skip
         store.write_calls("boot", [], [one], 1, wait=True)
         earned = float(version % 2)
-        key = claim.attempt_id
         store.record_spans([], [Reward(key, claim.rollout_id, "reward", earned, key=key)])
-        store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+        store.end_attempt(key, AttemptState.SUCCEEDED)
         version_of[one.id] = version
     config = TrainConfig(
         **nested(agent="x:y", tasks="tasks.jsonl", max_staleness=max_staleness, stale="drop")
     )
-    records = StepRecords(config, store, StalenessLimit(max_staleness, "drop"), max_length=64)
+    records = StepRecords(config, store, max_length=64)
     calls, batches = records.assemble(4, store.rollouts(run_id, ids=ids))
     assert len(calls) == 4
     whole = batches.whole()

@@ -21,7 +21,7 @@ from agentrl_trainer.client.tinker.rows import (
     unweighted,
 )
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
-from agentrl_trainer.models.model_size import count_parameters, parameters_in_name
+from agentrl_trainer.models.lora import count_parameters, parameters_in_name
 
 TINY = "agentrl-tiny"
 

@@ -57,12 +57,9 @@ def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(
         assert scored.logprobs[1:] == pytest.approx(expected, abs=CLOSE)
 
 
-def test_running_sequences_keep_the_version_that_they_started_with(
-    engine_of, base, tmp_path
-) -> None:
+def test_running_sequences_keep_the_version_that_they_started_with(engine, base, tmp_path) -> None:
     versions = (1, 2, 3)
     references = {v: make_adapter(base, tmp_path / f"v{v}", seed=v) for v in versions}
-    engine = engine_of(base)
     asked = []
     for version in versions:
         engine.load_adapter("policy", version, tmp_path / f"v{version}").result(30)
@@ -80,10 +77,9 @@ def test_running_sequences_keep_the_version_that_they_started_with(
 
 
 @pytest.mark.parametrize("how", ["swap", "unload"])
-def test_a_superseded_version_gives_its_cache_back(engine_of, base, tmp_path, how: str) -> None:
+def test_a_superseded_version_gives_its_cache_back(engine, base, tmp_path, how: str) -> None:
     for version in (1, 2):
         make_adapter(base, tmp_path / f"v{version}", seed=version)
-    engine = engine_of(base)
     engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
     Asked(engine, [*range(90)], SampleParams(max_tokens=20), "policy").wait()
     assert engine.stats().kv_tokens > 90
@@ -95,10 +91,9 @@ def test_a_superseded_version_gives_its_cache_back(engine_of, base, tmp_path, ho
 
 
 def test_an_unloaded_adapter_finishes_what_runs_and_refuses_the_rest(
-    engine_of, base, tmp_path
+    engine, base, tmp_path
 ) -> None:
     make_adapter(base, tmp_path / "a", seed=1)
-    engine = engine_of(base)
     engine.load_adapter("policy", 1, tmp_path / "a").result(30)
     running = Asked(engine, PROMPT, SampleParams(max_tokens=100), "policy")
     running.first.wait(30)
@@ -109,8 +104,7 @@ def test_an_unloaded_adapter_finishes_what_runs_and_refuses_the_rest(
     assert caught.value.code == "unknown_adapter"
 
 
-def test_a_bad_adapter_folder_raises_for_the_caller(engine_of, base, tmp_path) -> None:
-    engine = engine_of(base)
+def test_a_bad_adapter_folder_raises_for_the_caller(engine, tmp_path) -> None:
     with pytest.raises(ModelError, match="missing"):
         engine.load_adapter("policy", 1, tmp_path)
     make_adapter(as_base(llama()), tmp_path / "other", seed=1)

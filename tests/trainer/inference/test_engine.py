@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,12 @@ CLOSE = 1e-5
 
 def prompt(seed: int, length: int) -> list[int]:
     return [random.Random(seed * 1000 + length).randrange(256) for _ in range(length)]
+
+
+def started(engine: SamplerEngine, **params: Any) -> Asked:
+    asked = Asked(engine, prompt(1, 9), SampleParams(**params))
+    asked.first.wait(30)
+    return asked
 
 
 @pytest.mark.parametrize("merge_below", [10**9, 0], ids=["merged", "unmerged"])
@@ -54,9 +61,7 @@ def test_mixed_batch_agrees_with_a_plain_forward(engine_of, tmp_path, make, merg
     assert stats.reused_tokens > 20 * 9
 
 
-def test_group_shares_one_prefill(engine_of, base) -> None:
-    reference = copy.deepcopy(base.model)
-    engine = engine_of(base)
+def test_group_shares_one_prefill(engine, reference) -> None:
     ids = prompt(2, 100)
     answers = Asked(engine, ids, SampleParams(max_tokens=12, n=6, seed=3)).wait()
     assert engine.stats().prefill_tokens == 100
@@ -72,9 +77,7 @@ def test_group_shares_one_prefill(engine_of, base) -> None:
     assert after.reused_tokens - before.reused_tokens >= 6 * 99
 
 
-def test_next_turn_reuses_the_conversation(engine_of, base) -> None:
-    reference = copy.deepcopy(base.model)
-    engine = engine_of(base)
+def test_next_turn_reuses_the_conversation(engine, reference) -> None:
     ids = prompt(3, 30)
     for _ in range(4):
         asked = Asked(engine, ids, SampleParams(max_tokens=15))
@@ -85,8 +88,7 @@ def test_next_turn_reuses_the_conversation(engine_of, base) -> None:
     assert answer.end.reused_tokens == len(asked.prompt) - 6
 
 
-def test_seeded_tokens_do_not_depend_on_the_batch(engine_of, base) -> None:
-    engine = engine_of(base)
+def test_seeded_tokens_do_not_depend_on_the_batch(engine) -> None:
     params = SampleParams(max_tokens=30, seed=11, n=2, top_p=0.95, temperature=0.8)
     alone = [a.ids for a in Asked(engine, prompt(5, 20), params).wait()]
     crowd = [Asked(engine, prompt(i, 10 + i), SampleParams(max_tokens=40)) for i in range(12)]
@@ -98,9 +100,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(engine_of, base) -> None:
     assert Asked(engine, prompt(5, 20), other).one().ids != alone[0]
 
 
-def test_greedy_matches_generate(engine_of, base) -> None:
-    reference = copy.deepcopy(base.model)
-    engine = engine_of(base)
+def test_greedy_matches_generate(engine, reference) -> None:
     ids = prompt(6, 25)
     answer = Asked(engine, ids, SampleParams(max_tokens=20, temperature=0)).one()
     out = reference.generate(
@@ -109,8 +109,7 @@ def test_greedy_matches_generate(engine_of, base) -> None:
     assert answer.ids == out[0, len(ids) :].tolist()
 
 
-def test_stop_ids_and_top_logprobs(engine_of, base) -> None:
-    engine = engine_of(base)
+def test_stop_ids_and_top_logprobs(engine) -> None:
     params = SampleParams(max_tokens=50, seed=1, temperature=0, top_logprobs=3)
     free = Asked(engine, prompt(7, 9), params).one()
     stop = free.ids[4]
@@ -124,8 +123,7 @@ def test_stop_ids_and_top_logprobs(engine_of, base) -> None:
         assert token.top[0][1] >= token.top[1][1] >= token.top[2][1]
 
 
-def test_stop_string_across_tokens(engine_of, base) -> None:
-    engine = engine_of(base)
+def test_stop_string_across_tokens(engine, base) -> None:
     ids = Asked(engine, prompt(8, 9), SampleParams(max_tokens=60, seed=5)).one().ids
     text = base.tokenizer.decode(ids)
     start = next(i for i in range(20, 50) if text[i : i + 3].isascii())
@@ -162,8 +160,7 @@ def test_the_youngest_is_preempted(engine_of, base, monkeypatch) -> None:
     assert any(newest != last for _, newest, last in youngest)
 
 
-def test_tight_budget_preempts_and_still_agrees(engine_of, base) -> None:
-    reference = copy.deepcopy(base.model)
+def test_tight_budget_preempts_and_still_agrees(engine_of, base, reference) -> None:
     engine = engine_of(base, kv_tokens=600)
     asked = [
         Asked(engine, prompt(i, 20 + i), SampleParams(max_tokens=120, seed=i)) for i in range(12)
@@ -205,8 +202,7 @@ def test_the_context_length_ends_an_answer_as_max_tokens_does(engine_of, base) -
 
 def test_long_prompt_does_not_starve_the_others(engine_of, base) -> None:
     engine = engine_of(base, prefill_chunk=16)
-    running = Asked(engine, prompt(1, 9), SampleParams(max_tokens=60))
-    running.first.wait(30)
+    running = started(engine, max_tokens=60)
     Asked(engine, prompt(2, 400), SampleParams(max_tokens=1)).wait()
     running.wait()
     # 25 chunks of 16, and the running sequence got a step between each two of them.
@@ -226,10 +222,8 @@ def test_cancel(engine_of, base) -> None:
     assert len(queued.one().tokens) == 5
 
 
-def test_a_failed_forward_fails_its_requests_only(engine_of, base, monkeypatch) -> None:
-    engine = engine_of(base)
-    first = Asked(engine, prompt(1, 9), SampleParams(max_tokens=400))
-    first.first.wait(30)
+def test_a_failed_forward_fails_its_requests_only(engine, monkeypatch) -> None:
+    first = started(engine, max_tokens=400)
     monkeypatch.setattr(engine._scheduler.forward, "decoder", lambda *_: 1 / 0)
     answer = first.one()
     monkeypatch.undo()
@@ -238,8 +232,7 @@ def test_a_failed_forward_fails_its_requests_only(engine_of, base, monkeypatch) 
     assert len(Asked(engine, prompt(1, 9), SampleParams(max_tokens=4)).one().tokens) == 4
 
 
-def test_running_out_of_memory_fails_the_request_only(engine_of, base, monkeypatch) -> None:
-    engine = engine_of(base)
+def test_running_out_of_memory_fails_the_request_only(engine, monkeypatch) -> None:
 
     def full(*_args: object, **_kwargs: object) -> None:
         raise MemoryError("no room")
@@ -251,13 +244,10 @@ def test_running_out_of_memory_fails_the_request_only(engine_of, base, monkeypat
     assert len(Asked(engine, prompt(1, 9), SampleParams(max_tokens=4)).one().tokens) == 4
 
 
-def test_nan_fails_and_does_not_spread(engine_of, base) -> None:
-    reference = copy.deepcopy(base.model)
-    engine = engine_of(base)
+def test_nan_fails_and_does_not_spread(engine, base, reference) -> None:
     weight = base.model.model.layers[0].self_attn.k_proj.weight
     good = weight.data.clone()
-    first = Asked(engine, prompt(1, 9), SampleParams(max_tokens=400))
-    first.first.wait(30)
+    first = started(engine, max_tokens=400)
     weight.data.fill_(float("nan"))
     answer = first.one()
     weight.data.copy_(good)
@@ -268,8 +258,7 @@ def test_nan_fails_and_does_not_spread(engine_of, base) -> None:
         assert worst_difference(reference, again.prompt, again.one()) < CLOSE
 
 
-def test_a_raising_callback_fails_no_other_request(engine_of, base) -> None:
-    engine = engine_of(base)
+def test_a_raising_callback_fails_no_other_request(engine) -> None:
     good = Asked(engine, prompt(1, 9), SampleParams(max_tokens=200))
 
     def raises(_event: object) -> None:
@@ -280,10 +269,8 @@ def test_a_raising_callback_fails_no_other_request(engine_of, base) -> None:
     assert engine.healthy
 
 
-def test_stop_cancels_and_refuses(engine_of, base) -> None:
-    engine = engine_of(base)
-    asked = Asked(engine, prompt(1, 9), SampleParams(max_tokens=500))
-    asked.first.wait(30)
+def test_stop_cancels_and_refuses(engine) -> None:
+    asked = started(engine, max_tokens=500)
     engine.stop()
     assert asked.one().end.reason == "cancelled"
     assert not engine.healthy

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from small_models import Asked, as_base, llama, make_adapter, qwen3, settle, worst_difference
-from transformers import (
-    BertGenerationConfig,
-    BertGenerationDecoder,
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from model_zoo import tiny_model
+from small_models import Asked, as_base, make_adapter, settle, worst_difference
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine
 from agentrl_trainer.inference.recurrent_cache import Past, tensor_bytes
 from agentrl_trainer.models.loading import BaseModel, ModelError
 
 
-def gpt2() -> BaseModel:
-    """Learned positions."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=2)
-    return as_base(GPT2LMHeadModel(config).eval())
+def small(kind: str) -> BaseModel:
+    model = tiny_model(kind)
+    model.config.max_position_embeddings = 256  # some have no limit
+    return as_base(model)
 
 
 @pytest.mark.parametrize(
-    ("make", "strategy"),
-    [
-        (lambda: as_base(qwen3()), "llama cpu"),
-        (lambda: as_base(llama()), "llama cpu"),
-        (gpt2, "batched"),
-    ],
-    ids=["qwen3", "llama", "gpt2"],
+    ("kind", "strategy"), [("qwen3", "llama cpu"), ("llama", "llama cpu"), ("gpt2", "batched")]
 )
-def test_the_quickest_strategy_that_applies_is_exact(engine_of, make, strategy: str) -> None:
-    base = make()
+def test_the_quickest_strategy_that_applies_is_exact(engine_of, kind: str, strategy: str) -> None:
+    base = small(kind)
     reference = copy.deepcopy(base.model)
     engine = engine_of(base)
     assert engine.strategy == strategy
@@ -56,32 +33,12 @@ def test_the_quickest_strategy_that_applies_is_exact(engine_of, make, strategy: 
     assert worst_difference(reference, [1, 2, 3], answer) < 1e-5
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "initializer_range": 0.2, "pad_token_id": 0,
-}  # fmt: skip
-WINDOWS = {
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)),
-    "qwen2": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    ),
-    "gemma 2, caps": lambda: Gemma2ForCausalLM(
-        Gemma2Config(
-            **SMALL, head_dim=8, query_pre_attn_scalar=8, sliding_window=16,
-            final_logit_softcapping=3.0, attn_logit_softcapping=2.0,
-        )
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("merge_below", [0, 10**9])
-@pytest.mark.parametrize("family", sorted(WINDOWS))
+@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "gemma2"])  # windows, sinks, caps
 def test_windows_are_exact_far_beyond_their_size(
-    engine_of, family, merge_below: int, tmp_path
+    engine_of, kind: str, merge_below: int, tmp_path
 ) -> None:
-    torch.manual_seed(0)
-    base = as_base(WINDOWS[family]().eval())
+    base = small(kind)
     reference = make_adapter(base, tmp_path / "v1", seed=1)
     engine = engine_of(base, merge_below=merge_below, prefill_chunk=64)
     assert engine.strategy == "batched"
@@ -99,24 +56,10 @@ def test_windows_are_exact_far_beyond_their_size(
     assert engine.stats().reused_tokens > 50
 
 
-def bloom() -> BaseModel:
-    """Reads positions (ALiBi) off a 2D mask, which rows computed together do not have."""
-    torch.manual_seed(0)
-    config = BloomConfig(vocab_size=257, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.2)
-    config.max_position_embeddings = 128
-    return as_base(BloomForCausalLM(config).eval())
-
-
-def mamba() -> BaseModel:
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2, state_size=8)
-    config.max_position_embeddings = 512
-    return as_base(MambaForCausalLM(config).eval())
-
-
-@pytest.mark.parametrize(("make", "past"), [(bloom, Past.CHUNKS), (mamba, Past.STEPS)])
-def test_rows_one_by_one_are_exact(engine_of, make, past: Past, caplog) -> None:
-    base = make()
+@pytest.mark.parametrize(("kind", "past"), [("bloom", Past.CHUNKS), ("mamba", Past.STEPS)])
+def test_rows_one_by_one_are_exact(engine_of, kind: str, past: Past, caplog) -> None:
+    """Bloom reads positions off a 2D mask, which rows computed together do not have."""
+    base = small(kind)
     reference = copy.deepcopy(base.model)
     engine = engine_of(base, prefill_chunk=32)
     assert "row by row, which is slow" in caplog.text
@@ -141,7 +84,7 @@ def test_rows_one_by_one_are_exact(engine_of, make, past: Past, caplog) -> None:
 
 
 def test_short_prefixes_of_a_recurrent_model_are_charged_their_whole_state(engine_of) -> None:
-    engine = engine_of(mamba(), kv_tokens=20_000)
+    engine = engine_of(small("mamba"), kv_tokens=20_000)
     for i in range(12):
         Asked(engine, [*range(i, i + 10)], SampleParams(max_tokens=6, seed=i)).wait()
     settle(engine)
@@ -153,17 +96,13 @@ def test_short_prefixes_of_a_recurrent_model_are_charged_their_whole_state(engin
 
 
 def test_a_state_that_cannot_be_told_right_in_half_precision_is_not_gone_on_from() -> None:
-    base = mamba()
+    base = small("mamba")
     half = as_base(base.model.to(torch.bfloat16))
     assert SamplerEngine(half)._scheduler.forward.past is Past.STEPS
 
 
 def test_refuses_a_model_that_looks_ahead() -> None:
-    config = BertGenerationConfig(
-        vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=128,
-    )  # fmt: skip
     with pytest.raises(
         ModelError, match=r"cannot serve.*vLLM.*row by row, recomputed: its logits differ"
     ):
-        SamplerEngine(as_base(BertGenerationDecoder(config).eval()))
+        SamplerEngine(small("bert-generation"))

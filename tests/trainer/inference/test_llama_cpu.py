@@ -13,35 +13,21 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from model_zoo import tiny_model
 from small_models import Asked, as_base, make_adapter, qwen3, worst_difference
-from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from agentrl_trainer.inference import SampleParams, SamplerEngine, batched_forward, llama_cpu
 from agentrl_trainer.inference.batched_forward import BLOCK, split_blocks
 from agentrl_trainer.inference.llama_cpu import FusedLinear, RmsNorm, can_pack
 
 
-def gpt2() -> PreTrainedModel:
-    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=1, n_head=2)
-    return GPT2LMHeadModel(config).eval()
-
-
-def gemma() -> PreTrainedModel:
-    """Of the same parts as Llama, with another meaning: norms of 1 + weight, scaled embeddings."""
-    config = GemmaConfig(
-        vocab_size=257, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, intermediate_size=48, hidden_act="silu",
-        max_position_embeddings=64,
-    )  # fmt: skip
-    return GemmaForCausalLM(config).eval()
-
-
 @pytest.mark.parametrize(
-    ("make", "why_not"),
-    [(gpt2, "its decoder has other parts"), (gemma, "its logits differ by")],
+    ("kind", "why_not"),
+    # Gemma is made of the same parts, with another meaning: norms of 1 + weight.
+    [("gpt2", "its decoder has other parts"), ("gemma", "its logits differ by")],
 )
-def test_other_families_are_not_decoded_by_it(make, why_not: str) -> None:
-    engine = SamplerEngine(as_base(make()))
+def test_other_families_are_not_decoded_by_it(kind: str, why_not: str) -> None:
+    engine = SamplerEngine(as_base(tiny_model(kind)))
     assert engine.strategy == "batched"
     assert engine.why_not_lean.startswith(why_not)
 
@@ -68,11 +54,10 @@ def test_adapters_that_are_not_merged_need_the_models_own_modules() -> None:
     assert half.why_not_lean == "its weights are bfloat16"
 
 
-def test_an_adapter_of_some_layers_comes_and_goes(engine_of, base, tmp_path: Path) -> None:
+def test_an_adapter_of_some_layers_comes_and_goes(engine, base, tmp_path: Path) -> None:
     """Of the layers whose weights are joined, only some are adapted."""
     plain = copy.deepcopy(base.model)
     adapted = make_adapter(base, tmp_path / "v1", 0, ["k_proj", "up_proj"])
-    engine = engine_of(base)
     engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
     for name, reference in (("policy", adapted), (None, plain), ("policy", adapted)):
         answer = Asked(engine, [1, 2, 3], SampleParams(max_tokens=150, seed=1), name).one()

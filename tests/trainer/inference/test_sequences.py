@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_models import byte_tokenizer
 
 from agentrl_trainer.inference.sequences import StopStrings, _chunk_size
-from agentrl_trainer.models.common_prefix import common_prefix
+from agentrl_trainer.models.prefix_attention import common_prefix
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint
 
 STATES, SAMPLERS = "weights", "sampler_weights"
 POINTER = "tinker.json"
@@ -31,13 +31,13 @@ def folder_of(given: str | Path | None, kind: str) -> Path:
 def read_state(path: str | Path) -> Checkpoint:
     """Read what ``save_state`` wrote; ValueError if there is no whole state at ``path``."""
     latest = latest_checkpoint(path)
-    if latest.folder is None:
+    if latest.checkpoint is None:
         why = "; ".join(f"{folder.name}: {fault}" for folder, fault in latest.torn.items())
         raise ValueError(
             f"path: {path} holds no whole state{f' ({why})' if why else ''}; give what save_state "
             "returned"
         )
-    return load_checkpoint(latest.folder)
+    return latest.checkpoint
 
 
 def tensors_of(state: Checkpoint, name: str, *, optimizer: bool) -> dict[str, Tensor]:

@@ -28,7 +28,6 @@ from agentrl_trainer.checkpoint import (
     Checkpoint,
     Restored,
     latest_checkpoint,
-    load_checkpoint,
     restore_rng,
     save_checkpoint,
 )
@@ -248,9 +247,9 @@ class ServiceClient:
 
         def work() -> Restored:
             found = latest_checkpoint(root)
-            if found.folder is None:
+            checkpoint = found.checkpoint
+            if checkpoint is None:
                 return Restored(None, {}, found.torn)
-            checkpoint = load_checkpoint(found.folder)
             self._load_states(checkpoint)
             restore_rng(checkpoint.rng)
             return Restored(checkpoint.step, checkpoint.meta, found.torn)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.models.common_prefix import common_prefix
-from agentrl_trainer.models.prefix_attention import Trie, pack_trie
+from agentrl_trainer.models.prefix_attention import Trie, common_prefix, pack_trie
 
 _LITTLE = 0.02
 """The share of a trie's tokens that may be computed again to make it smaller."""

@@ -4,9 +4,7 @@ from agentrl_trainer.inference.engine import Handle, SamplerEngine
 from agentrl_trainer.inference.requests import (
     Event,
     Finished,
-    FinishReason,
     RequestError,
-    RequestErrorCode,
     SampleParams,
     SampleRequest,
     SamplerStats,
@@ -16,11 +14,9 @@ from agentrl_trainer.inference.requests import (
 
 __all__ = [
     "Event",
-    "FinishReason",
     "Finished",
     "Handle",
     "RequestError",
-    "RequestErrorCode",
     "SampleParams",
     "SampleRequest",
     "SamplerEngine",

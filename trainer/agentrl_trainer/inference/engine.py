@@ -163,10 +163,11 @@ class SamplerEngine:
                 raise RequestError(
                     "unknown_adapter", f"no adapter {request.adapter!r} is loaded (loaded: {known})"
                 )
-            key = (0, params.seed)
             if params.seed is None:
                 self._unseeded += 1
                 key = (1, 0, self._unseeded)
+            else:
+                key = (0, params.seed)
             sequences = [self._sequence(request, limit, i, key) for i in range(params.n)]
             self._inbox += sequences
             self._changed.notify()

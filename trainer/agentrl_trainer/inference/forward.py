@@ -91,8 +91,11 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
     attention = cast(str, model.config._attn_implementation)
     refused: list[tuple[str, str]] = []
     with shrunk_windows(model):
-        rows = _probe_rows(vocabulary(base))
-        plain = [_plain_logits(model, row) for row in rows]
+        tokens = [(i * 7919 + 13) % vocabulary(base) for i in range(30)]
+        first, second = map(sum, _PROBE_CHUNKS)
+        rows = [tokens[:first], tokens[3 : 3 + second]]
+        inputs = [torch.tensor([row], device=model.device) for row in rows]
+        plain = [model(input_ids=ids, use_cache=False).logits[0].float() for ids in inputs]
         scale = max(1.0, *(float(logits.abs().max()) for logits in plain))
         for name, tolerance, construct in STRATEGIES[not llama_cpu :]:
             if model.config._attn_implementation != attention:
@@ -126,17 +129,6 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
 def vocabulary(base: BaseModel) -> int:
     """Return the number of logits, which may be more than the tokenizer has tokens."""
     return cast(torch.nn.Embedding, base.model.get_input_embeddings()).weight.shape[0]
-
-
-def _probe_rows(vocab: int) -> list[list[int]]:
-    tokens = [(i * 7919 + 13) % vocab for i in range(30)]
-    first, second = (sum(chunks) for chunks in _PROBE_CHUNKS)
-    return [tokens[:first], tokens[3 : 3 + second]]
-
-
-def _plain_logits(model: Any, row: list[int]) -> torch.Tensor:
-    ids = torch.tensor([row], device=model.device)
-    return model(input_ids=ids, use_cache=False).logits[0].float()
 
 
 def _worst_difference(
@@ -185,8 +177,9 @@ class Scorer:
             [row], lambda compute, batch: compute.likeliest(batch, count)
         ):
             ids, values = (part.tolist() for part in top)
-            for column, *pairs in zip(batch.columns.tolist(), ids, values, strict=True):
-                found[column + 1] = list(zip(*pairs, strict=True))
+            where = zip(batch.columns.tolist(), ids, values, strict=True)
+            for column, some_ids, some in where:
+                found[column + 1] = list(zip(some_ids, some, strict=True))
         return found
 
     def _compute(

@@ -22,7 +22,7 @@ from agentrl_trainer.inference.grammar import GrammarState
 from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
 from agentrl_trainer.inference.requests import SampleRequest
 from agentrl_trainer.inference.sampling import Uniforms
-from agentrl_trainer.models.common_prefix import common_prefix
+from agentrl_trainer.models.prefix_attention import common_prefix
 
 _OVERHEAD_TOKENS = 256
 """Cost of a forward before its first token, in tokens: weighs padding against more forwards."""

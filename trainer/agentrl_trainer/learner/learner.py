@@ -2,22 +2,25 @@
 
 Knows torch, peft and rows. Does not know rollouts, rewards, or where samples come from. The
 interface is Tinker's: ``forward_backward`` accumulates, ``optim_step`` updates; the caller decides
-what a step is. Several adapters may live on the base, each with its own AdamW.
+what a step is. Several adapters may live on the base, each with its own AdamW; one of them is
+active at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from peft import LoraConfig
+from torch import Tensor
 
-from agentrl_trainer.data.packing import MicroBatch, count_tokens
-from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow
+from agentrl_trainer.data.packing import MicroBatch, count_tokens, pack
+from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
+from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.loss_options import (
     AdamParams,
     LossConfig,
@@ -26,16 +29,23 @@ from agentrl_trainer.learner.loss_options import (
 )
 from agentrl_trainer.learner.losses import LOSSES, CustomLoss, Sums, add_sums
 from agentrl_trainer.learner.optimizers import VALUE, AdapterOptimizers
-from agentrl_trainer.learner.policies import AdapterPolicies, scatter
-from agentrl_trainer.learner.step_stats import OptimStats, StepStats, step_stats
-from agentrl_trainer.learner.value_head import value_loss
-from agentrl_trainer.models.loading import BaseModel
-from agentrl_trainer.models.lora import lora_config, save_adapter
+from agentrl_trainer.learner.step_stats import StepStats, step_stats
+from agentrl_trainer.learner.value_head import ValueHead, value_loss
+from agentrl_trainer.models.loading import BaseModel, checkpoint_layers, evaluation_mode
+from agentrl_trainer.models.lora import (
+    adapter_parameters,
+    attach_adapter,
+    attach_saved_adapter,
+    lora_config,
+    save_adapter,
+)
+from agentrl_trainer.models.lora_targets import what_is_trained
 
-_Forward = Callable[[MicroBatch], tuple[Tensor, Tensor | None]]
+_TOKENS_PER_THREAD = 512
+"""More in a micro-batch do not speed up a CPU, but cost memory for their activations."""
 
 
-class Learner(AdapterPolicies):
+class Learner(AdapterOptimizers):
     """LoRA adapters in training over one frozen base.
 
     ``adapters`` are drawn from ``seed`` and their position, with B at zero: they start as the base
@@ -60,27 +70,23 @@ class Learner(AdapterPolicies):
         gradient_checkpointing: bool = False,
         value: ValueParams | None = None,
     ) -> None:
-        if not adapters or len(set(adapters)) < len(adapters):
-            raise ValueError(f"adapters must be distinct names, at least one: {list(adapters)}")
-        super().__init__(
-            base,
-            [
-                (name, lora_config(rank, alpha, targets), seed + i)
-                for i, name in enumerate(adapters)
-            ],
-            token_budget=token_budget,
-            gradient_checkpointing=gradient_checkpointing,
-            value=value,
-        )
-        self._optimizers = AdapterOptimizers(adam or AdamParams(), value.lr if value else 0.0)
-        for name in adapters:
-            self._optimize(name)
-        self.activate(adapters[0])
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters in training."""
-        return self._optimizers.adapters
+        super().__init__(adam or AdamParams(), value.lr if value else 0.0)
+        self.base = base
+        # A CPU is fastest with activations that stay in its caches; a GPU must be filled.
+        self.token_budget = token_budget or (4096 if base.device.type == "cpu" else 16384)
+        self.value = value
+        self.value_heads: dict[str, ValueHead] = {}
+        self.model = attach_adapter(base, adapters[0], lora_config(rank, alpha, targets), seed)
+        # Dropout would make the trainer's policy differ from the sampler's.
+        evaluation_mode(self.model)
+        self._logprobs = TokenLogprobs(base.model)
+        if value is not None and (why := self._logprobs.why_all_logits):
+            raise ValueError(f"a value function needs the model's hidden states, but {why}")
+        self._train(adapters[0], seed)
+        for i, name in enumerate(adapters[1:], start=1):
+            self.add_adapter(name, rank=rank, alpha=alpha, targets=targets, seed=seed + i)
+        if gradient_checkpointing:
+            checkpoint_layers(base.model)
 
     def add_adapter(
         self,
@@ -93,10 +99,18 @@ class Learner(AdapterPolicies):
     ) -> None:
         """Train one more adapter beside the others; its rank and targets are its own."""
         active = self.model.active_adapter
-        # Evaluation mode is not set again: checkpointed layers would leave their training mode.
-        self.attach(name, lora_config(rank, alpha, targets), seed)
-        self.activate(cast(str, active) if active in self.adapters else name)
-        self._optimize(name)
+        attach_adapter(self.model, name, lora_config(rank, alpha, targets), seed)
+        self._activate(cast(str, active) if active in self.adapters else name)
+        self._train(name, seed)
+
+    def _train(self, name: str, seed: int) -> None:
+        """Give an attached adapter its optimizer, and a value function if there are any."""
+        self.add_parameters(name, adapter_parameters(self.model, name))
+        if self.value is not None:
+            width = self.base.model.config.get_text_config().hidden_size
+            head = ValueHead(width, seed=seed).to(self.base.device)
+            self.value_heads[name] = head
+            self.add_parameters(VALUE + name, dict(head.named_parameters()))
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter: weights, optimizer, value function and accumulated gradients.
@@ -106,15 +120,116 @@ class Learner(AdapterPolicies):
         Raises:
             ValueError: there is no such adapter.
         """
-        self._optimizers.remove(name)
+        self.remove_parameters(name)
+        self.value_heads.pop(name, None)
         if self.adapters:
-            self.activate(self.adapters[0])
-        self.detach(name)
+            self._activate(self.adapters[0])
+        self.model.delete_adapter(name)
 
-    def _optimize(self, name: str) -> None:
-        self._optimizers.add(name, _adapter_parameters(self.model, name))
-        if name in self.value_heads:
-            self._optimizers.add(VALUE + name, dict(self.value_heads[name].named_parameters()))
+    def add_reference(self, name: str, folder: str | Path) -> None:
+        """Attach a saved adapter that does not train; its rank may differ."""
+        attach_saved_adapter(self.model, name, folder)
+        self.model.set_adapter(cast(str, self.model.active_adapter))
+
+    def save_adapter(self, name: str, folder: str | Path) -> None:
+        """Write a standard PEFT folder."""
+        save_adapter(self.model, name, folder)
+
+    def what_is_trained(self, name: str) -> str | None:
+        """Describe how an adapter covers a mixture of experts; None if the model is dense."""
+        return what_is_trained(self.base.model, cast(LoraConfig, self.model.peft_config[name]))
+
+    @property
+    def why_not_shared(self) -> str | None:
+        """What about the model forbids computing shared prefixes once; None if they are."""
+        return self._logprobs.why_padded
+
+    # ---- log-probs and values
+
+    def forward(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        """Compute the log-prob of each trained token, aligned with ``tokens``; 0 elsewhere."""
+        return self._compute(rows, self._logprobs)
+
+    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        """Predict the value before each trained token, aligned as in ``forward``."""
+        if self.value is None:
+            raise ValueError("this learner has no value function: give it ValueParams")
+        hidden = self._logprobs.hidden
+        return self._compute(rows, lambda b: self.value_heads[b.adapter](hidden(b).float()))
+
+    @torch.no_grad()
+    def _compute(
+        self, rows: Sequence[TrainingRow], function: Callable[[MicroBatch], Tensor]
+    ) -> list[list[float]]:
+        """Collect the [N] values of each micro-batch, aligned with the rows' tokens."""
+        result = [[0.0] * len(row.tokens) for row in rows]
+        for batch in self._pack(rows):
+            batch = batch.to(self.base.device)
+            self._activate(batch.adapter)
+            _scatter(batch, function(batch), result)
+        return result
+
+    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        """Move the sampler's log-probs to the temperature that each token was sampled at.
+
+        Log-probs are recorded of the policy at temperature 1. The policy that trains is the one
+        that sampled: at temperature T, with the log-probs of logits / T (as in verl and TRL). For a
+        token of the current policy, that is what the trainer computes; for an older token, the
+        distance log p - log q at temperature 1 is kept. So the gradient is exact on policy, and
+        importance weights of older tokens are right to first order.
+        """
+        if not any("temperature" in row.extra for row in rows):
+            return list(rows)
+        plain = [
+            replace(row, extra={k: v for k, v in row.extra.items() if k != "temperature"})
+            for row in rows
+        ]
+        done: list[TrainingRow] = []
+        for row, warm, cold in zip(rows, self.forward(rows), self.forward(plain), strict=True):
+            columns = zip(row.logprobs, warm, cold, row.mask, strict=True)
+            moved = [w + (q - c) if on else q for q, w, c, on in columns]
+            done.append(replace(row, logprobs=moved))
+        return done
+
+    def with_reference(
+        self, rows: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[TrainingRow]:
+        """Add the log-probs under the base model, or an adapter (``add_reference``), which
+        ``kl_coef`` needs."""
+        if adapter is None:
+            with self.model.disable_adapter():
+                return with_extra(rows, reference=self.forward(rows))
+        if adapter not in self.model.peft_config:
+            known = [*self.model.peft_config]
+            raise ValueError(f"there is no adapter {adapter!r}; there are {known}")
+        frozen = self.forward([replace(row, adapter=adapter) for row in rows])
+        return with_extra(rows, reference=frozen)
+
+    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        """Add the current policy's log-probs, so that ratios are taken against it."""
+        return with_extra(rows, proximal=self.forward(rows))
+
+    def _pack(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
+        on_cpu = self.base.device.type == "cpu"
+        enough = _TOKENS_PER_THREAD * torch.get_num_threads() if on_cpu else None
+        share = self.why_not_shared is None
+        return pack(rows, token_budget=self.token_budget, enough=enough, share=share)
+
+    def _forward_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Compute [N] float32 log-probs of the targets; with a value function, [N, hidden] states
+        too, through which no gradient flows."""
+        self._activate(batch.adapter)
+        if self.value is None:
+            return self._logprobs(batch), None
+        hidden = self._logprobs.hidden(batch)
+        logprobs = self._logprobs.of_hidden(hidden, batch.targets, batch.temperatures)
+        return logprobs, hidden.detach().float()
+
+    def _activate(self, adapter: str) -> None:
+        """Make the model compute with one adapter."""
+        if self.model.active_adapter != adapter:
+            # PEFT freezes the other adapters meanwhile; their accumulated gradients stay.
+            self.model.set_adapter(adapter)
 
     # ---- learning
 
@@ -140,16 +255,15 @@ class Learner(AdapterPolicies):
             ValueError: the loss, an option or an adapter is unknown, or a column is missing.
         """
         config = loss_config or {}
-        options = parse_loss_options(loss, config)
-        if options.kl.kl_coef and any("reference" not in row.extra for row in rows):
+        if parse_loss_options(loss, config).kl.kl_coef and any(
+            "reference" not in row.extra for row in rows
+        ):
             raise ValueError("kl_coef needs reference log-probs: see Learner.with_reference")
         if unknown := {row.adapter for row in rows} - set(self.adapters):
             raise ValueError(f"rows for {sorted(unknown)}, but this trains {self.adapters}")
         scale = 1.0 / (normalize_by or max(sum(row.trained for row in rows), 1))
         with torch.set_grad_enabled(backward):
-            return self._accumulate(
-                rows, loss, config, scale, self.forward_batch, logprobs_into, backward=backward
-            )
+            return self._accumulate(rows, loss, config, scale, logprobs_into, backward=backward)
 
     def _accumulate(
         self,
@@ -157,27 +271,24 @@ class Learner(AdapterPolicies):
         loss: str,
         config: LossConfig,
         scale: float,
-        forward: _Forward,
-        logprobs_into: list[list[float]] | None,
+        logprobs_into: list[list[float]] | None = None,
+        kept: tuple[Tensor, Tensor | None] | None = None,
         *,
-        backward: bool,
+        backward: bool = True,
     ) -> StepStats:
+        """``kept``: what ``_forward_batch`` returned for the only micro-batch, if it has run."""
         started = time.perf_counter()
         sums: Sums = {}
         loss_sum = 0.0
-        batches = self.pack(rows)
+        batches = self._pack(rows)
         counts = count_tokens(rows, batches)
-        non_finite = self._optimizers.non_finite
         for batch in batches:
             batch = batch.to(self.base.device)
-            logprobs, hidden = forward(batch)
-            if logprobs_into is not None:
-                scatter(batch, logprobs.detach(), logprobs_into)
+            logprobs, hidden = kept or self._forward_batch(batch)
             value, part = LOSSES[loss](
                 logprobs,
                 batch.logprobs,
                 batch.advantages,
-                torch.ones_like(batch.targets, dtype=torch.bool),
                 config,
                 sequences=batch.rows,
                 **_columns(rows, batch, LOSS_EXTRA),
@@ -188,15 +299,17 @@ class Learner(AdapterPolicies):
                     predicted = self.value_heads[batch.adapter](hidden)
                     more, more_sums = value_loss(predicted, params=self.value, **learn)
                     value, part = value + more, part | more_sums
+            if logprobs_into is not None:
+                _scatter(batch, logprobs.detach(), logprobs_into)
             sums = add_sums(sums, part)
             loss_sum += value.item()
             if not backward:
                 continue
             if not bool(torch.isfinite(value)):
-                non_finite.add(batch.adapter)
+                self.non_finite.add(batch.adapter)
                 break
             (value * scale).backward()
-        skipped = backward and bool(non_finite)
+        skipped = backward and bool(self.non_finite)
         return step_stats(loss_sum * scale, sums, counts, started, non_finite=skipped)
 
     def forward_backward_custom(
@@ -210,43 +323,32 @@ class Learner(AdapterPolicies):
         second forward pass. The loss is taken as it is, without a division.
         """
         started = time.perf_counter()
-        batches = self.pack(rows)
-        found = [[0.0] * len(row.tokens) for row in rows]
-        forward = self.forward_batch
+        batches = self._pack(rows)
+        kept = None
         if len(batches) == 1:
             # Packing does not depend on advantages: the second time it makes the same batch.
-            kept = self.forward_batch(batches[0].to(self.base.device))
-            forward = lambda _: kept  # noqa: E731
-            scatter(batches[0], kept[0].detach(), found)
+            kept = self._forward_batch(batches[0].to(self.base.device))
+            found = [[0.0] * len(row.tokens) for row in rows]
+            _scatter(batches[0], kept[0].detach(), found)
         else:
             found = self.forward(rows)
         logprobs = [torch.tensor(row, requires_grad=True) for row in found]
         loss, metrics = function(rows, logprobs)
         if loss.dim() != 0 or not loss.requires_grad:
             raise ValueError("a custom loss must return a scalar that depends on the log-probs")
-        grads = torch.autograd.grad(loss, logprobs, allow_unused=True)
+        grads = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         weighted = [
+            # Other columns would change the plain cross-entropy of this policy.
             replace(
                 row,
-                advantages=[0.0] * len(row.tokens) if grad is None else (-grad).tolist(),
-                # Other columns would change the plain cross-entropy of this policy.
+                advantages=(-grad).tolist(),
                 extra={k: v for k, v in row.extra.items() if k == "temperature"},
             )
             for row, grad in zip(rows, grads, strict=True)
         ]
-        stats = self._accumulate(weighted, "cross_entropy", {}, 1.0, forward, None, backward=True)
+        stats = self._accumulate(weighted, "cross_entropy", {}, 1.0, kept=kept)
         seconds = time.perf_counter() - started
         return replace(stats, loss=loss.item(), seconds=seconds), dict(metrics)
-
-    def optim_step(
-        self, adam: AdamParams | None = None, adapters: Collection[str] | None = None
-    ) -> OptimStats:
-        """Apply the accumulated gradients: see ``AdapterOptimizers.step``."""
-        return self._optimizers.step(adam, adapters)
-
-    def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
-        """Forget accumulated gradients of ``adapters``; None: of all."""
-        self._optimizers.discard(adapters)
 
     def step(
         self,
@@ -265,33 +367,12 @@ class Learner(AdapterPolicies):
             seconds=stats.seconds + optim.seconds,
         )
 
-    # ---- saving
 
-    def save_adapter(self, name: str, folder: str | Path) -> None:
-        """Write a standard PEFT folder."""
-        save_adapter(self.model, name, folder)
-
-    def state_dict(self, adapters: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Copy weights and optimizer state: see ``AdapterOptimizers.state_dict``."""
-        return self._optimizers.state_dict(adapters)
-
-    def load_state_dict(
-        self, state: Mapping[str, Tensor], adapters: Collection[str] | None = None
-    ) -> None:
-        """Restore ``state_dict``: see ``AdapterOptimizers.load_state_dict``."""
-        self._optimizers.load_state_dict(state, adapters)
-
-
-def _adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
-    """Find the adapter's trainable tensors, by names that do not contain the adapter's."""
-    found: dict[str, nn.Parameter] = {}
-    for key, parameter in model.named_parameters():
-        # ...q_proj.lora_A.<adapter>.weight, or ...lora_embedding_A.<adapter>
-        before, _, after = key.rpartition("lora_")
-        kind, owner, *rest = [*after.split("."), ""]
-        if before and owner == adapter:
-            found[before + ".".join([f"lora_{kind}", *filter(None, rest)])] = parameter
-    return found
+def _scatter(batch: MicroBatch, values: Tensor, result: list[list[float]]) -> None:
+    """Write [N] values of the batch's trained tokens to their places in ``result``."""
+    where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
+    for row, column, value in where:
+        result[batch.indices[row]][column + 1] = value
 
 
 def _columns(
@@ -301,10 +382,10 @@ def _columns(
     own = [rows[index] for index in batch.indices]
     found: dict[str, Tensor] = {}
     for name in names:
-        having = [name in row.extra for row in own]
-        if not any(having):
+        having = sum(name in row.extra for row in own)
+        if having == 0:
             continue
-        if not all(having):
+        if having < len(own):
             raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
         places = zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
         values = [own[row].extra[name][column + 1] for row, column in places]

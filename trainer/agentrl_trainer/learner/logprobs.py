@@ -9,10 +9,12 @@ out whether a model allows both.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import repeat
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl_trainer.data.packing import MicroBatch
@@ -23,7 +25,7 @@ from agentrl_trainer.learner.model_support import (
     why_not_by_parts,
     why_not_causal,
 )
-from agentrl_trainer.learner.output_head import logits_head, logprobs_of_hidden, pick
+from agentrl_trainer.learner.output_head import FrozenHead, OutputHead, pick
 from agentrl_trainer.models.loading import ModelError
 
 MAX_LOGITS = 2**24
@@ -59,13 +61,27 @@ class TokenLogprobs:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Compute [N, hidden], the decoder's output from which each trained token is predicted."""
         trie = batch.trie and replace(batch.trie, flex=not self.why_no_flex)
-        return decoder_states(self.model, batch.input_ids, batch.position_ids, trie)[batch.places]
+        return decoder_states(self.model, batch.input_ids, trie)[batch.places]
 
     def of_hidden(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None = None
     ) -> Tensor:
         """Compute [N] the targets' log-probs, never holding more than ``max_logits`` logits."""
-        return logprobs_of_hidden(self.model, hidden, targets, temperatures, self.max_logits)
+        head, step = self._head()
+        if torch.is_grad_enabled() and head.is_frozen_linear:
+            return cast(Tensor, FrozenHead.apply(head, hidden, targets, temperatures, step))
+        warm = repeat(None) if temperatures is None else temperatures.split(step)
+        chunks = zip(hidden.split(step), targets.split(step), warm, strict=False)
+        if not torch.is_grad_enabled():
+            return torch.cat([head.logprobs(*chunk) for chunk in chunks])
+        # The head trains, or is no plain layer: its chunks are computed again in the backward.
+        found = [checkpoint(head.logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat(cast(list[Tensor], found))
+
+    def _head(self) -> tuple[OutputHead, int]:
+        """Return the head, and how many positions may meet the vocabulary at once."""
+        head = OutputHead(self.model)
+        return head, max(1, self.max_logits // head.embedding.weight.shape[0])
 
     def likeliest(self, batch: MicroBatch, count: int) -> tuple[Tensor, Tensor]:
         """Compute [N, count] ids of the likeliest tokens in the place of each trained one, and
@@ -73,9 +89,7 @@ class TokenLogprobs:
         if self.why_all_logits is not None:
             parts = [self._all_logits(batch)]
         else:
-            embedding: Any = self.model.get_output_embeddings()
-            step = max(1, self.max_logits // embedding.weight.shape[0])
-            head = logits_head(self.model)
+            head, step = self._head()
             parts = (head(part) for part in self.hidden(batch).split(step))  # one at a time
         found = [part.float().log_softmax(-1).topk(count) for part in parts]
         return torch.cat([top.indices for top in found]), torch.cat([top.values for top in found])

@@ -36,7 +36,6 @@ from agentrl_trainer.learner.loss_options import (
     GspoOptions,
     KlOptions,
     LossConfig,
-    LossOptions,
     NoOptions,
     PpoOptions,
     parse_loss_options,
@@ -56,12 +55,11 @@ the targets, [T]. The loss counts as it is: divide it yourself."""
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a formula sees: tensors of one shape, with zeros where the mask is off."""
+    """What a formula sees: tensors [N], one entry for each token."""
 
     lp: Tensor
     log_ratio: Tensor  # lp minus the log-prob of the policy that ratios are taken against
     advantages: Tensor
-    mask: Tensor
     sequences: Tensor | None  # int64: the sequence of each token, from 0
 
 
@@ -73,12 +71,11 @@ Formula = Callable[[Tokens, Any], tuple[Tensor, Tensor | None]]
 class Loss:
     """A formula, and what goes around every formula.
 
-    Called as ``(logprobs, sampling, advantages, mask, config) -> (loss_sum, sums)``. These four
-    tensors, and the optional ones, have one shape: flat ``[N]`` or padded ``[B, T]``; mask is bool.
-    Values at masked-out positions have no effect, even if infinite.
+    Called as ``(logprobs, sampling, advantages, config) -> (loss_sum, sums)``. These three tensors,
+    and the optional ones, are [N]: of the tokens that train, and of no others.
 
     Optional:
-        sequences: int64, the sequence of each token. Of padded tensors, rows are the sequences.
+        sequences: int64, the sequence of each token.
         weights: of each token's term, for length normalization.
         proximal: log-probs of the policy at the start of the step. Ratios are taken against it
             instead of the sampler's, as in decoupled PPO (arXiv:2110.00641); the correction then
@@ -92,16 +89,11 @@ class Loss:
     name: str
     formula: Formula
 
-    def options(self, config: LossConfig) -> LossOptions:
-        """Read the configuration of this loss: see ``parse_loss_options``."""
-        return parse_loss_options(self.name, config)
-
     def __call__(
         self,
         logprobs: Tensor,
         sampling: Tensor,
         advantages: Tensor,
-        mask: Tensor,
         config: LossConfig,
         *,
         sequences: Tensor | None = None,
@@ -109,43 +101,32 @@ class Loss:
         proximal: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> tuple[Tensor, Sums]:
-        options = self.options(config)
-        if sequences is None and mask.dim() == 2:
-            sequences = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
-        lp = _masked(logprobs, mask)
-        # Zeroed *before* exp: an overflow at a masked position would make the gradient NaN
-        # (inf times 0) while the loss still looks fine.
-        drift = _masked(logprobs - sampling, mask)
+        options = parse_loss_options(self.name, config)
+        drift = logprobs - sampling
         against = sampling if proximal is None else proximal
         corrects = options.correction.correction != "none"
         if corrects and proximal is None:
             against = logprobs.detach()  # the step's first update: its policy is the proximal one
-        tokens = Tokens(
-            lp=lp,
-            log_ratio=_masked(logprobs - against, mask),
-            advantages=_masked(advantages, mask),
-            mask=mask,
-            sequences=sequences,
-        )
+        tokens = Tokens(logprobs, logprobs - against, advantages, sequences)
         term, clipped = self.formula(tokens, options.own)
-        sums = token_sums(lp, drift, mask)
+        sums = token_sums(logprobs, drift)
         if clipped is not None:
-            sums["clipped"] = (clipped & mask).sum()
+            sums["clipped"] = clipped.sum()
         if corrects:
-            gap = _masked(against - sampling, mask).detach()
-            correction, dropped = correction_weights(gap, mask, sequences, options.correction)
+            gap = (against - sampling).detach()
+            correction, dropped = correction_weights(gap, sequences, options.correction)
             term = term * correction
-            sums["correction"] = _masked(correction, mask).sum()
-            sums["dropped"] = (dropped & mask).sum()
+            sums["correction"] = correction.sum()
+            sums["dropped"] = dropped.sum()
         if options.kl.kl_coef:
             if reference is None:
                 raise ValueError("kl_coef needs the reference policy's log-probs of the tokens")
-            kl = kl_penalty(lp, _masked(reference, mask), drift, options.kl)
+            kl = kl_penalty(logprobs, reference, drift, options.kl)
             term = term + options.kl.kl_coef * kl
-            sums["kl_reference"] = _masked(kl, mask).detach().sum()
+            sums["kl_reference"] = kl.detach().sum()
         if weights is not None:
-            term = term * _masked(weights, mask)
-        return _masked(term, mask).sum(), sums
+            term = term * weights
+        return term.sum(), sums
 
 
 # ---- the formulas
@@ -211,9 +192,9 @@ def gspo(tokens: Tokens, options: GspoOptions) -> tuple[Tensor, Tensor]:
     where they do not, value and gradient are GSPO's (equation 5) times the sequence's length.
     """
     low, high = options.clip_low_threshold, options.clip_high_threshold
-    log_sequence = sequence_means(tokens.log_ratio.detach(), tokens.mask, tokens.sequences)
+    total, count = _per_sequence(tokens.log_ratio.detach(), tokens.sequences)
     # Each token has the sequence's ratio, and a gradient of its own.
-    ratio = (log_sequence + tokens.log_ratio - tokens.log_ratio.detach()).exp()
+    ratio = (total / count + tokens.log_ratio - tokens.log_ratio.detach()).exp()
     plain = ratio * tokens.advantages
     clipped = ratio.clamp(low, high) * tokens.advantages
     return -torch.minimum(plain, clipped), clipped < plain
@@ -235,7 +216,7 @@ def dppo(tokens: Tokens, options: DppoOptions) -> tuple[Tensor, Tensor]:
     too_low = (divergence > options.divergence_low) & (lp < old) & (advantages < 0)
     outside = too_high | too_low
     objective = tokens.log_ratio.exp() * advantages
-    return -torch.where(outside, torch.zeros_like(objective), objective), outside
+    return -objective.masked_fill(outside, 0.0), outside
 
 
 def _bernoulli_divergence(lp: Tensor, old: Tensor, kind: str) -> Tensor:
@@ -258,11 +239,11 @@ LOSSES: dict[str, Loss] = {
 
 
 def correction_weights(
-    gap: Tensor, mask: Tensor, sequences: Tensor | None, options: CorrectionOptions
+    gap: Tensor, sequences: Tensor | None, options: CorrectionOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute importance weights for tokens that another policy sampled, bounded at the tail.
 
-    ``gap``: the proximal policy's log-probs minus the sampler's, 0 where the mask is off. A token's
+    ``gap``: the proximal policy's log-probs minus the sampler's. A token's
     weight is exp(gap); at level ``sequence`` the product of its sequence's, at ``geometric`` their
     geometric mean. ``truncate`` clamps it to the bounds (truncated importance sampling: Ionides
     2008, doi:10.1198/106186008X320456; of a policy's past: Espeholt et al., arXiv:1802.01561; for
@@ -273,14 +254,13 @@ def correction_weights(
 
     Returns the weights and where a bound took effect.
     """
-    if options.correction_level == "sequence":
-        gap = _per_sequence(gap, mask, sequences)[0]
-    elif options.correction_level == "geometric":
-        gap = sequence_means(gap, mask, sequences)
+    if options.correction_level != "token":
+        gap, count = _per_sequence(gap, sequences)
+        gap = gap / count if options.correction_level == "geometric" else gap
     weight = gap.exp()
     beyond = (weight < options.correction_low) | (weight > options.correction_high)
     if options.correction == "mask":
-        return torch.where(beyond, torch.zeros_like(weight), weight), beyond
+        return weight.masked_fill(beyond, 0.0), beyond
     return weight.clamp(options.correction_low, options.correction_high), beyond
 
 
@@ -309,51 +289,39 @@ def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: KlOptions)
     return value.detach() + surrogate - surrogate.detach()
 
 
-def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor | None) -> Tensor:
-    """Average ``values`` over each token's sequence, masked-out tokens left out."""
-    total, count = _per_sequence(values, mask, sequences)
-    return total / count
-
-
-def _per_sequence(values: Tensor, mask: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sum over each token's sequence, and count its unmasked tokens (at least 1)."""
+def _per_sequence(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum over each token's sequence, and count its tokens."""
     if sequences is None:
-        raise ValueError("flat tensors need ``sequences`` for options at the level of a sequence")
-    index = sequences.reshape(-1)
-    size = int(index.max()) + 1 if index.numel() else 0
-    sums = values.new_zeros(size).index_add(0, index, _masked(values, mask).reshape(-1))
-    counts = values.new_zeros(size).index_add(0, index, mask.reshape(-1).to(values.dtype))
-    return sums[index].reshape(values.shape), counts.clamp(min=1)[index].reshape(values.shape)
-
-
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+        raise ValueError("options at the level of a sequence need ``sequences``")
+    size = int(sequences.max()) + 1 if sequences.numel() else 0
+    sums = values.new_zeros(size).index_add(0, sequences, values)
+    counts = sequences.bincount(minlength=size)
+    return sums[sequences], counts[sequences]
 
 
 # ---- what is reported
 
 
-def token_sums(lp: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
-    """Sum what every loss reports; ``lp`` and ``log_ratio`` are zero where the mask is off.
+def token_sums(lp: Tensor, log_ratio: Tensor) -> Sums:
+    """Sum what every loss reports.
 
     ``kl_k1`` and ``kl_k3`` sum to estimates of KL(q || policy) from tokens sampled by q
     (http://joschu.net/blog/kl-approx.html); k3 is never negative.
     """
     lp, log_ratio = lp.detach(), log_ratio.detach()
-    kept = torch.where(mask, log_ratio.exp(), torch.zeros_like(log_ratio))
-    difference = log_ratio.abs()
+    ratio, difference = log_ratio.exp(), log_ratio.abs()
     zero = lp.new_zeros(())
     return {
-        "tokens": mask.sum(),
+        "tokens": torch.tensor(len(lp)),
         "logprob": lp.sum(),
-        "ratio": kept.sum(),
-        "ratio_max": kept.max() if kept.numel() else zero,
-        "clipped": mask.new_zeros((), dtype=torch.int64),
+        "ratio": ratio.sum(),
+        "ratio_max": ratio.max() if len(lp) else zero,
+        "clipped": zero,
         "kl_k1": -log_ratio.sum(),
         # expm1 keeps the digits that exp(x) - 1 would lose where trainer and sampler agree.
         "kl_k3": (log_ratio.expm1() - log_ratio).sum(),
         "difference": difference.sum(),
-        "difference_max": difference.max() if difference.numel() else zero,
+        "difference_max": difference.max() if len(lp) else zero,
     }
 
 
@@ -361,10 +329,6 @@ def add_sums(total: Sums, part: Sums) -> Sums:
     """Merge the sums of two micro-batches."""
     merged = dict(total)
     for name, value in part.items():
-        if name not in merged:
-            merged[name] = value
-        elif name.endswith("_max"):
-            merged[name] = torch.maximum(merged[name], value)
-        else:
-            merged[name] = merged[name] + value
+        join = torch.maximum if name.endswith("_max") else torch.add
+        merged[name] = join(merged[name], value) if name in merged else value
     return merged

@@ -8,24 +8,22 @@ tries under flex_attention (``why_no_flex``). Model families are too many to kno
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentrl_trainer.learner.output_head import logits_head
-from agentrl_trainer.models import prefix_attention
-from agentrl_trainer.models.prefix_attention import ATTENTION, Trie, pack_trie
+from agentrl_trainer.learner.output_head import OutputHead
+from agentrl_trainer.models.prefix_attention import ATTENTION, Trie, pack_trie, trie_attention
 from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 _REJECTS = (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, IndexError)
 """What models raise if they cannot be run so (NotImplementedError is a RuntimeError)."""
 
 
-def decoder_states(
-    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, trie: Trie | None
-) -> Tensor:
+def decoder_states(model: PreTrainedModel, input_ids: Tensor, trie: Trie | None = None) -> Tensor:
     """Compute [tokens, hidden], the decoder's output for ``input_ids.flatten()``."""
     if trie is None:
         output = model.get_decoder()(input_ids=input_ids, use_cache=False)
@@ -35,7 +33,7 @@ def decoder_states(
             model.set_attn_implementation(ATTENTION)
         output = model.get_decoder()(
             input_ids=input_ids,
-            position_ids=position_ids,
+            position_ids=trie.depths[None],
             # Not read; a 4-dimensional mask keeps transformers from making one.
             attention_mask=torch.zeros(1, 1, 1, 1, device=input_ids.device),
             use_cache=False,
@@ -47,33 +45,29 @@ def decoder_states(
 @torch.no_grad()
 def why_not_causal(model: PreTrainedModel) -> str | None:
     """Check that a row's logits do not depend on later tokens or other rows; None if so."""
-    size = model.config.get_text_config().vocab_size
-    long = torch.arange(12, device=model.device) * max(size // 16, 1) % size
+    long = _probe(model)
     short = long[3:10]
     # Not by padding: some models mask that by themselves.
-    padded = torch.stack([long, torch.cat([short, long[1 : 1 + len(long) - len(short)]])])
+    padded = torch.stack([long, torch.cat([short, long[1:6]])])
     try:
-        alone = [model(input_ids=x[None], use_cache=False).logits[0].float() for x in (long, short)]
-        found = model(input_ids=padded, use_cache=False).logits.float()
+        alone = [model(input_ids=x[None], use_cache=False).logits[0] for x in (long, short)]
+        found = model(input_ids=padded, use_cache=False).logits
     except _REJECTS as error:
         return f"its forward needs more than tokens: {type(error).__name__}: {error}"
-    limit = 3e-4 if model.dtype == torch.float32 else 0.1
-    scale = max(float(logits.abs().max()) for logits in alone)
-    for row, logits in zip(found, alone, strict=True):
-        if not float((row[: len(logits)] - logits).abs().max()) <= limit * scale:
-            return "its log-probs depend on tokens that come later, so it is no causal model"
+    if any(_differ(row[: len(x)], x, 3e-4) for row, x in zip(found, alone, strict=True)):
+        return "its log-probs depend on tokens that come later, so it is no causal model"
     return None
 
 
 @torch.no_grad()
 def why_not_by_parts(model: PreTrainedModel) -> str | None:
-    """Check that logits are ``logits_head`` of the decoder's output; None if so."""
-    probe = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    """Check that logits are ``OutputHead`` of the decoder's output; None if so."""
+    probe = _probe(model)[None]
     try:
         if model.get_decoder() in (model, None) or model.get_output_embeddings() is None:
             return "it does not expose its decoder and output embedding"
         expected = model(input_ids=probe, use_cache=False).logits.flatten(0, 1)
-        found = logits_head(model)(decoder_states(model, probe, probe, None))
+        found = OutputHead(model)(decoder_states(model, probe))
     except _REJECTS as error:
         return f"its decoder cannot be run by itself: {error}"
     if not torch.allclose(found.float(), expected.float(), rtol=1e-3, atol=1e-4):
@@ -85,70 +79,78 @@ def why_not_by_parts(model: PreTrainedModel) -> str | None:
 def why_no_tries(model: PreTrainedModel) -> str | None:
     """Check that the decoder computes a trie as it computes rows; None if so."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    kinds -= {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"it has layers of {', '.join(sorted(kinds))}"
-    if kind := _length_dependent_rope(config):
-        return f"its {kind} rotary embedding depends on the length of the batch"
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if odd := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"it has layers of {', '.join(odd)}"
+    parameters = getattr(config, "rope_parameters", None) or {}
+    ropes = [parameters, *(p for p in parameters.values() if isinstance(p, dict))]
+    if odd := sorted({"dynamic", "longrope"} & {rope.get("rope_type") for rope in ropes}):
+        return f"its {odd[0]} rotary embedding depends on the length of the batch"
     before = model.config._attn_implementation
     with shrunk_windows(model):
-        why = _compare_trie(model, config)
+        why = _compare_trie(model)
     if why is not None:
         model.set_attn_implementation(cast(str, before))
     return why
 
 
-def _compare_trie(model: PreTrainedModel, config: Any) -> str | None:
-    step = max(config.vocab_size // 16, 1)
-    long = [(at * step + 1) % config.vocab_size for at in range(12)]
+def _compare_trie(model: PreTrainedModel) -> str | None:
+    long = _probe(model).tolist()
     rows = sorted([long, [*long[:7], *long[2:4]], [*long[:7], *long[5:11]], long[3:6]])
     packed = pack_trie(rows)
     ids = torch.tensor([packed.tokens], device=model.device)
-    depths = torch.tensor([packed.depths], device=model.device)
-    trie = packed.trie.to(model.device)
     try:
         alone = [torch.tensor([row], device=model.device) for row in rows]
-        expected = [decoder_states(model, row, row, None) for row in alone]
-        found = decoder_states(model, ids, depths, trie)
+        expected = [decoder_states(model, row) for row in alone]
+        found = decoder_states(model, ids, packed.trie.to(model.device))
     except _REJECTS as error:
         return f"its attention rejects a trie: {error}"
-    if _slides(config) and not trie.knows_window(config.sliding_window):
-        return "its attention does not pass its sliding window on"
-    scale = max(float(states.abs().max()) for states in expected)
-    limit = 1e-4 if model.dtype == torch.float32 else 0.1
-    for path, states in zip(packed.paths, expected, strict=True):
-        worst = float((found[path] - states).abs().max())
-        if not worst <= limit * max(scale, 1.0):
-            return f"a trie's hidden states differ by {worst:.2g} from those of rows"
+    pairs = zip(packed.paths, expected, strict=True)
+    if any(_differ(found[path], states, 1e-4) for path, states in pairs):
+        return "a trie's hidden states differ from those of rows"
     return None
 
 
 def why_no_flex(model: PreTrainedModel) -> str:
-    """Check that flex_attention computes tries of this model's heads; "" if so."""
+    """Check that flex_attention computes a trie as its blocks do, gradients too; "" if so.
+
+    Compiles the kernels.
+    """
     if model.device.type != "cuda":
         return "flex_attention has no gradients here"
     config = model.config.get_text_config()
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]]
+    trie = pack_trie(rows).trie.to(model.device)
+    random = torch.Generator("cpu").manual_seed(0)
+    found: list[list[Tensor]] = []
     try:
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         groups = getattr(config, "num_key_value_heads", None) or heads
-    except RuntimeError as error:  # transformers refuses to name one for all layers
-        return f"its layers have heads of several sizes: {error}"
-    return prefix_attention.why_no_flex(model.device, model.dtype, heads, groups, dim)
+        shapes = [(1, h, len(trie.ends), dim) for h in (heads, groups, groups)]
+        drawn = (torch.randn(shape, generator=random) for shape in shapes)
+        states = [x.to(model.device, model.dtype) for x in drawn]
+        for flex in (False, True):
+            own = q, k, v = [x.clone().requires_grad_() for x in states]
+            with torch.enable_grad():
+                out, _ = trie_attention(nn.Module(), q, k, v, None, trie=replace(trie, flex=flex))
+                found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
+    except Exception as error:  # compilers raise anything; transformers, of heads of several sizes
+        return f"flex_attention cannot be used: {type(error).__name__}: {error}"
+    if any(_differ(b, a, 2e-3, floor=1.0) for a, b in zip(*found, strict=True)):
+        return "flex_attention computes something else"
+    return ""
 
 
-def _slides(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if kinds is not None:
-        return "sliding_attention" in kinds
-    return window is not None and getattr(config, "use_sliding_window", True)
+def _probe(model: PreTrainedModel) -> Tensor:
+    """Return twelve tokens from all over the vocabulary."""
+    size = model.config.get_text_config().vocab_size
+    return (torch.arange(12, device=model.device) * max(size // 16, 1) + 1) % size
 
 
-def _length_dependent_rope(config: Any) -> str | None:
-    """Name a rotary embedding whose frequencies follow the longest row of a batch."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)]
-    kinds = {p.get("rope_type") for p in [parameters, *nested]}
-    return next((kind for kind in ("dynamic", "longrope") if kind in kinds), None)
+def _differ(found: Tensor, expected: Tensor, limit: float, floor: float = 0.0) -> bool:
+    """Tell whether values differ by more than ``limit`` of the largest, in float32."""
+    limit = limit if expected.dtype == torch.float32 else 0.1
+    scale = max(floor, float(expected.abs().max()))
+    # NaN differs from everything.
+    return not float((found.float() - expected.float()).abs().max()) <= limit * scale

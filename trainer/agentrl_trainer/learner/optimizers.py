@@ -17,7 +17,6 @@ from agentrl_trainer.learner.step_stats import OptimStats
 
 VALUE = "value."
 """Prefix of the name under which an adapter's value function trains; no adapter has a dot."""
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class AdapterOptimizers:
@@ -26,7 +25,7 @@ class AdapterOptimizers:
     ``adam``: what they step with by default. ``value_lr``: the learning rate of value functions.
     """
 
-    def __init__(self, adam: AdamParams, value_lr: float = 0.0) -> None:
+    def __init__(self, adam: AdamParams, value_lr: float) -> None:
         self.adam = adam
         self._value_lr = value_lr
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
@@ -37,21 +36,21 @@ class AdapterOptimizers:
 
     @property
     def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters in training."""
         return tuple(name for name in self.parameters if not name.startswith(VALUE))
 
-    def add(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    def add_parameters(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
         """Train parameters under an adapter's name, or under ``VALUE`` and its name."""
-        self.parameters[name] = dict(parameters)
+        self.parameters[name] = parameters
         self._optimizers[name] = torch.optim.AdamW(list(parameters.values()), fused=True)
-        self._configure(name, self.adam)
 
-    def remove(self, adapter: str) -> None:
-        """Forget an adapter and its value function. Raises ValueError if there is none."""
+    def remove_parameters(self, adapter: str) -> None:
+        """Forget those of an adapter and its value function; ValueError if there is none."""
         for name in self._owned([adapter]):
             del self.parameters[name], self._optimizers[name]
             self.non_finite.discard(name)
 
-    def step(
+    def optim_step(
         self, adam: AdamParams | None = None, adapters: Collection[str] | None = None
     ) -> OptimStats:
         """Apply the accumulated gradients of ``adapters`` (None: of all), then forget them.
@@ -63,31 +62,32 @@ class AdapterOptimizers:
         """
         started = time.perf_counter()
         adam = adam or self.adam
+        gradients: dict[str, list[Tensor]] = {}
+        norms: dict[str, float] = {}
         stepped = self._owned(adapters)
-        gradients = {
-            name: [p.grad for p in parameters.values() if p.grad is not None]
-            for name, parameters in stepped.items()
-        }
-        norms = {
-            name: float(torch.nn.utils.get_total_norm(grads))
-            for name, grads in gradients.items()
-            if grads
-        }
+        for name, parameters in stepped.items():
+            if found := [p.grad for p in parameters.values() if p.grad is not None]:
+                gradients[name] = found
+                norms[name] = float(torch.nn.utils.get_total_norm(found))
         total = sum(norm**2 for name, norm in norms.items() if not name.startswith(VALUE)) ** 0.5
-        refused = bool(self.non_finite & stepped.keys()) or not all(
-            math.isfinite(norm) for norm in norms.values()
+        refused = not (
+            self.non_finite.isdisjoint(stepped) and all(map(math.isfinite, norms.values()))
         )
         if not refused:
             for name, norm in norms.items():
                 if adam.grad_clip_norm and norm > adam.grad_clip_norm:
                     for gradient in gradients[name]:
                         gradient.mul_(adam.grad_clip_norm / norm)
-                self._configure(name, adam)
+                (group,) = self._optimizers[name].param_groups
+                group["lr"] = self._value_lr if name.startswith(VALUE) else adam.learning_rate
+                group["betas"] = (adam.beta1, adam.beta2)
+                group["eps"] = adam.eps
+                group["weight_decay"] = adam.weight_decay
                 self._optimizers[name].step()
-        self.discard(adapters)
+        self.discard_gradients(adapters)
         return OptimStats(total, norms, refused, time.perf_counter() - started)
 
-    def discard(self, adapters: Collection[str] | None = None) -> None:
+    def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
         """Forget accumulated gradients, and that one of them was not finite; None: of all."""
         for name in self._owned(adapters):
             self._optimizers[name].zero_grad(set_to_none=True)
@@ -96,15 +96,17 @@ class AdapterOptimizers:
     def state_dict(self, adapters: Collection[str] | None = None) -> dict[str, Tensor]:
         """Copy weights and AdamW state, as ``{weights|exp_avg|exp_avg_sq|step}/adapter/name``.
 
-        Gradients that no ``step`` has applied yet are left out.
+        Gradients that no ``optim_step`` has applied yet are left out.
         """
-        state: dict[str, Tensor] = {}
-        for name, parameters in self._owned(adapters).items():
-            for key, parameter in parameters.items():
-                state[f"weights/{name}/{key}"] = parameter.detach().cpu().clone()
-                for moment, value in self._optimizers[name].state.get(parameter, {}).items():
-                    state[f"{moment}/{name}/{key}"] = value.detach().cpu().clone()
-        return state
+        return {
+            f"{kind}/{name}/{key}": value.detach().cpu().clone()
+            for name, parameters in self._owned(adapters).items()
+            for key, weights in parameters.items()
+            for kind, value in {
+                "weights": weights,
+                **self._optimizers[name].state.get(weights, {}),
+            }.items()
+        }
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], adapters: Collection[str] | None = None
@@ -117,35 +119,33 @@ class AdapterOptimizers:
             ValueError: the state is of other adapters, or of other shapes.
         """
         owned = self._owned(adapters)
-        expected = {
-            f"weights/{name}/{key}": parameter
-            for name, parameters in owned.items()
-            for key, parameter in parameters.items()
-        }
-        found = {key for key in state if key.startswith("weights/")}
-        if found != expected.keys():
-            odd = sorted(found ^ expected.keys())
+        expected = {f"{name}/{key}": p for name, own in owned.items() for key, p in own.items()}
+        kinds: dict[str, dict[str, Tensor]] = {}
+        for at, tensor in state.items():
+            kind, _, key = at.partition("/")
+            kinds.setdefault(kind, {})[key] = tensor
+        weights = kinds.pop("weights", {})
+        if odd := sorted(weights.keys() ^ expected.keys()):
             raise ValueError(f"state of another set of adapters: {len(odd)} differ, {odd[:3]} ...")
         for key, parameter in expected.items():
-            if state[key].shape != parameter.shape:
-                raise ValueError(
-                    f"{key} has shape {tuple(state[key].shape)}, expected {tuple(parameter.shape)}"
-                )
-        self.discard(adapters)
-        with torch.no_grad():
-            for key, parameter in expected.items():
-                parameter.copy_(state[key])
+            if (shape := weights[key].shape) != parameter.shape:
+                raise ValueError(f"{key} has shape {[*shape]}, expected {[*parameter.shape]}")
+        self.discard_gradients(adapters)
         for name, parameters in owned.items():
-            self._optimizers[name].state.clear()
+            own = self._optimizers[name].state
+            own.clear()
             for key, parameter in parameters.items():
+                at = f"{name}/{key}"
+                with torch.no_grad():
+                    parameter.copy_(weights[at])
+                # AdamW's fused kernel wants its step count on the parameter's device.
                 moments = {
-                    # AdamW's fused kernel wants its step count on the parameter's device.
-                    moment: state[at].to(parameter.device, torch.float32, copy=True)
-                    for moment in _MOMENTS
-                    if (at := f"{moment}/{name}/{key}") in state
+                    kind: found[at].to(parameter.device, torch.float32, copy=True)
+                    for kind, found in kinds.items()
+                    if at in found
                 }
                 if moments:
-                    self._optimizers[name].state[parameter] = moments
+                    own[parameter] = moments
 
     def _owned(self, adapters: Collection[str] | None) -> dict[str, dict[str, nn.Parameter]]:
         """Select what trains for these adapters, value functions included; None: for all."""
@@ -158,10 +158,3 @@ class AdapterOptimizers:
             for name, parameters in self.parameters.items()
             if name.removeprefix(VALUE) in adapters
         }
-
-    def _configure(self, name: str, adam: AdamParams) -> None:
-        for group in self._optimizers[name].param_groups:
-            group["lr"] = self._value_lr if name.startswith(VALUE) else adam.learning_rate
-            group["betas"] = (adam.beta1, adam.beta2)
-            group["eps"] = adam.eps
-            group["weight_decay"] = adam.weight_decay

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Protocol
 
 from agentrl_trainer.data.advantages import Scaling, token_advantages
@@ -77,33 +78,27 @@ def with_gae(
         ValueError: a row has no ``rewards``.
     """
     gae = gae or Gae()
-    places = [[i for i, on in enumerate(row.mask) if on] for row in rows]
     results: list[tuple[list[float], list[float]]] = []
-    for row, predicted, at in zip(rows, values, places, strict=True):
+    for row, predicted in zip(rows, values, strict=True):
         if "rewards" not in row.extra:
             raise ValueError("rows need rewards in extra for generalized advantage estimation")
-        rewards = row.extra["rewards"]
-        results.append(
-            token_advantages(
-                [rewards[i] for i in at],
-                [predicted[i] for i in at],
-                discount=gae.discount,
-                trace=gae.trace,
-            )
-        )
+        earned = list(compress(row.extra["rewards"], row.mask))
+        expected = list(compress(predicted, row.mask))
+        how = {"discount": gae.discount, "trace": gae.trace}
+        results.append(token_advantages(earned, expected, **how))
     mean, divisor = 0.0, 1.0
     if gae.whiten:
         every = [value for advantages, _ in results for value in advantages]
-        mean = math.fsum(every) / max(len(every), 1)
-        divisor = gae.scaling.divisor(every)
+        mean, divisor = math.fsum(every) / max(len(every), 1), gae.scaling.divisor(every)
     done: list[TrainingRow] = []
-    for row, predicted, at, (advantages, returns) in zip(
-        rows, values, places, results, strict=True
-    ):
-        credit, targets = [0.0] * len(row.tokens), [0.0] * len(row.tokens)
-        for i, advantage, target in zip(at, advantages, returns, strict=True):
-            credit[i] = (advantage - mean) / divisor
-            targets[i] = target
-        extra = {**row.extra, "values": predicted, "returns": targets}
+    for row, predicted, (advantages, returns) in zip(rows, values, results, strict=True):
+        credit = _spread([(value - mean) / divisor for value in advantages], row.mask)
+        extra = {**row.extra, "values": predicted, "returns": _spread(returns, row.mask)}
         done.append(replace(row, advantages=credit, extra=extra))
     return done
+
+
+def _spread(values: Sequence[float], mask: Sequence[bool]) -> list[float]:
+    """Put values where the mask is on, 0 elsewhere."""
+    left = iter(values)
+    return [next(left) if on else 0.0 for on in mask]

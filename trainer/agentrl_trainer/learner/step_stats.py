@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -62,25 +63,22 @@ def step_stats(
 
     ``non_finite`` None: whether ``loss`` is.
     """
-    values = {name: float(value) for name, value in sums.items()}
-
-    def mean(name: str) -> float:
-        return values.get(name, 0.0) / max(values.get("tokens", 0.0), 1.0)
-
+    values = defaultdict(float, {name: float(value) for name, value in sums.items()})
+    tokens = max(values["tokens"], 1.0)
     return StepStats(
         loss=loss,
-        tokens=int(values.get("tokens", 0)),
-        entropy=-mean("logprob"),
-        ratio_mean=mean("ratio"),
-        ratio_max=values.get("ratio_max", 0.0),
-        clip_fraction=mean("clipped"),
-        sampler_trainer_kl=mean("kl_k3"),
-        mean_logprob_difference=mean("difference"),
-        max_logprob_difference=values.get("difference_max", 0.0),
+        tokens=int(values["tokens"]),
+        entropy=-values["logprob"] / tokens,
+        ratio_mean=values["ratio"] / tokens,
+        ratio_max=values["ratio_max"],
+        clip_fraction=values["clipped"] / tokens,
+        sampler_trainer_kl=values["kl_k3"] / tokens,
+        mean_logprob_difference=values["difference"] / tokens,
+        max_logprob_difference=values["difference_max"],
         tokens_total=counts.total,
         tokens_unique=counts.unique,
         tokens_saved=counts.saved,
         seconds=time.perf_counter() - started,
         skipped_non_finite=not math.isfinite(loss) if non_finite is None else non_finite,
-        metrics={name: mean(name) for name in _OPTIONAL if name in values},
+        metrics={name: values[name] / tokens for name in _OPTIONAL if name in values},
     )

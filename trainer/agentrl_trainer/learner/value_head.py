@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from agentrl_trainer.learner.loss_options import ValueParams
 
-_WIDTH = 256
-
 
 class ValueHead(nn.Module):
     """``[N, hidden] -> [N]`` float32: normalize, one hidden layer, a number; 0 before training."""
@@ -22,8 +20,8 @@ class ValueHead(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.norm = nn.LayerNorm(hidden_size)
-            self.up = nn.Linear(hidden_size, min(hidden_size, _WIDTH))
-            self.out = nn.Linear(min(hidden_size, _WIDTH), 1)
+            self.up = nn.Linear(hidden_size, min(hidden_size, 256))
+            self.out = nn.Linear(min(hidden_size, 256), 1)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -50,8 +48,6 @@ def value_loss(
         near = values + (predicted - values).clamp(-params.clip, params.clip)
         error = torch.maximum(error, (near - returns).square())
     half = 0.5 * error if weights is None else 0.5 * error * weights
-    sums = {
-        "value_loss": half.detach().sum(),
-        "value_error": (predicted - returns).detach().abs().sum(),
-    }
+    missed = (predicted - returns).detach().abs().sum()
+    sums = {"value_loss": half.detach().sum(), "value_error": missed}
     return half.sum(), sums

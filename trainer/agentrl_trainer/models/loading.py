@@ -5,7 +5,6 @@ Knows transformers, not adapters, sampling or training.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +25,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 from transformers.utils.logging import disable_progress_bar
+
+from agentrl_trainer import tiny
 
 TINY_MODEL = "agentrl-tiny"
 
@@ -67,34 +69,22 @@ def resolve_model(name: str) -> str:
     Raises:
         ModelError: there is no such folder, or it holds no model.
     """
-    if name == TINY_MODEL:
-        from agentrl_trainer.tiny import MODEL_DIR
-
-        if not (MODEL_DIR / "config.json").is_file():
-            raise ModelError(
-                f"model: the weights of {TINY_MODEL!r} are missing from {MODEL_DIR}. Reinstall "
-                "agentrl, or rebuild them with `python scripts/tiny_model/pretrain.py`."
-            )
-        return str(MODEL_DIR)
-    if not name:
-        raise ModelError(
-            f"model: is empty. Give {TINY_MODEL!r}, a local folder or a Hugging Face name."
-        )
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"model: {name!r} is a folder without a config.json. Give a folder written by "
-                "`save_pretrained`, or a Hugging Face name."
-            )
+    folder = tiny.MODEL_DIR if name == TINY_MODEL else Path(name).expanduser()
+    if (folder / "config.json").is_file():
         return str(folder)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local:
-        raise ModelError(
-            f"model: there is no folder {name!r} (looked in {Path.cwd()}). Give {TINY_MODEL!r}, an "
-            "existing folder, or a Hugging Face name such as 'Qwen/Qwen3-0.6B'."
-        )
-    return name
+    if name == TINY_MODEL:
+        fault = f"the weights of {name!r} are missing from {folder}. Reinstall agentrl, or rebuild "
+        raise ModelError(f"model: {fault}them with `python scripts/tiny_model/pretrain.py`.")
+    if folder.is_dir():
+        fault = f"{name!r} is a folder without a config.json"
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        fault = f"there is no folder {name!r} (looked in {Path.cwd()})"
+    else:
+        return name
+    raise ModelError(
+        f"model: {fault}. Give {TINY_MODEL!r}, a folder written by `save_pretrained`, or a Hugging "
+        "Face name such as 'Qwen/Qwen3-0.6B'."
+    )
 
 
 @dataclass(frozen=True)
@@ -112,10 +102,9 @@ def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
     Raises:
         ModelError: as ``load_base`` does.
     """
-    source = resolve_model(name)
-    config, tokenizer, _ = _load_config(name, source, trust_remote_code)
+    config, tokenizer, _ = _load_config(name, trust_remote_code)
     try:
-        generation = GenerationConfig.from_pretrained(source)
+        generation = GenerationConfig.from_pretrained(resolve_model(name))
     except OSError:  # the model has no such file; transformers derives it from the configuration
         generation = GenerationConfig.from_model_config(config)
     eos_ids = _eos_ids(generation, tokenizer)
@@ -147,23 +136,20 @@ def load_base(
     Raises:
         ModelError: the model cannot be loaded or used.
     """
-    source = resolve_model(name)
-    config, tokenizer, load = _load_config(name, source, trust_remote_code)
+    config, tokenizer, load = _load_config(name, trust_remote_code)
     target = _device(device)
     kind = _dtype(dtype, target)
     disable_progress_bar()
     if load_in_4bit:
-        options = {"quantization_config": _four_bit(kind), "device_map": {"": target}}
         try:
-            model = _load(name, lambda: load(dtype=kind, **options))
-        except (ImportError, RuntimeError, NotImplementedError) as error:
+            model = _load(name, _load_4bit, load, kind, target)
+        except RuntimeError as error:
             raise ModelError(
                 f"load_in_4bit: bitsandbytes cannot do this on {target}: {error}. Choose another "
                 "device, or leave load_in_4bit out."
             ) from error
     else:
-        model = _load(name, lambda: load(dtype=kind))
-        model = model.to(target)
+        model = _load(name, load, dtype=kind).to(target)
     model = cast(PreTrainedModel, evaluation_mode(model).requires_grad_(False))
     return BaseModel(
         model=model,
@@ -178,13 +164,12 @@ def load_base(
 
 def checkpoint_dtype(name: str, *, trust_remote_code: bool = False) -> torch.dtype:
     """Return the type that a model's weights are stored in."""
-    source = resolve_model(name)
-    config, _, load = _load_config(name, source, trust_remote_code)
+    config, _, load = _load_config(name, trust_remote_code)
     for known in (config, config.get_text_config()):
         if isinstance(found := getattr(known, "dtype", None), torch.dtype):
             return found
     # Configurations of older checkpoints have no dtype; their weights do.
-    return _load(name, lambda: load(dtype="auto")).dtype
+    return _load(name, load, dtype="auto").dtype
 
 
 def evaluation_mode(model: Any) -> Any:
@@ -200,28 +185,53 @@ def evaluation_mode(model: Any) -> Any:
     return model
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep only the inputs of layers, and compute them again in the backward.
+
+    Layers do so in training mode; their submodules (dropout) stay in evaluation mode.
+    """
+    # transformers 5.20 renamed it.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+
+
 def _load_config(
-    name: str, source: str, trust: bool
+    name: str, trust: bool
 ) -> tuple[Any, PreTrainedTokenizerBase, Callable[..., PreTrainedModel]]:
     """Return configuration, tokenizer, and what loads the weights when given a dtype."""
-    own = _runs_code(name, source, trust)
-    config = _load(name, lambda: AutoConfig.from_pretrained(source, trust_remote_code=own))
-    kind = _require_decoder_only(name, config, own)
+    source = resolve_model(name)
+    # Read first, because transformers would ask on the terminal whether to run a model's own code.
+    raw, _ = _load(name, PreTrainedConfig.get_config_dict, source)
+    kind = raw.get("model_type")
+    # Where transformers has the model itself, it uses its own code.
+    foreign = bool(raw.get("auto_map")) and kind not in CONFIG_MAPPING
+    if foreign and not trust:
+        raise ModelError(
+            f"model: {name!r} ({kind}) comes with code of its own (auto_map in its config.json), "
+            "which could do anything to this machine. If you trust its authors, set "
+            "trust_remote_code to true. Or choose a model that transformers "
+            f"{transformers.__version__} has itself, or a conversion of this one (often named -hf)."
+        )
+    config = _load(name, AutoConfig.from_pretrained, source, trust_remote_code=foreign)
+    loader = _loader(name, config, foreign)
     # A tokenizer may have code of its own where the model has none (Moonlight's, Kimi K2's).
     tokenizer = _load(
-        name, lambda: AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust)
+        name, AutoTokenizer.from_pretrained, source, config=config, trust_remote_code=trust
     )
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             f"model: {name!r} has no chat template, so chat requests cannot be rendered. Use the "
             "instruct version of the model, or set `tokenizer.chat_template` and save it."
         )
-    return config, tokenizer, partial(kind.from_pretrained, source, trust_remote_code=own)
+    return config, tokenizer, partial(loader.from_pretrained, source, trust_remote_code=foreign)
 
 
-def _load(name: str, load: Any) -> Any:
+def _load(name: str, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
-        return load()
+        return load(*args, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model: could not load {name!r}: {error}\nGive {TINY_MODEL!r} (ships with agentrl), a "
@@ -230,42 +240,33 @@ def _load(name: str, load: Any) -> Any:
         ) from error
 
 
-def _runs_code(name: str, source: str, trust: bool) -> bool:
-    """Tell whether to run code that comes with the model: if it is needed and trusted.
-
-    Call it before transformers reads anything, which would ask on the terminal.
-    """
-    raw, _ = _load(name, lambda: PreTrainedConfig.get_config_dict(source))
-    kind = raw.get("model_type")
-    if "auto_map" not in raw or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return False  # where transformers has the model itself, it uses its own code
-    if kind in CONFIG_MAPPING:
-        return False
-    if trust:
-        return True
-    raise ModelError(
-        f"model: {name!r} ({kind}) comes with code of its own (auto_map in its config.json), which "
-        "could do anything to this machine. If you trust its authors, set trust_remote_code to "
-        f"true. Or choose a model that transformers {transformers.__version__} has itself, for "
-        "instance a Qwen3 or Llama instruct model, or a conversion of this one (often named -hf)."
+def _load_4bit(
+    load: Callable[..., PreTrainedModel], dtype: torch.dtype | str, device: torch.device
+) -> PreTrainedModel:
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
     )
+    return load(dtype=dtype, quantization_config=how, device_map={"": device})
 
 
-def _require_decoder_only(name: str, config: Any, trusted: bool) -> Any:
-    """Choose the class that loads the model's weights."""
+def _loader(name: str, config: Any, foreign: bool) -> Any:
+    """Choose the class that loads the weights; refuse all but decoder-only models."""
+    kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"model: {name!r} is an encoder-decoder ({config.model_type}); agentrl trains "
-            "decoder-only chat models. Choose for instance a Qwen3 or Llama instruct model."
-        )
-    if is_multimodal(config) and config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        fault = f"is an encoder-decoder ({kind}); agentrl trains decoder-only chat models"
+    elif is_multimodal(config) and kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         return AutoModelForMultimodalLM
-    named = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (trusted and named):
+    elif kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (
+        foreign and "AutoModelForCausalLM" in config.auto_map
+    ):
         return AutoModelForCausalLM
+    else:
+        fault = f"({kind}) is not a causal language model"
     raise ModelError(
-        f"model: {name!r} ({config.model_type}) is not a causal language model. Choose for "
-        "instance a Qwen3 or Llama instruct model."
+        f"model: {name!r} {fault}. Choose for instance a Qwen3 or Llama instruct model."
     )
 
 
@@ -292,26 +293,22 @@ def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     found = getattr(generation, "eos_token_id", None)
-    ids = [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
-    own = tokenizer.eos_token_id
-    if isinstance(own, int):
-        ids.append(own)
-    return frozenset(int(i) for i in ids)
+    ids = found if isinstance(found, (list, tuple)) else [found]
+    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
 
 
 def _device(device: str) -> torch.device:
-    if device != "auto":
-        try:
-            found = torch.device(device)
-        except RuntimeError as error:
-            raise ModelError(f"device: {device!r} is no torch device: {error}") from error
-        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-            raise ModelError(
-                f"device: {device!r} does not exist: torch {torch.__version__} sees "
-                f"{torch.cuda.device_count()} GPUs. Use auto or cpu, or install torch with CUDA."
-            )
-        return found
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # what torch without CUDA raises
+        raise ModelError(
+            f"device: {device!r} cannot be used: {error}. Use auto or cpu, or install torch with "
+            "CUDA."
+        ) from error
+    return found
 
 
 def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
@@ -321,19 +318,3 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if not isinstance(found, torch.dtype):
         raise ModelError(f"dtype: {dtype!r} is unknown; use auto, float32, bfloat16 or float16.")
     return found
-
-
-def _four_bit(dtype: torch.dtype | str) -> BitsAndBytesConfig:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(
-            "load_in_4bit: needs bitsandbytes, which is not installed: `pip install bitsandbytes`, "
-            "or leave load_in_4bit out."
-        )
-    if importlib.util.find_spec("accelerate") is None:
-        raise ModelError("load_in_4bit: needs accelerate: `pip install accelerate`.")
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
-    )

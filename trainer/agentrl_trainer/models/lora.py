@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agentrl_trainer.atomic_folder import atomic_folder
-from agentrl_trainer.models.loading import BaseModel, ModelError
+from agentrl_trainer.checkpoint import atomic_folder
+from agentrl_trainer.models.loading import BaseModel, ModelError, resolve_model
 from agentrl_trainer.models.lora_targets import no_false_warnings, resolve_targets
 from agentrl_trainer.models.moe import keep_weights_unmerged
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)B(?![A-Za-z0-9])", re.IGNORECASE)
 CONFIG_FILE = "adapter_config.json"
+_state = partial(get_peft_model_state_dict, save_embedding_layers=False)
 
 
 def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear") -> LoraConfig:
@@ -33,8 +38,6 @@ def lora_config(rank: int, alpha: float, targets: str | list[str] = "all-linear"
     "all-linear" is every linear layer but the output embedding; in a mixture of experts it includes
     the experts and leaves out routers: see ``lora_targets``.
     """
-    if rank < 1:
-        raise ModelError(f"lora.rank: must be at least 1, not {rank}.")
     return LoraConfig(
         r=rank,
         # PEFT types alpha as an int but only ever divides it; whole numbers stay ints on disk
@@ -65,12 +68,7 @@ def attach_adapter(
     plain: Any = base.base_model.model if isinstance(base, PeftModel) else base.model
     # PEFT resolves targets in place: one configuration may serve many adapters.
     config = resolve_targets(copy.deepcopy(config), plain)
-    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=gpus), warnings.catch_warnings(), no_false_warnings():
-        # PEFT warns of names such as "a", which are part of its own "lora_".
-        warnings.filterwarnings("ignore", message="Adapter name '.*' should not be contained")
-        # It also reads an attribute that transformers renamed.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), no_false_warnings():
         torch.manual_seed(seed)
         if isinstance(base, PeftModel):
             # As PEFT itself does for the first adapter: the model's name as the user gave it.
@@ -82,10 +80,27 @@ def attach_adapter(
             attached = base
         else:
             # PEFT writes this into adapter_config.json, and would write a path for a local folder.
-            base.model.__dict__["name_or_path"] = base.name
-            attached = cast(PeftModel, get_peft_model(base.model, config, adapter_name=name))
+            plain.__dict__["name_or_path"] = base.name
+            attached = cast(PeftModel, get_peft_model(plain, config, adapter_name=name))
         keep_weights_unmerged(attached)
         return attached
+
+
+def attach_saved_adapter(peft_model: PeftModel, name: str, folder: str | Path) -> None:
+    """Attach the adapter of a PEFT folder, without dropout; its rank may differ."""
+    with no_false_warnings():
+        config = cast(LoraConfig, PeftConfig.from_pretrained(str(folder)))
+        config.lora_dropout = 0.0
+        peft_model.add_adapter(name, config)
+    load_adapter_weights(peft_model, name, folder)
+
+
+def adapter_parameters(model: PeftModel, name: str) -> dict[str, nn.Parameter]:
+    """Find an adapter's tensors, by keys that do not contain its name."""
+    # ...q_proj.lora_A.<name>.weight, or ...lora_embedding_A.<name>
+    own = re.compile(rf"(.*lora_\w+)\.{re.escape(name)}(|\.weight)")
+    named = ((own.fullmatch(key), parameter) for key, parameter in model.named_parameters())
+    return {match[1] + match[2]: parameter for match, parameter in named if match}
 
 
 def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -> None:
@@ -93,10 +108,8 @@ def save_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -
 
     A folder that is already there is replaced.
     """
-    tensors = {
-        key: value.detach().cpu().contiguous()
-        for key, value in _state(peft_model, adapter_name).items()
-    }
+    state = _state(peft_model, adapter_name=adapter_name)
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     config = peft_model.peft_config[adapter_name].to_dict() | {"inference_mode": True}
     # Sets have no order (nor a JSON form): sorted, so that equal adapters give equal files.
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
@@ -109,30 +122,18 @@ def load_adapter_weights(peft_model: PeftModel, adapter_name: str, folder: str |
     """Copy a saved adapter into the attached one, in place: optimizer references stay valid.
 
     Raises:
-        ModelError: the folder holds no adapter, or one of other targets, rank or base model.
+        ModelError: the adapter is one of other targets, rank or base model.
     """
-    state = _state(peft_model, adapter_name)
-    path = Path(folder) / WEIGHTS_FILE
-    if not path.is_file():
-        raise ModelError(f"adapter: {path} does not exist; is {folder} a PEFT adapter folder?")
-    loaded = load_file(str(path))
-    for what, keys in (
-        ("lacks", sorted(state.keys() - loaded.keys())),
-        ("has unknown", sorted(loaded.keys() - state.keys())),
-    ):
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    state = _state(peft_model, adapter_name=adapter_name)
+    loaded = load_file(str(Path(folder) / WEIGHTS_FILE))
+    shapes = [{key: [*x.shape] for key, x in tensors.items()} for tensors in (state, loaded)]
+    for key in sorted(state.keys() | loaded.keys()):
+        here, there = (own.get(key, "missing") for own in shapes)
+        if here != there:
             raise ModelError(
-                f"adapter: {folder} {what} tensors {', '.join(keys[:3])}{more}, compared with "
-                f"adapter {adapter_name!r}. Targets and base model must be those it was trained "
-                "with."
-            )
-    for key, tensor in state.items():
-        if tensor.shape != loaded[key].shape:
-            raise ModelError(
-                f"adapter: {key} in {folder} has shape {tuple(loaded[key].shape)}, but adapter "
-                f"{adapter_name!r} has {tuple(tensor.shape)}. Rank, targets and base model must be "
-                "those it was trained with."
+                f"adapter: {folder} does not fit adapter {adapter_name!r}: the shape of {key} is "
+                f"{there} in the folder and {here} in the adapter. Rank, targets and base model "
+                "must be those it was trained with."
             )
     with torch.no_grad():
         for key, tensor in state.items():
@@ -153,7 +154,9 @@ def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -
         loaded: Any = peft_model.load_adapter(str(folder), adapter_name=adapter_name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelError(f"adapter: {folder} does not fit this model: {error}") from error
-    if _state(peft_model, adapter_name).keys() == adapter_shapes(folder).keys():
+    with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:
+        own_names = set(file.keys())
+    if _state(peft_model, adapter_name=adapter_name).keys() == own_names:
         load_adapter_weights(peft_model, adapter_name, folder)
         return
     lacks = [name for name in loaded.missing_keys if f".{adapter_name}." in f"{name}."]
@@ -165,18 +168,24 @@ def read_adapter(peft_model: PeftModel, adapter_name: str, folder: str | Path) -
             )
 
 
-def adapter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Read tensor names and shapes of a saved adapter, from the header only."""
-    with safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt") as file:
-        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+# ---- how large a model is, without its weights
 
 
-def _state(peft_model: PeftModel, adapter_name: str) -> dict[str, Tensor]:
-    if adapter_name not in peft_model.peft_config:
-        known = ", ".join(sorted(peft_model.peft_config)) or "none"
-        raise ModelError(
-            f"adapter: {adapter_name!r} is not attached to this model (attached: {known})."
-        )
-    return get_peft_model_state_dict(
-        peft_model, adapter_name=adapter_name, save_embedding_layers=False
-    )
+def count_parameters(name: str, rank: int) -> int | None:
+    """Count the parameters of the base and one adapter of this rank; None if only the model's own
+    code could build it."""
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(name), trust_remote_code=False)
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            base = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+            model = get_peft_model(base, lora_config(rank, 32.0, "all-linear"))
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError):
+        return None
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def parameters_in_name(name: str) -> int | None:
+    """Read a name: ``Qwen/Qwen3-30B-A3B`` has 30 billion, active or not; None if it has none."""
+    found = _BILLIONS.search(name)
+    return None if found is None else round(float(found[1]) * 1e9)

@@ -40,7 +40,7 @@ _STATE_SPACES = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemo
 def adaptable(model: Any) -> list[str]:
     """List the paths of the linear layers and expert weights that adapters may have."""
     mixture = expert_count(model.config) > 0
-    return [p for p in _linears(model) if not (mixture and _is_router(p))] + [*expert_stacks(model)]
+    return [p for p in _linears(model) if not (mixture and _is_router(p))] + expert_stacks(model)
 
 
 def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
@@ -53,32 +53,26 @@ def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
     Raises:
         ModelError: a target is a router, names half of a fused weight, or nothing.
     """
-    everything = config.target_modules == "all-linear"
-    if not expert_count(model.config):
-        if is_multimodal(model.config) or _not_adaptable(model):
-            linears = adaptable(model)
-            chosen = (
-                _default(model) if everything else _named(config.target_modules, linears, [])[0]
-            )
-            config.target_modules = _shortest(chosen, model)
+    mixture = expert_count(model.config) > 0
+    if not (mixture or is_multimodal(model.config) or _not_adaptable(model)):
         return config
-    stacks = [*expert_stacks(model)]
-    if everything:
+    stacks = expert_stacks(model)
+    if config.target_modules == "all-linear":
         chosen, experts = _default(model), stacks
     else:
         chosen, experts = _named(config.target_modules, _linears(model), stacks)
-    expert_like = [p for p in chosen if _leaf(p) in _EXPERT_NAMES]
+    expert_like = [p for p in chosen if mixture and _leaf(p) in _EXPERT_NAMES]
+    config.target_modules = _shortest([p for p in chosen if p not in expert_like], model)
     # Quantized weights are no matrices that could be targets by themselves: they are not adapted.
     quantized = bool(getattr(model, "is_quantized", False))
     as_weights = [] if quantized else [f"{p}.weight" for p in expert_like]
-    config.target_modules = _shortest([p for p in chosen if p not in expert_like], model)
     weights = {
         f"{path}.{name}"
         for path, module in own_modules(model)
         for name, _ in module.named_parameters(recurse=False)
     }
     of_experts = _endings(experts, 2, weights)
-    config.target_parameters = sorted({*of_experts, *_endings(as_weights, 3, weights)})
+    config.target_parameters = sorted({*of_experts, *_endings(as_weights, 3, weights)}) or None
     if experts and (rank := expert_rank(model.config, config.r)) != config.r:
         config.rank_pattern = {re.escape(end): rank for end in of_experts}
     return config
@@ -93,27 +87,26 @@ def what_is_trained(model: Any, config: LoraConfig) -> str | None:
     stacks = expert_stacks(model)
     layers = {p.rpartition(".")[0] for p in stacks if any(names(t, p) for t in targets)}
     rank = next(iter((config.rank_pattern or {}).values()), config.r)
-    said = [
-        f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}"
-        if layers
-        else f"the {count} experts of a layer are in no weight that LoRA was put on"
-    ]
-    said.append("routers stay as they are")
-    if getattr(model, "is_quantized", False):
-        left = [
-            p
-            for p, m in own_modules(model)
-            if isinstance(m, nn.Linear) and _leaf(p) in _EXPERT_NAMES
-        ]
-        said += [f"so do {len(left)} layers that are named like experts: in 4 bits"] if left else []
-    return "; ".join(said)
+    said = f"the {count} experts of a layer are in no weight that LoRA was put on"
+    if layers:
+        said = f"each of the {count} experts in {len(layers)} layers has a LoRA of rank {rank}"
+    said += "; routers stay as they are"
+    left = [p for p in _linears(model) if _leaf(p) in _EXPERT_NAMES]
+    if left and getattr(model, "is_quantized", False):
+        said += f"; so do {len(left)} layers that are named like experts: in 4 bits"
+    return said
 
 
 @contextlib.contextmanager
 def no_false_warnings() -> Iterator[None]:
-    """Silence a warning of PEFT, which looks for ``rank_pattern`` among modules alone."""
+    """Silence warnings of PEFT that do not apply here."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
+        for message in (
+            "The following rank_pattern keys did not match",  # it looks among modules alone
+            "Adapter name '.*' should not be contained",  # names such as "a": part of its "lora_"
+            "`is_gradient_checkpointing` is deprecated",  # it reads what transformers renamed
+        ):
+            warnings.filterwarnings("ignore", message=message)
         yield
 
 
@@ -126,16 +119,13 @@ def _linears(model: Any) -> list[str]:
 
 def _default(model: Any) -> list[str]:
     """List the paths of the linear layers that "all-linear" means."""
-    head = model.get_output_embeddings()
+    head, left_out = model.get_output_embeddings(), _not_adaptable(model)
     mixture = expert_count(model.config) > 0
-    left_out = _not_adaptable(model)
     return [
         path
         for path, module in text_modules(model)
-        if isinstance(module, (nn.Linear, Conv1D))
-        and module is not head
-        and not (mixture and _is_router(path))
-        and path not in left_out
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        if path not in left_out and not (mixture and _is_router(path))
     ]
 
 
@@ -146,17 +136,15 @@ def _not_adaptable(model: Any) -> set[str]:
     a LoRA beside it is not computed, but one merged into it is. In sparse attention it is the
     indexer, which chooses keys without a gradient.
     """
-    found: set[str] = set()
     modules = dict(own_modules(model))
-    for path, module in modules.items():
+    state_space = model.config.model_type in _STATE_SPACES
+
+    def refused(path: str) -> bool:
         owner, _, leaf = path.rpartition(".")
-        if not isinstance(module, nn.Linear):
-            continue
         step = leaf == "dt_proj" and hasattr(modules[owner], "A_log")
-        refused = leaf == "out_proj" and model.config.model_type in _STATE_SPACES
-        if step or refused or "indexer" in path.split("."):
-            found.add(path)
-    return found
+        return step or (leaf == "out_proj" and state_space) or "indexer" in path.split(".")
+
+    return {path for path, m in modules.items() if isinstance(m, nn.Linear) and refused(path)}
 
 
 def _is_router(path: str) -> bool:

@@ -18,8 +18,7 @@ Shapes: E experts, K of them per token, T tokens, S = T * K slots, r the experts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, cast
 
@@ -35,19 +34,6 @@ from agentrl_trainer.models.loading import is_multimodal
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
 _SENSES = ("vision", "visual", "audio", "image_embed")  # some decoders hold the towers themselves
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStack:
-    """One weight of all experts of a layer."""
-
-    owner: nn.Module
-    name: str
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """[E, out, in], or [E, in, out] where the owner ``is_transposed``."""
-        return cast(nn.Parameter, getattr(self.owner, self.name))
 
 
 def expert_count(config: Any) -> int:
@@ -66,17 +52,20 @@ def _first(config: Any, names: Sequence[str]) -> int:
     return next((n for n in found if isinstance(n, int)), 0)
 
 
-def expert_stacks(model: Any) -> dict[str, ExpertStack]:
-    """Find the experts' weights by path, in the order in which PEFT wraps those of a module."""
+def expert_stacks(model: Any) -> list[str]:
+    """List the paths of the experts' weights, in the order in which PEFT wraps those of a module.
+
+    A weight of all experts of a layer is [E, out, in], or [E, in, out].
+    """
     if not (count := expert_count(model.config)):
-        return {}
-    return {
-        f"{path}.{name}": ExpertStack(module, name)
+        return []
+    return [
+        f"{path}.{name}"
         for path, module in text_modules(model)
         if not isinstance(module, nn.Conv1d)  # its weight has three dimensions as well
         for name, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3 and weight.shape[0] == count and weight.is_floating_point()
-    }
+    ]
 
 
 def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -103,9 +92,6 @@ def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-# ---- adapters on disk
-
-
 def names(target: str, path: str) -> bool:
     """Tell whether PEFT takes ``path`` for what ``target`` names."""
     return path == target or path.endswith(f".{target}")
@@ -113,10 +99,8 @@ def names(target: str, path: str) -> bool:
 
 def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return [E, r, in] and [E, out, r]. In PEFT's B the expert is the faster index."""
-    return (
-        a.reshape(experts, -1, a.shape[-1]),
-        b.reshape(b.shape[0], -1, experts).permute(2, 0, 1),
-    )
+    by_expert = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    return a.reshape(experts, -1, a.shape[-1]), by_expert
 
 
 def lora_scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
@@ -133,19 +117,22 @@ def keep_weights_unmerged(model: nn.Module) -> None:
     """Compute adapters of ``target_parameters`` beside their weights, as LoRA of a layer is.
 
     PEFT adds the update to a copy of all experts' weights in every forward, which a backward would
-    keep for each layer: of a model with 30 billion parameters, another 30 billion. Here a token
-    meets the small matrices of its own experts, in the adapter's precision. ``_FORWARDS`` says
-    which modules this applies to; others are left to PEFT.
+    keep for each layer. Here a token meets the small matrices of its own experts, in the adapter's
+    precision. Modules that are neither linear nor standard experts are left to PEFT.
     """
     inner = {id(m.base_layer) for m in model.modules() if isinstance(m, ParamWrapper)}
     for wrapper in model.modules():
         if not isinstance(wrapper, ParamWrapper) or id(wrapper) in inner:
             continue
         base = wrapper.get_base_layer()
-        forward = next((forward for applies, forward in _FORWARDS if applies(base)), None)
-        if forward is not None:
-            # Set on the instance: PEFT knows wrappers by the name of their class.
-            cast(Any, wrapper).forward = MethodType(forward, wrapper)
+        if isinstance(base, nn.Linear):
+            forward = _linear_forward
+        elif _has_standard_interface(base):
+            forward = _experts_forward
+        else:
+            continue
+        # Set on the instance: PEFT knows wrappers by the name of their class.
+        cast(Any, wrapper).forward = MethodType(forward, wrapper)
 
 
 def _linear_forward(self: ParamWrapper, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -203,34 +190,18 @@ def _has_standard_interface(experts: nn.Module) -> bool:
     return known and not getattr(experts, "has_post_expert_norm", False)
 
 
-_FORWARDS: tuple[tuple[Callable[[nn.Module], bool], Callable[..., Tensor]], ...] = (
-    (lambda module: isinstance(module, nn.Linear), _linear_forward),
-    (_has_standard_interface, _experts_forward),
-)
-"""When a forward applies to the wrapped module, and the forward."""
-
-
 def _active(wrapper: ParamWrapper) -> list[tuple[Tensor, Tensor, float]]:
-    return [
-        (
-            wrapper.lora_A[name].weight,  # pyright: ignore[reportReturnType]
-            wrapper.lora_B[name].weight,
-            wrapper.scaling[name],
-        )
-        for name in wrapper.active_adapters
-        if name in wrapper.lora_A
-    ]
-
-
-_ALIGNED = 16  # bytes; what grouped kernels want of every row
+    """List A, B and the scaling of the adapters that are switched on."""
+    a, b, scaling = cast(Any, (wrapper.lora_A, wrapper.lora_B, wrapper.scaling))
+    return [(a[n].weight, b[n].weight, scaling[n]) for n in wrapper.active_adapters if n in a]
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Compute ``x[ends[e - 1] : ends[e]] @ weights[e]``; x [S, in], weights [E, in, out]."""
     x = x.to(weights.dtype)
     if hasattr(F, "grouped_mm") and weights.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        short = -weights.shape[1] % (_ALIGNED // weights.element_size())
-        wide = -weights.shape[2] % (_ALIGNED // weights.element_size())
+        aligned = 16 // weights.element_size()  # kernels want rows of 16 bytes
+        short, wide = -weights.shape[1] % aligned, -weights.shape[2] % aligned
         if short or wide:  # ranks are small: zeros change nothing
             weights = F.pad(weights, (0, wide, 0, short))
             x = F.pad(x, (0, short))

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,11 +31,10 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-from agentrl_trainer.models.common_prefix import common_prefix
 
 ATTENTION = "agentrl_trie"
 """Name of ``trie_attention`` among transformers' attention implementations."""
@@ -63,14 +63,10 @@ class Block:
             hidden = distance < 0
             if window is not None:
                 hidden |= distance >= window
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
             # Additive, not boolean: SDPA would convert it in every layer.
+            zeros = torch.zeros_like(hidden, dtype=dtype)
             self._masks[window, dtype] = zeros.masked_fill(hidden, float("-inf"))
         return self._masks[window, dtype]
-
-    def knows_window(self, window: int | None) -> bool:
-        """Tell whether an attention layer with this window was computed."""
-        return any(known == window for known, _ in self._masks)
 
     def to(self, device: torch.device) -> Block:
         moved = (x.to(device, non_blocking=True) for x in (self.queries, self.keys, self.depths))
@@ -115,10 +111,6 @@ class Trie:
             )  # fmt: skip
         return self._masks[window]
 
-    def knows_window(self, window: int | None) -> bool:
-        """Tell whether an attention layer with this window was computed."""
-        return window in self._masks or any(b.knows_window(window) for b in self.blocks)
-
 
 @dataclass(frozen=True, slots=True)
 class PackedTrie:
@@ -130,53 +122,58 @@ class PackedTrie:
     trie: Trie
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix, by bisection over slices."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
     """Make a trie of rows that are sorted and not empty."""
     tokens: list[int] = []
     depths: list[int] = []
-    paths: list[list[int]] = []
     ends: list[int] = []
-    branches: list[tuple[int, int]] = []  # first place in the trie, first depth
-    for at, row in enumerate(rows):
-        shared = common_prefix(rows[at - 1], row) if at else 0
-        for left in paths[-1][shared:] if at else ():
+    paths: list[list[int]] = []
+    starts: list[int] = []  # the depth at which each row's branch begins
+    path: list[int] = []
+    for before, row in pairwise(([], *rows)):
+        shared = common_prefix(before, row)
+        for left in path[shared:]:
             ends[left] = len(tokens)
-        ends.extend([0] * (len(row) - shared))
-        own = range(len(tokens), len(tokens) + len(row) - shared)
-        branches.append((len(tokens), shared))
-        paths.append([*(paths[-1][:shared] if at else ()), *own])
+        path = [*path[:shared], *range(len(tokens), len(tokens) + len(row) - shared)]
+        paths.append(path)
+        starts.append(shared)
         tokens.extend(row[shared:])
         depths.extend(range(shared, len(row)))
-    ends = [end or len(tokens) for end in ends]
-    blocks, order = _plan(branches, paths, len(tokens))
-    trie = Trie(blocks, order, torch.tensor(depths), torch.tensor(ends))
-    return PackedTrie(tokens, depths, paths, trie)
+        ends.extend([0] * (len(row) - shared))
+    blocks, order = _plan(starts, paths, len(tokens))
+    last = torch.tensor([end or len(tokens) for end in ends])
+    return PackedTrie(tokens, depths, paths, Trie(blocks, order, torch.tensor(depths), last))
 
 
-def _plan(
-    branches: list[tuple[int, int]], paths: list[list[int]], size: int
-) -> tuple[list[Block], Tensor]:
+def _plan(starts: list[int], paths: list[list[int]], size: int) -> tuple[list[Block], Tensor]:
     blocks: list[Block] = []
     order = torch.empty(size, dtype=torch.int64)
     done = 0
-    for members in _alike(
-        [(depth, len(path)) for (_, depth), path in zip(branches, paths, strict=True)]
-    ):
-        q = max(len(paths[i]) - branches[i][1] for i in members)
-        k = max(len(paths[i]) for i in members)
-        queries = torch.zeros(len(members), q, dtype=torch.int64)
-        keys = torch.zeros(len(members), k, dtype=torch.int64)
-        starts = torch.tensor([branches[i][1] for i in members])
-        for row, i in enumerate(members):
-            first, depth = branches[i]
-            own = len(paths[i]) - depth
-            queries[row, :own] = torch.arange(first, first + own)
-            keys[row, : len(paths[i])] = torch.tensor(paths[i])
-            order[first : first + own] = torch.arange(done, done + own)
-            done += q
+    for members in _alike([(start, len(path)) for start, path in zip(starts, paths, strict=True)]):
+        rows = [torch.tensor(paths[i]) for i in members]
+        own = [row[starts[i] :] for i, row in zip(members, rows, strict=True)]
+        queries, keys = (pad_sequence(x, batch_first=True) for x in (own, rows))
+        first = torch.tensor([starts[i] for i in members])
+        for row in own:
+            order[row] = torch.arange(done, done + len(row))
+            done += queries.shape[1]
         # Padded queries stay among the keys: beyond a sliding window they would see none (NaN).
-        depths = (starts[:, None] + torch.arange(q)).clamp(max=keys.shape[1] - 1)
-        blocks.append(Block(queries, keys, depths, causal=not bool(starts.any())))
+        depths = (first[:, None] + torch.arange(queries.shape[1])).clamp(max=keys.shape[1] - 1)
+        blocks.append(Block(queries, keys, depths, causal=not bool(first.any())))
     return blocks, order
 
 
@@ -185,7 +182,7 @@ def _alike(shapes: list[tuple[int, int]]) -> list[list[int]]:
 
     A branch without tokens of its own has no queries, and is in no group.
     """
-    own = [length - depth for depth, length in shapes]
+    own = [length - start for start, length in shapes]
     order = sorted(
         (i for i in range(len(shapes)) if own[i]),
         key=lambda i: (shapes[i][0] > 0, -own[i], -shapes[i][1], i),
@@ -193,20 +190,19 @@ def _alike(shapes: list[tuple[int, int]]) -> list[list[int]]:
     groups: list[list[int]] = []
     width = useful = 0
     for i in order:
-        pairs = own[i] * shapes[i][1]
-        if groups:
-            group = groups[-1]
-            height = own[group[0]]  # the first has most queries
-            padded = (len(group) + 1) * height * max(width, shapes[i][1])
-            # Ordinary causal attention needs no mask and half the work, so it is kept apart.
-            one_kind = (shapes[i][0] > 0) == (shapes[group[0]][0] > 0)
-            allowed = max(PADDED_SHARE * (useful + pairs), useful + pairs + PADDED_PAIRS)
-            if one_kind and padded <= allowed:
+        start, length = shapes[i]
+        pairs = own[i] * length
+        # Ordinary causal attention needs no mask and half the work, so it is kept apart.
+        if groups and (start > 0) == (shapes[groups[-1][0]][0] > 0):
+            group, total = groups[-1], useful + pairs
+            # The first has most queries.
+            padded = (len(group) + 1) * own[group[0]] * max(width, length)
+            if padded <= max(PADDED_SHARE * total, total + PADDED_PAIRS):
                 group.append(i)
-                width, useful = max(width, shapes[i][1]), useful + pairs
+                width, useful = max(width, length), total
                 continue
         groups.append([i])
-        width, useful = shapes[i][1], pairs
+        width, useful = length, pairs
     return groups
 
 
@@ -226,39 +222,32 @@ def trie_attention(
     """Implement transformers' attention interface; ``query`` [1, H, U, D], result [1, U, H, D].
 
     Without ``trie`` this is SDPA. With one, ``attention_mask`` is ignored.
-
-    Raises:
-        NotImplementedError: attention with position biases; then rows are padded instead.
     """
     sinks = kwargs.get("s_aux")
-    if trie is None and (softcap is not None or sinks is not None):
-        mask = additive(attention_mask, query)
-        return explicit(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
-    if trie is None:
+    by_sdpa = softcap is None and sinks is None
+    if trie is None and by_sdpa:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    for name in ("sinks", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"attention with {name}")
+    if trie is None:
+        out = explicit(query, key, value, attention_mask, scaling, softcap, sinks)
+        return out.transpose(1, 2), None
+    if any(kwargs.get(name) is not None for name in ("sinks", "position_bias")):
+        raise NotImplementedError("attention with biases: rows are padded instead")
     if trie.flex and sinks is None:
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
     queries, keys, values = (_by_token(x) for x in (query, key, value))
     parts: list[Tensor] = []
     for block in trie.blocks:
-        q, k, v = (
-            _gather(queries, block.queries, query),
-            _gather(keys, block.keys, key),
-            _gather(values, block.keys, value),
-        )
+        q = _gather(queries, block.queries, query)
+        k, v = _gather(keys, block.keys, key), _gather(values, block.keys, value)
         plain = block.causal and sliding_window is None
-        if softcap is None and sinks is None:
-            mask = None if plain else block.mask(sliding_window, q.dtype)
+        mask = None if plain and by_sdpa else block.mask(sliding_window, q.dtype)
+        if by_sdpa:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=plain, scale=scaling, enable_gqa=True
             )
         else:
-            mask = block.mask(sliding_window, q.dtype)
             out = explicit(q, k, v, mask, scaling, softcap, sinks)
         parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = torch.cat(parts).index_select(0, trie.order)
@@ -272,14 +261,9 @@ def _kernel(device: str) -> Any:
 
 
 def _flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    trie: Trie,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, trie: Trie, scaling: float | None,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """Compute [1, U, H, D] without gathering keys or holding a mask."""
 
     def capped(score: Tensor, *_places: Tensor) -> Tensor:
@@ -291,36 +275,6 @@ def _flex(
         block_mask=trie.block_mask(window), scale=scaling, enable_gqa=True,
     )  # fmt: skip
     return out.transpose(1, 2)
-
-
-def why_no_flex(device: torch.device, dtype: torch.dtype, heads: int, groups: int, dim: int) -> str:
-    """Check that ``flex_attention`` computes a trie as the blocks do, gradients too; "" if so.
-
-    For ``heads`` query and ``groups`` key heads of size ``dim``. Compiles the kernels.
-    """
-    if device.type != "cuda":
-        return "flex_attention has no gradients here"
-    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]]
-    trie = pack_trie(rows).trie.to(device)
-    size = len(trie.ends)
-    random = torch.Generator("cpu").manual_seed(0)
-    shapes = [(1, h, size, dim) for h in (heads, groups, groups)]
-    states = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
-    found: list[list[Tensor]] = []
-    try:
-        for flex in (False, True):
-            own = q, k, v = [x.clone().requires_grad_() for x in states]
-            with torch.enable_grad():
-                out, _ = trie_attention(nn.Module(), q, k, v, None, trie=replace(trie, flex=flex))
-                found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
-    except Exception as error:  # compilers raise anything
-        return f"flex_attention cannot be used: {type(error).__name__}: {error}"
-    limit = 2e-3 if dtype == torch.float32 else 5e-2
-    for by_blocks, by_flex in zip(*found, strict=True):
-        scale = max(1.0, float(by_blocks.abs().max()))
-        if not float((by_blocks - by_flex).abs().max()) <= limit * scale:
-            return "flex_attention computes something else"
-    return ""
 
 
 def _by_token(states: Tensor) -> Tensor:
@@ -338,36 +292,32 @@ def explicit(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with what SDPA lacks; q [n, H, q, D], ``mask`` is added to the scores.
+    """Compute attention with what SDPA lacks; q [n, H, q, D].
 
-    ``softcap``: of scores (Gemma 2, arXiv:2408.00118). ``sinks`` [H]: the score of one more key
-    without a value (gpt-oss, arXiv:2508.10925; "attention sinks", arXiv:2309.17453).
+    ``mask``: added to the scores, or transformers' boolean one (None: causal). ``softcap``: of
+    scores (Gemma 2, arXiv:2408.00118). ``sinks`` [H]: the score of one more key without a value
+    (gpt-oss, arXiv:2508.10925; "attention sinks", arXiv:2309.17453).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + mask
+    if mask is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        mask = visible.tril(scores.shape[-1] - scores.shape[-2])
+    hidden = float("-inf")
+    scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, beside.to(scores.dtype)], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
     return weights[..., : k.shape[2]] @ v
-
-
-def additive(mask: Tensor | None, query: Tensor) -> Tensor:
-    """Turn transformers' boolean mask (None: causal) into one to be added to scores."""
-    if mask is None:
-        length = query.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    return zeros.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
 
 
 AttentionInterface.register(ATTENTION, trie_attention)

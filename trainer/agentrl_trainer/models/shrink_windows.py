@@ -30,22 +30,23 @@ def shrunk_windows(model: nn.Module) -> Iterator[None]:
 
     For comparisons only, and for one thread: the model computes something else meanwhile.
     """
-    holders = {id(module): module for module in model.modules()}
-    configs = [config for m in model.modules() if (config := getattr(m, "config", None))]
     changed: list[tuple[dict[str, Any], str, Any]] = []
-    for holder in {**holders, **{id(config): config for config in configs}}.values():
-        own = vars(holder)
+
+    def change(own: dict[str, Any], name: str, value: Any) -> None:
+        changed.append((own, name, own[name]))
+        own[name] = value
+
+    found = {id(x): vars(x) for m in model.modules() for x in (m, getattr(m, "config", None)) if x}
+    for own in found.values():
         for name in _NAMES:
             value = own.get(name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > _SHORT:
-                changed.append((own, name, value))
-                own[name] = type(value)(_SHORT)
+                change(own, name, type(value)(_SHORT))
     for module in model.modules():
         masks = vars(module)["_buffers"]
         for name, mask in list(masks.items()):
             if mask is not None and _is_window(mask):
-                changed.append((masks, name, mask))
-                masks[name] = mask & torch.ones_like(mask).triu(1 - _SHORT)
+                change(masks, name, mask & torch.ones_like(mask).triu(1 - _SHORT))
     try:
         yield
     finally:

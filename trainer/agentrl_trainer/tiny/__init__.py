@@ -9,5 +9,3 @@ another person when told to: just often enough that reinforcement learning can t
 from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).parent / "weights"
-
-__all__ = ["MODEL_DIR"]

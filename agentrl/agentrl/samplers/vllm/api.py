@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -40,18 +39,21 @@ _LOAD_ADVICE = (
 )
 
 
+Score = tuple[float, list[tuple[int, float]] | None]
+"""A token's log-prob, and the likeliest tokens in its place."""
+
+
 class VllmError(RuntimeError):
     """The server cannot be used as it is; the message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fitness:
+class Fitness(NamedTuple):
     """What ``check`` found."""
 
-    base: str
+    base: str = ""
     """The server's name of the base model."""
-    context_length: int | None
-    enforces_grammars: bool
+    context_length: int | None = None
+    enforces_grammars: bool = False
 
 
 def why_not_up(server: httpx.Client, timeout_s: float) -> str | None:
@@ -61,15 +63,13 @@ def why_not_up(server: httpx.Client, timeout_s: float) -> str | None:
         VllmError: it will never be: it is no vLLM server.
     """
     try:
-        status = server.get("/health", timeout=timeout_s).status_code
+        answer = server.get("/health", timeout=timeout_s)
     except httpx.TransportError as error:
         return str(error) or type(error).__name__
-    if status == 200:
-        return None
-    _require_key(status)
-    if status // 100 == 5:  # vLLM's own, or a proxy's in front of it
-        return f"/health answers {status}"
-    raise _no_vllm(server, f"/health answers {status}")
+    if answer.status_code // 100 == 5:  # vLLM's own, or a proxy's in front of it
+        return f"/health answers {answer.status_code}"
+    _require_vllm(answer)
+    return None
 
 
 def check(server: httpx.Client, eos_id: int) -> Fitness:
@@ -79,59 +79,53 @@ def check(server: httpx.Client, eos_id: int) -> Fitness:
         VllmError: they cannot; or the server wants an API key; or it is no vLLM server.
         httpx.HTTPError: it does not answer.
     """
-    try:
-        return _check(server, eos_id)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise _no_vllm(server, f"it answers otherwise ({what})") from error
-
-
-def _check(server: httpx.Client, eos_id: int) -> Fitness:
     models = server.get("/v1/models")
-    _require_key(models.status_code)
-    if models.status_code == 404:
-        raise _no_vllm(server, "/v1/models answers 404")
-    card = models.raise_for_status().json()["data"][0]
-    base = card["id"]
+    _require_vllm(models)
+    models.raise_for_status()
     # With top_k = 1, processed log-probs would be 0 for one token and -inf for the others.
     probe = {
-        "model": base, "prompt": [eos_id], "max_tokens": 1, "top_k": 1, "temperature": 1.0,
-        "logprobs": 2, "ignore_eos": True, "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
+        "prompt": [eos_id], "max_tokens": 1, "top_k": 1, "temperature": 1.0, "logprobs": 2,
+        "ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True,
     }  # fmt: skip
-    answer = server.post("/v1/completions", json=probe)
-    if answer.status_code != 200:
-        raise VllmError(f"vllm: the server refuses a probe: {answer.text[:500]}")
-    [choice] = answer.json()["choices"]
-    if choice.get("token_ids") is None:
-        raise VllmError("vllm: the server returns no token ids; vLLM 0.11 or newer does")
-    values = sorted(choice["logprobs"]["top_logprobs"][0].values())[-2:]
-    if values[0] < -9000 or values[1] > 0:
-        raise VllmError("vllm: start the server with --logprobs-mode raw_logprobs")
-    routes = server.get("/openapi.json")
-    if routes.status_code == 200 and "/v1/load_lora_adapter" not in routes.json()["paths"]:
-        raise VllmError(
-            "vllm: the server takes no adapters at run time; start it with --enable-lora and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
-        )
-    # Sent now, because vLLM has one grammar backend per engine and the first request chooses it.
-    probe = {"model": base, "prompt": [eos_id], "max_tokens": 2}
-    probe |= {"structured_outputs": structured('start: "a"')}
-    enforces = server.post("/v1/completions", json=probe).status_code == 200
-    return Fitness(base, card.get("max_model_len"), enforces)
+    try:
+        card = models.json()["data"][0]
+        base = card["id"]
+        answer = server.post("/v1/completions", json={"model": base} | probe)
+        if answer.status_code != 200:
+            raise VllmError(f"vllm: the server refuses a probe: {answer.text[:500]}")
+        [choice] = answer.json()["choices"]
+        if choice.get("token_ids") is None:
+            raise VllmError("vllm: the server returns no token ids; vLLM 0.11 or newer does")
+        values = sorted(choice["logprobs"]["top_logprobs"][0].values())[-2:]
+        if values[0] < -9000 or values[1] > 0:
+            raise VllmError("vllm: start the server with --logprobs-mode raw_logprobs")
+        routes = server.get("/openapi.json")
+        if routes.status_code == 200 and "/v1/load_lora_adapter" not in routes.json()["paths"]:
+            raise VllmError(
+                "vllm: the server takes no adapters at run time; start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+            )
+        # Sent now: vLLM has one grammar backend per engine and the first request chooses it.
+        grammar = {"prompt": [eos_id], "structured_outputs": structured('start: "a"')}
+        probed = server.post("/v1/completions", json={"model": base, "max_tokens": 2} | grammar)
+        return Fitness(base, card.get("max_model_len"), probed.status_code == 200)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise _no_vllm(server.base_url, f"it answers otherwise ({what})") from error
 
 
-def _no_vllm(server: httpx.Client, why: str) -> VllmError:
-    return VllmError(
-        f"sampler.vllm.url: what is at {server.base_url} seems to be no vLLM server: {why}"
-    )
-
-
-def _require_key(status: int) -> None:
+def _require_vllm(answer: httpx.Response) -> None:
+    status, url = answer.status_code, answer.request.url
     if status in (401, 403):
         raise VllmError(
             "vllm: the server wants an API key; name its variable in sampler.vllm.key_env"
         )
+    if status // 100 not in (2, 5):
+        raise _no_vllm(url.join("/"), f"{url.path} answers {status}")
+
+
+def _no_vllm(url: httpx.URL, why: str) -> VllmError:
+    return VllmError(f"sampler.vllm.url: what is at {url} seems to be no vLLM server: {why}")
 
 
 def completion(
@@ -147,26 +141,19 @@ def completion(
     """
     greedy_of_many = params.temperature == 0 and params.n > 1  # vLLM refuses that
     body: dict[str, Any] = {
-        "model": model,
-        "prompt": list(prompt_ids),
-        "max_tokens": max_tokens,
+        "model": model, "prompt": list(prompt_ids), "max_tokens": max_tokens, "n": params.n,
         "temperature": 1.0 if greedy_of_many else params.temperature,
-        "top_p": params.top_p,
-        "top_k": 1 if greedy_of_many else params.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "n": params.n,
-        "logprobs": params.top_logprobs,
-        "stop": list(params.stop),
-        "stop_token_ids": list(eos_ids),
+        "top_p": params.top_p, "top_k": 1 if greedy_of_many else params.top_k, "min_p": 0.0,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "stop": list(params.stop), "stop_token_ids": list(eos_ids),
         "skip_special_tokens": False,  # a stop string may be one
-        "return_token_ids": True,
+        "logprobs": params.top_logprobs, "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-    }
+    }  # fmt: skip
     if params.seed is not None:
-        body["seed"] = _seed(params.seed)
+        # Choice i samples from vLLM's seed + i, so close seeds would share streams: spread them.
+        digest = blake2b(str(params.seed).encode(), digest_size=8).digest()
+        body["seed"] = int.from_bytes(digest, "big") >> 2
     if params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     return body
@@ -183,43 +170,32 @@ def structured(grammar: str) -> dict[str, str]:
     return {"grammar": f"%llguidance {{}}\n{grammar}"}
 
 
-def _seed(seed: int) -> int:
-    """Spread seeds: choice i samples from vLLM's seed + i, so close seeds would share streams."""
-    digest = blake2b(str(seed).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
-def require_prompt(choice: dict[str, Any], prompt: list[int]) -> None:
-    """
-    Raises:
-        VllmError: vLLM consumed a prompt other than the one sent.
-    """
-    consumed = choice.get("prompt_token_ids")
-    if consumed is not None and consumed != prompt:
-        raise VllmError("vLLM consumed a prompt other than the one sent")
-
-
 def tokens(
-    choice: dict[str, Any], params: DecodingParams, version: int | None
-) -> Iterator[TokenEvent]:
-    ids: list[int] = choice["token_ids"]
-    if not ids:
-        return
-    found = choice["logprobs"]
-    for i, (token_id, logprob) in enumerate(zip(ids, found["token_logprobs"], strict=True)):
+    choice: dict[str, Any], prompt: list[int], params: DecodingParams, version: int | None
+) -> list[TokenEvent]:
+    """Return the tokens of an answer, or of a part of one.
+
+    Raises:
+        VllmError: vLLM consumed a prompt other than ``prompt``.
+    """
+    if choice.get("prompt_token_ids") not in (None, prompt):
+        raise VllmError("vLLM consumed a prompt other than the one sent")
+    ids, found = choice["token_ids"], choice["logprobs"]
+    events: list[TokenEvent] = []
+    for i, token_id in enumerate(ids):
         top = None
         if params.top_logprobs:
             named = found["top_logprobs"][i].items()
             pairs = [(int(name.removeprefix("token_id:")), value) for name, value in named]
             top = _likeliest(pairs, params.top_logprobs)
-        yield TokenEvent(choice["index"], token_id, logprob, top, version)
+        logprob = found["token_logprobs"][i]
+        events.append(TokenEvent(choice["index"], token_id, logprob, top, version))
+    return events
 
 
-def scores(
-    choice: dict[str, Any], ids: Sequence[int], top: int
-) -> list[tuple[float, list[tuple[int, float]] | None]]:
-    """Return (log-prob, ``top`` likeliest tokens) of each scored token but the first."""
-    found: list[tuple[float, list[tuple[int, float]] | None]] = []
+def scores(choice: dict[str, Any], ids: Sequence[int], top: int) -> list[Score]:
+    """Return the scores of each scored token but the first, with ``top`` likeliest tokens."""
+    found: list[Score] = []
     for token, row in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
         pairs = [(int(key), entry["logprob"]) for key, entry in row.items()]
         found.append((row[str(token)]["logprob"], _likeliest(pairs, top)))
@@ -235,9 +211,8 @@ def finish(choice: dict[str, Any], log_mass: float | None = None) -> FinishEvent
     said, by = choice["finish_reason"], choice["stop_reason"]
     reason = _FINISH.get(said, "error")
     error = f"vLLM ended the answer: {said}" if reason == "error" else None
-    return FinishEvent(
-        choice["index"], reason, error, by if isinstance(by, str) else None, log_mass
-    )
+    stop = by if isinstance(by, str) else None
+    return FinishEvent(choice["index"], reason, error, stop, log_mass)
 
 
 def refusal(status: int, content: bytes, *, constrained: bool = False) -> Exception:
@@ -272,8 +247,7 @@ def _message(content: bytes) -> str:
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Read the counters that ``stats`` reports from Prometheus's text format, summed over
-    engines."""
+    """Read the counters that ``stats`` reports, summed over engines."""
     found = dict.fromkeys(_METRICS.values(), 0.0)
     for line in text.splitlines():
         name = _METRICS.get(line.partition("{")[0])

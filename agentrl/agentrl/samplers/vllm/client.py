@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -18,11 +17,10 @@ SILENCE_S = 60.0
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0
 """Less than vLLM's 5 s, so that no request uses a connection that vLLM is about to close."""
-_NEVER = -math.inf
 
 
 class VllmClient:
-    """Requests from threads (``blocking``) and from event loops (``connection``, ``post``).
+    """Requests from threads (``blocking``) and from event loops (``connection``).
 
     ``recovery`` marks the server as healthy or lost; requests fail while it is lost.
     """
@@ -30,34 +28,31 @@ class VllmClient:
     def __init__(self, url: str, api_key: str | None) -> None:
         """``url``: of the server, without ``/v1``; ``unix:/path`` for a socket."""
         self.url = url
-        self._base_url = url.rstrip("/").removesuffix("/v1")
-        self._socket = None
-        if url.startswith("unix:"):
-            self._base_url, self._socket = "http://vllm", url.removeprefix("unix:")
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._heard_at = _NEVER
-        self.trouble = ""
-        """Why the server is lost."""
+        self.trouble = "it has not been checked yet"
+        """Why the server is lost; empty: it is not."""
+        self._socket = url.removeprefix("unix:") if url.startswith("unix:") else None
+        self._options: dict[str, Any] = {
+            "base_url": "http://vllm" if self._socket else url.rstrip("/").removesuffix("/v1"),
+            "headers": {"authorization": f"Bearer {api_key}"} if api_key else {},
+        }
+        transport = httpx.HTTPTransport(uds=self._socket)
+        self.blocking = httpx.Client(transport=transport, timeout=60.0, **self._options)
+        self._heard_at = 0.0
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lifetime: AsyncGenerator[httpx.AsyncClient] | None = None
 
     @property
     def healthy(self) -> bool:
-        return time.monotonic() - self._heard_at < SILENCE_S
-
-    @property
-    def lost(self) -> bool:
-        """Whether ``mark_lost`` was called since the last ``mark_healthy``."""
-        return self._heard_at == _NEVER
+        return not self.trouble and time.monotonic() - self._heard_at < SILENCE_S
 
     def mark_healthy(self) -> None:
         self._heard_at, self.trouble = time.monotonic(), ""
 
     def mark_lost(self, why: str) -> None:
-        """Fail requests from now on, and end those under way: the server may never answer them,
+        """Fail requests from now on, and end those in progress: the server may never answer them,
         nor close their sockets."""
-        self._heard_at, self.trouble = _NEVER, why
+        self.trouble = why
         client, loop = self._client, self._loop
         if client is not None and loop is not None:
             self._client = None
@@ -67,31 +62,9 @@ class VllmClient:
     def unavailable(self, error: Exception | None = None) -> RefusedError:
         """Return the error for a request that the server does not answer."""
         if self.healthy and error is not None:
-            said = f"vLLM does not answer: {type(error).__name__}: {error}"
-        else:
-            said = f"vLLM is out of use: {self.trouble or silence()}"
-        return RefusedError("stopped", said)
-
-    def blocking(self) -> httpx.Client:
-        return httpx.Client(
-            base_url=self._base_url,
-            headers=self._headers,
-            transport=httpx.HTTPTransport(uds=self._socket),
-            timeout=httpx.Timeout(60.0),
-        )
-
-    async def post(
-        self, path: str, body: Mapping[str, Any], limit_s: float | None = None
-    ) -> httpx.Response:
-        """
-        Raises:
-            RefusedError: the server is lost.
-            httpx.TransportError: it does not answer.
-        """
-        client = await self.connection()
-        return await client.post(
-            path, json=body, timeout=httpx.Timeout(limit_s, connect=_CONNECT_S)
-        )
+            return RefusedError("stopped", f"vLLM does not answer: {type(error).__name__}: {error}")
+        why = self.trouble or "it does not answer"
+        return RefusedError("stopped", f"vLLM is out of use: {why}")
 
     async def connection(self) -> httpx.AsyncClient:
         """Return the running event loop's client, which closes when the loop ends.
@@ -114,13 +87,8 @@ class VllmClient:
             max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEP_ALIVE_S
         )
         async with httpx.AsyncClient(
-            base_url=self._base_url,
-            headers=self._headers,
             transport=httpx.AsyncHTTPTransport(uds=self._socket, limits=limits),
             timeout=httpx.Timeout(None, connect=_CONNECT_S),  # sampling takes as long as it takes
+            **self._options,
         ) as client:
             yield client
-
-
-def silence() -> str:
-    return f"it has not answered for {SILENCE_S:g} s"

@@ -14,9 +14,11 @@ answer, and the difference is the mask's mass. So a constrained answer arrives a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,10 +42,12 @@ from agentrl_proxy.sampler import (
 
 log = logging.getLogger("agentrl")
 
-_POLL_START_S = 0.25
+_PATIENCE_S = 4.0
+"""How long a publication waits for a server that is lost."""
+_POLL_S = 0.25
 _TOKENS_PER_CHUNK = 8
 """A chunk costs both sides about as much as sampling a token on a GPU. The first and last arrive at
-once; of a cancelled answer up to one chunk's tokens are not recorded."""
+once; of a canceled answer up to one chunk's tokens are not recorded."""
 
 
 class VllmSampler:
@@ -59,25 +63,17 @@ class VllmSampler:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        eos_ids: frozenset[int],
-        context_length: int,
-        api_key: str | None = None,
-        wait_s: float | None = None,
-    ) -> None:
+        self, url: str, *, eos_ids: frozenset[int], context_length: int,
+        api_key: str | None = None, wait_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.context_length = context_length
         self._wait_s = wait_s
         self._eos_ids = sorted(eos_ids)
-        self._base = ""
-        self._enforces_grammars = False
+        self._found = api.Fitness()
         self._in_flight = 0
         self._client = VllmClient(url, api_key)
         self._adapters = VllmAdapters(self._client)
         self._watch = VllmWatch(self._client, self._adapters, self._learn)
-
-    # ---- life
 
     def start(self) -> None:
         """Wait for the server, check that it is fit, and begin to watch it.
@@ -90,22 +86,21 @@ class VllmSampler:
         """
         waiting = Waiting(log.warning, first_s=1.0)
         limit = "" if self._wait_s is None else f" up to {self._wait_s:g} s (sampler.vllm.wait)"
-        with self._client.blocking() as server:
-            while why := api.why_not_up(server, REQUEST_S):
-                said = f"no vLLM server is ready at {self._client.url}: {why}"
-                if self._wait_s is not None and waiting.seconds >= self._wait_s:
-                    raise VllmError(
-                        f"sampler.vllm.url: {said}; sampler.vllm.wait is {self._wait_s:g} s"
-                    )
-                waiting.still(lambda said=said: f"{said}; waiting for it{limit}")
-                if self._watch.stopping.wait(_POLL_START_S):
-                    return
-            self._learn(server)
+        while why := api.why_not_up(self._client.blocking, REQUEST_S):
+            said = f"no vLLM server is ready at {self._client.url}: {why}"
+            if self._wait_s is not None and waiting.seconds >= self._wait_s:
+                raise VllmError(
+                    f"sampler.vllm.url: {said}; sampler.vllm.wait is {self._wait_s:g} s"
+                )
+            waiting.still(lambda said=said: f"{said}; waiting for it{limit}")
+            if self._watch.stopping.wait(_POLL_S):
+                return
+        self._learn()
+        self._client.mark_healthy()
         self._watch.start()
 
-    def _learn(self, server: httpx.Client) -> None:
-        found = api.check(server, self._eos_ids[0])
-        self._base, self._enforces_grammars = found.base, found.enforces_grammars
+    def _learn(self) -> None:
+        found = self._found = api.check(self._client.blocking, self._eos_ids[0])
         self.context_length = min(self.context_length, found.context_length or self.context_length)
         if not found.enforces_grammars:
             log.warning("vLLM: %s", api.NO_GRAMMARS)
@@ -114,12 +109,11 @@ class VllmSampler:
         """Stop watching and unload the adapters; the server goes on."""
         self._watch.stop()
         self._client.mark_lost("the gateway stops")
-        with self._client.blocking() as server:
-            self._adapters.unload_all(server)
+        self._adapters.unload_all()
+        self._client.blocking.close()
 
     @property
     def healthy(self) -> bool:
-        """Whether the server answers, with all adapters. It may become healthy again."""
         return self._client.healthy
 
     def stats(self) -> dict[str, Any]:
@@ -132,50 +126,44 @@ class VllmSampler:
             "recoveries": self._watch.recoveries,
         }
 
-    # ---- adapters
-
     @property
     def adapters(self) -> Mapping[str, int]:
-        return self._adapters.versions
+        return {name: load.version for name, load in self._adapters.current.items()}
 
     def load_now(self, name: str, version: int, path: str) -> None:
-        """Like ``load_adapter``, before an event loop runs."""
-        with self._client.blocking() as server:
-            self._adapters.load_now(server, name, version, path)
+        """Run ``load_adapter`` in this thread, without waiting for a server that is lost."""
+        self._adapters.load(name, version, path)
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """Load a version beside the one that answers now, then answer with it.
-
-        Raises:
-            RefusedError: the server does not take it (``invalid_parameter``), or is lost
-                (``stopped``).
-        """
-        await self._adapters.load(name, version, path)
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self.healthy:
+            if time.monotonic() > deadline:
+                raise self._client.unavailable()
+            await asyncio.sleep(_POLL_S)
+        await asyncio.to_thread(self.load_now, name, version, path)
 
     @contextmanager
     def _request(self, adapter: str | None) -> Iterator[tuple[str, int | None]]:
-        """Yield the server's name of an adapter and its version, in use until the end."""
-        load = None if adapter is None else self._adapters.use(adapter)
+        """Yield the server's name of an adapter and its version; translate its failures."""
+        load = self._adapters.current.get(adapter) if adapter else None
+        if load is None and adapter is not None:
+            raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
         self._in_flight += 1
         try:
-            yield (self._base, None) if load is None else (load.lora, load.version)
+            yield (load.lora, load.version) if load else (self._found.base, None)
         except (httpx.TransportError, RuntimeError) as error:
             if isinstance(error, httpx.TransportError) or not self.healthy:
                 raise self._client.unavailable(error) from error
             raise
         finally:
             self._in_flight -= 1
-            if load is not None:
-                self._adapters.release(load)
-
-    # ---- sampling
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
     ) -> AsyncGenerator[SampleEvent]:
         room = self.context_length - len(prompt_ids)
         if params.grammar is not None:
-            if not self._enforces_grammars:
+            if not self._found.enforces_grammars:
                 raise GrammarError(api.NO_GRAMMARS)
             room -= 1  # scoring an answer samples one more token
         if room < 1:
@@ -208,8 +196,7 @@ class VllmSampler:
                 if "error" in chunk:
                     raise RefusedError("stopped", f"vLLM: {chunk['error'].get('message')}")
                 for choice in chunk["choices"]:
-                    api.require_prompt(choice, body["prompt"])
-                    for event in api.tokens(choice, params, version):
+                    for event in api.tokens(choice, body["prompt"], params, version):
                         yield event
                     if choice["finish_reason"] is not None:
                         yield api.finish(choice)
@@ -218,13 +205,12 @@ class VllmSampler:
         self, body: dict[str, Any], params: DecodingParams, version: int | None
     ) -> AsyncGenerator[SampleEvent]:
         body["structured_outputs"] = api.structured(params.grammar or "")
+        prompt = body["prompt"]
         for choice in await self._complete(body, constrained=True):
-            api.require_prompt(choice, body["prompt"])
-            masked = list(api.tokens(choice, params, version))
-            answer = [event.token_id for event in masked]
-            ids = [*body["prompt"], *answer]
-            raw = await self._scores(body["model"], ids, params.top_logprobs) if answer else []
-            raw = raw[-len(answer) :]
+            masked = api.tokens(choice, prompt, params, version)
+            ids = [*prompt, *(event.token_id for event in masked)]
+            raw = await self._scores(body["model"], ids, params.top_logprobs) if masked else []
+            raw = raw[-len(masked) :]
             for event, (logprob, top) in zip(masked, raw, strict=True):
                 yield TokenEvent(event.choice, event.token_id, logprob, top, version)
             mass = sum(logprob for logprob, _ in raw) - sum(event.logprob for event in masked)
@@ -246,9 +232,7 @@ class VllmSampler:
             for token_id, (logprob, likeliest) in zip(ids[1:], scores, strict=True)
         ]
 
-    async def _scores(
-        self, model: str, ids: list[int], top: int
-    ) -> list[tuple[float, list[tuple[int, float]] | None]]:
+    async def _scores(self, model: str, ids: list[int], top: int) -> list[api.Score]:
         """Return (log-prob, ``top`` alternatives) of each of these tokens but the first."""
         [scored] = await self._complete(api.scoring(model, ids, top))
         return api.scores(scored, ids, top)
@@ -256,7 +240,8 @@ class VllmSampler:
     async def _complete(
         self, body: dict[str, Any], *, constrained: bool = False
     ) -> list[dict[str, Any]]:
-        answer = await self._client.post("/v1/completions", body)
+        client = await self._client.connection()
+        answer = await client.post("/v1/completions", json=body)
         if answer.status_code != 200:
             raise api.refusal(answer.status_code, answer.content, constrained=constrained)
         return answer.json()["choices"]

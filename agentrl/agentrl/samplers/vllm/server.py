@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.commands import ModelCommand
@@ -41,7 +40,7 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
-_START_TIMEOUT_S = 1800.0
+_START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_S = 0.1
 _END_GRACE_S = 8.0
 """Less than the supervisor's."""
@@ -49,44 +48,11 @@ _MAX_LORAS = 4
 """Adapters in one batch: the current version, and older ones that still answer requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class VllmCommand:
-    """How to start a server."""
-
-    python: str
-    model: str
-    """A folder or a Hugging Face name."""
-    dtype: str
-    max_lora_rank: int
-    on_cpu: bool
-    has_experts: bool = False
-    more: tuple[str, ...] = ()
-    """Further arguments, which override the others."""
-
-    def argv(self, path: str) -> list[str]:
-        """Return the command of a server that listens on the socket ``path``."""
-        return [
-            *(self.python, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--uds", path),
-            *("--model", self.model),
-            *("--dtype", self.dtype),
-            *("--generation-config", "vllm"),  # ignore the model's own top_k and the like
-            *("--logprobs-mode", "raw_logprobs"),
-            *("--structured-outputs-config", '{"backend": "guidance"}'),
-            *("--gpu-memory-utilization", "0.5"),  # the trainer may be on the same GPU
-            "--enable-lora",
-            *("--max-lora-rank", str(self.max_lora_rank)),
-            *("--max-loras", str(_MAX_LORAS)),
-            *(["--enable-mixed-moe-lora-format"] if self.has_experts else []),
-            *(["--enforce-eager"] if self.on_cpu else []),  # compiling takes minutes on a CPU
-            *self.more,
-        ]
-
-
 class VllmServer:
     """A supervised vLLM server on a socket that only this user can reach."""
 
-    def __init__(self, command: VllmCommand, log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        """``command``: as ``vllm_command`` returns it."""
         self.log = log
         # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
@@ -97,11 +63,10 @@ class VllmServer:
 
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
-        env = {**os.environ, **_ENVIRONMENT}
-        if self._command.on_cpu:  # by default vLLM wants nearly all memory, and fails if it is used
-            env[_CPU_CACHE_GIB] = os.environ.get(_CPU_CACHE_GIB, "4")
+        # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
+        env = {_CPU_CACHE_GIB: "4", **os.environ, **_ENVIRONMENT}
         leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
-        argv = [*leash, *self._command.argv(str(self._socket))]
+        argv = [*leash, *self._command, "--uds", str(self._socket)]
         self._process = SupervisedProcess("vLLM", argv, self.log, env).spawn().supervise()
 
     def wait(self, tell: Callable[[str], object]) -> None:
@@ -110,13 +75,12 @@ class VllmServer:
         Raises:
             RuntimeError: it keeps dying, or takes too long; with the end of its log.
         """
-        waiting = Waiting(tell)
+        assert self._process is not None
+        waiting, log_tail = Waiting(tell), self._process.log_tail
         while not self._listens():
             if self.restarts >= 2 or waiting.seconds > _START_TIMEOUT_S:
-                raise RuntimeError(
-                    f"vLLM does not start; the end of {self.log}:\n{self.log_tail()}"
-                )
-            waiting.still(lambda: f"vLLM starts since {waiting.seconds:.0f} s: {self.log_tail(1)}")
+                raise RuntimeError(f"vLLM does not start; the end of {self.log}:\n{log_tail()}")
+            waiting.still(lambda: f"vLLM starts since {waiting.seconds:.0f} s: {log_tail(1)}")
             time.sleep(_POLL_S)
 
     def _listens(self) -> bool:
@@ -126,9 +90,6 @@ class VllmServer:
     @property
     def restarts(self) -> int:
         return self._process.restarts if self._process else 0
-
-    def log_tail(self, lines: int = 20) -> str:
-        return self._process.log_tail(lines) if self._process else ""
 
     def stop(self) -> None:
         if self._process is not None:
@@ -154,21 +115,15 @@ def planned_server(
     return VllmServer(vllm_command(config, max_rank), log)
 
 
-def vllm_command(config: ModelCommand, max_rank: int) -> VllmCommand:
-    """Return how to start the server for these settings.
+def vllm_command(config: ModelCommand, max_rank: int) -> list[str]:
+    """Return the command of a server with these settings, without its socket.
 
     Raises:
         ConfigError: the interpreter has no vLLM, or the rank is beyond vLLM's.
     """
-    from agentrl_trainer.models.loading import resolve_model
-
     python = str(config.sampler.vllm.python or sys.executable)
-    found = subprocess.run(
-        [python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"],
-        check=False,
-        capture_output=True,
-    )
-    if found.returncode:
+    finds = "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"
+    if subprocess.run([python, "-c", finds], check=False, capture_output=True).returncode:
         raise ConfigError(
             f"sampler.vllm.python: {python!r} has no vLLM. Install it there, or name the "
             "interpreter of an environment that has it (its own is best: vLLM pins torch)"
@@ -178,21 +133,31 @@ def vllm_command(config: ModelCommand, max_rank: int) -> VllmCommand:
         raise ConfigError(
             f"learning.rank: vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}"
         )
+    import torch
+
+    from agentrl_trainer.models.loading import resolve_model
+
     own, trust = config.model, config.model.trust_remote_code
-    model, on_cpu = resolve_model(own.name), _on_cpu(own.device)
-    return VllmCommand(
-        python=python,
-        model=model,
-        # As the trainer loads the model: the two must be one policy.
-        dtype="float32" if on_cpu and own.dtype == "auto" else own.dtype,
-        max_lora_rank=rank,
-        on_cpu=on_cpu,
-        has_experts=_has_experts(model, trust),
-        more=(
-            *(["--trust-remote-code"] if trust else []),
-            *shlex.split(config.sampler.vllm.args),
-        ),
-    )
+    model = resolve_model(own.name)
+    on_cpu = own.device == "cpu" or (own.device == "auto" and not torch.cuda.is_available())
+    # As the trainer loads the model: the two must be one policy.
+    dtype = "float32" if on_cpu and own.dtype == "auto" else own.dtype
+    return [
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model),
+        *("--dtype", dtype),
+        *("--generation-config", "vllm"),  # ignore the model's own top_k and the like
+        *("--logprobs-mode", "raw_logprobs"),
+        *("--structured-outputs-config", '{"backend": "guidance"}'),
+        *("--gpu-memory-utilization", "0.5"),  # the trainer may be on the same GPU
+        "--enable-lora",
+        *("--max-lora-rank", str(rank)),
+        *("--max-loras", str(_MAX_LORAS)),
+        *(["--enable-mixed-moe-lora-format"] if _has_experts(model, trust) else []),
+        *(["--enforce-eager"] if on_cpu else []),  # compiling takes minutes on a CPU
+        *(["--trust-remote-code"] if trust else []),
+        *shlex.split(config.sampler.vllm.args),  # the last one of a flag counts
+    ]
 
 
 def _has_experts(model: str, trust: bool) -> bool:
@@ -206,14 +171,8 @@ def _has_experts(model: str, trust: bool) -> bool:
         return False
 
 
-def _on_cpu(device: str) -> bool:
-    import torch
-
-    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-
-
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Run the server until it ends or has to; returns its exit code, 128 + n for signal n."""
+    """Run the server until it ends or has to; return its exit code, 128 + n for signal n."""
     path = argv[argv.index("--uds") + 1]
     Path(path).unlink(missing_ok=True)  # left by a server that was killed
     env = dict(environment)
@@ -221,35 +180,33 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         env.pop("PYTHONPATH", None)  # it is our interpreter's, and would mix two environments
     server = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def end(*_: object) -> None:
-        threading.Thread(target=_end_group, args=(server,), daemon=True).start()
+    def end_server() -> None:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(_END_GRACE_S)
+        kill_group()
+
+    def kill_group() -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(server.pid, signal.SIGKILL)
 
     def watch_supervisor() -> None:
         os.read(0, 1)  # the supervisor never writes: this returns when it is gone
-        end()
+        end_server()
 
     def watch_engine() -> None:
         if wait_for_engine_death(path, lambda: server.poll() is not None):
-            end()
+            end_server()
 
-    signal.signal(signal.SIGTERM, end)
-    threading.Thread(target=watch_engine, name="engine-watch", daemon=True).start()
-    threading.Thread(target=watch_supervisor, name="parent-watch", daemon=True).start()
+    def begin(what: Callable[[], None]) -> None:
+        threading.Thread(target=what, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, lambda *_: begin(end_server))
+    begin(watch_engine)
+    begin(watch_supervisor)
     code = server.wait()
-    _kill_group(server)  # processes it left behind hold memory, often a GPU's
+    kill_group()  # processes it left behind hold memory, often a GPU's
     return code if code >= 0 else 128 - code
-
-
-def _end_group(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(_END_GRACE_S)
-    _kill_group(server)
-
-
-def _kill_group(server: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(server.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ class TinkerServiceClient(ServiceClient):
         states = checkpoint.meta.get(_STATES, {})
         if states.keys() != self._trained.keys():
             raise ValueError(
-                f"checkpoint {checkpoint.folder} holds states of {sorted(states) or 'no client'} "
-                f"on Tinker, but this trains {sorted(self._trained)}"
+                f"checkpoint {checkpoint.step} holds states of {sorted(states) or 'no client'} on "
+                f"Tinker, but this trains {sorted(self._trained)}"
             )
         for name, path in states.items():
             # The SDK deprecates loading into an existing client, so each gets a new one.

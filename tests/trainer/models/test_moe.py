@@ -10,26 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from small_models import Asked, as_base, byte_tokenizer, qwen3, running_engine, worst_difference
-from torch import Tensor
-from transformers import (
-    AfmoeConfig,
-    AfmoeForCausalLM,
-    AutoModelForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
+from small_learner import gradients
+from small_models import (
+    Asked,
+    as_base,
+    qwen3,
+    running_engine,
+    save_model,
+    worst_difference,
 )
+from torch import Tensor
 
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import TrainingRow
@@ -47,55 +40,54 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "num_experts_per_tok": 2,
     "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+QWEN: dict[str, Any] = {
+    **SMALL, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4,
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 40}
 RANK, ALPHA = 4, 8
-Make = Callable[[], PreTrainedModel]
+Make = Callable[[], hf.PreTrainedModel]
 
 
-def _made(kind: Any, config: Any) -> PreTrainedModel:
+def _made(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    return kind(config).eval().requires_grad_(False)
+    return hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def qwen3_moe() -> PreTrainedModel:
-    own = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "intermediate_size": 48}
-    return _made(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **own, norm_topk_prob=True))
+def qwen3_moe() -> hf.PreTrainedModel:
+    return _made(hf.Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True))
 
 
-def mixtral() -> PreTrainedModel:
-    config = MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4)
-    return _made(MixtralForCausalLM, config)
+def mixtral() -> hf.PreTrainedModel:
+    return _made(hf.MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4))
 
 
-def olmoe() -> PreTrainedModel:
-    return _made(OlmoeForCausalLM, OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4))
+def olmoe() -> hf.PreTrainedModel:
+    return _made(hf.OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4))
 
 
-def qwen2_moe() -> PreTrainedModel:
+def qwen2_moe() -> hf.PreTrainedModel:
     """A dense layer first, and beside the experts of the second one that every token meets."""
-    own = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
-    more = {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}
-    return _made(Qwen2MoeForCausalLM, Qwen2MoeConfig(**SMALL, **own, **more))
+    return _made(hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0]))
 
 
-def dense_layers() -> PreTrainedModel:
+def dense_layers() -> hf.PreTrainedModel:
     """A mixture whose layers have no experts."""
-    own = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
-    more = {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0, 1]}
-    return _made(Qwen2MoeForCausalLM, Qwen2MoeConfig(**SMALL, **own, **more))
+    return _made(hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0, 1]))
 
 
-def gpt_oss() -> PreTrainedModel:
+def gpt_oss() -> hf.PreTrainedModel:
     """Experts with biases, stored the other way round; not for the embedded sampler."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     own = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4}
-    return _made(GptOssForCausalLM, GptOssConfig(**SMALL, **own, rope_parameters=rope))
+    return _made(hf.GptOssConfig(**SMALL, **own, rope_parameters=rope))
 
 
+EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
 SERVED = [qwen3_moe, mixtral, olmoe, qwen2_moe]
 EVERY = [*SERVED, gpt_oss]
 
 
-def adapted(model: PreTrainedModel, targets: str | list[str] = "all-linear") -> PeftModel:
+def adapted(model: hf.PreTrainedModel, targets: str | list[str] = "all-linear") -> PeftModel:
     """A copy with a random adapter, far from nothing."""
     base = as_base(copy.deepcopy(model))
     peft = attach_adapter(base, "policy", lora_config(RANK, ALPHA, targets), seed=0)
@@ -120,33 +112,40 @@ def as_peft_computes(model: PeftModel) -> PeftModel:
 
 
 def lora(peft: PeftModel, module: str) -> tuple[Tensor, Tensor]:
-    got = peft.get_parameter
     stem = f"base_model.model.{module}"
-    return got(f"{stem}.lora_A.policy.weight"), got(f"{stem}.lora_B.policy.weight")
+    a, b = (peft.get_parameter(f"{stem}.lora_{x}.policy.weight") for x in "AB")
+    return a, b
 
 
-def merged_by_hand(peft: PeftModel, model: PreTrainedModel) -> PreTrainedModel:
-    """W + alpha / r * B A, expert by expert and layer by layer, in loops that cannot go wrong."""
+def with_weights_merged(peft: PeftModel, model: hf.PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits under W + alpha / r * B A, which autograd goes through; experts one by one."""
     own = copy.deepcopy(model)
-    parameters = dict(own.named_parameters())
-    with torch.no_grad():
-        for key, _ in peft.named_parameters():
-            if ".lora_A." not in key:
-                continue
-            module = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
-            a, b = lora(peft, module)
-            path, inner, _ = module.partition(".base_layer")
-            if not path.endswith(".experts"):
-                parameters[f"{path}.weight"] += ALPHA / a.shape[0] * b @ a
-                continue
-            stack = parameters[f"{path}.{'gate_up_proj' if inner else 'down_proj'}"]
-            count = stack.shape[0]
-            rank = a.shape[0] // count
-            for e in range(count):
-                mine = [row * count + e for row in range(rank)]  # of B, where experts alternate
-                update = ALPHA / rank * b[:, mine] @ a[e * rank : (e + 1) * rank]
-                stack[e] += update.T if isinstance(own, GptOssForCausalLM) else update
-    return own
+    own.set_experts_implementation("eager")
+    weights = {name: p.detach() for name, p in own.named_parameters()}
+    for key, _ in peft.named_parameters():
+        if ".lora_A." not in key:
+            continue
+        module = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
+        a, b = lora(peft, module)
+        path, inner, _ = module.partition(".base_layer")
+        name, rank, updates = f"{path}.weight", len(a), [b @ a]
+        if path.endswith(".experts"):
+            name = f"{path}.{'gate_up_proj' if inner else 'down_proj'}"
+            count = len(weights[name])
+            rank = len(a) // count
+            updates = [  # in B experts alternate
+                b[:, e::count] @ a[e * rank : (e + 1) * rank] for e in range(count)
+            ]
+            updates = [x.T if isinstance(own, hf.GptOssForCausalLM) else x for x in updates]
+        update = torch.stack(updates).view_as(weights[name])
+        weights[name] = weights[name] + ALPHA / rank * update
+    return torch.func.functional_call(own, weights, (ids,)).logits
+
+
+def adapted_modules(model: torch.nn.Module, layer: int) -> set[str]:
+    """What trains in a layer, by its path from there on."""
+    stems = {n.split(".lora_")[0] for n, p in model.named_parameters() if p.requires_grad}
+    return {s.rpartition(f"layers.{layer}.")[2] for s in stems if f"layers.{layer}." in s}
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -164,35 +163,17 @@ def worst(a: Tensor, b: Tensor) -> float:
 def test_experts_are_adapted_and_routers_are_not(make: Make) -> None:
     model = make()
     peft = attach_adapter(as_base(model), "policy", lora_config(RANK, ALPHA), seed=0)
-    stems = {n.split(".lora_")[0] for n, p in peft.named_parameters() if p.requires_grad}
-    ends = {s.rpartition("layers.1.")[2] for s in stems if "layers.1." in s}
-    expected = {f"self_attn.{x}_proj" for x in "qkvo"} | {"mlp.experts", "mlp.experts.base_layer"}
+    attention = {f"self_attn.{x}_proj" for x in "qkvo"}
+    expected = attention | EXPERTS
     if make is qwen2_moe:
         expected |= {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")}
-        first = {s.rpartition("layers.0.")[2] for s in stems if "layers.0." in s}
-        assert first == {f"self_attn.{x}_proj" for x in "qkvo"} | {
-            f"mlp.{x}_proj" for x in ("gate", "up", "down")
-        }
-    assert ends == expected
+        dense = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+        assert adapted_modules(peft, 0) == attention | dense
+    assert adapted_modules(peft, 1) == expected
     # Two experts for each token: half of the rank each, and the whole rank elsewhere.
     for stem, rows in (("mlp.experts", 4 * RANK // 2), ("self_attn.q_proj", RANK)):
         assert lora(peft, f"model.layers.1.{stem}")[0].shape[0] == rows
     assert torch.equal(peft(tokens(1, 9)).logits, make()(tokens(1, 9)).logits)  # B is zero
-
-
-@pytest.mark.parametrize(
-    "targets", [["q_proj", "gate_proj", "up_proj"], ["q_proj", "gate_up_proj"]]
-)
-def test_targets_name_experts_as_checkpoints_or_as_the_model_does(targets: list[str]) -> None:
-    peft = adapted(qwen3_moe(), targets)
-    stems = {n.split(".lora_")[0] for n, p in peft.named_parameters() if p.requires_grad}
-    ends = {s.rpartition("layers.1.")[2] for s in stems if "layers.1." in s}
-    assert ends == {"self_attn.q_proj", "mlp.experts"}
-    ids = tokens(2, 9)
-    assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
-
-
-EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
 
 
 @pytest.mark.parametrize(
@@ -208,14 +189,17 @@ EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
          {"0.mlp.up_proj", "0.self_attn.o_proj", "1.self_attn.o_proj"}),
         (dense_layers, r".*layers\.1\.mlp\.down_proj", {"1.mlp.down_proj"}),
         (dense_layers, ["up_proj"], {"0.mlp.up_proj", "1.mlp.up_proj"}),
+        *((qwen3_moe, ["q_proj", *fused],
+           {f"{x}.{part}" for x in "01" for part in ("mlp.experts", "self_attn.q_proj")})
+          for fused in (["gate_proj", "up_proj"], ["gate_up_proj"])),
     ],
 )  # fmt: skip
 def test_targets_of_one_layer_train_that_layer(
     make: Make, targets: str | list[str], expected: set[str], tmp_path: Path
 ) -> None:
     learner = Learner(as_base(make()), rank=RANK, alpha=ALPHA, targets=targets)
-    names = {n.split(".lora_")[0] for n, p in learner.model.named_parameters() if p.requires_grad}
-    assert {n.rpartition("model.layers.")[2] for n in names} == expected
+    found = {f"{x}.{part}" for x in (0, 1) for part in adapted_modules(learner.model, x)}
+    assert found == expected
     layers = len({n[0] for n in expected if "experts" in n})
     if layers:
         said = learner.what_is_trained("default") or ""
@@ -233,14 +217,12 @@ def test_targets_of_one_layer_train_that_layer(
 
 
 def test_a_router_that_is_a_linear_layer_is_left_alone() -> None:
-    own = {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4, "head_dim": 8}
-    model = _made(AfmoeForCausalLM, AfmoeConfig(**SMALL, **own, num_dense_layers=1))
+    model = _made(hf.AfmoeConfig(**QWEN, head_dim=8, num_dense_layers=1))
     assert isinstance(model.get_submodule("model.layers.1.mlp.router.gate"), torch.nn.Linear)
     peft = adapted(model)
-    names = {n for n, p in peft.named_parameters() if p.requires_grad}
-    assert not [name for name in names if ".router." in name]
-    assert [name for name in names if "layers.1.mlp.experts.lora_B" in name]
-    assert [name for name in names if "layers.1.mlp.shared_experts.up_proj.lora_B" in name]
+    found = adapted_modules(peft, 1)
+    assert not [name for name in found if "router" in name]
+    assert {"mlp.experts", "mlp.shared_experts.up_proj"} <= found
     ids = tokens(1, 9)
     assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
 
@@ -251,13 +233,10 @@ def test_a_learner_says_what_it_trains() -> None:
         (["q_proj"], "the 4 experts of a layer are in no weight that LoRA was put on; routers"),
     ):
         learner = Learner(as_base(mixtral()), rank=RANK, targets=targets)
+        wrapped = any(isinstance(m, ParamWrapper) for m in learner.model.modules())
+        assert wrapped == (targets == "all-linear")
         assert (learner.what_is_trained("default") or "").startswith(expected)
     assert Learner(as_base(qwen3()), rank=RANK).what_is_trained("default") is None
-
-
-def test_targets_without_experts_leave_them_alone() -> None:
-    peft = adapted(mixtral(), ["q_proj"])
-    assert not any(isinstance(m, ParamWrapper) for m in peft.modules())
 
 
 @pytest.mark.parametrize(
@@ -289,12 +268,23 @@ def test_adapters_over_one_mixture_have_the_same_experts() -> None:
 
 
 @pytest.mark.parametrize("make", EVERY)
-def test_log_probs_are_those_of_weights_merged_by_hand(make: Make) -> None:
+def test_log_probs_and_gradients_are_those_of_merged_weights(make: Make) -> None:
     model, ids = make(), tokens(2, 24)
     peft = adapted(model)
-    expected = merged_by_hand(peft, model)(ids).logits.log_softmax(-1)
-    assert worst(peft(ids).logits.log_softmax(-1), expected) < 1e-5
+    trained = {n: p for n, p in peft.named_parameters() if p.requires_grad}
+    way = torch.randn(2, 24, 257, generator=torch.Generator().manual_seed(4))
+
+    def computed(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
+        lps = logits.log_softmax(-1)
+        return lps, list(torch.autograd.grad((lps * way).mean(), trained.values()))
+
+    expected, slopes = computed(with_weights_merged(peft, model, ids))
+    lps, found = computed(peft(ids).logits)
+    assert worst(lps, expected) < 1e-5
     assert worst(as_peft_computes(peft)(ids).logits.log_softmax(-1), expected) < 1e-5
+    for name, a, b in zip(trained, found, slopes, strict=True):
+        assert float(b.abs().max()) > 0, name
+        assert worst(a, b) < 1e-5 * max(1.0, float(b.abs().max())), name
     with peft.disable_adapter():
         base = peft(ids).logits
     assert worst(base, model(ids).logits) < 1e-5
@@ -312,47 +302,6 @@ def test_adapters_of_a_base_in_half_precision_are_float32() -> None:
     # Some tokens go to other experts: the mean tells.
     assert float((half - whole).detach().abs().mean()) < 0.05
     assert float((whole - model(ids).logits.log_softmax(-1)).detach().abs().mean()) > 0.3
-
-
-def with_weights_merged(peft: PeftModel, model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits under W + alpha / r * B A, which autograd goes through; experts one by one."""
-    own = copy.deepcopy(model)
-    own.set_experts_implementation("eager")
-    weights = {name: p.detach() for name, p in own.named_parameters()}
-    for key, _ in peft.named_parameters():
-        if ".lora_A." not in key:
-            continue
-        module = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
-        a, b = lora(peft, module)
-        path, inner, _ = module.partition(".base_layer")
-        if path.endswith(".experts"):
-            name = f"{path}.{'gate_up_proj' if inner else 'down_proj'}"
-            count = weights[name].shape[0]
-            by_expert = a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count)
-            scale = ALPHA / by_expert[0].shape[1]
-            how = "eri,ore->eio" if isinstance(own, GptOssForCausalLM) else "eri,ore->eoi"
-            update = torch.einsum(how, *by_expert)
-        else:
-            name, scale, update = f"{path}.weight", ALPHA / a.shape[0], b @ a
-        weights[name] = weights[name] + scale * update
-    return torch.func.functional_call(own, weights, (ids,)).logits
-
-
-@pytest.mark.parametrize("make", EVERY)
-def test_gradients_are_those_of_merged_weights(make: Make) -> None:
-    model, ids = make(), tokens(2, 24)
-    peft = adapted(model)
-    trained = {n: p for n, p in peft.named_parameters() if p.requires_grad}
-    way = torch.randn(2, 24, 257, generator=torch.Generator().manual_seed(4))
-
-    def gradients(logits: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad((logits.log_softmax(-1) * way).mean(), trained.values()))
-
-    found = gradients(peft(ids).logits)
-    expected = gradients(with_weights_merged(peft, model, ids))
-    for name, a, b in zip(trained, found, expected, strict=True):
-        assert float(b.abs().max()) > 0, name
-        assert worst(a, b) < 1e-5 * max(1.0, float(b.abs().max())), name
 
 
 @pytest.mark.parametrize("make", EVERY)
@@ -385,21 +334,20 @@ def test_the_experts_gradients_are_finite_differences(make: Make) -> None:
         )
 
 
-def test_grouped_products_of_any_size() -> None:
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("inner", "outer"), [(8, 8), (5, 3), (32, 1)])
+def test_grouped_products_of_any_size(
+    dtype: torch.dtype, within: float, inner: int, outer: int
+) -> None:
     """Kernels want rows of 16 bytes; an expert may have no token."""
-    for dtype, within in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
-        for inner, outer in ((8, 8), (5, 3), (32, 1)):
-            x = torch.randn(10, inner, dtype=dtype, requires_grad=True)
-            w = torch.randn(4, outer, inner, dtype=dtype, requires_grad=True)
-            ends = torch.tensor([3, 3, 7, 10], dtype=torch.int32)
-            found = grouped(x, w.transpose(1, 2), ends)
-            parts = (x[:3] @ w[0].T, x[3:7] @ w[2].T, x[7:] @ w[3].T)
-            expected = torch.cat(parts)
-            assert worst(found, expected) < within
-            way = torch.randn(10, outer, dtype=dtype)
-            ours = torch.autograd.grad(found, (x, w), way)
-            theirs = torch.autograd.grad(expected, (x, w), way)
-            assert all(worst(a, b) < within for a, b in zip(ours, theirs, strict=True))
+    x = torch.randn(10, inner, dtype=dtype, requires_grad=True)
+    w = torch.randn(4, outer, inner, dtype=dtype, requires_grad=True)
+    found = grouped(x, w.transpose(1, 2), torch.tensor([3, 3, 7, 10], dtype=torch.int32))
+    expected = torch.cat((x[:3] @ w[0].T, x[3:7] @ w[2].T, x[7:] @ w[3].T))
+    way = torch.randn(10, outer, dtype=dtype)
+    ours, theirs = (torch.autograd.grad(y, (x, w), way) for y in (found, expected))
+    for a, b in ((found, expected), *zip(ours, theirs, strict=True)):
+        assert worst(a, b) < within
 
 
 # ---- learning
@@ -408,16 +356,14 @@ def test_grouped_products_of_any_size() -> None:
 def datums() -> list[TrainingRow]:
     """A group over one prompt, and a conversation's second turn over the first."""
     prompt = tokens(20).tolist()
-    rows: list[TrainingRow] = []
-    for seed in range(3):
-        answer = tokens(6 + seed, seed=seed + 1).tolist()
-        mask = [False] * 20 + [True] * len(answer)
-        zeros = [0.0] * (20 + len(answer))
-        rows.append(TrainingRow(prompt + answer, mask, zeros, [1.0 - seed] * len(mask)))
-    longer = rows[0].tokens + tokens(8, seed=9).tolist()
-    mask = [False] * 30 + [True] * (len(longer) - 30)
-    rows.append(TrainingRow(longer, mask, [0.0] * len(longer), [0.5] * len(longer)))
-    return rows
+    answers = [(prompt + tokens(6 + s, seed=s + 1).tolist(), 20, 1.0 - s) for s in range(3)]
+    longer = (answers[0][0] + tokens(8, seed=9).tolist(), 30, 0.5)
+    return [
+        TrainingRow(
+            row, [at >= start for at in range(len(row))], [0.0] * len(row), [credit] * len(row)
+        )
+        for row, start, credit in (*answers, longer)
+    ]
 
 
 @pytest.mark.parametrize("make", SERVED)
@@ -427,19 +373,12 @@ def test_shared_prefixes_give_the_log_probs_and_gradients_of_single_rows(make: M
     assert learner.why_not_shared is None
     rows = datums()
 
-    def gradients() -> dict[str, Tensor]:
-        named = learner.model.named_parameters()
-        found = {n: p.grad.clone() for n, p in named if p.grad is not None}
-        for p in learner.model.parameters():
-            p.grad = None
-        return found
-
     stats = learner.forward_backward(rows, "cross_entropy", normalize_by=1.0)
     assert stats.tokens_saved > 40
-    together, alone = gradients(), {}
+    together, alone = gradients(learner), {}
     for row in rows:
         learner.forward_backward([row], "cross_entropy", normalize_by=1.0)
-        for name, grad in gradients().items():
+        for name, grad in gradients(learner).items():
             alone[name] = alone.get(name, 0) + grad
     assert together.keys() == alone.keys()
     assert any("experts" in name for name in together)
@@ -450,21 +389,7 @@ def test_shared_prefixes_give_the_log_probs_and_gradients_of_single_rows(make: M
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_recomputed_activations_give_the_same_gradients() -> None:
-    found: list[dict[str, Tensor]] = []
-    for checkpointing in (False, True):
-        learner = Learner(
-            as_base(qwen3_moe()), rank=RANK, alpha=ALPHA, gradient_checkpointing=checkpointing
-        )
-        become(learner.model, 1)
-        learner.forward_backward(datums(), "cross_entropy", normalize_by=1.0)
-        named = learner.model.named_parameters()
-        found.append({n: p.grad for n, p in named if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    assert all(worst(found[0][name], found[1][name]) < 1e-6 for name in found[0])
-
-
-def learned(model: PreTrainedModel, steps: int) -> Learner:
+def learned(model: hf.PreTrainedModel, steps: int) -> Learner:
     learner = Learner(as_base(model), rank=RANK, alpha=ALPHA, adam=AdamParams(learning_rate=2e-2))
     for _ in range(steps):
         assert not learner.step(datums(), "cross_entropy").skipped_non_finite
@@ -487,30 +412,13 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
         prompt = tokens(12).tolist()
         asked = [Asked(engine, prompt, how, name) for name in ("old", "new", None, "new")]
         for one, reference in zip(asked, (first, learner.model, model), strict=False):
-            (answer,) = one.wait()
-            assert worst_difference(reference, prompt, answer) < 1e-5
-        ids = [*prompt, *asked[1].wait()[0].ids]
+            assert worst_difference(reference, prompt, one.one()) < 1e-5
+        ids = [*prompt, *asked[1].one().ids]
         (scored,) = engine.score([ids], "new").result(30)
-    zeros = [0.0] * len(ids)
-    (trained,) = learner.forward(
-        [TrainingRow(ids, [False, *[True] * (len(ids) - 1)], zeros, zeros)]
-    )
-    assert scored.logprobs[1:] == pytest.approx(trained[1:], abs=1e-5)
+    row = TrainingRow(ids, [False, *[True] * (len(ids) - 1)], [0.0] * len(ids), [0.0] * len(ids))
+    assert scored.logprobs[1:] == pytest.approx(learner.forward([row])[0][1:], abs=1e-5)
     prompt_only = learner.model(torch.tensor([prompt])).logits
     assert worst(prompt_only, model(torch.tensor([prompt])).logits) > 0.1  # it has learnt something
-
-
-def test_a_resumed_learner_goes_on_to_the_last_bit() -> None:
-    whole = learned(qwen3_moe(), 3)
-    half = learned(qwen3_moe(), 2)
-    state = {key: value.clone() for key, value in half.state_dict().items()}
-    resumed = learned(qwen3_moe(), 0)
-    resumed.load_state_dict(state)
-    resumed.step(datums(), "cross_entropy")
-    expected, found = whole.state_dict(), resumed.state_dict()
-    assert expected.keys() == found.keys()
-    assert any("experts" in key for key in expected)
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
 # ---- files
@@ -533,21 +441,19 @@ def test_export_writes_a_merged_mixture(make: Make, tmp_path: Path) -> None:
     model, ids = make(), tokens(2, 12)
     peft = adapted(model)
     save_adapter(peft, "policy", tmp_path / "v1")
-    model.save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
-    out, base = tmp_path / "out", str(tmp_path / "base")
+    out, base = tmp_path / "out", save_model(model, tmp_path / "base")
     assert export(str(tmp_path / "v1"), out, merged=True, model=base, adapter=None).merged
-    whole = AutoModelForCausalLM.from_pretrained(out)
+    whole = hf.AutoModelForCausalLM.from_pretrained(out)
     assert worst(whole(ids).logits, peft(ids).logits) < 1e-5
 
 
 def test_an_adapter_of_another_mixture_is_refused(tmp_path: Path) -> None:
     save_adapter(adapted(qwen3_moe()), "policy", tmp_path / "v1")
-    smaller = Qwen3MoeConfig(
-        **SMALL, head_dim=16, moe_intermediate_size=16, num_experts=4, intermediate_size=48
-    )
-    other = as_base(_made(Qwen3MoeForCausalLM, smaller))
-    with running_engine(other) as engine, pytest.raises(ModelError, match="does not fit this"):
+    smaller = _made(hf.Qwen3MoeConfig(**{**QWEN, "moe_intermediate_size": 16}, head_dim=16))
+    with (
+        running_engine(as_base(smaller)) as engine,
+        pytest.raises(ModelError, match="does not fit this"),
+    ):
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
     dense = SamplerEngine(as_base(qwen3()))
     with pytest.raises(ModelError, match=r"adapts 'model.layers.0.mlp.experts"):
@@ -559,17 +465,11 @@ def test_an_adapter_of_another_mixture_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_client_trains_attention_or_experts_alone(tmp_path: Path) -> None:
-    qwen2_moe().save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
+    base = save_model(qwen2_moe(), tmp_path / "base")
     mlps = {"gate_proj", "up_proj", "down_proj", "experts", "base_layer"}
-    for which, expected in (
-        ("train_mlp", {f"{x}_proj" for x in "qkvo"}),
-        ("train_attn", mlps),
-    ):
+    for which, expected in (("train_mlp", {f"{x}_proj" for x in "qkvo"}), ("train_attn", mlps)):
         service = ServiceClient(folder=tmp_path / which, device="cpu")
-        client = service.create_lora_training_client(
-            str(tmp_path / "base"), RANK, 0, **{which: False}
-        )
+        client = service.create_lora_training_client(base, RANK, 0, **{which: False})
         names = client.local(
             lambda learner: [n for n, p in learner.model.named_parameters() if p.requires_grad]
         ).result()

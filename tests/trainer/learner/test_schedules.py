@@ -1,14 +1,40 @@
-"""The default learning rate suits any rank and alpha."""
+"""Schedules of the learning rate, and its default."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.learner.schedules import default_learning_rate
+from agentrl_trainer.learner.schedules import Schedule, default_learning_rate, schedule_factor
 from agentrl_trainer.models.loading import load_base
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "warmup", "expected"),
+    [
+        ("constant", 3, 0, [1, 1, 1]),
+        ("linear", 4, 0, [1, 0.75, 0.5, 0.25]),
+        ("cosine", 4, 0, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+        ("constant", 5, 3, [0.25, 0.5, 0.75, 1, 1]),
+        ("linear", 4, 2, [1 / 3, 2 / 3, 1, 0.5]),
+        ("cosine", 2, 5, [1 / 6, 2 / 6]),  # never got warm
+    ],
+)
+def test_shapes(schedule: Schedule, steps: int, warmup: int, expected: list[float]) -> None:
+    found = [schedule_factor(schedule, step, steps, warmup) for step in range(1, steps + 1)]
+    assert found == pytest.approx(expected)
+    assert schedule_factor(schedule, steps + 5, steps, warmup) == (
+        found[-1] if warmup < steps else pytest.approx(1.0)
+    )
+
+
+def test_steps_count_from_one() -> None:
+    with pytest.raises(ValueError, match="from 1"):
+        schedule_factor("linear", 0, 10)
 
 
 def moved(rank: int, alpha: float) -> float:

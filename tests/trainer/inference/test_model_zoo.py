@@ -10,11 +10,18 @@ import torch
 from model_zoo import PAGE, examined, group, plain, tiny_model
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from small_models import Asked, as_base, byte_tokenizer, make_adapter, worst_difference
+from small_models import (
+    Asked,
+    as_base,
+    byte_tokenizer,
+    make_adapter,
+    running_engine,
+    worst_difference,
+)
 from transformers import PreTrainedModel
 
 from agentrl.export.adapter import export
-from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
@@ -72,26 +79,16 @@ def test_names_that_peft_loses_reach_the_sampler(tmp_path: Path) -> None:
     model = tiny_model("laguna")
     base = as_base(model)
     reference = make_adapter(base, tmp_path / "v1", seed=1)
-    engine = SamplerEngine(base, merge_below=0)
-    engine.start()
-    try:
+    with running_engine(base, merge_below=0) as engine:
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
         asked = Asked(engine, [1, 2, 3], SampleParams(max_tokens=20, seed=1), "policy")
-        assert worst_difference(reference, asked.prompt, asked.wait()[0]) < 1e-5
-    finally:
-        engine.stop()
+        assert worst_difference(reference, asked.prompt, asked.one()) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["laguna", "gemma2", "jamba", "mixtral"])
 def test_a_merged_export_is_what_was_trained(kind: str, tmp_path: Path) -> None:
     reference = trained(kind, tmp_path)
-    export(
-        str(tmp_path / "v1"),
-        tmp_path / "out",
-        merged=True,
-        model=str(tmp_path / "base"),
-        adapter=None,
-    )
+    merge(tmp_path)
     whole = load_base(str(tmp_path / "out"), device="cpu").model
     with torch.no_grad():
         for datum in group():
@@ -103,13 +100,7 @@ def test_what_cannot_be_merged_is_not(tmp_path: Path) -> None:
     """Zamba's blocks share a weight and have each a LoRA; the files could not say it."""
     trained("zamba", tmp_path)
     with pytest.raises(ModelError, match=r"merged: .* share one weight.*without --merged"):
-        export(
-            str(tmp_path / "v1"),
-            tmp_path / "out",
-            merged=True,
-            model=str(tmp_path / "base"),
-            adapter=None,
-        )
+        merge(tmp_path)
     assert not (tmp_path / "out").exists()
 
 
@@ -119,6 +110,11 @@ def trained(kind: str, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder / "base")
     byte_tokenizer().save_pretrained(folder / "base")
     return make_adapter(load_base(str(folder / "base"), device="cpu"), folder / "v1", seed=1)
+
+
+def merge(folder: Path) -> None:
+    base = str(folder / "base")
+    export(str(folder / "v1"), folder / "out", merged=True, model=base, adapter=None)
 
 
 @pytest.mark.parametrize("kind", ["bert", "rembert"])

@@ -19,18 +19,17 @@ import pytest
 import real_vllm
 from settings import flags, nested
 from tiny_policy import RANK, Policy
+from training_run import Run
 
 from agentrl import timing
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
 from agentrl.runs.folder import RunFolder
-from agentrl.samplers.vllm.server import VllmCommand, VllmServer, planned_server, vllm_command
-from agentrl_tracer.schemas import Call
+from agentrl.samplers.vllm.server import VllmServer, planned_server, vllm_command
 from agentrl_tracer.store import Store
 from agentrl_trainer.models.loading import load_facts
 
-ROOT = Path(__file__).parents[2]
-HELLO = ROOT / "examples/hello"
+HELLO = Path(__file__).parents[3] / "examples/hello"
 CLI = [sys.executable, "-m", "agentrl"]
 
 
@@ -59,10 +58,8 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     settings = config(sampler="vllm", vllm_python=sys.executable)
     with pytest.raises(ConfigError, match="has no vLLM"):
         vllm_command(settings, 8)
-    adapter = {"max_rank": None}
-    assert planned_server(config(), tmp_path, **adapter) is None
-    elsewhere = config(sampler="vllm", vllm_url="http://gpu:8000")
-    assert planned_server(elsewhere, tmp_path, **adapter) is None
+    for elsewhere in (config(), config(sampler="vllm", vllm_url="http://gpu:8000")):
+        assert planned_server(elsewhere, tmp_path, max_rank=None) is None
 
 
 # Runs the leash process, impatiently.
@@ -105,16 +102,13 @@ def leashed(script: str, socket: Path) -> Iterator[subprocess.Popen[str]]:
         yield leash
 
 
-@pytest.mark.parametrize("how", ["told", "orphaned"])
-def test_the_server_ends_with_its_starter(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_the_server_ends_with_its_starter(orphaned: bool, tmp_path: Path) -> None:
     with leashed(_STUBBORN, tmp_path / "socket") as leash:
         assert leash.stdout is not None
         assert leash.stdin is not None
         grandchild = int(leash.stdout.readline())
-        if how == "told":
-            leash.terminate()
-        else:
-            leash.stdin.close()
+        leash.stdin.close() if orphaned else leash.terminate()
         assert leash.wait(30) != 0
         wait_for(lambda: not alive(grandchild))
 
@@ -142,8 +136,7 @@ def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.Mon
     script, permission, told = tmp_path / "slow", tmp_path / "permission", list[str]()
     script.write_text(_SLOW.format(python=sys.executable, permission=permission))
     script.chmod(0o700)
-    command = VllmCommand(str(script), "agentrl-tiny", "float32", 8, on_cpu=True)
-    server = VllmServer(command, tmp_path / "vllm.log")
+    server = VllmServer([str(script)], tmp_path / "vllm.log")
 
     def tell(said: str) -> None:
         told.append(said)
@@ -173,66 +166,10 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def started(command: str, settings: dict[str, Any]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*CLI, command, *flags(command, **settings)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-    )
-
-
 def starts_vllm(test: Callable[..., None]) -> Callable[..., None]:
     reason = "AGENTRL_TEST_VLLM_PYTHON names no interpreter"
     marked = pytest.mark.skipif(not real_vllm.PYTHON, reason=reason)(test)
     return pytest.mark.vllm(pytest.mark.timeout(2000)(marked))
-
-
-@starts_vllm
-def test_a_run_trains_through_vllm_and_survives_its_death(tmp_path: Path) -> None:
-    """Three versions published; the server is killed in between; every call is accounted for."""
-    settings = {
-        "agent": f"{HELLO / 'agent.py'}:agent",
-        "tasks": HELLO / "train.jsonl",
-        "runs": tmp_path,
-        "name": "run",
-        "sampler": "vllm",
-        "vllm_python": real_vllm.PYTHON,
-        "steps": 3,
-        "batch_size": 4,
-        "group_size": 4,
-        "runners": 2,
-        "timeout": 900,
-        "max_tokens": 32,
-    }
-    run = started("train", settings)
-    folder = RunFolder(tmp_path / "run")
-    log = folder.logs / "vllm.log"
-    try:
-        wait_for(lambda: run.poll() is not None or trained(folder), 900)
-        if run.poll() is None:
-            os.kill(engine(log), signal.SIGKILL)
-        output = run.communicate(timeout=900)[0]
-    finally:
-        run.kill()  # where it went well, it is over
-    assert run.returncode == 0, output
-    assert log.read_text().count("Started server process") == 2
-    rows = [row for row in folder.read_metrics() if "reward/mean" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["sampler_trainer/max_logprob_difference"] < 1e-3 for row in rows)
-    store = Store(str(folder.store))
-    run_id = folder.run_id.read_text()
-    assert store.accounting(run_id).adds_up
-    rollouts = [rollout.id for rollout in store.rollouts(run_id)]
-    versions = {call.adapter_version for call in store.calls(rollout_ids=rollouts)}
-    store.close()
-    assert versions == {0, 1, 2}
-    assert json.loads(folder.summary.read_text())["calls"]["adds_up"]
-
-
-def trained(folder: RunFolder) -> bool:
-    return any("reward/mean" in row for row in folder.read_metrics())
 
 
 def engine(log: Path) -> int:
@@ -240,8 +177,42 @@ def engine(log: Path) -> int:
     return int(log.read_text().rpartition("(EngineCore pid=")[2].partition(")")[0])
 
 
+def check_run(run: Run, steps: int) -> set[tuple[str | None, int | None]]:
+    """Check the books and the log-probs; return the adapter versions that answered."""
+    run.accounting()
+    assert [row["step"] for row in run.steps()] == [*range(1, steps + 1)]
+    for row in run.steps():
+        assert row["sampler_trainer/max_logprob_difference"] < 1e-3
+    return {(call.adapter, call.adapter_version) for call in run.calls()}
+
+
 @starts_vllm
-def test_serve_starts_vllm_and_outlives_its_death(tmp_path: Path) -> None:
+def test_a_run_trains_through_vllm_and_survives_its_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three versions published; the server is killed in between; every call is accounted for."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    run = Run(
+        tmp_path, "mixed", sampler="vllm", vllm_python=real_vllm.PYTHON, steps=3, eval_every=9,
+        timeout=900, max_tokens=32,
+    )  # fmt: skip
+    log = run.folder.logs / "vllm.log"
+    process = run.start()
+    try:
+        wait_for(lambda: process.poll() is not None or run.steps(), 900)
+        if process.poll() is None:
+            os.kill(engine(log), signal.SIGKILL)
+        run.finish(process, timeout_s=900)
+    finally:
+        process.kill()  # where it went well, it is over
+    assert log.read_text().count("Started server process") == 2
+    assert check_run(run, 3) >= {("policy", version) for version in (0, 1, 2)}
+
+
+@starts_vllm
+def test_serve_starts_vllm_and_outlives_its_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two adapters; clients that vanish; an engine that dies: 503, then both answer as before."""
     policies = {"asker": Policy(), "answerer": Policy()}
     for seed, (name, policy) in enumerate(policies.items()):
@@ -254,7 +225,11 @@ def test_serve_starts_vllm_and_outlives_its_death(tmp_path: Path) -> None:
         "vllm_python": real_vllm.PYTHON,
     }
     log = tmp_path / "served.db.vllm.log"
-    server = started("serve", settings)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    server = subprocess.Popen(
+        [*CLI, "serve", *flags("serve", **settings)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     try:
         assert server.stdout is not None
         while not (found := re.search(r"http://[\d.]+:\d+", server.stdout.readline())):
@@ -359,7 +334,9 @@ def test_eval_through_a_vllm_that_runs_already(vllm_url: str, tmp_path: Path) ->
     [folder] = (tmp_path / "runs").glob("eval-*")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["rollouts"], summary["failures"]) == (24, {})
-    calls = calls_of(RunFolder(folder))
+    store = Store(str(RunFolder(folder).store))
+    calls = store.calls(rollout_ids=[one.id for one in store.rollouts(store.runs()[0]["id"])])
+    store.close()
     assert len(calls) == 24
     for call in calls:
         expected = policy.logprobs(call.prompt_ids, call.response_ids)
@@ -369,35 +346,8 @@ def test_eval_through_a_vllm_that_runs_already(vllm_url: str, tmp_path: Path) ->
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_two_adapters_train_through_one_vllm(vllm_url: str, tmp_path: Path) -> None:
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"n": 1000}\n')
-    settings = {
-        "config": ROOT / "examples/two_agents/train.toml",
-        "eval_tasks": held_out,
-        "runs": tmp_path,
-        "name": "run",
-        "sampler": "vllm",
-        "vllm_url": vllm_url,
-        "rank": RANK,
-        "steps": 2,
-        "batch_size": 4,
-        "group_size": 8,
-        "runners": 2,
-    }
-    done = subprocess.run([*CLI, "train", *flags(**settings)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = RunFolder(tmp_path / "run")
-    rows = [row for row in folder.read_metrics() if "reward/mean" in row]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["sampler_trainer/max_logprob_difference"] < 1e-3 for row in rows)
-    versions = {(call.adapter, call.adapter_version) for call in calls_of(folder)}
-    assert versions >= {(name, v) for name in ("messenger", "impostor") for v in (0, 1)}
-
-
-def calls_of(folder: RunFolder) -> list[Call]:
-    store = Store(str(folder.store))
-    try:
-        rollouts = [rollout.id for rollout in store.rollouts(folder.run_id.read_text())]
-        return store.calls(rollout_ids=rollouts)
-    finally:
-        store.close()
+    run = Run(
+        tmp_path, "two_models", adapters="asker,answerer", sampler="vllm", vllm_url=vllm_url,
+        rank=RANK, eval_every=9,
+    ).finish()  # fmt: skip
+    assert check_run(run, 2) >= {(name, v) for name in ("asker", "answerer") for v in (0, 1)}

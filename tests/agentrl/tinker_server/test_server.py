@@ -12,11 +12,12 @@ import httpx
 import numpy as np
 import pytest
 from client_data import ROW, TINY, supervised
+from fastapi import HTTPException
 from fastapi.testclient import TestClient
 from tinker.proto import tinker_public_pb2 as proto
 
 from agentrl.tinker_server import create_app, messages
-from agentrl.tinker_server.operations import TinkerServer
+from agentrl.tinker_server.server import TinkerServer
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import AdamParams, Datum, ForwardBackwardOutput, ServiceClient
 from agentrl_trainer.client.saved import read_state
@@ -157,6 +158,7 @@ def slow_creation(
 
 def test_a_finished_session_leaves_nothing(client: Client) -> None:
     server = client.server
+    assert messages.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))  # no rows
     unnamed = {"model_id": client.create("s1"), "seq_id": 1, "sampling_session_seq_id": 0}
     client.done("save_weights_for_sampler", unnamed)
     body = {"session_id": "s1", "sampling_session_seq_id": 1, "base_model": TINY}
@@ -167,11 +169,11 @@ def test_a_finished_session_leaves_nothing(client: Client) -> None:
     assert refused.status_code == 422
     assert "no-such-model" in refused.json()["detail"]
     assert client.http.get("samplers/s1:sample:0").json()["base_model"] == TINY
-    assert server.requests.kept > 0
+    assert server.requests._results
     client.post("sessions/s1/finish", {"reason": {"type": "success"}})
     assert not server.models
-    assert server.requests.kept == 0
-    assert not server.samplers.loaded
+    assert not server.requests._results
+    assert not server.samplers
     assert client.http.get("samplers/s1:sample:1").status_code == 404
 
 
@@ -217,14 +219,13 @@ def test_silence_ends_a_session(tmp_path: Path) -> None:
             request = say("create_model", model(session, 0)).json()["request_id"]
             say("retrieve_future", {"request_id": request})
         assert set(server.models) == {f"{loud}:train:0", f"{silent}:train:0"}
-        with server.sessions._lock:  # as if its last request was long ago
-            server.sessions._heard[silent] -= 100
+        server.heard[silent] -= 100  # as if its last request was long ago
         deadline = time.monotonic() + 30
         while f"{silent}:train:0" in server.models and time.monotonic() < deadline:
             assert say("session_heartbeat", {"session_id": loud}).status_code == 200
             time.sleep(0.05)
         assert set(server.models) == {f"{loud}:train:0"}
-        assert server.requests.owner(request) is None
+        assert request not in server.requests._results
         assert say("session_heartbeat", {"session_id": silent}).status_code == 410
         optim = {"model_id": f"{silent}:train:0", "adam_params": {}}
         assert say("optim_step", optim).status_code == 404
@@ -239,7 +240,7 @@ def test_a_session_that_cannot_be_ended_is_no_harm_to_others(
     bad, good = (client.post("create_session", {}).json()["session_id"] for _ in range(2))
     client.create(good)
     first = server.models[client.create(good, 1)]
-    close, release = first.close, server.samplers.release
+    close, release = first.close, server.requests.release
 
     def closed_by_two() -> Any:
         server.finish(good)
@@ -251,9 +252,9 @@ def test_a_session_that_cannot_be_ended_is_no_harm_to_others(
         release(prefix)
 
     monkeypatch.setattr(first, "close", closed_by_two)
-    monkeypatch.setattr(server.samplers, "release", fails)
+    monkeypatch.setattr(server.requests, "release", fails)
     for session in (bad, good):
-        server.sessions._heard[session] -= 10_000
+        server.heard[session] -= 10_000
     server.finish_silent()
     assert not server.models
     (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -265,7 +266,7 @@ def test_a_model_that_comes_after_its_session_is_not_kept(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, may_continue = slow_creation(client, monkeypatch)
-    pending = client.server.requests._requests[client.begin("create_model", model("s1", 0))].answer
+    _, pending = client.server.requests._results[client.begin("create_model", model("s1", 0))]
     client.post("sessions/s1/finish", {"reason": {"type": "interrupted"}})
     may_continue.set()
     answer = pending.result(30)
@@ -275,5 +276,16 @@ def test_a_model_that_comes_after_its_session_is_not_kept(
     client.server.service.create_lora_training_client(TINY, rank=4, name="s1-train-0")
 
 
-def test_an_output_without_rows() -> None:
-    assert messages.forward_backward_output(ForwardBackwardOutput([], {"a": 1.0}))
+def test_the_samplers_that_were_used_last_stay(tmp_path: Path) -> None:
+    with ServiceClient(folder=tmp_path) as service:
+        server = TinkerServer(service, tmp_path, 300.0, kept=2)
+        training = service.create_lora_training_client(TINY, rank=4, name="s-train-0")
+        training.save_weights_for_sampler("a").result()
+        saved = {"session_id": "s", "model_path": "tinker://s:train:0/sampler_weights/a"}
+        server.create_sampler(saved | {"sampling_session_seq_id": 0})
+        server.add_sampler("s", 1, training.save_weights_and_get_sampling_client())
+        assert len(server.sampler("s:sample:0").client.compute_logprobs(ROW).result()) == len(ROW)
+        server.add_sampler("s", 2, training.save_weights_and_get_sampling_client())
+        assert [*server.samplers] == ["s:sample:0", "s:sample:2"]
+        with pytest.raises(HTTPException, match="create it again"):
+            server.sampler("s:sample:1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,30 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers as hf
 from peft import PeftModel
 from safetensors.torch import save_file
-from small_models import Asked, as_base, byte_tokenizer, llama, qwen3, worst_difference
-from transformers import (
-    BloomConfig,
-    GenerationConfig,
-    LlamaConfig,
-    MambaConfig,
-    Phi3Config,
-    T5Config,
-    dynamic_module_utils,
+from small_models import (
+    Asked,
+    as_base,
+    byte_tokenizer,
+    llama,
+    qwen3,
+    running_engine,
+    save_model,
+    worst_difference,
 )
+from transformers.quantizers import quantizer_bnb_4bit
 
 from agentrl.export.adapter import export
+from agentrl_trainer import tiny
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
+from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models import lora
 from agentrl_trainer.models.loading import ModelError, load_base, load_facts, resolve_model
 from agentrl_trainer.models.lora import (
-    adapter_shapes,
     attach_adapter,
     load_adapter_weights,
     lora_config,
@@ -43,22 +45,19 @@ from agentrl_trainer.models.lora import (
 def folder(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("model") / "random-qwen3"
     own = qwen3()
-    own.generation_config = GenerationConfig(eos_token_id=[7, 9])
-    own.save_pretrained(target)
-    byte_tokenizer().save_pretrained(target)
+    own.generation_config = hf.GenerationConfig(eos_token_id=[7, 9])
+    save_model(own, target)
     return target
 
 
-def randomise(peft_model: PeftModel, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_()
+def adapted(seed: int = 1, *, layers: int = 2, rank: int = 4, targets: Any = "all-linear") -> Any:
+    config = lora_config(rank, 8, targets)
+    return attach_adapter(as_base(qwen3(layers)), "policy", config, seed)
 
 
-def adapter_tensors(peft_model: PeftModel, name: str = "policy") -> dict[str, torch.Tensor]:
-    return {k: p.detach().clone() for k, p in peft_model.named_parameters() if f".{name}." in k}
+def weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter's, as they are in the model."""
+    return {k: p for k, p in model.named_parameters() if ".policy." in k}
 
 
 def test_load_base(folder) -> None:
@@ -77,14 +76,12 @@ def test_resolve_model(folder, tmp_path, monkeypatch) -> None:
     assert resolve_model(str(folder)) == str(folder)
     assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     for name, message in (
-        ("", "model: is empty"),
+        ("", "without a config.json"),
         ("./nowhere", "no folder './nowhere'"),
         (str(tmp_path), "without a config.json"),
     ):
         with pytest.raises(ModelError, match=message):
             resolve_model(name)
-    from agentrl_trainer import tiny
-
     monkeypatch.setattr(tiny, "MODEL_DIR", tmp_path / "gone")
     with pytest.raises(ModelError, match="rebuild them with"):
         resolve_model("agentrl-tiny")
@@ -92,22 +89,10 @@ def test_resolve_model(folder, tmp_path, monkeypatch) -> None:
     assert load_base("agentrl-tiny").name == "agentrl-tiny"
 
 
-def test_code_beside_a_model_that_transformers_has_is_not_run(folder, tmp_path) -> None:
-    """Many repositories keep the code from before transformers knew the model."""
-    copied = tmp_path / "both"
-    shutil.copytree(folder, copied)
-    config = json.loads((copied / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
-    (copied / "config.json").write_text(json.dumps(config))
-    (copied / "modeling_own.py").write_text("raise SystemExit('it was run')")
-    assert type(load_base(str(copied)).model).__module__.startswith("transformers.models.qwen3")
-
-
 def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
     """Of a model which transformers has, whose own old code stays unused (Moonlight's files)."""
     copied = tmp_path / "own-tokenizer"
-    llama().save_pretrained(copied)
-    byte_tokenizer().save_pretrained(copied)
+    save_model(llama(), copied)
     for name, entry in (
         ("config.json", {"AutoConfig": "old.Config", "AutoModelForCausalLM": "old.Model"}),
         ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_own.Own", None]}),
@@ -122,7 +107,7 @@ def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
         "from transformers import PreTrainedTokenizerFast\n"
         "class Own(PreTrainedTokenizerFast):\n    pass\n"
     )
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(hf.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     for load in (load_facts, load_base):
         with pytest.raises(ModelError, match="trust_remote_code"):
@@ -132,25 +117,23 @@ def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
 
 def test_refusals(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="could not load 'no-such-model'"):
-        load_base("no-such-model")
-    T5Config().save_pretrained(tmp_path / "t5")
-    with pytest.raises(ModelError, match="encoder-decoder"):
-        load_base(str(tmp_path / "t5"))
+    hf.T5Config().save_pretrained(tmp_path / "t5")
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit" / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(ModelError, match="not a causal language model"):
-        load_base(str(tmp_path / "vit"))
     qwen3().save_pretrained(tmp_path / "silent")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "silent")
-    with pytest.raises(ModelError, match="no chat template"):
-        load_base(str(tmp_path / "silent"))
-    with pytest.raises(ModelError, match="dtype: 'float33'"):
-        load_base(str(folder), dtype="float33")
-    with pytest.raises(ModelError, match="device: 'tpux'"):
-        load_base(str(folder), device="tpux")
+    for name, options, message in (
+        ("no-such-model", {}, "could not load 'no-such-model'"),
+        (str(tmp_path / "t5"), {}, "encoder-decoder"),
+        (str(tmp_path / "vit"), {}, "not a causal language model"),
+        (str(tmp_path / "silent"), {}, "no chat template"),
+        (str(folder), {"dtype": "float33"}, "dtype: 'float33'"),
+        (str(folder), {"device": "tpux"}, "device: 'tpux'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_base(name, **options)
 
 
 OWN_CODE = """
@@ -215,7 +198,7 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
         load_base(own)
     with pytest.raises(ModelError, match="trust_remote_code"):
         load_facts(own)
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(hf.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert load_facts(own, trust_remote_code=True).context_length == 2**17
 
@@ -226,14 +209,10 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
     assert losses[-1] < losses[0]
     learner.save_adapter("default", tmp_path / "v1")
 
-    engine = SamplerEngine(load_base(own, device="cpu", trust_remote_code=True))
-    assert engine.strategy == "row by row, recomputed"
-    engine.start()
-    try:
+    with running_engine(load_base(own, device="cpu", trust_remote_code=True)) as engine:
+        assert engine.strategy == "row by row, recomputed"
         engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
-        (answer,) = Asked(engine, [5, 6], SampleParams(max_tokens=9, seed=1), "policy").wait()
-    finally:
-        engine.stop()
+        answer = Asked(engine, [5, 6], SampleParams(max_tokens=9, seed=1), "policy").one()
     assert len(answer.tokens) == 9
     assert worst_difference(learner.base.model, [5, 6], answer) < 1e-5
 
@@ -246,29 +225,30 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
     assert worst_difference(merged, [5, 6], answer) < 1e-5
 
 
+TEXT = {"vocab_size": 257, "hidden_size": 32, "pad_token_id": 0}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4, "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "more", "length"),
+    ("config", "length"),
     [
-        (LlamaConfig, {}, 512),
-        (MambaConfig, {}, 1000),  # the tokenizer's
-        (BloomConfig, {"seq_length": 300}, 300),
+        (hf.LlamaConfig(**TEXT, max_position_embeddings=512), 512),
+        (hf.MambaConfig(**TEXT), 1000),  # the tokenizer's
+        (hf.BloomConfig(**TEXT, seq_length=300), 300),
         (
-            Phi3Config,
-            {
-                "original_max_position_embeddings": 128,
-                "rope_parameters": {
-                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-                    "long_factor": [2.0] * 4, "original_max_position_embeddings": 128,
-                },
-            },
+            hf.Phi3Config(
+                **TEXT, max_position_embeddings=512, num_attention_heads=4,
+                original_max_position_embeddings=128, rope_parameters=LONG_ROPE,
+            ),
             128,
         ),
     ],
 )  # fmt: skip
-def test_context_lengths(kind: Any, more: dict[str, Any], length: int, tmp_path: Path) -> None:
-    small = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512}
-    named = small if kind in (LlamaConfig, Phi3Config) else {"hidden_size": 32}
-    kind(vocab_size=257, pad_token_id=0, **named, **more).save_pretrained(tmp_path)
+def test_context_lengths(config: Any, length: int, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.model_max_length = 1000
     tokenizer.save_pretrained(tmp_path)
@@ -276,19 +256,15 @@ def test_context_lengths(kind: Any, more: dict[str, Any], length: int, tmp_path:
 
 
 def test_attach_is_deterministic_and_leaves_the_global_seed() -> None:
+    first = adapted()
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=1)
-    torch.manual_seed(5)
-    one = adapter_tensors(attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=1))
-    torch.manual_seed(5)
     attach_adapter(first, "judge", lora_config(2, 8), seed=1)
     assert torch.equal(torch.rand(3), expected)
-    two = adapter_tensors(first)
+    one, two, other = weights(adapted()), weights(first), weights(adapted(seed=2))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
-    other = adapter_tensors(attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=2))
     assert any(not torch.equal(one[k], other[k]) for k in one)
     # q, k, v, o, gate, up, down in each of two layers; not the output embedding.
     assert len(one) == 2 * 7 * 2
@@ -298,9 +274,9 @@ def test_attach_is_deterministic_and_leaves_the_global_seed() -> None:
 
 
 def test_save_and_load_in_place(tmp_path) -> None:
-    config = lora_config(4, 8)
-    saved = attach_adapter(as_base(qwen3()), "policy", config, seed=1)
-    randomise(saved, 3)
+    saved = adapted()
+    for parameter in weights(saved).values():
+        torch.nn.init.normal_(parameter)
     target = tmp_path / "run" / "v1"
     save_adapter(saved, "policy", target)
     save_adapter(saved, "policy", target)  # replacing is allowed
@@ -312,15 +288,14 @@ def test_save_and_load_in_place(tmp_path) -> None:
     written = json.loads((target / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "test-model"
     assert (written["r"], written["lora_alpha"], written["peft_type"]) == (4, 8, "LORA")
-    assert all(4 in shape for shape in adapter_shapes(target).values())
 
-    loaded = attach_adapter(as_base(qwen3()), "policy", config, seed=9)
-    attach_adapter(loaded, "judge", config, seed=9)
-    before = {k: p for k, p in loaded.named_parameters() if ".policy." in k}
+    loaded = adapted(seed=9)
+    attach_adapter(loaded, "judge", lora_config(4, 8), seed=9)
+    before = weights(loaded)
     load_adapter_weights(loaded, "policy", target)
-    after = {k: p for k, p in loaded.named_parameters() if ".policy." in k}
+    after = weights(loaded)
     assert all(before[k] is after[k] for k in before)
-    assert all(torch.equal(after[k], v) for k, v in adapter_tensors(saved).items())
+    assert all(torch.equal(after[k], v) for k, v in weights(saved).items())
 
     # PEFT itself reads the folder and computes the same.
     ids = torch.tensor([[1, 2, 3]])
@@ -329,29 +304,28 @@ def test_save_and_load_in_place(tmp_path) -> None:
         assert torch.equal(by_peft(ids).logits, saved(ids).logits)
 
 
-def test_load_explains_mismatches(tmp_path) -> None:
-    saved = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8), seed=1)
-    save_adapter(saved, "policy", tmp_path / "v1")
-    rank8 = attach_adapter(as_base(qwen3()), "policy", lora_config(8, 8), seed=1)
-    with pytest.raises(ModelError, match=r"has shape .* but adapter 'policy' has"):
-        load_adapter_weights(rank8, "policy", tmp_path / "v1")
-    deeper = attach_adapter(as_base(qwen3(layers=3)), "policy", lora_config(4, 8), seed=1)
-    with pytest.raises(ModelError, match="lacks tensors"):
-        load_adapter_weights(deeper, "policy", tmp_path / "v1")
-    fewer = attach_adapter(as_base(qwen3()), "policy", lora_config(4, 8, ["q_proj"]), seed=1)
-    with pytest.raises(ModelError, match="has unknown tensors"):
-        load_adapter_weights(fewer, "policy", tmp_path / "v1")
-    with pytest.raises(ModelError, match="does not exist"):
-        load_adapter_weights(saved, "policy", tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="'judge' is not attached"):
-        load_adapter_weights(saved, "judge", tmp_path / "v1")
+@pytest.mark.parametrize(
+    ("layers", "rank", "targets", "message"),
+    [
+        (2, 8, "all-linear", r"is \[4, 96\] in the folder and \[8, 96\] in the adapter"),
+        (3, 4, "all-linear", r"layers\.2.* is missing in the folder"),
+        (2, 4, ["q_proj"], "down_proj.* and missing in the adapter"),
+    ],
+)
+def test_load_explains_mismatches(
+    layers: int, rank: int, targets: Any, message: str, tmp_path: Path
+) -> None:
+    save_adapter(adapted(), "policy", tmp_path)
+    other = adapted(layers=layers, rank=rank, targets=targets)
+    with pytest.raises(ModelError, match=message):
+        load_adapter_weights(other, "policy", tmp_path)
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
-    peft_model = attach_adapter(as_base(llama()), "policy", lora_config(4, 8), seed=1)
+    peft_model = adapted()
     save_adapter(peft_model, "policy", tmp_path / "v1")
     before = (tmp_path / "v1" / "adapter_model.safetensors").read_bytes()
-    randomise(peft_model, 1)
+    torch.nn.init.normal_(next(iter(weights(peft_model).values())))
 
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError("no space left")
@@ -364,17 +338,13 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch) -> None:
 
 
 def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ModelError, match="bitsandbytes"):
         load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
 
 
 def test_a_base_in_four_bits_learns() -> None:
     pytest.importorskip("bitsandbytes")
-    from agentrl_trainer.data.training_row import TrainingRow
-    from agentrl_trainer.learner.learner import Learner
-    from agentrl_trainer.learner.loss_options import AdamParams
-
     base = load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
     kinds = {type(m).__name__ for m in base.model.modules()}
     assert "Linear4bit" in kinds

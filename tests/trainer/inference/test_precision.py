@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import Answer, Asked
+from small_models import Answer, Asked, running_engine
 
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.inference import SampleParams, SamplerEngine
+from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models.loading import ModelError, load_base
@@ -38,13 +38,9 @@ def trained(tmp_path: Path, **how: object) -> Learner:
 
 
 def sampled(folder: Path, **how: object) -> Answer:
-    engine = SamplerEngine(load_base(MODEL, device="cpu", **how))
-    engine.start()
-    try:
+    with running_engine(load_base(MODEL, device="cpu", **how)) as engine:
         engine.load_adapter("policy", 1, folder).result(30)
-        (answer,) = Asked(engine, PROMPT, SampleParams(max_tokens=16, seed=3), "policy").wait()
-    finally:
-        engine.stop()
+        answer = Asked(engine, PROMPT, SampleParams(max_tokens=16, seed=3), "policy").one()
     assert len(answer.tokens) == 16
     return answer
 
