@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agentrl.runner.agent_process.attempt import run_attempts
+from agentrl.runner.agent_process.attempts import run_attempts
 from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.protocol import RunnerConfig, send, take_messages
 

@@ -1,138 +1,37 @@
-"""Run attempts in this process, one after the other or concurrently, and report to the worker.
-
-The process ends with ``os._exit``: tearing the interpreter down would cost more than an instant
-agent's whole run.
-"""
+"""Run one attempt in this process, and load the agent for it."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
 import numbers
 import os
-import queue
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
 from functools import cache
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from agentrl.runner.agent_process.environment import attempt_environment
 from agentrl.runner.agent_process.loading import CommandFailed, LoadedAgent, load_agent
-from agentrl.runner.agent_spec import parse_agent
-from agentrl.runner.preload import third_party_modules
-from agentrl.runner.protocol import AttemptEnding, RunnerConfig, claim_from, send, take_messages
+from agentrl.runner.protocol import AttemptEnding, RunnerConfig
 from agentrl_tracer.context import current_rollout
 from agentrl_tracer.conventions import OUTPUT
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim
 from agentrl_tracer.tracing import finish, rollout_tracing, tracing
 
-_TRACE_CONTEXT = ("TRACEPARENT", "TRACESTATE")
+TRACE_CONTEXT = ("TRACEPARENT", "TRACESTATE")
 _TRACEBACK_LINES = 12
 _LONGEST = 4000  # characters of an error, and of what the agent returned
-
-
-def run_attempts(
-    config: RunnerConfig, worker_fd: int, known_modules: frozenset[str] | None
-) -> NoReturn:
-    """Run the agent in this process, just forked or executed, and never return.
-
-    Args:
-        worker_fd: socket whose other end only the worker holds. It brings the claims, and
-            ``{"cancel": id}``, and takes ``{"attempt": id, ...AttemptEnding}`` per attempt. At its
-            end the process group dies.
-        known_modules: modules imported before the fork, which are not reported; None: report none.
-    """
-    try:
-        os.setsid()  # a process group of its own: one signal reaches every process of the agent
-        _settle_in(config)
-        messages = _hear_worker(worker_fd)
-        if config.concurrency > 1:
-            from agentrl.runner.agent_process.concurrent import run_concurrently
-
-            run_concurrently(config, messages, worker_fd)
-        else:
-            _run_in_turn(config, messages, worker_fd, known_modules)
-    except BaseException:
-        traceback.print_exc()
-        _flush_output()
-    finally:
-        os._exit(1)
-
-
-def _settle_in(config: RunnerConfig) -> None:
-    """Undo what the process inherited from its worker."""
-    gc.freeze()  # the worker's objects are never garbage here
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    pool_logger = logging.getLogger("agentrl.runner")
-    pool_logger.handlers.clear()  # the agent configures logging as it likes
-    pool_logger.propagate = True
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:  # preloaded: else every attempt would draw the same numbers
-        numpy_random.seed()
-    sys.argv = [config.agent]
-    for name in _TRACE_CONTEXT:  # the trainer's own trace is not the agent's
-        os.environ.pop(name, None)
-
-
-def _hear_worker(worker_fd: int) -> Iterator[dict[str, Any]]:
-    """Yield the worker's messages; kill this process group when the worker is gone."""
-    received = bytearray()
-    with contextlib.suppress(ConnectionError):
-        while chunk := os.read(worker_fd, 65536):
-            received += chunk
-            yield from take_messages(received)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _run_in_turn(
-    config: RunnerConfig,
-    messages: Iterator[dict[str, Any]],
-    worker_fd: int,
-    known_modules: frozenset[str] | None,
-) -> NoReturn:
-    """Run an attempt per message; the worker kills the process if there is no more."""
-    signal.signal(signal.SIGTERM, _terminate)
-    claims: queue.SimpleQueue[Claim] = queue.SimpleQueue()
-
-    def take_claims() -> None:
-        for message in messages:
-            claims.put(claim_from(message))
-
-    threading.Thread(target=take_claims, daemon=True).start()
-    while True:
-        claim = claims.get()
-        redirect_output(config.log_of(claim))
-        for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
-            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-        ending = run_attempt(config, claim)
-        if known_modules is not None:
-            modules = third_party_modules(parse_agent(config.agent), known_modules)
-            if modules:  # copying the set touches all its memory pages
-                known_modules |= set(modules)
-                ending = replace(ending, modules=tuple(modules))
-        _flush_output()
-        send(worker_fd, {"attempt": claim.attempt_id, **asdict(ending)})
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit("terminated: its time was up, or its runner was stopped")
 
 
 def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
     """Run one attempt in this process."""
     # Of the attempt before. A task may be too long for a variable.
-    for name in ("AGENTRL_TASK", *_TRACE_CONTEXT):
+    for name in ("AGENTRL_TASK", *TRACE_CONTEXT):
         os.environ.pop(name, None)
     os.environ.update(attempt_environment(config, claim))
     active, rollout = rollout_tracing(), current_rollout()
@@ -204,17 +103,3 @@ def show_error(raised: BaseException) -> str | None:
     if isinstance(raised, SystemExit):
         return f"SystemExit: {raised.code}"
     return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])[-_LONGEST:]
-
-
-def redirect_output(log: str) -> None:
-    """Append file descriptors 1 and 2 to a file."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or the agent closed it
-            stream.flush()

@@ -25,7 +25,7 @@ class OurPackages:
 
 def run(worker_fd):  # type: ignore[no-untyped-def]
     """Run attempts; the worker first sends the configuration."""
-    from agentrl.runner.agent_process.attempt import run_attempts
+    from agentrl.runner.agent_process.attempts import run_attempts
     from agentrl.runner.protocol import RunnerConfig
 
     os.set_inheritable(worker_fd, False)
