@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.commands import COMMANDS
+from agentrl.config.renamed_settings import RENAMED
 from agentrl.config.setting_names import Setting, settings_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -45,11 +46,12 @@ def page() -> str:
         parts.append(f"## {title}\n")
         parts.append(_table(new))
     parts.append(
-        "## Old names\n\n"
-        "Settings had flat names before, such as `group_size` and `eval_every`. An old name is "
-        "refused with an\nerror that says the new one."
+        "## Old names\n\nSettings had flat names before. An old name is refused with an error that "
+        "says the new one; a wrong\nname is refused with the nearest right one.\n\n"
+        "| Old | New |\n|---|---|"
     )
-    return "\n".join(parts) + "\n"
+    rows = [f"| `{old}` | {', '.join(f'`{one}`' for one in new)} |" for old, new in RENAMED.items()]
+    return "\n".join([*parts, *rows]) + "\n"
 
 
 def _table(settings: list[Setting]) -> str:

@@ -6,135 +6,124 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.metadata import version
-from typing import Any
 
 import orjson
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.handlers import Handlers, speaks_anthropic
-from agentrl_proxy.protocols.messages_events import anthropic_error
+from agentrl_proxy.protocols.messages import anthropic_error
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.server.sse import internal_error
 
 log = logging.getLogger("agentrl.proxy")
 
-Handler = Callable[[Request], Awaitable[Response]]
+_Routes = dict[str, tuple[str, Callable[[Handlers, Request], Awaitable[Response]]]]
 
 _SWEEP_S = 2.0
-# Path, method and handler of each route.
-_GATEWAY_ROUTES = (
-    ("/healthz", "GET", Handlers.healthz),
-    ("/openapi.json", "GET", Handlers.openapi),
-    ("/admin/adapters", "POST", Handlers.load_adapter),
-    ("/rollouts/{rollout_id}/v1/rewards", "POST", Handlers.rewards),
-)
-# These also exist under /rollouts/{rollout_id}.
-_MODEL_ROUTES = (
-    ("/v1/models", "GET", Handlers.models),
-    ("/v1/models/{model:path}", "GET", Handlers.model),
-    ("/v1/chat/completions", "POST", Handlers.chat_completions),
-    ("/v1/completions", "POST", Handlers.completions),
-    ("/v1/responses", "POST", Handlers.responses),
-    ("/v1/messages", "POST", Handlers.messages),
-    ("/v1/messages/count_tokens", "POST", Handlers.count_tokens),
-    ("/v1/traces", "POST", Handlers.traces),
-)
-_HOT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/traces")
+# The method and handler of each path.
+_MODEL_ROUTES: _Routes = {
+    "/v1/models": ("GET", Handlers.models),
+    "/v1/models/": ("GET", Handlers.model),  # a name follows
+    "/v1/chat/completions": ("POST", Handlers.chat_completions),
+    "/v1/completions": ("POST", Handlers.completions),
+    "/v1/responses": ("POST", Handlers.responses),
+    "/v1/messages": ("POST", Handlers.messages),
+    "/v1/messages/count_tokens": ("POST", Handlers.count_tokens),
+    "/v1/traces": ("POST", Handlers.traces),
+}
+GATEWAY_ROUTES: _Routes = _MODEL_ROUTES | {
+    "/healthz": ("GET", Handlers.healthz),
+    "/openapi.json": ("GET", Handlers.openapi),
+    "/admin/adapters": ("POST", Handlers.load_adapter),
+}
+ROLLOUT_ROUTES: _Routes = _MODEL_ROUTES | {  # under /rollouts/{rollout_id}
+    "/v1/rewards": ("POST", Handlers.rewards)
+}
 
 
-class GatewayApp(FastAPI):
-    """FastAPI with a direct way to the hot routes.
+class GatewayApp(Starlette):
+    """Routes requests by a look into a dictionary.
 
-    FastAPI's middlewares and its search through all routes cost a tenth of such a request's CPU.
-
-    Args:
-        direct: handlers of POST requests by path, which ``/rollouts/<id>`` may precede.
+    Starlette's middlewares and its search through all routes cost a tenth of a request's CPU.
     """
 
-    def __init__(self, direct: dict[str, Handler], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._direct = direct
+    def __init__(self, handlers: Handlers) -> None:
+        super().__init__(lifespan=_lifespan)
+        self.state.gateway = self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._find(scope)
-        if handler is None:
+        if scope["type"] != "http":  # the server starts or ends
             await super().__call__(scope, receive, send)
             return
-        started = False
-
-        async def sending(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        scope["app"] = self
         request = Request(scope, receive)
         try:
-            response = await handler(request)
-            await response(scope, receive, sending)
+            handler = _find(scope)
+            response = await handler(self._handlers, request)
+            await response(scope, receive, send)
         except ApiError as error:
-            refusal = await _api_error(request, error)
-            await refusal(scope, receive, send)
-        except Exception as error:
-            if not started:
-                refusal = await _any_error(request, error)
-                await refusal(scope, receive, send)
-            raise  # for the server's log
-
-    def _find(self, scope: Scope) -> Handler | None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
-            return None
-        path: str = scope["path"]
-        scope["path_params"] = {}
-        if path.startswith("/rollouts/"):
-            rollout_id, slash, path = path[len("/rollouts/") :].partition("/")
-            if not rollout_id:
-                return None
-            scope["path_params"] = {"rollout_id": rollout_id}
-            path = slash + path
-        return self._direct.get(path)
+            await _refusal(request, error)(scope, receive, send)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            # The client gets no detail: it could quote a credential.
+            await _refusal(request, internal_error())(scope, receive, send)
 
 
-def create_app(deps: GatewayDependencies) -> FastAPI:
+def create_app(deps: GatewayDependencies) -> Starlette:
     """Return the gateway as an ASGI app. ``app.state.gateway`` is its Handlers."""
-    handlers = Handlers(deps)
+    return GatewayApp(Handlers(deps))
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(_warm_up, deps.renderer)
-        sweeper = asyncio.create_task(_sweep(handlers))
-        handlers.providers.start()
-        yield
-        sweeper.cancel()
-        if handlers.forward is not None:
-            await asyncio.to_thread(handlers.forward.close)
 
-    direct = {path: h.__get__(handlers) for path, _, h in _MODEL_ROUTES if path in _HOT_PATHS}
-    app = GatewayApp(
-        direct,
-        title="agentrl gateway",
-        version=version("agentrl-middleware"),
-        lifespan=lifespan,
-        openapi_url=None,  # handlers read raw bodies, so FastAPI's document would be empty
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
+def _find(scope: Scope) -> Callable[[Handlers, Request], Awaitable[Response]]:
+    """Return a request's handler, and put its path's parameters into the scope.
+
+    Raises:
+        ApiError: there is no such path (404), or not with this method (405).
+    """
+    path: str = scope["path"]
+    routes, parameters = GATEWAY_ROUTES, scope.setdefault("path_params", {})
+    if path.startswith("/rollouts/"):
+        rollout_id, slash, rest = path.removeprefix("/rollouts/").partition("/")
+        if rollout_id:
+            routes, path = ROLLOUT_ROUTES, slash + rest
+            parameters["rollout_id"] = rollout_id
+    if path.startswith("/v1/models/"):
+        parameters["model"] = path.removeprefix("/v1/models/")
+        path = "/v1/models/"
+    route = routes.get(path)
+    if route is None:
+        raise ApiError(404, f"no such path: {scope['path'][:200]}", code="not_found")
+    method, handler = route
+    if scope["method"] != method and (scope["method"], method) != ("HEAD", "GET"):
+        message = f"{scope['method']} is not allowed here"
+        raise ApiError(405, message, code="method_not_allowed", headers={"allow": method})
+    return handler
+
+
+def _refusal(request: Request, error: ApiError) -> Response:
+    anthropic = speaks_anthropic(request)
+    return Response(
+        orjson.dumps(anthropic_error(error)) if anthropic else error.json(),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
     )
-    app.state.gateway = handlers
-    in_rollouts = [(f"/rollouts/{{rollout_id}}{path}", m, h) for path, m, h in _MODEL_ROUTES]
-    for path, method, handler in (*_GATEWAY_ROUTES, *_MODEL_ROUTES, *in_rollouts):
-        app.router.add_route(path, handler.__get__(handlers), methods=[method])
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _any_error)
-    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    handlers: Handlers = app.state.gateway
+    await asyncio.to_thread(_warm_up, handlers.deps.renderer)
+    sweeper = asyncio.create_task(_sweep(handlers))
+    handlers.providers.start()
+    yield
+    sweeper.cancel()
+    if handlers.forward is not None:
+        await asyncio.to_thread(handlers.forward.close)
 
 
 async def _sweep(handlers: Handlers) -> None:
@@ -152,33 +141,3 @@ def _warm_up(renderer: Renderer) -> None:
         parser = renderer.parser(tools=tools)
         parser.feed("<")
         parser.finish()
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    anthropic = speaks_anthropic(request)
-    return Response(
-        orjson.dumps(anthropic_error(error)) if anthropic else error.json(),
-        status_code=error.status,
-        headers=error.headers,
-        media_type="application/json",
-    )
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer unknown paths and methods, which the router refuses."""
-    assert isinstance(error, HTTPException)
-    texts = {
-        404: (f"no such path: {request.scope['path'][:200]}", "not_found"),
-        405: (f"{request.method} is not allowed here", "method_not_allowed"),
-    }
-    message, code = texts.get(error.status_code, (str(error.detail), "http_error"))
-    headers = dict(error.headers) if error.headers else None
-    return await _api_error(
-        request, ApiError(error.status_code, message, code=code, headers=headers)
-    )
-
-
-async def _any_error(request: Request, error: Exception) -> Response:
-    # The server logs the traceback. The client gets no detail: it could quote a credential.
-    return await _api_error(request, internal_error())

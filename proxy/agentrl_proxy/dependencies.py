@@ -1,32 +1,23 @@
 """Define what a gateway is given: its sampler, renderer, store, models and limits.
 
-The parts are protocols: any store and writer that answer like agentrl_tracer's will do. Defaults of
-settings are in agentrl/config/settings.py.
+Defaults of settings are in agentrl/config/settings.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import Sampler
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, PastCall, Reward, Span
+from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
+
+if TYPE_CHECKING:
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
+    from agentrl_tracer.store import Store
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-
-
-class GatewayStore(Protocol):
-    """The part of agentrl_tracer's Store that a gateway uses."""
-
-    is_remote: bool
-
-    def authenticate(self, key: str) -> AttemptRef | None: ...
-    def attempt_state(self, attempt_id: str) -> AttemptState | None: ...
-    def next_seq(self, attempt_id: str) -> int: ...
-    def spent(self, attempt_id: str) -> tuple[int, int]: ...
-    def same_requests(self, attempt_id: str, request: dict[str, Any]) -> list[PastCall]: ...
 
 
 class TraceSink(Protocol):
@@ -37,14 +28,6 @@ class TraceSink(Protocol):
     async def deliver(
         self, attempt_id: str | None, spans: Sequence[Span], rewards: Sequence[Reward]
     ) -> AttemptState | None: ...
-
-
-class SpanExporter(Protocol):
-    """telemetry's OtlpExporter."""
-
-    def put(self, spans: Sequence[Span]) -> None: ...
-    def stats(self) -> dict[str, int]: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +62,7 @@ class GatewayDependencies:
 
     sampler: Sampler
     renderer: Renderer
-    store: GatewayStore
+    store: Store
     writer: TraceSink
     boot_id: str
     _: KW_ONLY
@@ -113,5 +96,5 @@ class GatewayDependencies:
     """Choices that one attempt may request; None: no limit."""
     max_tokens_per_rollout: int | None = None
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
-    forward: SpanExporter | None = None
+    forward: OtlpExporter | None = None
     """Exports what is recorded. The app closes it."""

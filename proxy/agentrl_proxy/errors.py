@@ -131,11 +131,7 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
 
 def budget_exceeded(message: str) -> ApiError:
     return ApiError(
-        429,
-        message,
-        kind="rate_limit_error",
-        code="rollout_budget_exceeded",
-        headers=DO_NOT_RETRY,
+        429, message, kind="rate_limit_error", code="rollout_budget_exceeded", headers=DO_NOT_RETRY
     )
 
 

@@ -1,7 +1,7 @@
 """Handle the gateway's routes: read the request, find its service, write the answer.
 
-Handlers read raw bodies and return ready bytes: FastAPI's parameters and models would cost more
-than everything else here together.
+Handlers read raw bodies and return ready bytes: parameters and models of a framework would cost
+more than everything else here together.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentrl_proxy.dependencies import GatewayDependencies
-from agentrl_proxy.errors import invalid, model_not_found, refused_by_sampler, unavailable
-from agentrl_proxy.generation.completions import text_prompts
+from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
+from agentrl_proxy.errors import model_not_found, refused_by_sampler, unavailable
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
 from agentrl_proxy.protocols.chat import ChatRequest, chat_request
-from agentrl_proxy.protocols.chat_objects import Dialect
-from agentrl_proxy.protocols.completions import completion_request
-from agentrl_proxy.protocols.fields import read_object
-from agentrl_proxy.protocols.messages import count_request, messages_request
-from agentrl_proxy.protocols.models import model_card, model_list
+from agentrl_proxy.protocols.completions import completion_requests
+from agentrl_proxy.protocols.fields import check_body, read_object
+from agentrl_proxy.protocols.messages import messages_request
+from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
 from agentrl_proxy.protocols.responses import responses_request
 from agentrl_proxy.providers.requests import (
     provider_chat_request,
@@ -60,6 +59,7 @@ class _Received:
     body: bytes
     raw: dict[str, Any]
     headers: Mapping[str, str]
+    provider: ProviderModel | None  # that it names
 
 
 class Handlers:
@@ -70,6 +70,7 @@ class Handlers:
         if self.forward is not None:
             deps = replace(deps, writer=ExportingSink(deps.writer, self.forward))
         self.deps = deps
+        self.version = metadata.version("agentrl-middleware")
         self.stats = GatewayStats()
         self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
@@ -87,7 +88,7 @@ class Handlers:
         healthy, sampler_stats = sampler.healthy, sampler.stats()
         report: dict[str, Any] = {
             "status": "ok" if healthy else "unhealthy",
-            "version": request.app.version,
+            "version": self.version,
             "boot_id": self.deps.boot_id,
             "recoveries": sampler_stats.get("recoveries", 0),
         }
@@ -104,7 +105,7 @@ class Handlers:
         return json_response(report, 200 if healthy else 503)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi.document(request.app.version))
+        return json_response(openapi.document(self.version))
 
     async def models(self, request: Request) -> Response:
         await self._caller(request)
@@ -123,67 +124,67 @@ class Handlers:
 
     async def chat_completions(self, request: Request) -> Response:
         received = await self._received(request)
-        provider = self.providers.model_of(received.raw)
-        convert = chat_request if provider is None else provider_chat_request
-        return self._reply(received, convert(received.raw))
+        return self._answer(received, chat_request, lambda raw, _: provider_chat_request(raw))
+
+    async def completions(self, request: Request) -> Response:
+        received, deps = await self._received(request), self.deps
+        return self._answer(
+            received,
+            lambda raw: completion_requests(raw, deps.renderer, deps.context_length),
+            lambda raw, model: provider_completion_requests(raw, model)[0],
+        )
 
     async def responses(self, request: Request) -> Response:
-        received = await self._received(request)
-        raw, provider = received.raw, self.providers.model_of(received.raw)
-        await translation.load()
-        asked = (
-            responses_request(raw) if provider is None else provider_response_request(raw, provider)
-        )
-        return self._reply(received, asked)
+        received = await self._received(request, translated=True)
+        return self._answer(received, responses_request, provider_response_request)
 
     async def messages(self, request: Request) -> Response:
-        received = await self._received(request)
-        raw, provider = received.raw, self.providers.model_of(received.raw)
-        await translation.load()
-        asked = (
-            messages_request(raw) if provider is None else provider_message_request(raw, provider)
-        )
-        return self._reply(received, asked)
+        received = await self._received(request, translated=True)
+        return self._answer(received, messages_request, provider_message_request)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
-        received = await self._received(request)
-        raw, provider = received.raw, self.providers.model_of(received.raw)
-        await translation.load()
+        received = await self._received(request, translated=True)
+        raw, provider = received.raw, received.provider
         if provider is not None:
             asked = provider_message_request(raw, provider, counted=True)
             return json_response({"input_tokens": await self.providers.count(asked)})
-        prompt = self.chat.render(count_request(raw), received.caller, received.headers)
+        counted = messages_request(raw, counted=True)
+        adapter = self.chat.resolve_model(counted.model, received.headers)
+        prompt = self.chat.render(counted, received.caller, adapter)
         return json_response({"input_tokens": len(prompt.ids)})
 
-    async def completions(self, request: Request) -> Response:
-        received = await self._received(request)
-        raw, provider = received.raw, self.providers.model_of(received.raw)
-        if provider is not None:
-            prompts, dialect = provider_completion_requests(raw, provider)
-            return self._answer(received, self.providers, prompts, dialect, prompts[0].n)
-        asked = completion_request(raw, self.deps.renderer)
-        parts = text_prompts(asked, self.deps.context_length)
-        return self._answer(received, self.chat, parts, asked.dialect, asked.common.n)
+    async def _received(self, request: Request, *, translated: bool = False) -> _Received:
+        """Check a model request's key and read its body.
 
-    async def _received(self, request: Request) -> _Received:
+        Args:
+            translated: whether LiteLLM is needed to read its fields.
+        """
         caller = await self._caller(request)
         body = await self.bodies.read(request)
-        return _Received(caller, body, read_object(body), request.headers)
-
-    def _reply(self, received: _Received, asked: ChatRequest | ProviderRequest) -> Response:
-        service = self.chat if isinstance(asked, ChatRequest) else self.providers
-        return self._answer(received, service, [asked], asked.dialect, asked.n)
+        raw = read_object(body)
+        if translated:
+            await translation.load()
+        return _Received(caller, body, raw, request.headers, self.providers.model_of(raw))
 
     def _answer(
         self,
         received: _Received,
-        service: Service,
-        parts: Sequence[Any],
-        dialect: Dialect,
-        n: int,
+        ours: Callable[[dict[str, Any]], ChatRequest | list[ChatRequest]],
+        providers: Callable[
+            [dict[str, Any], ProviderModel], ProviderRequest | list[ProviderRequest]
+        ],
     ) -> Response:
-        raw, headers = received.raw, received.headers
+        """Answer with our own model or the provider's that the request names.
+
+        Args:
+            ours, providers: check the request; a text completion's makes one for each prompt.
+        """
+        raw, headers, provider = received.raw, received.headers, received.provider
+        asked = ours(raw) if provider is None else providers(raw, provider)
+        service: Service = self.chat if provider is None else self.providers
+        parts = asked if isinstance(asked, list) else [asked]
+        dialect, n = parts[0].dialect, parts[0].n
         tracked = identify(raw, received.body, dialect, headers, len(parts), n)
         work = ClientRequest(
             self.retries, self.stats, service, parts, tracked, received.caller, headers
@@ -208,13 +209,8 @@ class Handlers:
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
         body = read_object(await self.bodies.read(request))
-        name, version, path = body.get("name"), body.get("version"), body.get("path")
-        if not isinstance(name, str) or not name or "\0" in name:
-            raise invalid("name", "name must be a non-empty string without NUL characters")
-        if type(version) is not int or not 0 <= version < 2**31:  # the store's integers
-            raise invalid("version", "version must be an integer from 0 to 2147483647")
-        if not isinstance(path, str) or not path:
-            raise invalid("path", "path must be a non-empty string")
+        check_body(ADAPTER, body)
+        name, version, path = body["name"], body["version"], body["path"]
         try:
             await self.deps.sampler.load_adapter(name, version, path)
         except RefusedError as error:  # 400 is final; on 503 the trainer tries again

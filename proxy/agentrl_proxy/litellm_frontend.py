@@ -21,8 +21,7 @@ import asyncio
 import contextlib
 import json
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
@@ -35,76 +34,75 @@ _TIMEOUT_S = 600.0
 
 
 class AgentRLLLM(CustomLLM):
-    """Sends LiteLLM's requests to the gateway. Its errors keep their status and text."""
+    """Sends LiteLLM's requests to the gateway. Its errors keep their status and text.
+
+    LiteLLM's proxy calls the asynchronous methods only, with all arguments by name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._client = httpx.Client(timeout=_TIMEOUT_S)
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
             weakref.WeakKeyDictionary()
         )
 
-    # LiteLLM passes all arguments by name.
-
-    def completion(self, **arguments: Any) -> ModelResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with _reachable():
-            return _whole(self._client.send(_request(self._client, arguments, stream=False)))
-
     async def acompletion(self, **arguments: Any) -> ModelResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
-        client = self._async_client()
-        with _reachable():
-            return _whole(await client.send(_request(client, arguments, stream=False)))
-
-    def streaming(self, **arguments: Any) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        request, end = _request(self._client, arguments, stream=True), _End()
-        with _reachable(), contextlib.closing(self._client.send(request, stream=True)) as answer:
-            if answer.status_code != 200:
-                answer.read()
-                raise _refused(answer)
-            for line in answer.iter_lines():
-                yield from _chunks(line, end)
+        async with self._answered(arguments, stream=False) as answer:
+            said = json.loads(await answer.aread())
+        prompt = said.pop("prompt_token_ids", None)
+        for choice in said["choices"]:
+            choice["provider_specific_fields"] = {
+                "token_ids": choice.pop("token_ids", None),
+                "prompt_token_ids": prompt,
+            }
+        return ModelResponse(**said)
 
     async def astreaming(self, **arguments: Any) -> AsyncIterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        client, end = self._async_client(), _End()
-        request = _request(client, arguments, stream=True)
-        with _reachable():
-            async with contextlib.aclosing(await client.send(request, stream=True)) as answer:
+        # The chunk that ends the choice is held until usage is known: LiteLLM reads nothing later.
+        last: dict[str, Any] | None = None
+        usage, fields = None, dict[str, Any]()
+        async with self._answered(arguments, stream=True) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                said = json.loads(line.removeprefix("data: "))
+                if "error" in said:
+                    raise CustomLLMError(500, said["error"]["message"])
+                usage = said.get("usage") or usage
+                prompt = said.pop("prompt_token_ids", None)
+                for choice in said["choices"]:
+                    if choice["finish_reason"]:
+                        ids = choice.pop("token_ids", None)
+                        last, fields = said, {"token_ids": ids, "prompt_token_ids": prompt}
+                    else:
+                        yield ModelResponseStream(**said)
+        if last is not None:
+            delta = {"provider_specific_fields": fields}
+            yield ModelResponseStream(
+                **{**last, "choices": [{"index": 0, "delta": delta}]}, usage=usage
+            )
+            yield ModelResponseStream(**last)
+
+    @contextlib.asynccontextmanager
+    async def _answered(
+        self, arguments: Mapping[str, Any], *, stream: bool
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request; the answer's body is not read yet."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:  # loops cannot share connections
+            self._clients[loop] = httpx.AsyncClient(timeout=_TIMEOUT_S)
+        try:
+            async with self._clients[loop].stream(**_request(arguments, stream=stream)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
                     raise _refused(answer)
-                async for line in answer.aiter_lines():
-                    for chunk in _chunks(line, end):
-                        yield chunk
-
-    def _async_client(self) -> httpx.AsyncClient:
-        """Return the client of this event loop: loops cannot share connections."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            self._clients[loop] = httpx.AsyncClient(timeout=_TIMEOUT_S)
-        return self._clients[loop]
+                yield answer
+        except httpx.HTTPError as error:
+            said = f"{type(error).__name__}: {error}"
+            raise CustomLLMError(503, f"the gateway does not answer: {said}") from error
 
 
-@contextlib.contextmanager
-def _reachable() -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPError as error:
-        said = f"{type(error).__name__}: {error}"
-        raise CustomLLMError(503, f"the gateway does not answer: {said}") from error
-
-
-@dataclass(slots=True)
-class _End:
-    """The chunk that ends the choice, held until usage is known: LiteLLM reads nothing later."""
-
-    chunk: dict[str, Any] | None = None
-    usage: dict[str, Any] | None = None
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-def _request(
-    client: httpx.Client | httpx.AsyncClient, arguments: Mapping[str, Any], *, stream: bool
-) -> httpx.Request:
+def _request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
+    """Return httpx's arguments for one of LiteLLM's requests."""
     base = arguments.get("api_base")
     if not base:
         raise CustomLLMError(
@@ -114,13 +112,8 @@ def _request(
     extra = params.pop("extra_body", None) or {}
     for name in ("stream", "stream_options", "max_retries", "extra_headers"):
         params.pop(name, None)
-    body = {
-        **params,
-        **extra,
-        "model": arguments["model"],
-        "messages": arguments["messages"],
-        "return_token_ids": True,
-    }
+    body = {**params, **extra, "return_token_ids": True}
+    body |= {name: arguments[name] for name in ("model", "messages")}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     given = {name.lower(): value for name, value in (arguments.get("headers") or {}).items()}
@@ -129,51 +122,13 @@ def _request(
     if key:
         headers["authorization"] = f"Bearer {key}"
     timeout = arguments.get("timeout")
-    return client.build_request(
-        "POST",
-        f"{base.rstrip('/')}/chat/completions",
-        json=body,
-        headers=headers,
-        timeout=_TIMEOUT_S if timeout is None else timeout,
-    )
-
-
-def _whole(answer: httpx.Response) -> ModelResponse:
-    if answer.status_code != 200:
-        raise _refused(answer)
-    said = answer.json()
-    prompt = said.pop("prompt_token_ids", None)
-    for choice in said["choices"]:
-        choice["provider_specific_fields"] = {
-            "token_ids": choice.pop("token_ids", None),
-            "prompt_token_ids": prompt,
-        }
-    return ModelResponse(**said)
-
-
-def _chunks(line: str, end: _End) -> Iterator[ModelResponseStream]:
-    """Return LiteLLM's chunks for one line of our event stream."""
-    if not line.startswith("data: "):
-        return
-    data = line.removeprefix("data: ")
-    if data == "[DONE]":
-        if end.chunk is not None:
-            ids = {**end.chunk, "choices": [{"index": 0, "delta": {
-                "provider_specific_fields": end.fields}}]}  # fmt: skip
-            yield ModelResponseStream(**ids, usage=end.usage)
-            yield ModelResponseStream(**end.chunk)
-        return
-    said = json.loads(data)
-    if "error" in said:
-        raise CustomLLMError(500, said["error"]["message"])
-    end.usage = said.get("usage") or end.usage
-    prompt = said.pop("prompt_token_ids", None)
-    for choice in said["choices"]:
-        if choice["finish_reason"]:
-            end.fields = {"token_ids": choice.pop("token_ids", None), "prompt_token_ids": prompt}
-            end.chunk = said
-        else:
-            yield ModelResponseStream(**said)
+    return {
+        "method": "POST",
+        "url": f"{base.rstrip('/')}/chat/completions",
+        "json": body,
+        "headers": headers,
+        "timeout": _TIMEOUT_S if timeout is None else timeout,
+    }
 
 
 def _refused(answer: httpx.Response) -> CustomLLMError:

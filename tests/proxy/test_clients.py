@@ -71,7 +71,10 @@ def converse(
     return json.loads(done.stdout.strip().splitlines()[-1]), calls
 
 
-def one_row(calls: list[Call]) -> None:
+def told_in_one_row(gateway: Running, command: list[str], cwd: Path | None = None) -> None:
+    told, calls = converse(gateway, command, cwd=cwd)
+    assert told.pop("pieces") > 10  # the arguments came in pieces
+    assert told == TOLD
     for earlier, later in pairwise(calls):
         assert extends(later, earlier)
         assert "branched" not in later.params
@@ -87,10 +90,7 @@ def test_python_clients(gateway: Running, client: str) -> None:
         package = {"litellm": "litellm", "langchain": "langchain_openai"}[client]
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    told, calls = converse(gateway, python(client))
-    assert told.pop("pieces") > 10  # the arguments came in pieces
-    assert told == TOLD
-    one_row(calls)
+    told_in_one_row(gateway, python(client))
 
 
 @pytest.mark.clients
@@ -105,10 +105,7 @@ def test_openai_under_node(gateway: Running, tmp_path: Path) -> None:
     if made.returncode:
         pytest.skip(f"npm could not install openai: {made.stderr[-300:]}")
     command = ["node", str(HERE / "openai_client.mjs")]
-    told, calls = converse(gateway, command, cwd=tmp_path)
-    assert told.pop("pieces") > 10
-    assert told == TOLD
-    one_row(calls)
+    told_in_one_row(gateway, command, tmp_path)
 
 
 @pytest.mark.clients
@@ -116,10 +113,7 @@ def test_openai_under_node(gateway: Running, tmp_path: Path) -> None:
 @pytest.mark.parametrize("client", ["openai_sync", "openai_async"])
 def test_openai_3(gateway: Running, tmp_path: Path, client: str) -> None:
     interpreter = os.environ.get("AGENTRL_TEST_OPENAI3_PYTHON") or _venv(tmp_path, "openai>=3,<4")
-    told, calls = converse(gateway, python(client, interpreter))
-    assert told.pop("pieces") > 10
-    assert told == TOLD
-    one_row(calls)
+    told_in_one_row(gateway, python(client, interpreter))
 
 
 def test_crewai(gateway: Running) -> None:

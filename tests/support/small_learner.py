@@ -7,17 +7,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import transformers as hf
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
@@ -33,35 +24,35 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def qwen3(**more: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(Qwen3Config(**{**SMALL, **more}))
+def qwen3(**more: Any) -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**{**SMALL, **more}))
 
 
-def llama() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+def llama() -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SMALL))
 
 
-def gemma2() -> PreTrainedModel:
-    config = Gemma2Config(**SMALL, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
-    return AutoModelForCausalLM.from_config(config)
+def gemma2() -> hf.PreTrainedModel:
+    config = hf.Gemma2Config(**SMALL, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
+    return hf.AutoModelForCausalLM.from_config(config)
 
 
-def cohere() -> PreTrainedModel:
+def cohere() -> hf.PreTrainedModel:
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
-    return AutoModelForCausalLM.from_config(CohereConfig(**small, logit_scale=0.25))
+    return hf.AutoModelForCausalLM.from_config(hf.CohereConfig(**small, logit_scale=0.25))
 
 
-def qwen3_moe() -> PreTrainedModel:
+def qwen3_moe() -> hf.PreTrainedModel:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, **experts))
+    return hf.AutoModelForCausalLM.from_config(hf.Qwen3MoeConfig(**SMALL, **experts))
 
 
-def gpt2() -> PreTrainedModel:
-    config = GPT2Config(
+def gpt2() -> hf.PreTrainedModel:
+    config = hf.GPT2Config(
         vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=1,
         eos_token_id=2, initializer_range=0.3,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
+    return hf.AutoModelForCausalLM.from_config(config)
 
 
 def base_model(build: Any = qwen3, seed: int = 0) -> BaseModel:

@@ -12,18 +12,11 @@ from typing import get_args
 import tinker
 import torch
 from peer import answer_questions
-from tinker_cookbook import hyperparam_utils
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.eval.benchmarks._runner import _compute_pass_at_k
-from tinker_cookbook.recipes import rl_loop
 from tinker_cookbook.rl import data_processing, metric_util, metrics
-from tinker_cookbook.rl.types import (
-    PARSE_ERROR_MASKED_METRIC_KEY,
-    Trajectory,
-    TrajectoryGroup,
-    Transition,
-)
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 from tinker_cookbook.supervised.common import compute_mean_nll, datum_from_model_input_weights
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
@@ -82,7 +75,6 @@ def to_transition(turn: dict) -> Transition:
         TokensWithLogprobs(turn["response"], turn["logprobs"]),
         turn["reward"],
         False,
-        {PARSE_ERROR_MASKED_METRIC_KEY: 1.0} if turn.get("masked") else {},
     )
 
 
@@ -150,14 +142,6 @@ def supervised(tokens: list[int], weights: list[float], reduction: str) -> dict:
 
 def schedule(name: str, steps: int) -> list[float]:
     return [compute_schedule_lr_multiplier(name, step, steps) for step in range(steps)]
-
-
-def learning_rate(model: str) -> dict:
-    """Recommended for the model, and the default of the RL loop, whatever the model."""
-    return {
-        "recommended": hyperparam_utils.get_lr(model),
-        "rl_loop": rl_loop.Config().learning_rate,
-    }
 
 
 def pass_at_k(rewards: dict[str, list[float]], ks: list[int]) -> list[float]:

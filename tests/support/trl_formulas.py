@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import torch
 from peer import answer_questions
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.iw_opd import IWOPDTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 # What is made of lists of floats is made in double precision.
@@ -220,34 +219,6 @@ def dpo(policy: list[list[float]], reference: list[float], beta: float) -> dict:
     value = trainer._compute_loss(lambda **_: outputs, inputs, False)
     value.backward()
     return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
-
-
-def distillation(
-    logits: list, targets: list[list[int]], mask: list[list[bool]], teacher: list[list[float]]
-) -> dict:
-    """On-policy distillation by sampled tokens. IW-OPD without its weights of positions."""
-    scores = torch.tensor(logits, requires_grad=True)
-    trainer = object.__new__(IWOPDTrainer)
-    trainer.__dict__.update(
-        temperature=1.0,
-        iw_opd_gamma=0.0,
-        iw_opd_epsilon=1e-8,
-        model=stand_in(),
-        _metrics={"train": defaultdict(list)},
-    )
-    tokens = torch.tensor(targets)
-    value = trainer._compute_iw_opd_loss(
-        scores,
-        tokens,
-        tokens.masked_fill(~torch.tensor(mask), -100),
-        torch.tensor(teacher),
-    )
-    value.backward()
-    return {
-        "loss": value.item(),
-        "gradient": scores.grad.tolist(),
-        "metrics": metrics_of(trainer),
-    }
 
 
 if __name__ == "__main__":

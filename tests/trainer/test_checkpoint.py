@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -175,32 +176,30 @@ def test_dying_at_any_moment_leaves_a_whole_checkpoint(
 ) -> None:
     """Die at each rename and sync in turn, without any clean-up, as kill -9 would."""
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_a, **_k: None)
-    survived = False
-    deaths = 0
-    while not survived:
+    left = 0
+
+    def dying(real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return real(*arguments)
+
+        return call
+
+    for deaths in range(100):
         root = tmp_path / f"run-{deaths}"
-        with monkeypatch.context() as patch:
-            save(root, 1)
-            save(root, 2)
-            left = [deaths]
-
-            def dying(real: Any, left: list[int] = left) -> Any:
-                def call(*arguments: Any) -> Any:
-                    if left[0] == 0:
-                        raise Killed
-                    left[0] -= 1
-                    return real(*arguments)
-
-                return call
-
+        save(root, 1)
+        save(root, 2)
+        left = deaths
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
             patch.setattr(checkpoint.os, "rename", dying(os.rename))
             patch.setattr(checkpoint.os, "fsync", dying(os.fsync))
-            try:
-                save(root, 2, meta={"again": True})
-                survived = True
-            except Killed:
-                deaths += 1
+            save(root, 2, meta={"again": True})
         assert load(root).step in (1, 2)
+        if left >= 0:
+            break
     assert deaths > 5
 
 

@@ -334,28 +334,3 @@ def test_dpo_is_trls(ask: Ask, recipe: Any, beta: float) -> None:
     # TRL's margin is one of rewards: beta times ours.
     margin = theirs["metrics"]["rewards/margins"]
     assert beta * metrics["margin"] == pytest.approx(margin, rel=1e-9)
-
-
-def test_on_policy_distillation_is_trls(ask: Ask) -> None:
-    """Of sampled tokens, on policy: the recipe's advantages (teacher less student) under importance
-    sampling have the gradient of TRL's, and as weights of cross-entropy its value."""
-    rng = random.Random(2)
-    logits = [[[rng.gauss(0, 1) for _ in range(5)] for _ in range(4)] for _ in range(3)]
-    targets = [[rng.randrange(5) for _ in range(4)] for _ in range(3)]
-    mask = [[True] * 4, [True, True, False, False], [True, False, False, False]]
-    teacher = [[-rng.expovariate(1.0) for _ in range(4)] for _ in range(3)]
-    theirs = ask("distillation", logits=logits, targets=targets, mask=mask, teacher=teacher)
-
-    scores = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
-    lp = scores.log_softmax(-1).gather(-1, torch.tensor(targets)[..., None])[..., 0]
-    on = torch.tensor(mask)
-    lp = lp[on]
-    taught = torch.tensor(teacher, dtype=torch.float64)[on] - lp.detach()
-    loss, sums = LOSSES["importance_sampling"](lp, lp.detach(), taught, {})
-    (loss / on.sum()).backward()
-    assert scores.grad is not None
-    close(scores.grad, theirs["gradient"])
-    value, _ = LOSSES["cross_entropy"](lp.detach(), lp.detach(), taught, {})
-    close(value / sums["tokens"], theirs["loss"])
-    mean = theirs["metrics"]["iw_opd/mean_advantage"]
-    assert float(taught.mean()) == pytest.approx(mean)

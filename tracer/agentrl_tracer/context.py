@@ -32,11 +32,8 @@ chosen: ContextVar[RolloutContext | None] = ContextVar("agentrl_rollout", defaul
 
 def current_rollout() -> RolloutContext | None:
     """Return the rollout of the calling code; None outside training."""
-    rollout = chosen.get()
-    return rollout if rollout is not None else _rollout_of_process()
-
-
-def _rollout_of_process() -> RolloutContext | None:
+    if (rollout := chosen.get()) is not None:
+        return rollout
     env = os.environ
     rollout_id, gateway = env.get("AGENTRL_ROLLOUT_ID"), env.get("AGENTRL_GATEWAY")
     if not rollout_id or not gateway:

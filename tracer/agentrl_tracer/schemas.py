@@ -163,7 +163,7 @@ class Call:
     finish_reason: str | None
     params: Json
     request: Json | None  # on the wire
-    response: Json | None  # on the wire; of a stream, the answer that its chunks add up to
+    response: Json | None  # as a chat completion, whatever the protocol; of streams, too
     error: str | None
     trace_id: str | None  # hex, from traceparent
     span_id: str | None

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config.checks import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand
 from agentrl.config.errors import ConfigError, explain, unknown_setting
-from agentrl.config.setting_names import nearest, settings_of
+from agentrl.config.renamed_settings import RENAMED
+from agentrl.config.setting_names import flag_of, nearest, settings_of
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
 
@@ -79,13 +80,19 @@ def _parse_flags(
         given, rest = parser.parse_known_args(tokens)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
-    flags = [flag for setting in settings_of(command) for flag in setting.flags]
     for flag in (token.partition("=")[0] for token in rest if token.startswith("-")):
-        near = nearest(flag, flags) or " See --help-all."
-        raise ConfigError(f"{flag}: there is no such flag.{near}")
+        raise ConfigError(f"{flag}: {_unknown_flag(flag, command)}")
     if len(rest) > 1:
         raise ConfigError(f"{rest[1]!r} is one argument too many: the agent is {rest[0]!r}")
     return vars(given), rest
+
+
+def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
+    flags = [one for setting in settings_of(command) for one in setting.flags]
+    places = map(flag_of, RENAMED.get(flag.lstrip("-").replace("-", "_"), ()))
+    if here := [place for place in places if place in flags]:
+        return f"is now {' or '.join(here)}"
+    return f"there is no such flag.{nearest(flag, flags) or ' See --help-all.'}"
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
@@ -126,7 +133,6 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) -> dict[str, Any]:
     known = {setting.name for setting in settings_of(command)}
     of_any = {one.name for kind in COMMANDS.values() for one in settings_of(kind)}
-    ends = {one.rpartition(".")[2] for one in known}.difference(_OF_AGENTS)
     given: dict[str, Any] = {}
     for variable, value in environment.items():
         if not variable.startswith(_PREFIX):
@@ -134,7 +140,10 @@ def _from_environment(command: type[BaseModel], environment: Mapping[str, str]) 
         name = variable.removeprefix(_PREFIX).lower().replace("__", ".")
         if name in known or name.partition(".")[0] in known:  # a row of a table
             given = _merged(given, _nested(name, value))
-        elif name in ends or ("." in name and name not in of_any):
+        elif name in RENAMED and name not in _OF_AGENTS:
+            places = [_PREFIX + one.upper().replace(".", "__") for one in RENAMED[name]]
+            raise ConfigError(f"{variable}: is now {' or '.join(places)}")
+        elif "." in name and name not in of_any:
             raise ConfigError(f"{variable}: {unknown_setting(name, command)}")
     return given
 

@@ -1,79 +1,139 @@
-"""Turn one choice's sampled tokens into its text, its message and its part of the response."""
+"""Turn one choice's sampled tokens into its text, its message, and the chunks of a stream.
+
+A token's text is held back inside a character, a stop string or a tool call's delimiter. The last
+chunks are made separately, because they leave only once the answer is durable.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_proxy.generation.streaming import ChoiceReader, ChoiceStream
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.rendering.detokenizer import whole_text
+from agentrl_proxy.protocols.chat import ChatRequest
+from agentrl_proxy.rendering.detokenizer import Detokenizer, whole_text
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
+from agentrl_proxy.rendering.reply import ParsedReply, ToolCall, joined
 from agentrl_proxy.rendering.tool_call_parser import Parser
 from agentrl_proxy.requests.recording import Sampled
+from agentrl_proxy.server.sse import Write
 
 
-@dataclass(slots=True)
 class Choice:
-    """One choice of an answer that is being generated."""
+    """One choice of an answer that is being generated.
 
-    index: int  # in the response
-    parser: Parser
-    reader: ChoiceStream | ChoiceReader | None  # None: the text is read when it is whole
-    sampled: Sampled = field(default_factory=Sampled)
-    # Set by ``read``:
-    text: str = ""
-    reply: ParsedReply = field(default_factory=ParsedReply)
-    withdrawn: list[ToolCall] = field(default_factory=list[ToolCall])
+    Args:
+        index: in the response.
+        write: sends the chunks of a stream.
+        in_pieces: read the text while it is sampled, else when it is whole.
+    """
 
-    def read(self, renderer: Renderer, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: ChatRequest,
+        heading: chat_objects.Heading,
+        renderer: Renderer,
+        parser: Parser,
+        stop: tuple[str, ...],
+        *,
+        write: Write | None,
+        in_pieces: bool,
+    ) -> None:
+        self.index = index
+        self.in_pieces = in_pieces
+        self.parser = parser
+        self.sampled = Sampled()
+        self.text = ""
+        self.reply = ParsedReply()
+        self.withdrawn: list[ToolCall] = []  # which a stream has begun, and the reply does not have
+        self._request = request
+        self._heading = heading
+        self._renderer = renderer
+        self._stop = stop
+        self._write = write
+        self._tokens = Detokenizer(renderer.decode_raw, stop)
+        self._sent = 0  # log-probs of the ids before this have been sent
+        self._held = ParsedReply()
+        self._begun = False
+
+    async def push(self) -> None:
+        """Read the newest token; send the text that it completes."""
+        token_id = self.sampled.ids[-1]
+        if self._renderer.is_hidden(token_id):
+            return
+        if piece := self._tokens.push(token_id):
+            reply = self.parser.feed(piece)
+            if self._write is not None and (delta := chat_objects.reply_delta(reply)):
+                if not self._begun:
+                    first = {"content": None} if "tool_calls" in delta else {}
+                    delta = {"role": "assistant", **first, **delta}
+                await self._write(self._chunk(delta))
+
+    def read(self) -> None:
         """Parse the reply, whose tokens are all there."""
-        parser = self.parser
+        renderer, parser = self._renderer, self.parser
         visible = [i for i in self.sampled.ids if not renderer.is_hidden(i)]
-        self.text = whole_text(renderer.decode_raw, visible, stop)
-        if self.reader is None:
-            parser.feed(self.text)
-        else:
-            self.reader.feed_rest()
+        self.text = whole_text(renderer.decode_raw, visible, self._stop)
+        # What a stream held back goes with its last chunks.
+        self._held = parser.feed(self._tokens.finish() if self.in_pieces else self.text)
         if parser.ended_at >= 0:
             self.text, self.sampled.cut_at_call = parser.text, True
         self.reply = parser.finish()
-        if isinstance(self.reader, ChoiceStream):
+        if self._write is not None:
             self.withdrawn = parser.withdrawn
 
-    def response(
-        self,
-        renderer: Renderer,
-        *,
-        logprobs: bool,
-        token_ids: bool,
-        prompt_logprobs: list[dict[str, Any]] | None,
-    ) -> dict[str, Any]:
-        """The choice as it stands in a chat completion.
+    def response(self, prompt_logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """Return the choice as it stands in a chat completion.
 
         Args:
             prompt_logprobs: of the prompt's tokens; then special tokens have entries, too.
         """
-        sampled = self.sampled
-        reason = "stop" if sampled.finish is None else sampled.finish.reason
+        finish = self.sampled.finish
+        reason = "stop" if finish is None else finish.reason
         if self.reply.tool_calls and reason == "stop":
             reason = "tool_calls"
-        entries = None
-        if logprobs:
-            entries = chat_objects.logprob_entries(
-                renderer,
-                sampled.ids,
-                sampled.logprobs,
-                sampled.tops,
-                hidden=prompt_logprobs is not None,
-            )
+        entries = self._entries(0, hidden=prompt_logprobs is not None)
         message = chat_objects.message(self.reply, self.withdrawn)
-        said = chat_objects.choice(self.index, message, reason, entries)
-        if sampled.finish is not None and sampled.finish.stop_string is not None:
-            said["stop_reason"] = sampled.finish.stop_string  # vLLM's field
+        said = chat_objects.choice(self.index, reason, entries, message=message)
+        if finish is not None and finish.stop_string is not None:
+            said["stop_reason"] = finish.stop_string  # vLLM's field
         if prompt_logprobs is not None:
             said["prompt_logprobs"] = prompt_logprobs
-        if token_ids:
-            said["token_ids"] = sampled.ids
+        if self._request.return_token_ids:
+            said["token_ids"] = self.sampled.ids
         return said
+
+    def last_chunks(self, said: dict[str, Any]) -> list[bytes]:
+        """Return the chunks with what was held back and the finish reason.
+
+        Args:
+            said: the choice in the whole answer.
+        """
+        held, rest = self._held, self.parser.remainder(self.reply)
+        held = ParsedReply(
+            held.content + rest.content,
+            held.reasoning + rest.reasoning,
+            pieces=joined([*held.pieces, *rest.pieces]),
+        )
+        delta = chat_objects.reply_delta(held)
+        if not self._begun:
+            delta = {"role": "assistant", "content": said["message"]["content"], **delta}
+        last = chat_objects.last_chunk(self._request.dialect, self._heading, said)
+        if delta or self._entries(self._sent):
+            return [self._chunk(delta), last]
+        return [last]
+
+    def _chunk(self, delta: dict[str, Any]) -> bytes:
+        self._begun = True
+        entries = self._entries(self._sent)
+        self._sent = len(self.sampled.ids)
+        choice = chat_objects.choice(self.index, None, entries, delta=delta)
+        return self._request.dialect.chunk(self._heading, choice)
+
+    def _entries(self, start: int, *, hidden: bool = False) -> list[dict[str, Any]] | None:
+        """Return the log-probs of the tokens from ``start`` on, if the request wants them."""
+        if not self._request.logprobs:
+            return None
+        one = self.sampled
+        parts = (one.ids[start:], one.logprobs[start:], one.tops[start:])
+        return chat_objects.logprob_entries(self._renderer, *parts, hidden=hidden)

@@ -18,7 +18,8 @@ def decoding_params(
     rollout: Mapping[str, Any],
     defaults: Mapping[str, Any],
     *,
-    room: int | None,
+    prompt_tokens: int,
+    context_length: int | None,
     vocab_size: int,
     grammar: str | None,
 ) -> DecodingParams:
@@ -27,11 +28,15 @@ def decoding_params(
 
     Args:
         rollout: the rollout's sampling settings.
-        room: tokens that the context leaves for the answer; None: the sampler knows.
+        context_length: of prompt and answer together; None: the sampler knows.
 
     Raises:
-        ApiError: a value or a token id in ``logit_bias`` is out of range (400).
+        ApiError: the prompt leaves no room, or a value is out of range (400).
     """
+    room = None if context_length is None else context_length - prompt_tokens
+    if context_length is not None and prompt_tokens >= context_length:
+        param = "messages" if request.prompt_ids is None else "prompt"
+        raise context_length_exceeded(prompt_tokens, context_length, param)
     values: dict[str, Any] = {}
     for name in _TUNABLE:
         for source in (rollout.get("force") or {}, request.sampling, rollout, defaults):
@@ -55,19 +60,6 @@ def decoding_params(
         grammar=grammar,
         **values,
     )
-
-
-def answer_room(prompt_tokens: int, context_length: int | None, param: str) -> int | None:
-    """Return how many tokens an answer may have; None: only the sampler knows.
-
-    Raises:
-        ApiError: the prompt leaves no room (400); ``param`` names its field.
-    """
-    if context_length is None:
-        return None
-    if prompt_tokens >= context_length:
-        raise context_length_exceeded(prompt_tokens, context_length, param)
-    return context_length - prompt_tokens
 
 
 def recorded_params(params: DecodingParams) -> dict[str, Any]:

@@ -12,20 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies
-from agentrl_proxy.errors import (
-    invalid,
-    model_not_found,
-    unavailable,
-)
+from agentrl_proxy.errors import invalid, model_not_found, unavailable
 from agentrl_proxy.generation.choices import Choice
-from agentrl_proxy.generation.decoding import answer_room, decoding_params, recorded_params
-from agentrl_proxy.generation.response import (
-    ResponseGenerator,
-    SampledCall,
-    TextPrompt,
-    adapter_version,
-)
-from agentrl_proxy.generation.streaming import ChoiceStream
+from agentrl_proxy.generation.decoding import decoding_params, recorded_params
+from agentrl_proxy.generation.response import SampledCall, adapter_version, generate_response
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.continuity import (
@@ -35,10 +25,10 @@ from agentrl_proxy.rendering.continuity import (
     render_prompt,
 )
 from agentrl_proxy.rendering.detokenizer import first_stop
-from agentrl_proxy.rendering.structured_output import Constraint, Constraints, StructuredOutput
+from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput
 from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller, ask
-from agentrl_proxy.requests.rate_limits import Admission
+from agentrl_proxy.requests.rate_limits import Admission, Slot
 from agentrl_proxy.requests.recording import (
     Sampled,
     agent_name,
@@ -47,10 +37,7 @@ from agentrl_proxy.requests.recording import (
     latest_state,
     open_calls,
 )
-from agentrl_proxy.sampler import (
-    DecodingParams,
-    PromptScorer,
-)
+from agentrl_proxy.sampler import PromptScorer
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
@@ -59,7 +46,7 @@ log = logging.getLogger("agentrl.proxy")
 
 
 class ChatService:
-    """The Service (requests/lifecycle.py) whose parts are ChatRequests and TextPrompts."""
+    """The Service (requests/lifecycle.py) whose parts are ChatRequests."""
 
     def __init__(
         self,
@@ -73,46 +60,21 @@ class ChatService:
         self._attempts = attempts
         self._constraints = Constraints(deps.renderer)
         self._admission = admission
-        self._responses = ResponseGenerator(deps)
 
     # --- accept
 
     async def accept(
         self,
-        part: ChatRequest | TextPrompt,
+        request: ChatRequest,
         heading: chat_objects.Heading,
         caller: Caller,
         headers: Mapping[str, str],
     ) -> SampledCall:
-        request = part if isinstance(part, ChatRequest) else part.request
         slot = self._admission.enter(request.n)
         try:
-            adapter = self._available_adapter(request.model, headers)
-            if isinstance(part, TextPrompt):
-                prompt = Prompt(part.ids, [], ConversationKey(b"", b"", adapter), continues=None)
-                constraint = None
-            else:
-                prompt = self.render(request, caller, headers)
-                constraint = await self._constrain(request, prompt)
-                heading.prompt_tokens = len(prompt.ids)
-            params = self._decoding(request, prompt, caller, constraint)
-            memory = self._memory(caller)
-            seq, params = await self._within_budget(caller, memory, params, len(prompt.ids))
-            call = SampledCall(
-                caller=caller,
-                memory=memory,
-                heading=heading,
-                slot=slot,
-                request=request,
-                prompt=prompt,
-                params=params,
-                constraint=constraint,
-                adapter=adapter,
-                one_call=self._ends_after_one_call(request, constraint),
-                scorer=self._scorer(part),
-            )
-            first_choice = 0 if isinstance(part, ChatRequest) else part.first_choice
-            self._open_rows(call, seq, first_choice, headers)
+            call = await self._prepare(request, heading, caller, headers, slot)
+            await self._take_place(call)
+            self._open_rows(call, headers)
         except BaseException:
             slot.leave()
             raise
@@ -130,95 +92,99 @@ class ChatService:
             return deps.default_adapter
         raise model_not_found(model)
 
-    def render(self, request: ChatRequest, caller: Caller, headers: Mapping[str, str]) -> Prompt:
+    def render(self, request: ChatRequest, caller: Caller, adapter: str | None) -> Prompt:
         """Render a request's prompt, continuing a conversation of the caller's attempt."""
         memory = self._memory(caller)
+        conversations = None if memory is None else memory.conversations
         return render_prompt(
-            self.deps.renderer,
-            None if memory is None else memory.conversations,
-            request.messages,
-            request.tools,
-            self.resolve_model(request.model, headers),
+            self.deps.renderer, conversations, request.messages, request.tools, adapter
         )
 
     def _memory(self, caller: Caller) -> AttemptMemory | None:
         attempt = caller.attempt
         return None if attempt is None else self._attempts.get(attempt.attempt_id)
 
-    def _available_adapter(self, model: str, headers: Mapping[str, str]) -> str | None:
-        adapter = self.resolve_model(model, headers)
-        sampler = self.deps.sampler
+    async def _prepare(
+        self,
+        request: ChatRequest,
+        heading: chat_objects.Heading,
+        caller: Caller,
+        headers: Mapping[str, str],
+        slot: Slot,
+    ) -> SampledCall:
+        """Find what the request is sampled from and how."""
+        deps, sampler = self.deps, self.deps.sampler
+        adapter = self.resolve_model(request.model, headers)
         if not sampler.healthy:
             raise unavailable("the sampler is not available", "sampler_unavailable")
         if adapter is not None and adapter not in sampler.adapters:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
-        return adapter
-
-    def _scorer(self, part: ChatRequest | TextPrompt) -> PromptScorer | None:
-        if isinstance(part, ChatRequest) or not part.scored:
-            return None
-        sampler = self.deps.sampler
-        if isinstance(sampler, PromptScorer):
-            return sampler
-        raise invalid(
-            "echo",
-            "echo with logprobs needs the log-probs of the prompt, which this sampler does not "
-            "give; send one of them",
-            code="unsupported_parameter",
-        )
-
-    async def _constrain(self, request: ChatRequest, prompt: Prompt) -> Constraint | None:
-        return await self._constraints.of(
-            StructuredOutput(
-                request.response_format,
-                request.tool_choice,
-                request.tools,
-                request.parallel_tool_calls,
-                prompt.opened,
+        constraint = None
+        if request.prompt_ids is not None:
+            key = ConversationKey(b"", b"", adapter)
+            prompt = Prompt(request.prompt_ids, [], key, continues=None)
+        else:
+            prompt = self.render(request, caller, adapter)
+            heading.prompt_tokens = len(prompt.ids)
+            constraint = await self._constraints.of(
+                StructuredOutput(
+                    request.response_format,
+                    request.tool_choice,
+                    request.tools,
+                    request.parallel_tool_calls,
+                    prompt.opened,
+                )
             )
-        )
-
-    def _decoding(
-        self, request: ChatRequest, prompt: Prompt, caller: Caller, constraint: Constraint | None
-    ) -> DecodingParams:
-        deps = self.deps
-        rollout = {} if caller.attempt is None else (caller.attempt.sampling or {})
-        param = "messages" if prompt.messages else "prompt"
-        return decoding_params(
+        if request.scored and not isinstance(sampler, PromptScorer):
+            raise invalid(
+                "echo",
+                "echo with logprobs needs the log-probs of the prompt, which this sampler does not "
+                "give; send one of them",
+                code="unsupported_parameter",
+            )
+        params = decoding_params(
             request,
-            rollout,
+            {} if caller.attempt is None else (caller.attempt.sampling or {}),
             deps.defaults,
-            room=answer_room(len(prompt.ids), deps.context_length, param),
+            prompt_tokens=len(prompt.ids),
+            context_length=deps.context_length,
             vocab_size=deps.renderer.vocab_size,
             grammar=None if constraint is None else constraint.grammar,
         )
+        one_call = constraint is None and request.tools and not request.parallel_tool_calls
+        return SampledCall(
+            caller=caller,
+            memory=self._memory(caller),
+            heading=heading,
+            slot=slot,
+            request=request,
+            prompt=prompt,
+            params=params,
+            constraint=constraint,
+            adapter=adapter,
+            one_call=bool(one_call) and deps.renderer.tells_calls_apart,
+        )
 
-    async def _within_budget(
-        self,
-        caller: Caller,
-        memory: AttemptMemory | None,
-        params: DecodingParams,
-        prompt_tokens: int,
-    ) -> tuple[int, DecodingParams]:
+    async def _take_place(self, call: SampledCall) -> None:
         """Take the request's place in its attempt's order and budget, and its seed."""
-        attempt, store = caller.attempt, self.deps.store
+        attempt, memory, store, params = (
+            call.caller.attempt,
+            call.memory,
+            self.deps.store,
+            call.params,
+        )
         if attempt is None or memory is None:
-            return 0, params
+            return
+        store, prompt_tokens = self.deps.store, len(call.prompt.ids)
         room = await self._admission.within_budget(attempt, memory, params.n, prompt_tokens)
         if room is not None and room < params.max_tokens:
             params = replace(params, max_tokens=room)
-        seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt.attempt_id))
+        call.seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt.attempt_id))
         if params.seed is None:
-            params = replace(params, seed=derived_seed(attempt.seed, seq))
-        return seq, params
+            params = replace(params, seed=derived_seed(attempt.seed, call.seq))
+        call.params = params
 
-    def _ends_after_one_call(self, request: ChatRequest, constraint: Constraint | None) -> bool:
-        one_call = constraint is None and request.tools and not request.parallel_tool_calls
-        return bool(one_call) and self.deps.renderer.tells_calls_apart
-
-    def _open_rows(
-        self, call: SampledCall, seq: int, first_choice: int, headers: Mapping[str, str]
-    ) -> None:
+    def _open_rows(self, call: SampledCall, headers: Mapping[str, str]) -> None:
         deps, request, constraint, prompt = self.deps, call.request, call.constraint, call.prompt
         params = {**recorded_params(call.params), "continued": prompt.continued}
         not_enforced = request.grammar_fields
@@ -234,10 +200,10 @@ class ChatService:
         call.rows = open_calls(
             deps.writer,
             response_id=call.heading.id,
-            choices=range(first_choice, first_choice + request.n),
+            choices=range(request.first_choice, request.first_choice + request.n),
             run_id=deps.run_id,
             attempt=call.caller.attempt,
-            seq=seq,
+            seq=call.seq,
             model=request.model,
             request=request.raw,
             headers=headers,
@@ -260,19 +226,16 @@ class ChatService:
     # --- generate
 
     async def generate(self, call: SampledCall, write: Write | None) -> dict[str, Any]:
-        return await self._responses.generate(call, write)
+        return await generate_response(self.deps, call, write)
 
     # --- record and answer
 
     async def record(
         self, call: SampledCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
-        whole = call.request.dialect.whole
         said: list[dict[str, Any] | None] = [None] * len(call.rows)
-        if response is not None and len(call.rows) == 1:
-            said = [whole(response)]
-        elif response is not None:
-            said = [whole({**response, "choices": [one]}) for one in response["choices"]]
+        if response is not None:
+            said = [{**response, "choices": [one]} for one in response["choices"]]
         skip_reason = {
             CallState.CANCELLED: SkipReason.CLIENT_DISCONNECTED,
             CallState.ERROR: SkipReason.SAMPLER_ERROR,
@@ -312,8 +275,5 @@ class ChatService:
             log.exception("%s will not be continued", call.heading.id)
 
     def last_chunks(self, call: SampledCall, response: dict[str, Any]) -> list[bytes]:
-        chunks: list[bytes] = []
-        for choice, said in zip(call.choices, response["choices"], strict=True):
-            assert isinstance(choice.reader, ChoiceStream)
-            chunks += choice.reader.last_chunks(choice.reply, said)
-        return chunks
+        pairs = zip(call.choices, response["choices"], strict=True)
+        return [chunk for choice, said in pairs for chunk in choice.last_chunks(said)]

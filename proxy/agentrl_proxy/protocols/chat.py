@@ -14,7 +14,6 @@ Knows OpenAI's field names, their types and ranges. Does not know templates or t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +24,6 @@ from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     INTEGER,
     JSON_SCHEMA,
-    LIST,
     NAME,
     NONEMPTY,
     NUMBER,
@@ -38,11 +36,11 @@ from agentrl_proxy.protocols.fields import (
     Object,
     Tagged,
     Value,
-    WrongValue,
     check_body,
     integer,
     is_integer,
     is_number,
+    one_of,
     shown,
     text_or,
 )
@@ -63,22 +61,12 @@ def _is_bias(value: Any) -> bool:
     )
 
 
-def tool_choice(named: dict[str, Object], example: str) -> Value:
-    """``named``: the object that chooses one tool, by its type."""
-    kinds = Tagged("type", named)
-
-    def accepts(value: Any) -> bool:
-        if isinstance(value, dict):
-            with contextlib.suppress(WrongValue):
-                kinds.check(value, True)
-                return True
-        return value in ("none", "auto", "required")
-
-    return Value(
-        accepts,
-        f"none, auto, required or an object like {example}",
-        {"anyOf": [{"enum": ["none", "auto", "required"]}, kinds.schema]},
-        STRING_OR_OBJECT,
+def tool_choice(function: Object) -> Either:
+    """``function``: the object that chooses one tool."""
+    return Either(
+        "none, auto, required or an object that names a function",
+        str=replace(one_of("none", "auto", "required"), for_provider=TEXT),
+        dict=Tagged({"function": function}, provider_kinds={}),
     )
 
 
@@ -132,18 +120,14 @@ _MEDIA = {
 }
 _URL = Either("a string or an object with a url", str=TEXT, dict=Object(["url"], url=TEXT))
 _PART = Tagged(
-    "type",
     {"text": Object(["text"], text=TEXT), "refusal": Object(["refusal"], refusal=TEXT)},
     provider_kinds=_MEDIA
     | {name: Object([name], **{name: _URL}) for name in ("image_url", "video_url", "audio_url")}
     | {name: Object([name], **{name: OBJECT}) for name in ("input_audio", "file")},
     refusal=("unsupported_content", "this model reads text only"),
 )
-TOOL_CALL = Object(
-    ["function"],
-    id=TEXT,
-    type=TEXT,
-    function=Object(["name"], name=TEXT, arguments=TEXT),
+_CALL = Object(
+    ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=TEXT)
 )
 
 
@@ -154,19 +138,15 @@ def _message(required: list[str]) -> Object:
         name=TEXT,
         tool_call_id=TEXT,
         reasoning_content=TEXT,
-        tool_calls=Array(TOOL_CALL),
+        tool_calls=Array(_CALL),
     )
 
 
-MESSAGE = Tagged("role", dict.fromkeys(ROLES, _message(["content"])) | {"assistant": _message([])})
+MESSAGE = Tagged(
+    dict.fromkeys(ROLES, _message(["content"])) | {"assistant": _message([])}, tag="role"
+)
 FUNCTION = Object(["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN)
 SCHEMA_FORMAT = Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN)
-_RESPONSE_FORMAT = Tagged(
-    "type",
-    dict.fromkeys(("text", "json_object"), Object([]))
-    | {"json_schema": Object(["json_schema"], json_schema=SCHEMA_FORMAT)},
-    provider_kinds={},
-)
 CHAT = Object(
     ["model", "messages"],
     model=NAME,
@@ -179,28 +159,23 @@ CHAT = Object(
     top_logprobs=integer(0, MAX_TOP_LOGPROBS),
     logit_bias=LOGIT_BIAS,
     parallel_tool_calls=BOOLEAN,
-    modalities=Value(
-        lambda v: v == ["text"],
-        '["text"]; this model writes text only',
-        {"type": "array", "items": {"const": "text"}, "minItems": 1, "maxItems": 1},
-        LIST,
-    ),
+    modalities=Array(replace(one_of("text"), for_provider=TEXT)),
     stream=BOOLEAN,
     stream_options=STREAM_OPTIONS,
     return_token_ids=BOOLEAN,
     tools=Array(
         Tagged(
-            "type",
             {"function": Object(["function"], function=FUNCTION)},
             default="",  # some providers' own tools have none
             provider_kinds={},
         )
     ),
-    tool_choice=tool_choice(
-        {"function": Object(["function"], function=Object(["name"], name=NONEMPTY))},
-        '{"type": "function", "function": {"name": "..."}}',
+    tool_choice=tool_choice(Object(["function"], function=Object(["name"], name=NONEMPTY))),
+    response_format=Tagged(
+        dict.fromkeys(("text", "json_object"), Object([]))
+        | {"json_schema": Object(["json_schema"], json_schema=SCHEMA_FORMAT)},
+        provider_kinds={},
     ),
-    response_format=_RESPONSE_FORMAT,
 )
 PROVIDER_CHAT = Object(
     CHAT.required,
@@ -212,10 +187,7 @@ PROVIDER_CHAT = Object(
     **dict.fromkeys(
         ("audio", "prediction", "web_search_options", "thinking", "output_config"), OBJECT
     ),
-    **dict.fromkeys(
-        ("function_call", "reasoning_effort"),
-        STRING_OR_OBJECT,
-    ),
+    **dict.fromkeys(("function_call", "reasoning_effort"), STRING_OR_OBJECT),
     functions=Array(Object(["name"], name=TEXT)),
 )
 """What a request to a provider's model may hold. Further fields are not passed on."""
@@ -229,7 +201,6 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     dialect: Dialect  # of the answer
-    stream: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
     n: int = 1
@@ -239,11 +210,14 @@ class ChatRequest:
     tool_choice: str = "auto"
     """auto, required, or ``function:name`` for one tool."""
     parallel_tool_calls: bool = True
-    include_usage: bool = False  # a stream ends with its usage
     return_token_ids: bool = False  # vLLM's extension: the exact ids of prompt and answer
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])
     """Those of max_tokens, temperature, top_p, top_k, stop and seed that the client set."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any])  # the wire request
+    prompt_ids: list[int] | None = None
+    """One prompt of a text completion: tokens to continue, in place of messages."""
+    first_choice: int = 0  # index in the response of this prompt's first choice
+    scored: bool = False  # the answer has the log-probs of the prompt's tokens, too
 
     @property
     def grammar_fields(self) -> list[str]:
@@ -274,13 +248,11 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
     if get("top_logprobs") and not get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     choice, tools, format = get("tool_choice"), get("tools"), get("response_format")
-    include_usage = bool((get("stream_options") or {}).get("include_usage"))
     return ChatRequest(
         model=raw["model"],
         messages=raw["messages"],
         tools=tools if tools and choice != "none" else None,
-        dialect=ChatDialect(include_usage=include_usage),
-        stream=bool(get("stream")),
+        dialect=ChatDialect(include_usage=include_usage(raw)),
         logprobs=bool(get("logprobs")),
         top_logprobs=get("top_logprobs") or 0,
         n=get("n") or 1,
@@ -290,14 +262,18 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         response_format=None if format is None or format["type"] == "text" else format,
         tool_choice=_tool_choice(choice, tools),
         parallel_tool_calls=get("parallel_tool_calls") is not False,
-        include_usage=include_usage,
         return_token_ids=bool(get("return_token_ids")),
         sampling=sampling,
         raw=raw,
     )
 
 
-def translated_request(chat: dict[str, Any], raw: dict[str, Any], dialect: Dialect) -> ChatRequest:
+def include_usage(raw: Mapping[str, Any]) -> bool:
+    """Return whether a stream ends with its usage."""
+    return bool((raw.get("stream_options") or {}).get("include_usage"))
+
+
+def translated_request(chat: dict[str, Any], dialect: Dialect, raw: dict[str, Any]) -> ChatRequest:
     """Check a request of another protocol that was translated to a chat request.
 
     Raises:

@@ -1,7 +1,7 @@
 """Write OpenAI's chat completion objects, whole and in chunks, and define what a dialect is.
 
-Inside the gateway every answer is a chat completion. A ``Dialect`` writes it in the client's
-protocol: ``ChatDialect`` as it is; completions.py, responses_events.py and messages_events.py have
+Inside the gateway and in the store every answer is a chat completion. A ``Dialect`` writes it in
+the client's protocol: ``ChatDialect`` as it is; completions.py, responses.py and messages.py have
 the others. Does not know how tokens are sampled or recorded.
 """
 
@@ -18,12 +18,7 @@ from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall
 
-DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
-
-
-def sse(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 @dataclass(slots=True)
@@ -35,6 +30,7 @@ class Heading:
     fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_tokens: int = 0  # some protocols report it before the first token
+    prompt_ids: Sequence[int] | None = None  # if the client wants token ids
 
     def fields(self, kind: str) -> dict[str, Any]:
         return {
@@ -53,16 +49,8 @@ class Dialect(Protocol):
     id_prefix: str
     names: Names  # for errors: the protocol's names of chat completions' fields
 
-    def chunk(
-        self,
-        heading: Heading,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        """Write a piece of a streamed answer; ``delta`` is that of a chat completion chunk."""
+    def chunk(self, heading: Heading, choice: dict[str, Any]) -> bytes:
+        """Write a piece of a streamed answer; ``choice`` is that of a chat completion chunk."""
         ...
 
     def end(self, response: dict[str, Any]) -> bytes:
@@ -71,10 +59,6 @@ class Dialect(Protocol):
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         """Return a chat completion as the protocol's JSON body."""
-        ...
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Return the chat completion of a body that ``whole`` made of our own model's answer."""
         ...
 
     def failed(self, error: ApiError) -> bytes:
@@ -87,49 +71,34 @@ class ChatDialect:
 
     id_prefix = "chatcmpl-"
     names: Names = ()
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, *, include_usage: bool) -> None:
         self._include_usage = include_usage
 
-    def chunk(
-        self,
-        heading: Heading,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        said = None if logprobs is None else {"content": logprobs, "refusal": None}
-        one = {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish_reason}
-        return sse({**heading.fields("chat.completion.chunk"), "choices": [one]})
+    def chunk(self, heading: Heading, choice: dict[str, Any]) -> bytes:
+        said = heading.fields(self.chunk_kind)
+        if "token_ids" in choice:
+            said["prompt_token_ids"] = heading.prompt_ids
+        said["choices"] = [choice]
+        return sse(said)
 
     def end(self, response: dict[str, Any]) -> bytes:
+        done = b"data: [DONE]\n\n"
         if not self._include_usage or not response["usage"]:  # not every provider reports it
-            return DONE
-        heading = heading_of(response).fields("chat.completion.chunk")
-        return sse({**heading, "choices": [], "usage": response["usage"]}) + DONE
+            return done
+        said = heading_of(response).fields(self.chunk_kind)
+        return sse({**said, "choices": [], "usage": response["usage"]}) + done
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         return response if response["usage"] else {**response, "usage": None}
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        return said
 
     def failed(self, error: ApiError) -> bytes:
         return sse(error.body())
 
 
-def last_chunk(
-    dialect: Dialect, heading: Heading, choice: dict[str, Any], prompt_ids: Sequence[int] | None
-) -> bytes:
-    """Write how a choice ended, and its token ids if a chat client asked for them."""
-    reason = choice["finish_reason"]
-    if "token_ids" not in choice or not isinstance(dialect, ChatDialect):
-        return dialect.chunk(heading, choice["index"], {}, finish_reason=reason)
-    one = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": reason}
-    fields = {**heading.fields("chat.completion.chunk"), "prompt_token_ids": prompt_ids}
-    return sse({**fields, "choices": [{**one, "token_ids": choice["token_ids"]}]})
+def sse(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 def completion(
@@ -146,21 +115,28 @@ def heading_of(response: dict[str, Any]) -> Heading:
         response["system_fingerprint"],
         response["created"],
         response["usage"].get("prompt_tokens", 0),
+        response.get("prompt_token_ids"),
     )
 
 
 def choice(
     index: int,
-    message: dict[str, Any],
-    finish_reason: str | None,
-    logprobs: list[dict[str, Any]] | None,
+    finish_reason: str | None = None,
+    logprobs: list[dict[str, Any]] | None = None,
+    **said: Any,
 ) -> dict[str, Any]:
+    """Return a choice: with ``message`` that of a completion, with ``delta`` that of a chunk."""
     return {
         "index": index,
-        "message": message,
+        **said,
         "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
         "finish_reason": finish_reason,
     }
+
+
+def entries_of(choice: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the log-probs of a choice's tokens, if it has them."""
+    return None if choice["logprobs"] is None else choice["logprobs"]["content"]
 
 
 def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str, Any]:
@@ -172,21 +148,17 @@ def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str,
     out: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         out["reasoning_content"] = reply.reasoning
-    calls = [(call.id, call.name, call.arguments) for call in (*reply.tool_calls, *withdrawn)]
-    return with_tool_calls(out, calls)
-
-
-def with_tool_calls(
-    message: dict[str, Any], calls: Sequence[tuple[str, str, str]]
-) -> dict[str, Any]:
-    """Add calls (id, name, arguments) to a message, whose empty content becomes null."""
-    if not calls:
-        return message
-    written = [
-        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call_id, name, arguments in calls
-    ]
-    return {**message, "content": message["content"] or None, "tool_calls": written}
+    if calls := (*reply.tool_calls, *withdrawn):
+        out["content"] = reply.content or None
+        out["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return out
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -216,17 +188,25 @@ def _call_piece(piece: CallPiece) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
+def last_chunk(dialect: Dialect, heading: Heading, whole: dict[str, Any]) -> bytes:
+    """Write how a choice ended, and its token ids if the client asked for them."""
+    last = choice(whole["index"], whole["finish_reason"], delta={})
+    if "token_ids" in whole:
+        last["token_ids"] = whole["token_ids"]
+    return dialect.chunk(heading, last)
+
+
 def replayed(dialect: Dialect, response: dict[str, Any]) -> Iterator[bytes]:
     """Write whole choices as a stream, without its end."""
     heading = heading_of(response)
     for one in response["choices"]:
+        index = one["index"]
         text = {k: v for k, v in one["message"].items() if k != "tool_calls"}
-        logprobs = None if one["logprobs"] is None else one["logprobs"]["content"]
-        yield dialect.chunk(heading, one["index"], text, logprobs=logprobs)
+        yield dialect.chunk(heading, choice(index, None, entries_of(one), delta=text))
         if calls := one["message"].get("tool_calls"):
             delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-            yield dialect.chunk(heading, one["index"], delta)
-        yield last_chunk(dialect, heading, one, response.get("prompt_token_ids"))
+            yield dialect.chunk(heading, choice(index, delta=delta))
+        yield last_chunk(dialect, heading, one)
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -260,13 +240,11 @@ def logprob_entries(
     """
     entries: list[dict[str, Any]] = []
     for i, token_id in enumerate(ids):
-        if not hidden and renderer.is_hidden(token_id):
-            continue
-        entry = _token(renderer, token_id, logprobs[i])
-        entry["top_logprobs"] = [
-            _token(renderer, *pair) for pair in (tops[i] if i < len(tops) else ())
-        ]
-        entries.append(entry)
+        if hidden or not renderer.is_hidden(token_id):
+            entry = _token(renderer, token_id, logprobs[i])
+            top = tops[i] if i < len(tops) else ()
+            entry["top_logprobs"] = [_token(renderer, *pair) for pair in top]
+            entries.append(entry)
     return entries
 
 

@@ -6,10 +6,11 @@ Knows the protocol's fields and objects. Does not know how a prompt is sampled o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
-from agentrl_proxy.errors import ApiError, Names, invalid
+from agentrl_proxy.errors import context_length_exceeded, invalid
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import (
     CHOICES,
@@ -21,7 +22,9 @@ from agentrl_proxy.protocols.chat import (
     STREAM_OPTIONS,
     ChatRequest,
     chat_request,
+    include_usage,
 )
+from agentrl_proxy.protocols.chat_objects import ChatDialect
 from agentrl_proxy.protocols.fields import (
     ANYTHING,
     BOOLEAN,
@@ -33,6 +36,7 @@ from agentrl_proxy.protocols.fields import (
     check_body,
     integer,
     is_integer,
+    refuse_unsupported,
 )
 from agentrl_proxy.rendering.renderer import Renderer
 
@@ -40,6 +44,10 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 CHAT_ONLY = frozenset(
     ("messages", "tools", "tool_choice", "response_format", "max_completion_tokens")
 )
+_UNSUPPORTED = {
+    "suffix": "put everything before the gap into `prompt`",
+    "best_of": "ask for `n` choices and choose among them",
+}
 _TOKEN_IDS = Array(integer(0, 2**31 - 1), minimum=1).schema
 _TEXTS = Array(NONEMPTY, minimum=1).schema
 
@@ -55,7 +63,7 @@ COMPLETION = Object(
                 _TEXTS,
                 _TOKEN_IDS,
                 {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-            ],
+            ]
         },
     ),
     max_tokens=integer(0),
@@ -63,8 +71,7 @@ COMPLETION = Object(
     logprobs=replace(integer(0, MAX_TOP_LOGPROBS), for_provider=None),
     n=CHOICES,
     best_of=replace(  # checked against n
-        ANYTHING,
-        schema=CHOICES.schema | {"description": "no other number than n"},
+        ANYTHING, schema=CHOICES.schema | {"description": "no other number than n"}
     ),
     suffix=replace(ANYTHING, schema={"type": "null"}),
     **SAMPLING,
@@ -91,22 +98,10 @@ PROVIDER_COMPLETION = Object(
 """What a request to a provider's model may hold."""
 
 
-@dataclass(slots=True)
-class CompletionRequest:
-    """A checked request: its prompts, and the fields that they share."""
-
-    common: ChatRequest  # without messages
-    prompts: list[list[int]]
-    dialect: CompletionDialect
-    scored: bool  # with the log-probs of the prompts' own tokens
-
-    @property
-    def stream(self) -> bool:
-        return self.common.stream
-
-
-def completion_request(raw: dict[str, Any], renderer: Renderer) -> CompletionRequest:
-    """Check a request of ``/v1/completions`` to our own model.
+def completion_requests(
+    raw: dict[str, Any], renderer: Renderer, context_length: int | None
+) -> list[ChatRequest]:
+    """Check a request of ``/v1/completions`` to our own model; return a request for each prompt.
 
     Raises:
         ApiError: a field is wrong (400); it names the field.
@@ -130,14 +125,20 @@ def completion_request(raw: dict[str, Any], renderer: Renderer) -> CompletionReq
     )
     if limit == 0:  # nothing is sampled
         common.sampling["max_tokens"] = 0
-    common.messages = []
-    common.raw = raw
     prompts = _prompts(raw["prompt"], renderer)
+    longest = max(map(len, prompts))
+    if context_length is not None and longest >= context_length:  # before any prompt is accepted
+        raise context_length_exceeded(longest, context_length, "prompt")
     check_choices(len(prompts), common.n)
-    texts = [renderer.decode_raw(ids) for ids in prompts] if echo else []
-    dialect = CompletionDialect(include_usage=common.include_usage, n=common.n, echoed=texts)
-    common.dialect = dialect
-    return CompletionRequest(common, prompts, dialect, scored)
+    dialect = CompletionDialect(
+        include_usage=include_usage(raw),
+        n=common.n,
+        echoed=[renderer.decode_raw(ids) for ids in prompts] if echo else [],
+    )
+    common = replace(common, messages=[], raw=raw, dialect=dialect, scored=scored)
+    return [
+        replace(common, prompt_ids=ids, first_choice=i * common.n) for i, ids in enumerate(prompts)
+    ]
 
 
 def check_choices(prompts: int, n: int) -> None:
@@ -153,13 +154,8 @@ def check_completion(raw: Mapping[str, Any], *, ours: bool = True) -> None:
         ApiError: a field is wrong or unsupported (400).
     """
     check_body(COMPLETION if ours else PROVIDER_COMPLETION, raw, ours=ours)
-    for name, instead in (
-        ("suffix", "put everything before the gap into `prompt`"),
-        ("best_of", "ask for `n` choices and choose among them"),
-    ):
-        same = name == "best_of" and raw.get(name) == (raw.get("n") or 1)
-        if raw.get(name) is not None and not same:
-            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
+    same = raw.get("best_of") in (None, raw.get("n") or 1)
+    refuse_unsupported({"suffix": raw.get("suffix") is not None, "best_of": not same}, _UNSUPPORTED)
 
 
 def _prompts(value: str | list[Any], renderer: Renderer) -> list[list[int]]:
@@ -191,15 +187,7 @@ def _prompt(value: Any, i: int, renderer: Renderer, vocabulary: int) -> list[int
     return ids
 
 
-@dataclass(slots=True)
-class _Said:
-    """How far one choice has been streamed."""
-
-    begun: bool = False
-    offset: int = 0  # characters in tokens with log-probs
-
-
-class CompletionDialect:
+class CompletionDialect(ChatDialect):
     """Writes OpenAI's text_completion objects.
 
     Args:
@@ -208,86 +196,49 @@ class CompletionDialect:
     """
 
     id_prefix = "cmpl-"
-    names: Names = ()
+    chunk_kind = "text_completion"
 
     def __init__(self, *, include_usage: bool, n: int, echoed: list[str]) -> None:
-        self._include_usage = include_usage
+        super().__init__(include_usage=include_usage)
         self._n = n
         self._echoed = echoed
-        self._said: dict[int, _Said] = {}
+        self._offsets: dict[int, int] = {}  # of begun choices: characters with log-probs so far
 
-    def chunk(
-        self,
-        heading: chat_objects.Heading,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        said = self._said.setdefault(index, _Said())
-        text = delta.get("content") or ""
-        if not said.begun:
-            said.begun = True
+    def chunk(self, heading: chat_objects.Heading, choice: dict[str, Any]) -> bytes:
+        index, entries = choice["index"], chat_objects.entries_of(choice)
+        text = choice["delta"].get("content") or ""
+        if index not in self._offsets:
+            self._offsets[index] = 0
             text = self._echo(index) + text
-        if not text and not logprobs and finish_reason is None:
+        if not text and not entries and choice["finish_reason"] is None:
             return b""
-        legacy = None
-        if logprobs is not None:
-            legacy, said.offset = _legacy_logprobs(logprobs, said.offset)
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": legacy,
-            "finish_reason": finish_reason,
-        }
-        return chat_objects.sse({**heading.fields("text_completion"), "choices": [choice]})
-
-    def end(self, response: dict[str, Any]) -> bytes:
-        if not self._include_usage or not response["usage"]:
-            return chat_objects.DONE
-        heading = chat_objects.heading_of(response).fields("text_completion")
-        return (
-            chat_objects.sse({**heading, "choices": [], "usage": response["usage"]})
-            + chat_objects.DONE
-        )
+        said, self._offsets[index] = _text_choice(choice, text, entries, self._offsets[index])
+        return chat_objects.sse({**heading.fields(self.chunk_kind), "choices": [said]})
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for one in response["choices"]:
-            entries = None if one["logprobs"] is None else one["logprobs"]["content"]
+            entries = chat_objects.entries_of(one)
             if "prompt_logprobs" in one:
                 entries = one["prompt_logprobs"] + (entries or [])
-            choice = {
-                "index": one["index"],
-                "text": self._echo(one["index"]) + (one["message"]["content"] or ""),
-                "logprobs": None if entries is None else _legacy_logprobs(entries, 0)[0],
-                "finish_reason": one["finish_reason"],
-            }
-            if "stop_reason" in one:
-                choice["stop_reason"] = one["stop_reason"]
-            choices.append(choice)
-        heading = chat_objects.heading_of(response).fields("text_completion")
+            text = self._echo(one["index"]) + (one["message"]["content"] or "")
+            choices.append(_text_choice(one, text, entries, 0)[0])
+        heading = chat_objects.heading_of(response).fields(self.chunk_kind)
         return {**heading, "choices": choices, "usage": response["usage"] or None}
-
-    def read(self, said: dict[str, Any]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for one in said["choices"]:
-            text = one["text"].removeprefix(self._echo(one["index"]))
-            entries = None if one["logprobs"] is None else legacy_entries(one["logprobs"])
-            message = {"role": "assistant", "content": text}
-            choice = chat_objects.choice(one["index"], message, one["finish_reason"], entries)
-            if "stop_reason" in one:
-                choice["stop_reason"] = one["stop_reason"]
-            choices.append(choice)
-        heading = chat_objects.heading_of(said)
-        return chat_objects.completion(heading, choices, said["usage"])
-
-    def failed(self, error: ApiError) -> bytes:
-        return chat_objects.sse(error.body())
 
     def _echo(self, index: int) -> str:
         return self._echoed[index // self._n] if self._echoed else ""
+
+
+def _text_choice(
+    choice: dict[str, Any], text: str, entries: list[dict[str, Any]] | None, offset: int
+) -> tuple[dict[str, Any], int]:
+    """Return a chat's choice as a text completion's, and the text offset after its log-probs."""
+    logprobs = None
+    if entries is not None:
+        logprobs, offset = _legacy_logprobs(entries, offset)
+    said = {"index": choice["index"], "text": text, "logprobs": logprobs}
+    return said | {k: choice[k] for k in ("finish_reason", "stop_reason") if k in choice}, offset
 
 
 def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[str, Any], int]:
@@ -315,16 +266,12 @@ def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[s
 def legacy_entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the log-probs of a text completion as chat's entries. The bytes of a character that
     several tokens share are lost."""
-    tops = legacy.get("top_logprobs") or []
-    entries: list[dict[str, Any]] = []
-    for i, (token, logprob) in enumerate(
-        zip(legacy["tokens"], legacy["token_logprobs"], strict=True)
-    ):
-        top = tops[i] if i < len(tops) and tops[i] else {}
-        entry = plain_entry(token, logprob)
-        entry["top_logprobs"] = [plain_entry(*pair) for pair in top.items()]
-        entries.append(entry)
-    return entries
+    pairs = zip(legacy["tokens"], legacy["token_logprobs"], strict=True)
+    tops = chain(legacy.get("top_logprobs") or (), repeat(None))
+    return [
+        plain_entry(*pair) | {"top_logprobs": [plain_entry(*one) for one in (top or {}).items()]}
+        for pair, top in zip(pairs, tops, strict=False)
+    ]
 
 
 def plain_entry(token: str, logprob: float) -> dict[str, Any]:

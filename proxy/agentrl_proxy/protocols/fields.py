@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import orjson
 
 from agentrl_proxy.errors import ApiError, invalid
 
 Schema = dict[str, Any]
+Field: TypeAlias = "Value | Array | Object | Tagged | Either"
+"""Checks one JSON value (``check`` raises WrongValue), and describes it as ``schema``."""
 
 LARGEST_INTEGER = 2**64 - 1  # orjson reads larger ones as floats
 MAX_DEPTH = 254  # orjson's limit; the chat template and the store take this much
@@ -40,17 +42,6 @@ class WrongValue(Exception):
         if self.code == "invalid_value":
             return invalid(param, f"{name} must be {self.allowed}; got {shown(self.value)}")
         return invalid(param, f"{name} {self.allowed}", code=self.code)
-
-
-class Field(Protocol):
-    """Checks one JSON value, and describes it as ``schema``."""
-
-    @property
-    def schema(self) -> Schema: ...
-
-    def check(self, value: Any, ours: bool) -> None:
-        """Raise WrongValue if the value is not allowed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +131,9 @@ class Tagged:
 
     def __init__(
         self,
-        tag: str,
         kinds: Mapping[str, Object],
         *,
+        tag: str = "type",
         default: str | None = None,
         provider_kinds: Mapping[str, Object] | None = None,
         refusal: tuple[str, str] | None = None,
@@ -212,6 +203,20 @@ def check_body(body: Field, raw: Any, *, ours: bool = True) -> None:
         body.check(raw, ours)
     except WrongValue as wrong:
         raise wrong.as_error() from None
+
+
+def refuse_unsupported(raw: Mapping[str, Any], unsupported: Mapping[str, str]) -> None:
+    """Refuse fields without which the answer would be a different one.
+
+    Args:
+        unsupported: what to do instead, by the field's name.
+
+    Raises:
+        ApiError: one of them is set (400).
+    """
+    for name, instead in unsupported.items():
+        if raw.get(name):
+            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
 
 
 def shown(value: Any) -> str:
@@ -291,9 +296,7 @@ STRING_OR_OBJECT = Value(lambda v: isinstance(v, str | dict), "a string or an ob
 OBJECT = Value(lambda v: isinstance(v, dict), "an object", {"type": "object"})
 LIST = Value(lambda v: isinstance(v, list), "a list", {"type": "array"})
 INTEGER = Value(
-    is_integer,
-    "an integer",
-    {"type": "integer", "minimum": -(2**63), "maximum": LARGEST_INTEGER},
+    is_integer, "an integer", {"type": "integer", "minimum": -(2**63), "maximum": LARGEST_INTEGER}
 )
 NUMBER = Value(is_number, "a number", {"type": "number"})
 JSON_SCHEMA = Value(lambda v: isinstance(v, dict), "an object, the JSON schema", {"type": "object"})

@@ -1,16 +1,20 @@
-"""Read requests of Anthropic's Messages API.
+"""Read requests of Anthropic's Messages API, and write its answers, events and errors.
 
-Knows the API's fields and blocks; messages_events.py writes the answers. LiteLLM translates the
-request to chat completions (translation.py).
+LiteLLM translates a request to chat completions (translation.py). Does not know tokens.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from agentrl_proxy.errors import invalid
+import orjson
+
+from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols.blocks import BlockEvents, event
 from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
@@ -18,6 +22,7 @@ from agentrl_proxy.protocols.chat import (
     ChatRequest,
     translated_request,
 )
+from agentrl_proxy.protocols.chat_objects import Heading, heading_of
 from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     JSON_SCHEMA,
@@ -29,24 +34,23 @@ from agentrl_proxy.protocols.fields import (
     Object,
     Tagged,
     check_body,
+    refuse_unsupported,
     text_or,
 )
-from agentrl_proxy.protocols.messages_events import MessagesDialect
 
-# Refused unless empty: without them the answer would be a different one.
+# --- requests
+
 _UNSUPPORTED = {
     "mcp_servers": "let the agent call them, and send their tools as `tools`",
     "container": "nothing is run here",
 }
 _FUNCTION = ("name", "description", "parameters", "strict")  # OpenAI's order
-
 _NO_MEDIA = ("unsupported_content", "this model reads text only")
 _MEDIA: dict[str, Object] = {"image": Object([]), "document": Object([])}
 _TEXT_BLOCK = Tagged(
-    "type", {"text": Object(["text"], text=TEXT)}, provider_kinds=_MEDIA, refusal=_NO_MEDIA
+    {"text": Object(["text"], text=TEXT)}, provider_kinds=_MEDIA, refusal=_NO_MEDIA
 )
 _BLOCK = Tagged(
-    "type",
     {
         "text": Object(["text"], text=TEXT),
         "tool_use": Object(["id", "name", "input"], id=NONEMPTY, name=NONEMPTY, input=OBJECT),
@@ -61,15 +65,11 @@ _BLOCK = Tagged(
 )
 _ASKING = Object(["content"], content=text_or(_BLOCK, minimum=1))  # LiteLLM drops empty ones
 _MESSAGE = Tagged(
-    "role",
-    {
-        "user": _ASKING,
-        "system": _ASKING,
-        "assistant": Object(["content"], content=text_or(_BLOCK)),
-    },
+    dict.fromkeys(("user", "system"), _ASKING)
+    | {"assistant": Object(["content"], content=text_or(_BLOCK))},
+    tag="role",
 )
 _TOOL = Tagged(
-    "type",
     {
         "custom": Object(
             ["name", "input_schema"],
@@ -82,11 +82,8 @@ _TOOL = Tagged(
     default="custom",
     refusal=("unsupported_tool", "a server tool; this model has client tools only"),
 )
-_FORMAT = Tagged("type", {"json_schema": Object(["schema"], schema=JSON_SCHEMA)})
-_MAY_CALL = Object([], disable_parallel_tool_use=BOOLEAN)
-_THINKING = Tagged(
-    "type", {"enabled": Object([], budget_tokens=MAX_TOKENS), "disabled": Object([])}
-)
+_FORMAT = Tagged({"json_schema": Object(["schema"], schema=JSON_SCHEMA)})
+_THINKING = Tagged({"enabled": Object([], budget_tokens=MAX_TOKENS), "disabled": Object([])})
 COUNT = Object(
     ["model", "messages"],
     model=NAME,
@@ -94,13 +91,8 @@ COUNT = Object(
     system=text_or(_TEXT_BLOCK),
     tools=Array(_TOOL),
     tool_choice=Tagged(
-        "type",
-        {
-            "auto": _MAY_CALL,
-            "any": _MAY_CALL,
-            "none": _MAY_CALL,
-            "tool": Object(["name"], name=TEXT, disable_parallel_tool_use=BOOLEAN),
-        },
+        dict.fromkeys(("auto", "any", "none"), Object([], disable_parallel_tool_use=BOOLEAN))
+        | {"tool": Object(["name"], name=TEXT, disable_parallel_tool_use=BOOLEAN)}
     ),
     thinking=replace(OBJECT, schema=_THINKING.schema),  # our model ignores it
     output_config=Object([], format=_FORMAT, effort=TEXT),
@@ -116,20 +108,13 @@ MESSAGES = Object(
 )
 
 
-def messages_request(raw: dict[str, Any]) -> ChatRequest:
-    """Check a request of ``/v1/messages`` to our own model.
+def messages_request(raw: dict[str, Any], *, counted: bool = False) -> ChatRequest:
+    """Check a request of ``/v1/messages`` or its ``count_tokens`` to our own model.
 
     Raises:
         ApiError: a field is wrong (400); it names the field.
     """
-    chat, dialect = messages_as_chat(raw)
-    return translated_request(chat, raw, dialect)
-
-
-def count_request(raw: dict[str, Any]) -> ChatRequest:
-    """Check a request of ``/v1/messages/count_tokens`` to our own model."""
-    chat, dialect = messages_as_chat(raw, counted=True)
-    return translated_request(chat, raw, dialect)
+    return translated_request(*messages_as_chat(raw, counted=counted), raw)
 
 
 def messages_as_chat(
@@ -145,14 +130,13 @@ def messages_as_chat(
         ApiError: a field is wrong (400).
     """
     ours = provider_model is None
-    _check(raw, counted=counted, ours=ours)
-    messages = [_with_error_text(message) for message in raw["messages"]]
-    if ours:
-        # LiteLLM drops an assistant's turn without content: its tokens would not be continued.
-        messages = [
-            {**message, "content": ""} if message["content"] == [] else message
-            for message in messages
-        ]
+    # LiteLLM would drop wrong and unsupported fields silently, or fail on them.
+    check_body(COUNT if counted else MESSAGES, raw, ours=ours)
+    if ours and raw["messages"][-1]["role"] == "assistant":
+        raise invalid("messages", "the last message must be the user's; prefilling the "
+                      "assistant's reply is not supported")  # fmt: skip
+    refuse_unsupported(raw, _UNSUPPORTED)
+    messages = [_readable(message, ours=ours) for message in raw["messages"]]
     chat, names = translation.chat_of_messages({**raw, "messages": messages}, provider_model)
     if (raw.get("tool_choice") or {}).get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False  # LiteLLM drops it
@@ -165,51 +149,211 @@ def messages_as_chat(
     if format is not None:  # LiteLLM's format requires every property
         schema = {"name": "output", "schema": format["schema"], "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    if provider_model is not None and config.get("effort") is not None:
-        _put_effort(chat, config["effort"], provider_model)
+    if provider_model is not None and (effort := config.get("effort")) is not None:
+        # LiteLLM passes it on only with adaptive thinking. The provider decides which there are.
+        if not provider_model.startswith("anthropic/"):
+            if "output_config" not in chat and chat.get("reasoning_effort") != "none":
+                chat["reasoning_effort"] = effort  # "none": the client wants no thinking
+        elif "reasoning_effort" not in chat:  # LiteLLM would make it a budget for thinking
+            chat["output_config"] = {"effort": effort}
     chat["stream"] = raw.get("stream")
     return chat, MessagesDialect(names)
 
 
-def _check(raw: dict[str, Any], *, counted: bool, ours: bool) -> None:
-    """Refuse fields that LiteLLM would drop silently or fail on."""
-    check_body(COUNT if counted else MESSAGES, raw, ours=ours)
-    if ours and raw["messages"][-1]["role"] == "assistant":
-        raise invalid("messages", "the last message must be the user's; prefilling the "
-                      "assistant's reply is not supported")  # fmt: skip
-    for name, instead in _UNSUPPORTED.items():
-        if raw.get(name):
-            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
-
-
-def _with_error_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Write ``Error: `` before each failed tool result; chat completions have no ``is_error``."""
+def _readable(message: dict[str, Any], *, ours: bool) -> dict[str, Any]:
+    """Return a message of which LiteLLM loses nothing."""
     content = message["content"]
-    if isinstance(content, str) or not any(map(_is_error, content)):
+    if isinstance(content, str):
         return message
-    return {**message, "content": [_marked(one) if _is_error(one) else one for one in content]}
+    if ours and not content:
+        # LiteLLM drops an assistant's turn without content: its tokens would not be continued.
+        return {**message, "content": ""}
+    return {**message, "content": [_with_error_text(block) for block in content]}
 
 
-def _is_error(block: dict[str, Any]) -> bool:
-    return block["type"] == "tool_result" and bool(block.get("is_error"))
-
-
-def _marked(block: dict[str, Any]) -> dict[str, Any]:
+def _with_error_text(block: dict[str, Any]) -> dict[str, Any]:
+    """Write ``Error: `` before a failed tool result; chat completions have no ``is_error``."""
+    if block["type"] != "tool_result" or not block.get("is_error"):
+        return block
     said = block.get("content") or ""
     parts = [{"type": "text", "text": said}] if isinstance(said, str) else list(said)
-    if parts and parts[0]["type"] == "text":
-        parts[0] = {**parts[0], "text": f"Error: {parts[0]['text']}"}
-    else:
-        parts.insert(0, {"type": "text", "text": "Error: "})
+    if not parts or parts[0]["type"] != "text":
+        parts.insert(0, {"type": "text", "text": ""})
+    parts[0] = {**parts[0], "text": f"Error: {parts[0]['text']}"}
     return {**block, "content": parts}
 
 
-def _put_effort(chat: dict[str, Any], effort: str, provider_model: str) -> None:
-    """Pass on ``output_config.effort``, which LiteLLM does only with adaptive thinking. The
-    provider decides which efforts there are."""
-    if provider_model.startswith("anthropic/"):
-        # Not as reasoning_effort: LiteLLM would make it a budget for thinking.
-        if "reasoning_effort" not in chat:
-            chat["output_config"] = {"effort": effort}
-    elif "output_config" not in chat and chat.get("reasoning_effort") != "none":
-        chat["reasoning_effort"] = effort  # "none": the client wants no thinking
+# --- answers
+
+_EMPTY: dict[str, dict[str, Any]] = {  # how blocks begin
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
+_DELTAS = {  # by the block's type: the delta's type, and its field
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
+# One Anthropic message may become several chat messages, so its index is lost.
+_NAMES: Names = [
+    (re.compile(pattern), own)
+    for pattern, own in (
+        (r"^messages\[\d+\][.\w\[\]]*", "messages"),
+        (r"^response_format(\.json_schema)?\b", "output_config.format"),
+        (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+        (r"^(tools\[\d+\])\.function\b", r"\1"),
+        (r"^parallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
+        (r"^tool_choice 'required'", "tool_choice 'any'"),
+    )
+]
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(error.status, kind)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class MessagesDialect(BlockEvents):
+    """Writes a message whole, or as message_start, content blocks, message_delta and message_stop.
+
+    Args:
+        names: full names of tools, by the shortened ones that the model saw.
+    """
+
+    id_prefix = "msg_"
+    names: Names = _NAMES
+    text_kind = "text"
+    call_kind = "tool_use"
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def end(self, response: dict[str, Any]) -> bytes:
+        [choice] = response["choices"]
+        usage = _usage(response["usage"])
+        stop = event("message_delta", delta=_stop(choice), usage=usage)
+        return self._close() + stop + event("message_stop")
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        [choice] = response["choices"]
+        message = choice["message"]
+        content = [
+            {**_EMPTY["thinking"], **block} if block["type"] == "thinking" else block
+            for block in _thoughts(message)
+        ]
+        if message["content"]:
+            content.append({"type": "text", "text": message["content"]})
+        for call in message.get("tool_calls") or ():
+            content.append({**self._tool_use(call), "input": _input(call)})
+        return _message(heading_of(response), content, response["usage"]) | _stop(choice)
+
+    def failed(self, error: ApiError) -> bytes:
+        return event("error", error=anthropic_error(error)["error"])
+
+    def _start(self, heading: Heading) -> bytes:
+        usage = {"prompt_tokens": heading.prompt_tokens}
+        return event("message_start", message=_message(heading, [], usage))
+
+    def _think(self, delta: dict[str, Any]) -> bytes:
+        out = b""
+        for block in _thoughts(delta):
+            if block["type"] == "redacted_thinking":  # it comes whole
+                out += self._close() + self._open("redacted_thinking", block) + self._close()
+                continue
+            if block.get("thinking"):
+                out += self._switch("thinking") + self._extend(block["thinking"], {})
+            if block.get("signature"):  # it ends the block
+                said = {"type": "signature_delta", "signature": block["signature"]}
+                out += self._switch("thinking")
+                out += event("content_block_delta", index=self._index, delta=said) + self._close()
+        return out
+
+    def _opened(self, said: dict[str, Any] | None) -> bytes:
+        block = _EMPTY.get(self._kind) or said or {}
+        if self._kind == "tool_use":
+            block = {**self._tool_use(block), "input": {}}
+        return event("content_block_start", index=self._index, content_block=block)
+
+    def _extend(self, text: str, choice: dict[str, Any]) -> bytes:
+        kind, name = _DELTAS[self._kind]
+        return event("content_block_delta", index=self._index, delta={"type": kind, name: text})
+
+    def _closed(self) -> bytes:
+        return event("content_block_stop", index=self._index)
+
+    def _tool_use(self, call: dict[str, Any]) -> dict[str, Any]:
+        name = call["function"]["name"]
+        return {"type": "tool_use", "id": call["id"], "name": self._names.get(name, name)}
+
+
+def _message(
+    heading: Heading, content: list[dict[str, Any]], usage: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "id": heading.id,
+        "type": "message",
+        "role": "assistant",
+        "model": heading.model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(usage),
+    }
+
+
+def _thoughts(said: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the thinking of a message or delta as blocks: a provider's own, whose signatures it
+    wants back, or plain reasoning."""
+    if said.get("thinking_blocks"):
+        return [block for block in said["thinking_blocks"] if block.get("type")]
+    if said.get("reasoning_content"):
+        return [{"type": "thinking", "thinking": said["reasoning_content"]}]
+    return []
+
+
+def _input(call: dict[str, Any]) -> Any:
+    """Return a call's arguments. Those of a call that broke off stay text."""
+    arguments = call["function"]["arguments"]
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+
+
+def _stop(choice: dict[str, Any]) -> dict[str, Any]:
+    stopped_by = choice.get("stop_reason")
+    if stopped_by is not None and choice["finish_reason"] == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+    # Anthropic's API has no word for some reasons.
+    reason = _STOP_REASONS.get(choice["finish_reason"], "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
+    """Return zeros for what a provider did not report: the protocol demands numbers. The call's
+    record has none."""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    written = usage.get("cache_creation_input_tokens") or 0
+    return {
+        # Anthropic counts cached tokens apart; OpenAI and LiteLLM include them.
+        "input_tokens": max(usage.get("prompt_tokens", 0) - cached - written, 0),
+        "output_tokens": usage.get("completion_tokens", 0),
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": cached,
+    }

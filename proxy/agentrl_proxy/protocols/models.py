@@ -1,10 +1,15 @@
-"""Write models as OpenAI's and Anthropic's clients list them."""
+"""Write models as OpenAI's and Anthropic's clients list them, and check what loads an adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl_proxy.protocols.fields import NAME, Object, integer
+
+ADAPTER = Object(  # the store's integers
+    ["name", "version", "path"], name=NAME, version=integer(0, 2**31 - 1), path=NAME
+)
 _UNKNOWN = "1970-01-01T00:00:00Z"  # Anthropic's own stand-in for an unknown release date
 
 

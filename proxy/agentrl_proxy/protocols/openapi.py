@@ -9,8 +9,9 @@ import re
 
 from agentrl_proxy.protocols.chat import CHAT, MESSAGE
 from agentrl_proxy.protocols.completions import COMPLETION
-from agentrl_proxy.protocols.fields import NAME, TEXT, Object, Schema, Value, integer, or_null
+from agentrl_proxy.protocols.fields import TEXT, Object, Schema, Value
 from agentrl_proxy.protocols.messages import COUNT, MESSAGES
+from agentrl_proxy.protocols.models import ADAPTER
 from agentrl_proxy.protocols.responses import RESPONSES
 
 _TEXT, _INTEGER, _LIST = TEXT.schema, {"type": "integer"}, {"type": "array"}
@@ -19,66 +20,42 @@ _ANTHROPIC = "https://docs.anthropic.com/en/api"
 _REWARDS: Schema = {  # one, or several by name
     "anyOf": [{"type": "number"}, {"type": "object", "additionalProperties": {"type": "number"}}]
 }
+REWARD = Object(
+    ["value"],
+    value=Value(lambda _: True, "", _REWARDS),
+    name=TEXT,
+    response_id=TEXT,
+    explanation=TEXT,
+)
 
 
 def _answer(**properties: Schema) -> Schema:
     return {"type": "object", "required": [*properties], "properties": properties}
 
 
-def _about(description: str, schema: Schema) -> Schema:
-    return {**schema, "description": description}
-
-
+_CHOICE = _answer(
+    index=_INTEGER, message=MESSAGE.schema, finish_reason={"enum": ["stop", "length", "tool_calls"]}
+)
 SCHEMAS: dict[str, Schema] = {
     "ChatCompletionRequest": CHAT.schema,
-    "ChatCompletion": _answer(
-        id=_TEXT,
-        object={"const": "chat.completion"},
-        created=_INTEGER,
-        model=_TEXT,
-        choices={
-            "type": "array",
-            "items": _answer(
-                index=_INTEGER,
-                message=MESSAGE.schema,
-                finish_reason={"enum": ["stop", "length", "tool_calls"]},
-            ),
-        },
-        usage=_answer(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER),
-    ),
+    "ChatCompletion": _answer(id=_TEXT, model=_TEXT, choices={"type": "array", "items": _CHOICE}),
     "CompletionRequest": COMPLETION.schema,
-    "Completion": _answer(id=_TEXT, object={"const": "text_completion"}, choices=_LIST),
-    "ResponsesRequest": _about(f"{_OPENAI}/responses", RESPONSES.schema),
-    "Response": _answer(id=_TEXT, object={"const": "response"}, output=_LIST),
-    "MessagesRequest": _about(f"{_ANTHROPIC}/messages", MESSAGES.schema),
-    "CountTokensRequest": _about(f"{_ANTHROPIC}/messages-count-tokens", COUNT.schema),
-    "Message": _answer(id=_TEXT, type={"const": "message"}, content=_LIST),
+    "Completion": _answer(id=_TEXT, choices=_LIST),
+    "ResponsesRequest": {**RESPONSES.schema, "description": f"{_OPENAI}/responses"},
+    "Response": _answer(id=_TEXT, output=_LIST),
+    "MessagesRequest": {**MESSAGES.schema, "description": f"{_ANTHROPIC}/messages"},
+    "CountTokensRequest": {**COUNT.schema, "description": f"{_ANTHROPIC}/messages-count-tokens"},
+    "Message": _answer(id=_TEXT, content=_LIST),
     "TokenCount": _answer(input_tokens=_INTEGER),
-    "AnthropicError": _answer(type={"const": "error"}, error=_answer(type=_TEXT, message=_TEXT)),
-    "RewardRequest": Object(
-        ["value"],
-        value=Value(lambda _: True, "", _REWARDS),
-        name=TEXT,
-        response_id=TEXT,
-        explanation=TEXT,
-    ).schema,
+    "RewardRequest": REWARD.schema,
     "Reward": _answer(name=_TEXT, value=_REWARDS, key=_TEXT),
-    "AdapterRequest": _answer(
-        name=NAME.schema, version=integer(0, 2**31 - 1).schema, path=NAME.schema
-    ),
+    "AdapterRequest": ADAPTER.schema,
     "Adapter": _answer(name=_TEXT, version=_INTEGER),
-    "ExportTraceServiceRequest": _about(
-        "OTLP/HTTP, https://opentelemetry.io/docs/specs/otlp/", {"type": "object"}
-    ),
-    "ExportTraceServiceResponse": {"type": "object"},
-    "Models": _about("Anthropic's object for requests with anthropic-version", _answer(data=_LIST)),
+    "Spans": {"type": "object", "description": "https://opentelemetry.io/docs/specs/otlp/"},
+    "Models": _answer(data=_LIST),
     "Model": _answer(id=_TEXT),
-    "Health": _answer(
-        status={"enum": ["ok", "unhealthy"]}, version=_TEXT, boot_id=_TEXT, recoveries=_INTEGER
-    ),
-    "Error": _answer(
-        error=_answer(message=_TEXT, type=_TEXT, param=or_null(_TEXT), code=or_null(_TEXT))
-    ),
+    "Health": _answer(status={"enum": ["ok", "unhealthy"]}, version=_TEXT, boot_id=_TEXT),
+    "Error": _answer(error=_answer(message=_TEXT, type=_TEXT)),
 }
 
 # path, summary, request (None: GET), answer
@@ -93,7 +70,7 @@ _OPERATIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("/v1/responses", "Respond", "ResponsesRequest", "Response"),
     ("/v1/messages", "Answer", "MessagesRequest", "Message"),
     ("/v1/messages/count_tokens", "Count tokens", "CountTokensRequest", "TokenCount"),
-    ("/v1/traces", "Export spans", "ExportTraceServiceRequest", "ExportTraceServiceResponse"),
+    ("/v1/traces", "Export spans", "Spans", "Spans"),
 )
 
 
@@ -102,12 +79,11 @@ def _content(name: str) -> Schema:
 
 
 def _path(path: str, summary: str, request: str | None, answer: str) -> Schema:
-    error = "AnthropicError" if "/messages" in path else "Error"
     operation: Schema = {
         "summary": summary,
         "responses": {
             "200": {"description": "done", **_content(answer)},
-            "default": {"description": "an error", **_content(error)},
+            "default": {"description": "an error", **_content("Error")},
         },
     }
     if request is not None:

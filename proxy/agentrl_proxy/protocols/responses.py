@@ -1,17 +1,18 @@
-"""Read requests of OpenAI's Responses API.
+"""Read requests of OpenAI's Responses API, and write its answers and events.
 
-Knows the API's fields and items; responses_events.py writes the answers. LiteLLM translates the
-request to chat completions (translation.py). Nothing is stored between requests: a client sends
-the whole conversation each time.
+LiteLLM translates a request to chat completions (translation.py). Nothing is stored between
+requests: a client sends the whole conversation each time. Does not know tokens.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
-from agentrl_proxy.errors import invalid
+from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import translation
+from agentrl_proxy.protocols.blocks import BlockEvents, event
 from agentrl_proxy.protocols.chat import (
     FUNCTION,
     MAX_TOKENS,
@@ -22,6 +23,7 @@ from agentrl_proxy.protocols.chat import (
     tool_choice,
     translated_request,
 )
+from agentrl_proxy.protocols.chat_objects import Heading, entries_of, heading_of
 from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     LIST,
@@ -36,11 +38,12 @@ from agentrl_proxy.protocols.fields import (
     check_body,
     integer,
     one_of,
+    refuse_unsupported,
     text_or,
 )
-from agentrl_proxy.protocols.responses_events import ResponsesDialect
 
-# Refused unless null or false: without them the answer would be a different one.
+# --- requests
+
 _UNSUPPORTED = {
     "previous_response_id": "send the whole conversation as `input`; nothing is stored here",
     "conversation": "send the whole conversation as `input`; nothing is stored here",
@@ -49,7 +52,6 @@ _UNSUPPORTED = {
 }
 _WITH_LOGPROBS = "message.output_text.logprobs"
 _PART = Tagged(
-    "type",
     dict.fromkeys(("input_text", "output_text", "text"), Object(["text"], text=TEXT))
     | {"refusal": Object(["refusal"], refusal=TEXT)},
     default="input_text",
@@ -57,7 +59,6 @@ _PART = Tagged(
     refusal=("unsupported_content", "this model reads text only"),
 )
 _ITEM = Tagged(
-    "type",
     {
         "message": Object(
             ["role", "content"],
@@ -69,19 +70,10 @@ _ITEM = Tagged(
         ),
         "function_call_output": Object(["call_id", "output"], call_id=TEXT, output=text_or(_PART)),
         "reasoning": Object(
-            [], summary=Array(Tagged("type", {"summary_text": Object(["text"], text=TEXT)}))
+            [], summary=Array(Tagged({"summary_text": Object(["text"], text=TEXT)}))
         ),
     },
     default="message",
-)
-_TOOL = Tagged(
-    "type",
-    {"function": FUNCTION},
-    refusal=("unsupported_tool", "this model has no built-in tools"),
-)
-_FORMAT = Tagged(
-    "type",
-    dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT},
 )
 RESPONSES = Object(
     ["model", "input"],
@@ -92,11 +84,18 @@ RESPONSES = Object(
     max_tool_calls=replace(integer(0), for_provider=None),
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
-    tools=Array(_TOOL),
-    tool_choice=tool_choice(
-        {"function": Object(["name"], name=TEXT)}, '{"type": "function", "name": "..."}'
+    tools=Array(
+        Tagged(
+            {"function": FUNCTION}, refusal=("unsupported_tool", "this model has no built-in tools")
+        )
     ),
-    text=Object([], format=_FORMAT),
+    tool_choice=tool_choice(Object(["name"], name=TEXT)),
+    text=Object(
+        [],
+        format=Tagged(
+            dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
+        ),
+    ),
     include=replace(LIST, schema={"type": "array", "items": {"enum": [_WITH_LOGPROBS]}}),
     reasoning=replace(
         OBJECT, schema=Object([], effort=one_of("minimal", "low", "medium", "high")).schema
@@ -115,8 +114,7 @@ def responses_request(raw: dict[str, Any]) -> ChatRequest:
     Raises:
         ApiError: a field is wrong (400); it names the field.
     """
-    chat, dialect = responses_as_chat(raw)
-    return translated_request(chat, raw, dialect)
+    return translated_request(*responses_as_chat(raw), raw)
 
 
 def responses_as_chat(
@@ -130,7 +128,16 @@ def responses_as_chat(
     Raises:
         ApiError: a field is wrong (400).
     """
-    _check(raw, ours=provider_model is None)
+    # LiteLLM would drop wrong and unsupported fields silently, or fail on them.
+    check_body(RESPONSES, raw, ours=provider_model is None)
+    refuse_unsupported(raw, _UNSUPPORTED)
+    called = set[str]()
+    for i, item in enumerate(raw["input"] if isinstance(raw["input"], list) else ()):
+        if item.get("type") == "function_call":
+            called.add(item["call_id"])
+        elif item.get("type") == "function_call_output" and item["call_id"] not in called:
+            where = f"input[{i}].call_id"
+            raise invalid(where, f"{where}: no function_call before it has this call_id")
     chat = translation.chat_of_response(raw, provider_model)
     wanted = _WITH_LOGPROBS in (raw.get("include") or ())
     chat |= {
@@ -147,16 +154,218 @@ def responses_as_chat(
     return chat, ResponsesDialect(raw)
 
 
-def _check(raw: dict[str, Any], *, ours: bool) -> None:
-    """Refuse fields that LiteLLM would drop silently or fail on."""
-    check_body(RESPONSES, raw, ours=ours)
-    for name, instead in _UNSUPPORTED.items():
-        if raw.get(name):
-            raise invalid(name, f"{name} is not supported; {instead}", code="unsupported_parameter")
-    called = set[str]()
-    for i, item in enumerate(raw["input"] if isinstance(raw["input"], list) else ()):
-        if item.get("type") == "function_call":
-            called.add(item["call_id"])
-        elif item.get("type") == "function_call_output" and item["call_id"] not in called:
-            where = f"input[{i}].call_id"
-            raise invalid(where, f"{where}: no function_call before it has this call_id")
+# --- answers
+
+# Said whatever the request asks for: nothing is stored, and a prompt that is too long is refused.
+_ALWAYS: dict[str, Any] = {"previous_response_id": None, "store": False, "truncation": "disabled"}
+# Fields that an answer repeats from its request, with their defaults.
+_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,  # of built-in tools: there are none, so any limit holds
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "user": None,
+}
+_INCOMPLETE = {
+    "length": {"reason": "max_output_tokens"},
+    "content_filter": {"reason": "content_filter"},
+}
+# One item may become several messages, and several items one, so an item's index is lost.
+_NAMES: Names = [
+    (re.compile(pattern), own)
+    for pattern, own in (
+        (r"^messages(\[\d+\][.\w\[\]]*)?", "input"),
+        (r"^response_format(\.json_schema)?\b", "text.format"),
+        (r"^(tools\[\d+\])\.function\b", r"\1"),
+    )
+]
+# By an item's type: the events of its text, those of its part, and the part's place.
+_EVENTS: dict[str, tuple[str, str | None, dict[str, int]]] = {
+    "reasoning": ("reasoning_summary_text", "reasoning_summary_part", {"summary_index": 0}),
+    "message": ("output_text", "content_part", {"content_index": 0}),
+    "function_call": ("function_call_arguments", None, {}),
+}
+
+
+class ResponsesDialect(BlockEvents):
+    """Writes an answer as a response or as its events. Item ids derive from the response's id."""
+
+    id_prefix = "resp_"
+    names: Names = _NAMES
+    text_kind = "message"
+    call_kind = "function_call"
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__()
+        self._repeated = {
+            name: default if request.get(name) is None else request[name]
+            for name, default in _REPEATED.items()
+        } | _ALWAYS
+        self._sequence = 0
+        self._call: dict[str, Any] = {}  # the open tool call
+        self._text = ""  # of the open item
+        self._logprobs: list[dict[str, Any]] = []
+
+    def end(self, response: dict[str, Any]) -> bytes:
+        out = self._close()
+        if not self._index:  # an empty answer still has a message
+            out += self._open("message") + self._close()
+        whole = self.whole(response)
+        kind = "response.completed" if whole["status"] == "completed" else "response.incomplete"
+        return out + self._event(kind, response=whole)
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        [choice] = response["choices"]
+        message = choice["message"]
+        thought, calls = message.get("reasoning_content"), message.get("tool_calls") or []
+        heading = heading_of(response)
+        items: list[dict[str, Any]] = []
+        if thought:
+            items.append(_item("reasoning", heading, thought))
+        if message["content"] or not (calls or items):
+            items.append(_item("message", heading, message["content"], entries_of(choice)))
+        for i, call in enumerate(calls):
+            arguments = call["function"]["arguments"]
+            items.append(_item("function_call", heading, arguments, call={"index": i, **call}))
+        incomplete = _INCOMPLETE.get(choice["finish_reason"])
+        status = "completed" if incomplete is None else "incomplete"
+        said = self._response(heading, status, items, response["usage"])
+        return said | {"incomplete_details": incomplete}
+
+    def failed(self, error: ApiError) -> bytes:
+        assert self._heading is not None  # a stream that has not begun is refused, not failed
+        response = self._response(self._heading, "failed", [], None)
+        response["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
+
+    # --- events
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        out = event(kind, sequence_number=self._sequence, **data)
+        self._sequence += 1
+        return out
+
+    def _start(self, heading: Heading) -> bytes:
+        response = self._response(heading, "in_progress", [], None)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
+
+    def _think(self, delta: dict[str, Any]) -> bytes:
+        thought = delta.get("reasoning_content")
+        return self._switch("reasoning") + self._extend(thought, {}) if thought else b""
+
+    def _opened(self, said: dict[str, Any] | None) -> bytes:
+        self._call, self._text, self._logprobs = said or {}, "", []
+        item = {**self._item(), "status": "in_progress"}
+        parts = {"reasoning": "summary", "message": "content"}.get(self._kind)
+        part = item[parts][0] if parts else None
+        if parts:
+            item[parts] = []
+        out = self._event("response.output_item.added", output_index=self._index, item=item)
+        return out + self._part_event("added", part)
+
+    def _extend(self, text: str, choice: dict[str, Any]) -> bytes:
+        self._text += text
+        said: dict[str, Any] = {"delta": text}
+        if self._kind == "message":
+            entries = entries_of(choice) or []
+            self._logprobs += entries
+            said["logprobs"] = entries
+        return self._text_event("delta", said)
+
+    def _closed(self) -> bytes:
+        item, part = self._item(), None
+        if self._kind == "function_call":
+            out = self._text_event("done", {k: item[k] for k in ("name", "arguments")})
+        else:
+            [part] = item["summary" if self._kind == "reasoning" else "content"]
+            said = {k: part[k] for k in ("text", "logprobs") if k in part}
+            out = self._text_event("done", said)
+        out += self._part_event("done", part)
+        return out + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _text_event(self, name: str, said: dict[str, Any]) -> bytes:
+        return self._event(f"response.{_EVENTS[self._kind][0]}.{name}", **self._place(), **said)
+
+    def _part_event(self, name: str, part: dict[str, Any] | None) -> bytes:
+        if part is None:
+            return b""
+        return self._event(f"response.{_EVENTS[self._kind][1]}.{name}", **self._place(), part=part)
+
+    def _place(self) -> dict[str, Any]:
+        assert self._heading is not None
+        item_id = _item_id(self._kind, self._heading, self._call)
+        return {"item_id": item_id, "output_index": self._index, **_EVENTS[self._kind][2]}
+
+    def _item(self) -> dict[str, Any]:
+        assert self._heading is not None
+        return _item(self._kind, self._heading, self._text, self._logprobs, call=self._call)
+
+    # --- objects
+
+    def _response(
+        self,
+        heading: Heading,
+        status: str,
+        output: list[dict[str, Any]],
+        usage: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        return {
+            "id": heading.id,
+            "object": "response",
+            "created_at": heading.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": heading.model,
+            "output": output,
+            "usage": _usage(usage) if usage else None,  # not every provider reports it
+            **self._repeated,
+        }
+
+
+def _item_id(kind: str, heading: Heading, call: dict[str, Any]) -> str:
+    own = heading.id.removeprefix(ResponsesDialect.id_prefix)
+    if kind == "function_call":
+        return f"fc_{own}_{call['index']}"
+    return f"rs_{own}" if kind == "reasoning" else f"msg_{own}"
+
+
+def _item(
+    kind: str,
+    heading: Heading,
+    text: str,
+    logprobs: list[dict[str, Any]] | None = None,
+    *,
+    call: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    call = call or {}
+    item: dict[str, Any] = {"id": _item_id(kind, heading, call), "type": kind}
+    if kind == "reasoning":
+        item["summary"] = [{"type": "summary_text", "text": text}]
+    elif kind == "message":
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
+        item |= {"role": "assistant", "content": [part]}
+    else:
+        item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": text}
+    return item | {"status": "completed"}
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    read = usage.get("prompt_tokens_details") or {}
+    said = usage.get("completion_tokens_details") or {}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": read.get("cached_tokens") or 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": said.get("reasoning_tokens") or 0},
+        "total_tokens": usage["total_tokens"],
+    }

@@ -3,7 +3,7 @@
 Knows which functions of LiteLLM 1.105.3 do that; they are private, so litellm is pinned exactly.
 LiteLLM reads every input item and content block that frameworks send. Only requests are translated
 here: through LiteLLM answers lost ids, usage, the order of events, stop sequences, log-probs and
-parallel tool calls, so responses_events.py and messages_events.py write them.
+parallel tool calls, so responses.py and messages.py write them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ from typing import Any, cast
 
 from agentrl_proxy.errors import invalid
 
-# LiteLLM looks up here what a model can do. Ours has no entry in its tables, whatever name the
-# client uses ("claude-…" would keep Anthropic's own fields).
-_MODEL = "policy"
-_PROVIDER = "agentrl"
-
 IMPORTING = threading.Lock()
 """Held while LiteLLM is imported: its modules import each other in circles, and a second thread
 would find them half imported."""
@@ -29,20 +24,24 @@ would find them half imported."""
 async def load() -> None:
     """Import what the translations need, in a thread. It takes 3 s, once."""
     # Not by looking into sys.modules: a module is there while it is still being imported.
-    if not _import.cache_info().currsize:
-        await asyncio.to_thread(_import)
+    if not _litellm.cache_info().currsize:
+        await asyncio.to_thread(_litellm)
 
 
 @cache
-def _import() -> None:
+def _litellm() -> tuple[Any, Any]:
+    """Return LiteLLM's translators of Messages and of Responses requests."""
     # Else LiteLLM fetches its price list over the network, and reads the folder's .env file.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
     with IMPORTING:
         import litellm.responses.main  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        from litellm.llms.anthropic.pass_through.adapters.transformation import AnthropicAdapter
+        from litellm.responses.litellm_completion_transformation.transformation import (
+            LiteLLMCompletionResponsesConfig,
+        )
 
-        _anthropic_adapter()
-        _responses_config()
+    return AnthropicAdapter(), LiteLLMCompletionResponsesConfig
 
 
 def chat_of_messages(
@@ -64,7 +63,7 @@ def chat_of_messages(
     known = {k: v for k, v in raw.items() if k not in ours}
     model, provider = _target(provider_model)
     try:
-        chat, names = _anthropic_adapter().translate_completion_input_params_with_tool_mapping(
+        chat, names = _litellm()[0].translate_completion_input_params_with_tool_mapping(
             {**known, "model": model}, custom_llm_provider=provider
         )
     except Exception as error:  # it trusts its input, so it can raise anything
@@ -76,7 +75,7 @@ def chat_of_response(raw: dict[str, Any], provider_model: str | None = None) -> 
     """Translate a Responses request; arguments and errors as with ``chat_of_messages``."""
     model, provider = _target(provider_model)
     try:
-        chat = _responses_config().transform_responses_api_request_to_chat_completion_request(
+        chat = _litellm()[1].transform_responses_api_request_to_chat_completion_request(
             model=model,
             input=raw["input"],
             responses_api_request=cast(Any, raw),
@@ -88,9 +87,13 @@ def chat_of_response(raw: dict[str, Any], provider_model: str | None = None) -> 
 
 
 def _target(provider_model: str | None) -> tuple[str, str | None]:
-    """Return the model and provider that LiteLLM translates for."""
+    """Return the model and provider that LiteLLM translates for.
+
+    LiteLLM looks up there what a model can do. Ours has no entry in its tables, whatever name the
+    client uses ("claude-…" would keep Anthropic's own fields).
+    """
     if provider_model is None:
-        return _MODEL, _PROVIDER
+        return "policy", "agentrl"
     provider, slash, _ = provider_model.partition("/")
     return provider_model, provider if slash else None
 
@@ -98,17 +101,3 @@ def _target(provider_model: str | None) -> tuple[str, str | None]:
 def _unreadable(field: str, error: Exception) -> Exception:
     text = f"{field} could not be read: {type(error).__name__}: {error}"
     return invalid(field, text[:500])
-
-
-def _anthropic_adapter() -> Any:
-    from litellm.llms.anthropic.pass_through.adapters.transformation import AnthropicAdapter
-
-    return AnthropicAdapter()
-
-
-def _responses_config() -> Any:
-    from litellm.responses.litellm_completion_transformation.transformation import (
-        LiteLLMCompletionResponsesConfig,
-    )
-
-    return LiteLLMCompletionResponsesConfig

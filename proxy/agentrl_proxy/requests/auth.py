@@ -11,13 +11,15 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from agentrl_proxy.dependencies import GatewayStore
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
 from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.conventions import ROLLOUT_HEADER as CONTEXT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState
+
+if TYPE_CHECKING:
+    from agentrl_tracer.store import Store
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -33,7 +35,7 @@ class Caller:
     attempt: AttemptRef | None
 
 
-async def ask(store: GatewayStore, method: Callable[..., T], *args: object) -> T:
+async def ask(store: Store, method: Callable[..., T], *args: object) -> T:
     """Call a store method: directly on SQLite (0.1 ms), in a thread over a network."""
     if store.is_remote:
         return await asyncio.to_thread(method, *args)
@@ -48,7 +50,7 @@ class Credentials:
     and key, which must not name another rollout.
     """
 
-    def __init__(self, store: GatewayStore, operator_key: str | None, stats: GatewayStats) -> None:
+    def __init__(self, store: Store, operator_key: str | None, stats: GatewayStats) -> None:
         self._store = store
         self._operator = None if operator_key is None else _digest(operator_key)
         self._stats = stats

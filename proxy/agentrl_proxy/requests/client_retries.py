@@ -18,14 +18,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl_proxy.dependencies import GatewayStore
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.recording import agent_name
 from agentrl_tracer.schemas import Call, CallState, PastCall
+
+if TYPE_CHECKING:
+    from agentrl_tracer.store import Store
 
 _CONCURRENT_LOOKUPS = 4  # after a restart many clients retry, and the store serves others too
 
@@ -77,7 +79,7 @@ def identify(
 class ClientRetries:
     """Keeps track of requests, and finds the answers for their retries."""
 
-    def __init__(self, store: GatewayStore, attempts: AttemptMemories) -> None:
+    def __init__(self, store: Store, attempts: AttemptMemories) -> None:
         self._store = store
         self.attempts = attempts
         self._lookups = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
@@ -173,9 +175,6 @@ def _completion(request: TrackedRequest, calls: Sequence[Call]) -> Completion:
     parts: dict[int, Completion] = {}  # by prompt
     for call in calls:
         if call.state is CallState.COMPLETED and (said := call.response):
-            # Providers' answers are stored as chat completions whatever the protocol.
-            if said.get("object") != "chat.completion":
-                said = request.dialect.read(said)
             empty = {**said, "choices": [], "usage": said["usage"] or {}}
             parts.setdefault(call.seq, empty)["choices"] += said["choices"]
     return chat_objects.together([*parts.values()])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -15,7 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from agentrl_proxy.errors import ApiError
 
+log = logging.getLogger("agentrl.proxy")
+
 Write = Callable[[bytes], Awaitable[None]]
+
+_MAX_HELD_BYTES = 64 * 1024
 
 _STREAM_START = {
     "type": "http.response.start",
@@ -60,7 +65,7 @@ class WorkResponse(Response):
     """Runs work and sends its answer. The work is canceled when the client disconnects.
 
     An error before the first event is raised, for an ordinary error response; a later one becomes
-    the stream's last event. ``write`` waits while the client reads slowly.
+    the stream's last event.
     """
 
     def __init__(self, work: Work, *, stream: bool) -> None:
@@ -72,7 +77,7 @@ class WorkResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = asyncio.current_task()
         assert request is not None
-        disconnected = started = False
+        events, disconnected = _EventSender(send), False
 
         async def cancel_on_disconnect() -> None:
             nonlocal disconnected
@@ -82,33 +87,75 @@ class WorkResponse(Response):
                 disconnected = True
                 request.cancel()
 
-        async def write(data: bytes, more: bool = True) -> None:
-            nonlocal started
-            if not started:
-                started = True
-                await send(_STREAM_START)
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
         watcher = asyncio.create_task(cancel_on_disconnect())
         try:
-            result = await self._work.run(write if self._stream else None)
+            result = await self._work.run(events.write if self._stream else None)
         except asyncio.CancelledError:
             if not disconnected:  # the server is closing
                 raise
             request.uncancel()
-            return
         except Exception as error:
-            if not started:
+            if not events.started:
                 raise
             refusal = error if isinstance(error, ApiError) else internal_error()
-            await write(self._work.failed(refusal), more=False)
             if refusal is not error:
-                raise
+                log.exception("a stream failed")
+            await events.flush(self._work.failed(refusal), more=False)
         else:
             watcher.cancel()
             if self._stream:
-                await write(b"", more=False)
+                await events.flush(more=False)
             else:
                 await json_response(result)(scope, receive, send)
         finally:
             watcher.cancel()
+            events.close()
+
+
+class _EventSender:
+    """Sends the first event of a turn of the event loop at once, and the turn's others joined.
+
+    uvicorn takes about 10 us for each ``send``, and a sampler may give many tokens in a turn.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self.started = False
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._in_turn = False  # an event of this turn has left
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._flushing: asyncio.Task[None] | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Send an event now or at the end of the turn. Waits while the client reads slowly."""
+        if not self._in_turn:
+            self._in_turn = True
+            asyncio.get_running_loop().call_soon(self._end_turn)
+            await self.flush(data)
+            return
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > _MAX_HELD_BYTES:
+            await self.flush()
+
+    async def flush(self, data: bytes = b"", *, more: bool = True) -> None:
+        """Send the held events and ``data``."""
+        async with self._sending:
+            if self._held:
+                data = b"".join([*self._held, data])
+                self._held, self._held_bytes = [], 0
+            if not self.started:
+                self.started = True
+                await self._send(_STREAM_START)
+            if data or not more:
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    def close(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+
+    def _end_turn(self) -> None:
+        self._in_turn = False
+        if self._held:
+            self._flushing = asyncio.create_task(self.flush())

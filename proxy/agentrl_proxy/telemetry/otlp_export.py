@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from agentrl_proxy.dependencies import SpanExporter, TraceSink
+from agentrl_proxy.dependencies import TraceSink
 from agentrl_tracer.conventions import (
     AGENT_NAME,
     EVALUATION_EXPLANATION,
@@ -105,7 +105,7 @@ class ExportingSink:
     """A sink that exports what another sink has recorded."""
 
     writer: TraceSink
-    exporter: SpanExporter
+    exporter: OtlpExporter
 
     def open(self, call: Call) -> None:
         self.writer.open(call)

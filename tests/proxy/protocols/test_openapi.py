@@ -1,34 +1,31 @@
 """Requests made from the gateway's own OpenAPI document: what it allows is taken, what it forbids
-is refused, and whatever is done to either, nothing is a 500 and nothing fails once accepted.
-
-``AGENTRL_FUZZ_EXAMPLES=3000`` for a longer run than that of every build.
+is refused, and nothing is a 500 or fails once accepted. The document names every route.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
-import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from garbage import REQUESTS, broken, fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from running_gateway import running
-from scripted_sampler import Running
-from test_fuzz import GARBAGE, broken
+from scripted_sampler import OPERATOR_KEY, Running
 
+from agentrl_proxy.app import GATEWAY_ROUTES, ROLLOUT_ROUTES
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import CHAT
+from agentrl_proxy.protocols.openapi import SCHEMAS, document
 from agentrl_proxy.rendering.renderer import Renderer
 
-PATHS = ["chat/completions", "completions", "responses", "messages", "messages/count_tokens"]
-EXAMPLES = int(os.environ.get("AGENTRL_FUZZ_EXAMPLES", "6"))
+EXAMPLES = 6
 KEY = "sk-of-the-provider"
 # What an otherwise valid request may be refused for: rules between fields, the sense of a text in
 # a field, and what this model, its template and its sampler can do.
@@ -42,29 +39,13 @@ DEPENDS: dict[str, set[str | None]] = {
 }  # fmt: skip
 DEPENDS["messages/count_tokens"] = DEPENDS["messages"]
 ASKED = [("messages", "positive"), ("messages/count_tokens", "positive")]
-UNHASHABLE = st.sampled_from(
-    [[], {}, [[]], {"type": []}, {"type": {}}, [{"type": []}], [None]]
-).map(copy.deepcopy)
-
-
-def fuzz(examples: int = EXAMPLES) -> settings:
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize="AGENTRL_FUZZ_EXAMPLES" not in os.environ,  # a failing build must fail again
-        database=None,
-        phases=[Phase.generate],  # shrinking takes minutes, and what broke is told as it was
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @cache
 def operations() -> Any:
     import schemathesis
 
-    from agentrl_proxy.protocols import openapi
-
-    return schemathesis.openapi.from_dict(openapi.document("1"))
+    return schemathesis.openapi.from_dict(document("1"))
 
 
 @cache
@@ -140,11 +121,11 @@ def post(http: httpx.Client, path: str, body: Any) -> httpx.Response:
     return answer
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_what_the_document_allows(gateway: Running, http: httpx.Client, path: str) -> None:
     taken = [0]
 
-    @fuzz()
+    @fuzz(EXAMPLES)
     @given(body=bodies(path, "positive"))
     def test(body: Any) -> None:
         answer = post(http, path, body)
@@ -160,7 +141,7 @@ def test_what_the_document_allows(gateway: Running, http: httpx.Client, path: st
     assert gateway.store.accounting(gateway.run_id).adds_up
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_what_the_document_forbids(gateway: Running, http: httpx.Client, path: str) -> None:
     document = httpx.get(f"{gateway.url}/openapi.json").json()
     content = document["paths"][f"/v1/{path}"]["post"]["requestBody"]["content"]
@@ -168,7 +149,7 @@ def test_what_the_document_forbids(gateway: Running, http: httpx.Client, path: s
     validator = Draft202012Validator(document["components"]["schemas"][name])
     refused = [0]
 
-    @fuzz()
+    @fuzz(EXAMPLES)
     @given(body=bodies(path, "negative"))
     def test(body: Any) -> None:
         answer = post(http, path, body)
@@ -184,23 +165,55 @@ def test_what_the_document_forbids(gateway: Running, http: httpx.Client, path: s
     assert gateway.stats["failed"] == failed
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("model", ["policy", "other"])
-def test_whatever_is_done_to_it(
-    gateway: Running, http: httpx.Client, path: str, model: str
-) -> None:
-    """Types that cannot be hashed, among all the rest, at any place."""
+@pytest.mark.parametrize("path", REQUESTS)
+def test_broken_requests_to_a_provider(gateway: Running, http: httpx.Client, path: str) -> None:
+    """Our own model gets them in test_handlers.py. What a provider refuses is a failed request."""
 
-    @fuzz(EXAMPLES if model == "policy" else 1 + EXAMPLES // 3)
+    @fuzz(EXAMPLES)
     @given(data=st.data())
     def test(data: st.DataObject) -> None:
-        body = data.draw(bodies(path, "positive").map(copy.deepcopy))
-        body = data.draw(broken(body, UNHASHABLE | GARBAGE))
-        if isinstance(body, dict) and body.get("model") == "policy":
-            body["model"] = model
-        post(http, path, body)
+        post(http, path, data.draw(broken(REQUESTS[path] | {"model": "other"})))
 
-    failed = gateway.stats["failed"]
     test()
-    if model == "policy":  # what a provider refuses, it refuses once it is asked
-        assert gateway.stats["failed"] == failed, "it was accepted, and then failed"
+
+
+def test_the_document_describes_the_routes(gateway: Running) -> None:
+    described = {
+        (path.replace("{model}", ""), method.upper())
+        for path, one in document("1")["paths"].items()
+        for method in one
+        if method != "parameters"
+    }
+    routes = {(path, method) for path, (method, _) in GATEWAY_ROUTES.items()}
+    routes |= {
+        ("/rollouts/{rollout_id}" + path, method) for path, (method, _) in ROLLOUT_ROUTES.items()
+    }
+    assert described == routes - {("/openapi.json", "GET")}
+    for path, method in described:
+        if method == "POST" and path.startswith("/rollouts"):
+            answer = httpx.post(gateway.url + path.replace("{rollout_id}", "nobody"), timeout=60)
+            assert answer.status_code == 401, path
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("ChatCompletionRequest", REQUESTS["chat/completions"]),
+        ("RewardRequest", {"value": 1.0}),
+        ("AdapterRequest", {"name": "policy", "version": 4, "path": "/somewhere"}),
+    ],
+)
+def test_what_the_document_requires_is_required(
+    gateway: Running, name: str, body: dict[str, Any]
+) -> None:
+    claim = gateway.claims[0]
+    url, key = {
+        "ChatCompletionRequest": (f"{gateway.base_url(claim)}/chat/completions", claim.key),
+        "RewardRequest": (f"{gateway.base_url(claim)}/rewards", claim.key),
+        "AdapterRequest": (f"{gateway.url}/admin/adapters", OPERATOR_KEY),
+    }[name]
+    for field in SCHEMAS[name]["required"]:
+        less = {k: v for k, v in body.items() if k != field}
+        response = httpx.post(url, json=less, headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == 400, field
+        assert response.json()["error"]["param"] == field

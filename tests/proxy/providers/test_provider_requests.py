@@ -453,7 +453,9 @@ async def test_a_client_that_leaves_cancels_the_call(
     async with httpx.AsyncClient(base_url=gateway.base_url(claim), headers=headers) as api:
         body = {"model": "answerer", "stream": stream, **body}
         asking = asyncio.create_task(api.post(path, json=body, timeout=60))
-        await asyncio.to_thread(wait_until, lambda: provider.sampler.requests)
+        await asyncio.to_thread(
+            wait_until, lambda: gateway.calls(claim) and provider.sampler.requests
+        )
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     for _ in range(500):

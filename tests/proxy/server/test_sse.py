@@ -65,13 +65,32 @@ async def test_events_leave_in_order() -> None:
     assert (client.bodies, client.ended) == ([b"a", b"b", b"c", b""], True)
 
 
-async def test_an_error_after_the_first_event_is_the_last_event() -> None:
+async def test_events_of_one_turn_leave_together() -> None:
+    class Burst(Work):
+        async def run(self, write: Any) -> dict[str, Any]:
+            for event in (b"a", b"b", b"c"):  # the first leaves at once
+                await write(event)
+            await asyncio.sleep(0.01)
+            await write(b"d" * 70_000)
+            await write(b"e" * 70_000)  # too much to hold
+            await write(b"f")
+            return {}
+
+    client = Client()
+    await client.request(Burst([]))
+    assert client.bodies == [b"a", b"bc", b"d" * 70_000, b"e" * 70_000, b"f"]
+    assert client.ended
+
+
+async def test_an_error_after_the_first_event_is_the_last_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     client = Client()
     await client.request(Work([b"a"], unavailable("gone", "sampler_error")))
     assert (client.bodies, client.ended) == ([b"a", b"failed:sampler_error"], True)
-    with pytest.raises(RuntimeError):  # an unknown error also reaches the server's log
-        await client.request(Work([b"a"], RuntimeError("bug")))
+    await client.request(Work([b"a"], RuntimeError("bug")))
     assert client.bodies[-1] == b"failed:internal_error"
+    assert "RuntimeError: bug" in caplog.text
 
 
 async def test_an_error_before_the_first_event_is_raised() -> None:

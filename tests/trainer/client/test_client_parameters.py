@@ -43,28 +43,21 @@ async def test_every_method_takes_the_parameters_of_its_table(tmp_path: Path) ->
         return {name: local.accepted for name, local in TINKER_ONLY[method].items()}
 
     with ServiceClient(folder=tmp_path, **usual("ServiceClient")) as service:
-        client = await service.create_lora_training_client_async(
-            TINY, rank=4, **usual("create_lora_training_client")
-        )
-        client.forward_backward_custom(
-            [supervised()], lambda _, lp: (lp[0].sum(), {}), **usual("forward_backward_custom")
-        )
-        state = await client.save_state("s", **usual("save_state"))
-        client.load_state(state.path, **usual("load_state"))
-        client.load_state_with_optimizer(state.path, **usual("load_state_with_optimizer"))
-        for method in (
-            "create_training_client_from_state",
-            "create_training_client_from_state_with_optimizer",
-        ):
-            again = getattr(service, method)(state.path, TINY, **usual(method))
+
+        def called(of: Any, method: str, *given: Any) -> Any:
+            return getattr(of, method)(*given, **usual(method))
+
+        client = called(service, "create_lora_training_client", TINY, 4)
+        called(client, "forward_backward_custom", [supervised()], lambda _, lp: (lp[0].sum(), {}))
+        state = (await called(client, "save_state", "s")).path
+        for method in ("load_state", "load_state_with_optimizer"):
+            called(client, method, state)
+        for method in ("", "_with_optimizer"):
+            again = called(service, f"create_training_client_from_state{method}", state, TINY)
             assert again.get_info().lora_rank == 4
-        path = (
-            await client.save_weights_for_sampler("w", **usual("save_weights_for_sampler"))
-        ).path
-        live = client.save_weights_and_get_sampling_client(
-            **usual("save_weights_and_get_sampling_client")
-        )
-        assert live.compute_logprobs(ROW, **usual("compute_logprobs")).result()[0] is None
+        path = (await called(client, "save_weights_for_sampler", "w")).path
+        live = called(client, "save_weights_and_get_sampling_client")
+        assert called(live, "compute_logprobs", ROW).result()[0] is None
         sampling = usual("create_sampling_client")
         made = [
             live,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from call_records import call_of, call_trees, make, reward, rollout
+from call_records import call_of, call_trees, reward, rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ from agentrl_trainer.data.batch_assembly import (
 )
 from agentrl_trainer.data.rewards import rollout_reward, turn_rewards
 from agentrl_trainer.data.skip_reasons import SkipRules
-from agentrl_trainer.data.training_row import to_training_row
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.data.trajectories import build_trajectories
 
 PAIR = [rollout("r1"), rollout("r2")]
@@ -255,14 +255,11 @@ def test_gae_puts_rewards_where_they_were_earned() -> None:
 
 @pytest.mark.parametrize("how", ["token", "sequence", "rollout", "constant"])
 def test_length_normalisation_is_the_mean_it_says(how: Any) -> None:
-    lengths = {"r1": [3], "r2": [1, 4]}  # trained tokens of each rollout's sequences
-    datums, owners = [], []
-    for owner, sizes in lengths.items():
-        for size in sizes:
-            call = make("c", [1], list(range(10, 10 + size)), adapter="policy")
-            (built,) = build_trajectories([call], SETTINGS).trajectories
-            datums.append(to_training_row(built, 1.0))
-            owners.append(owner)
+    owners, lengths = ["r1", "r2", "r2"], [3, 1, 4]  # trained tokens of each sequence
+    datums = [
+        TrainingRow([0] * (n + 1), [False, *[True] * n], [0.0] * (n + 1), [1.0] * (n + 1))
+        for n in lengths
+    ]
     terms = [[1.0 + 10 * i + t for t in range(d.trained)] for i, d in enumerate(datums)]
     expected = {
         "token": sum(map(sum, terms)) / 8,

@@ -117,9 +117,9 @@ def test_a_column_must_be_whole() -> None:
 Metrics = dict[str, float]
 
 
-def test_a_custom_loss_over_several_datums(moved: Learner) -> None:
+@pytest.mark.parametrize("datums", [data(rows=4), warm(data(rows=4))], ids=["cold", "warm"])
+def test_a_custom_loss_over_several_datums(moved: Learner, datums: list[TrainingRow]) -> None:
     """DPO-like: a function of pairs, which no sum over tokens is."""
-    datums = data(rows=4)
 
     def dpo(rows: list[Tensor]) -> Tensor:
         sums = torch.stack([row.sum() for row in rows])
@@ -222,16 +222,3 @@ def test_without_a_temperature_nothing_is_touched() -> None:
     ones = with_extra(data(), temperature=[[1.0] * len(d.tokens) for d in data()])
     for found, expected in zip(trainer.forward(ones), trainer.forward(data()), strict=True):
         assert found == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_custom_loss_is_of_the_policy_that_sampled() -> None:
-    trainer = learner(off_start=True)
-    datums = warm(data())
-
-    def loss(rows: list[Tensor]) -> Tensor:
-        return torch.stack([row.sum() for row in rows]).square().sum()
-
-    trainer.forward_backward_custom(datums, lambda _, rows: (loss(rows), {}))
-    found = gradients(trainer)
-    loss([plain_logprobs(trainer, d) for d in datums]).backward()
-    assert_same(found, gradients(trainer), rtol=1e-3, atol=1e-4)

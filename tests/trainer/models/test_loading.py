@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers as hf
 from peft import PeftModel
 from safetensors.torch import save_file
 from small_models import (
@@ -21,15 +22,6 @@ from small_models import (
     running_engine,
     save_model,
     worst_difference,
-)
-from transformers import (
-    BloomConfig,
-    GenerationConfig,
-    LlamaConfig,
-    MambaConfig,
-    Phi3Config,
-    T5Config,
-    dynamic_module_utils,
 )
 from transformers.quantizers import quantizer_bnb_4bit
 
@@ -53,7 +45,7 @@ from agentrl_trainer.models.lora import (
 def folder(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("model") / "random-qwen3"
     own = qwen3()
-    own.generation_config = GenerationConfig(eos_token_id=[7, 9])
+    own.generation_config = hf.GenerationConfig(eos_token_id=[7, 9])
     save_model(own, target)
     return target
 
@@ -115,7 +107,7 @@ def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
         "from transformers import PreTrainedTokenizerFast\n"
         "class Own(PreTrainedTokenizerFast):\n    pass\n"
     )
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(hf.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     for load in (load_facts, load_base):
         with pytest.raises(ModelError, match="trust_remote_code"):
@@ -125,7 +117,7 @@ def test_a_tokenizer_with_code_of_its_own(tmp_path, monkeypatch) -> None:
 
 def test_refusals(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    T5Config().save_pretrained(tmp_path / "t5")
+    hf.T5Config().save_pretrained(tmp_path / "t5")
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit" / "config.json").write_text(json.dumps({"model_type": "vit"}))
     qwen3().save_pretrained(tmp_path / "silent")
@@ -206,7 +198,7 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
         load_base(own)
     with pytest.raises(ModelError, match="trust_remote_code"):
         load_facts(own)
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(hf.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert load_facts(own, trust_remote_code=True).context_length == 2**17
 
@@ -243,11 +235,11 @@ LONG_ROPE = {
 @pytest.mark.parametrize(
     ("config", "length"),
     [
-        (LlamaConfig(**TEXT, max_position_embeddings=512), 512),
-        (MambaConfig(**TEXT), 1000),  # the tokenizer's
-        (BloomConfig(**TEXT, seq_length=300), 300),
+        (hf.LlamaConfig(**TEXT, max_position_embeddings=512), 512),
+        (hf.MambaConfig(**TEXT), 1000),  # the tokenizer's
+        (hf.BloomConfig(**TEXT, seq_length=300), 300),
         (
-            Phi3Config(
+            hf.Phi3Config(
                 **TEXT, max_position_embeddings=512, num_attention_heads=4,
                 original_max_position_embeddings=128, rope_parameters=LONG_ROPE,
             ),

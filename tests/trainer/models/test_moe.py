@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from small_learner import gradients
@@ -22,18 +23,6 @@ from small_models import (
     worst_difference,
 )
 from torch import Tensor
-from transformers import (
-    AfmoeConfig,
-    AutoModelForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
 
 from agentrl_trainer.client import ServiceClient
 from agentrl_trainer.data.training_row import TrainingRow
@@ -54,42 +43,43 @@ SMALL: dict[str, Any] = {
 QWEN: dict[str, Any] = {
     **SMALL, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4,
 }  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 40}
 RANK, ALPHA = 4, 8
-Make = Callable[[], PreTrainedModel]
+Make = Callable[[], hf.PreTrainedModel]
 
 
-def _made(config: PreTrainedConfig) -> PreTrainedModel:
+def _made(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def qwen3_moe() -> PreTrainedModel:
-    return _made(Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True))
+def qwen3_moe() -> hf.PreTrainedModel:
+    return _made(hf.Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True))
 
 
-def mixtral() -> PreTrainedModel:
-    return _made(MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4))
+def mixtral() -> hf.PreTrainedModel:
+    return _made(hf.MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4))
 
 
-def olmoe() -> PreTrainedModel:
-    return _made(OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4))
+def olmoe() -> hf.PreTrainedModel:
+    return _made(hf.OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4))
 
 
-def qwen2_moe() -> PreTrainedModel:
+def qwen2_moe() -> hf.PreTrainedModel:
     """A dense layer first, and beside the experts of the second one that every token meets."""
-    return _made(Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=40, mlp_only_layers=[0]))
+    return _made(hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0]))
 
 
-def dense_layers() -> PreTrainedModel:
+def dense_layers() -> hf.PreTrainedModel:
     """A mixture whose layers have no experts."""
-    return _made(Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=40, mlp_only_layers=[0, 1]))
+    return _made(hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0, 1]))
 
 
-def gpt_oss() -> PreTrainedModel:
+def gpt_oss() -> hf.PreTrainedModel:
     """Experts with biases, stored the other way round; not for the embedded sampler."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     own = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4}
-    return _made(GptOssConfig(**SMALL, **own, rope_parameters=rope))
+    return _made(hf.GptOssConfig(**SMALL, **own, rope_parameters=rope))
 
 
 EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
@@ -97,7 +87,7 @@ SERVED = [qwen3_moe, mixtral, olmoe, qwen2_moe]
 EVERY = [*SERVED, gpt_oss]
 
 
-def adapted(model: PreTrainedModel, targets: str | list[str] = "all-linear") -> PeftModel:
+def adapted(model: hf.PreTrainedModel, targets: str | list[str] = "all-linear") -> PeftModel:
     """A copy with a random adapter, far from nothing."""
     base = as_base(copy.deepcopy(model))
     peft = attach_adapter(base, "policy", lora_config(RANK, ALPHA, targets), seed=0)
@@ -127,7 +117,7 @@ def lora(peft: PeftModel, module: str) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def with_weights_merged(peft: PeftModel, model: PreTrainedModel, ids: Tensor) -> Tensor:
+def with_weights_merged(peft: PeftModel, model: hf.PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits under W + alpha / r * B A, which autograd goes through; experts one by one."""
     own = copy.deepcopy(model)
     own.set_experts_implementation("eager")
@@ -146,7 +136,7 @@ def with_weights_merged(peft: PeftModel, model: PreTrainedModel, ids: Tensor) ->
             updates = [  # in B experts alternate
                 b[:, e::count] @ a[e * rank : (e + 1) * rank] for e in range(count)
             ]
-            updates = [x.T if isinstance(own, GptOssForCausalLM) else x for x in updates]
+            updates = [x.T if isinstance(own, hf.GptOssForCausalLM) else x for x in updates]
         update = torch.stack(updates).view_as(weights[name])
         weights[name] = weights[name] + ALPHA / rank * update
     return torch.func.functional_call(own, weights, (ids,)).logits
@@ -227,7 +217,7 @@ def test_targets_of_one_layer_train_that_layer(
 
 
 def test_a_router_that_is_a_linear_layer_is_left_alone() -> None:
-    model = _made(AfmoeConfig(**QWEN, head_dim=8, num_dense_layers=1))
+    model = _made(hf.AfmoeConfig(**QWEN, head_dim=8, num_dense_layers=1))
     assert isinstance(model.get_submodule("model.layers.1.mlp.router.gate"), torch.nn.Linear)
     peft = adapted(model)
     found = adapted_modules(peft, 1)
@@ -399,7 +389,7 @@ def test_shared_prefixes_give_the_log_probs_and_gradients_of_single_rows(make: M
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def learned(model: PreTrainedModel, steps: int) -> Learner:
+def learned(model: hf.PreTrainedModel, steps: int) -> Learner:
     learner = Learner(as_base(model), rank=RANK, alpha=ALPHA, adam=AdamParams(learning_rate=2e-2))
     for _ in range(steps):
         assert not learner.step(datums(), "cross_entropy").skipped_non_finite
@@ -453,13 +443,13 @@ def test_export_writes_a_merged_mixture(make: Make, tmp_path: Path) -> None:
     save_adapter(peft, "policy", tmp_path / "v1")
     out, base = tmp_path / "out", save_model(model, tmp_path / "base")
     assert export(str(tmp_path / "v1"), out, merged=True, model=base, adapter=None).merged
-    whole = AutoModelForCausalLM.from_pretrained(out)
+    whole = hf.AutoModelForCausalLM.from_pretrained(out)
     assert worst(whole(ids).logits, peft(ids).logits) < 1e-5
 
 
 def test_an_adapter_of_another_mixture_is_refused(tmp_path: Path) -> None:
     save_adapter(adapted(qwen3_moe()), "policy", tmp_path / "v1")
-    smaller = _made(Qwen3MoeConfig(**{**QWEN, "moe_intermediate_size": 16}, head_dim=16))
+    smaller = _made(hf.Qwen3MoeConfig(**{**QWEN, "moe_intermediate_size": 16}, head_dim=16))
     with (
         running_engine(as_base(smaller)) as engine,
         pytest.raises(ModelError, match="does not fit this"),

@@ -13,26 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
-from transformers import (
-    AutoModelForCausalLM,
-    FalconMambaConfig,
-    Gemma2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from agentrl_trainer.data.packing import MicroBatch, pack
 from agentrl_trainer.data.training_row import TrainingRow
@@ -60,34 +45,34 @@ LONG_ROPE = {
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 CAPS = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}
 
-FAMILIES: dict[str, PreTrainedConfig] = {
-    "qwen3": Qwen3Config(**WIDE),
-    "qwen3, tied": Qwen3Config(**WIDE, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SMALL),
-    "llama": LlamaConfig(**SMALL),
-    "llama 3.1": LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
-    "mistral, window": MistralConfig(**SMALL, sliding_window=5),
-    "gemma 2, both caps, window": Gemma2Config(**WIDE, **CAPS, sliding_window=5),
-    "granite, scaled logits": GraniteConfig(**SMALL, logits_scaling=4.0),
-    "qwen3 moe": Qwen3MoeConfig(
+FAMILIES: dict[str, hf.PreTrainedConfig] = {
+    "qwen3": hf.Qwen3Config(**WIDE),
+    "qwen3, tied": hf.Qwen3Config(**WIDE, tie_word_embeddings=True),
+    "qwen2": hf.Qwen2Config(**SMALL),
+    "llama": hf.LlamaConfig(**SMALL),
+    "llama 3.1": hf.LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
+    "mistral, window": hf.MistralConfig(**SMALL, sliding_window=5),
+    "gemma 2, both caps, window": hf.Gemma2Config(**WIDE, **CAPS, sliding_window=5),
+    "granite, scaled logits": hf.GraniteConfig(**SMALL, logits_scaling=4.0),
+    "qwen3 moe": hf.Qwen3MoeConfig(
         **WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
     ),
-    "gpt-oss, sinks": GptOssConfig(**WIDE, **EXPERTS, sliding_window=5),
-    "mixtral": MixtralConfig(**SMALL, **EXPERTS),
+    "gpt-oss, sinks": hf.GptOssConfig(**WIDE, **EXPERTS, sliding_window=5),
+    "mixtral": hf.MixtralConfig(**SMALL, **EXPERTS),
 }
-CANNOT: dict[str, tuple[PreTrainedConfig, str]] = {
-    "dynamic rope": (LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "dynamic"),
-    "long rope": (Phi3Config(**SMALL, rope_parameters=LONG_ROPE), "longrope"),
+CANNOT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
+    "dynamic rope": (hf.LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "dynamic"),
+    "long rope": (hf.Phi3Config(**SMALL, rope_parameters=LONG_ROPE), "longrope"),
     "state space": (
-        FalconMambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4),
+        hf.FalconMambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4),
         "mamba|layers of|rejects|differ",
     ),
 }
 
 
-def model_of(config: PreTrainedConfig) -> PreTrainedModel:
+def model_of(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     model.get_input_embeddings().requires_grad_(True)  # a gradient through everything
     return model
 
@@ -122,14 +107,14 @@ def by_token(batch: MicroBatch, values: Tensor) -> Found:
     return {(batch.indices[row], column + 1): value for row, column, value in where}
 
 
-def embedding_gradient(model: PreTrainedModel) -> Tensor:
+def embedding_gradient(model: hf.PreTrainedModel) -> Tensor:
     weight = cast(nn.Embedding, model.get_input_embeddings()).weight
     found, weight.grad = weight.grad, None
     assert found is not None
     return found
 
 
-def one_by_one(model: PreTrainedModel, datums: list[TrainingRow]) -> tuple[Found, Tensor]:
+def one_by_one(model: hf.PreTrainedModel, datums: list[TrainingRow]) -> tuple[Found, Tensor]:
     """Every trained token's log-prob, and a gradient of all of them."""
     expected: Found = {}
     for index, datum in enumerate(datums):
@@ -285,5 +270,5 @@ def test_a_cpu_goes_by_blocks() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_goes_by_flex_attention(dtype: torch.dtype) -> None:
-    config = LlamaConfig(**{**SMALL, "hidden_size": HEADS * DIM})
+    config = hf.LlamaConfig(**{**SMALL, "hidden_size": HEADS * DIM})
     assert why_no_flex(model_of(config).to("cuda", dtype)) == ""

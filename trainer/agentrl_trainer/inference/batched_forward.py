@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from agentrl_trainer.inference.kv_cache import TIME_STEP, KVPool, KVRows, KVShape, Rows
 from agentrl_trainer.inference.llama_cpu import LlamaCpuDecoder
 from agentrl_trainer.models.loading import BaseModel
-from agentrl_trainer.models.prefix_attention import additive, explicit
+from agentrl_trainer.models.prefix_attention import explicit
 
 ATTENTION = "agentrl_rows"
 BLOCK = 16
@@ -203,8 +203,7 @@ def _attention(
     batch, heads, new, dim = query.shape
     cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if cap is not None or sinks is not None:
-        adds = additive(attention_mask, query)
-        out = explicit(query, key, value, adds, scaling, cap, sinks)
+        out = explicit(query, key, value, attention_mask, scaling, cap, sinks)
         return out.transpose(1, 2), None
     if new != 1 or kwargs.get("position_bias") is not None:
         out, _ = sdpa_attention_forward(

@@ -73,21 +73,18 @@ def resolve_model(name: str) -> str:
     if (folder / "config.json").is_file():
         return str(folder)
     if name == TINY_MODEL:
-        raise ModelError(
-            f"model: the weights of {TINY_MODEL!r} are missing from {folder}. Reinstall agentrl, "
-            "or rebuild them with `python scripts/tiny_model/pretrain.py`."
-        )
+        fault = f"the weights of {name!r} are missing from {folder}. Reinstall agentrl, or rebuild "
+        raise ModelError(f"model: {fault}them with `python scripts/tiny_model/pretrain.py`.")
     if folder.is_dir():
-        raise ModelError(
-            f"model: {name!r} is a folder without a config.json. Give a folder written by "
-            "`save_pretrained`, or a Hugging Face name."
-        )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(
-            f"model: there is no folder {name!r} (looked in {Path.cwd()}). Give {TINY_MODEL!r}, an "
-            "existing folder, or a Hugging Face name such as 'Qwen/Qwen3-0.6B'."
-        )
-    return name
+        fault = f"{name!r} is a folder without a config.json"
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        fault = f"there is no folder {name!r} (looked in {Path.cwd()})"
+    else:
+        return name
+    raise ModelError(
+        f"model: {fault}. Give {TINY_MODEL!r}, a folder written by `save_pretrained`, or a Hugging "
+        "Face name such as 'Qwen/Qwen3-0.6B'."
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -230,8 +230,8 @@ def trie_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if trie is None:
-        mask = additive(attention_mask, query)
-        return explicit(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2), None
+        out = explicit(query, key, value, attention_mask, scaling, softcap, sinks)
+        return out.transpose(1, 2), None
     if any(kwargs.get(name) is not None for name in ("sinks", "position_bias")):
         raise NotImplementedError("attention with biases: rows are padded instead")
     if trie.flex and sinks is None:
@@ -248,7 +248,7 @@ def trie_attention(
                 q, k, v, attn_mask=mask, is_causal=plain, scale=scaling, enable_gqa=True
             )
         else:
-            out = explicit(q, k, v, cast(Tensor, mask), scaling, softcap, sinks)
+            out = explicit(q, k, v, mask, scaling, softcap, sinks)
         parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = torch.cat(parts).index_select(0, trie.order)
     return joined.view(1, len(trie.order), query.shape[1], value.shape[-1]), None
@@ -292,36 +292,32 @@ def explicit(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with what SDPA lacks; q [n, H, q, D], ``mask`` is added to the scores.
+    """Compute attention with what SDPA lacks; q [n, H, q, D].
 
-    ``softcap``: of scores (Gemma 2, arXiv:2408.00118). ``sinks`` [H]: the score of one more key
-    without a value (gpt-oss, arXiv:2508.10925; "attention sinks", arXiv:2309.17453).
+    ``mask``: added to the scores, or transformers' boolean one (None: causal). ``softcap``: of
+    scores (Gemma 2, arXiv:2408.00118). ``sinks`` [H]: the score of one more key without a value
+    (gpt-oss, arXiv:2508.10925; "attention sinks", arXiv:2309.17453).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + mask
+    if mask is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        mask = visible.tril(scores.shape[-1] - scores.shape[-2])
+    hidden = float("-inf")
+    scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, beside.to(scores.dtype)], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
     return weights[..., : k.shape[2]] @ v
-
-
-def additive(mask: Tensor | None, query: Tensor) -> Tensor:
-    """Turn transformers' boolean mask (None: causal) into one to be added to scores."""
-    if mask is None:
-        length = query.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    return zeros.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
 
 
 AttentionInterface.register(ATTENTION, trie_attention)

@@ -13,6 +13,7 @@ has neither value nor gradient, so no mask is needed. Every other loss, and what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -146,15 +147,13 @@ _IMPOSSIBLE = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class TinkerPolicy:
-    """The ``Policy`` of ``prepare_batch``, by the service's log-probs.
+    """The ``Policy`` of ``prepare_batch``, by the service's log-probs: of each row's targets,
+    [tokens of the row - 1]."""
 
-    ``forward`` and ``reference`` return log-probs of each row's targets, [tokens of the row - 1].
-    """
-
-    def __init__(self, forward: _Logprobs, reference: _Logprobs) -> None:
-        self._forward = forward
-        self._reference = reference
+    forward: _Logprobs
+    reference: _Logprobs
 
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         check_rows(rows)
@@ -168,10 +167,10 @@ class TinkerPolicy:
     ) -> list[TrainingRow]:
         if adapter is not None:
             raise ValueError("kl_reference: over Tinker the reference is the base model")
-        return with_extra(rows, reference=_aligned(rows, self._reference(rows)))
+        return with_extra(rows, reference=_aligned(rows, self.reference(rows)))
 
     def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-        return with_extra(rows, proximal=_aligned(rows, self._forward(rows)))
+        return with_extra(rows, proximal=_aligned(rows, self.forward(rows)))
 
 
 def _aligned(rows: Sequence[TrainingRow], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
-import openai
 import pytest
+from official_clients import client
 from scripted_sampler import Running, ScriptedSampler
 
 from agentrl_proxy.requests.recording import derived_seed
 from agentrl_proxy.sampler import TokenEvent
-from agentrl_tracer.schemas import CallState, Claim, SkipReason
-
-
-def client(gateway: Running, claim: Claim | None = None, **more: Any) -> openai.OpenAI:
-    claim = claim or gateway.claims[0]
-    return openai.OpenAI(
-        base_url=gateway.base_url(claim), api_key=claim.key, max_retries=0, timeout=30, **more
-    )
-
-
-def test_a_text_goes_straight_to_the_sampler(gateway: Running) -> None:
-    with client(gateway) as api:
-        answer = api.completions.create(model="policy", prompt="Once upon a time", max_tokens=64)
-    [seen] = gateway.sampler.requests
-    [call] = gateway.calls(gateway.claims[0])
-    assert seen.prompt_ids == gateway.renderer.encode("Once upon a time")
-    assert call.prompt_ids == seen.prompt_ids
-    assert call.response_ids == seen.sampled[0]
-    assert call.response_logprobs == [-0.25 - i / 64 for i in range(len(call.response_ids))]
-    assert call.id == call.response_id == answer.id
-    assert answer.id.startswith("cmpl-")
-    assert answer.object == "text_completion"
-    assert answer.choices[0].text == gateway.renderer.decode(seen.sampled[0])
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(call.prompt_ids)
-    assert answer.usage.completion_tokens == len(call.response_ids)
-    assert call.request == {"model": "policy", "prompt": "Once upon a time", "max_tokens": 64}
-    assert call.response is not None
-    assert call.response["choices"][0]["text"] == answer.choices[0].text
-    assert call.params["continued"] is False
-    assert gateway.store.accounting(gateway.run_id).adds_up
+from agentrl_tracer.schemas import CallState
 
 
 def test_max_tokens_is_16_unless_asked(gateway: Running) -> None:
@@ -210,7 +177,7 @@ def test_the_prompt_is_scored(gateway: Running, limit: int, stops: bool) -> None
         assert told.text_offset is not None
         assert told.text_offset[0] == 0
         assert call.response is not None
-        assert call.response["choices"][0]["text"] == choice.text
+        assert call.response["choices"][0]["prompt_logprobs"][0]["logprob"] is None
     assert len(gateway.sampler.requests) == (2 if limit else 0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4 * len(said[:limit])
@@ -230,101 +197,3 @@ def test_an_echo_alone_needs_no_scores(gateway: Running) -> None:
     assert gateway.sampler.requests == []
     for call in gateway.calls(gateway.claims[0]):
         assert (call.state, call.response_ids) == (CallState.COMPLETED, [])
-
-
-def test_scores_are_not_streamed(gateway: Running) -> None:
-    gateway.sampler.__class__ = Scoring
-    with client(gateway) as api, pytest.raises(openai.BadRequestError) as caught:
-        api.completions.create(model="policy", prompt="One", echo=True, logprobs=1, stream=True)
-    assert caught.value.param == "stream"
-
-
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"suffix": "end"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
-        ({"echo": "yes"}, "echo"),
-        ({"logprobs": 99}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": 9}, "temperature"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": [1, "x"]}, "prompt"),
-        ({"prompt": [10**9]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["x"] * 100, "n": 2}, "prompt"),
-        ({"prompt": ["x", "word " * 3000]}, "prompt"),
-        ({"model": ""}, "model"),
-        ({"stream": 1}, "stream"),
-    ],
-)
-def test_bad_fields_are_named(gateway: Running, more: dict[str, Any], field: str) -> None:
-    body = {"model": "policy", "prompt": "x"} | more
-    with client(gateway) as api, pytest.raises(openai.BadRequestError) as caught:
-        api.post("/completions", body=body, cast_to=httpx.Response)
-    assert caught.value.param == field
-    assert gateway.calls(gateway.claims[0]) == []
-
-
-def test_a_client_that_leaves_cancels_every_prompt(gateway: Running) -> None:
-    gateway.sampler.delay = 0.02
-    with client(gateway) as api:
-        stream = api.completions.create(
-            model="policy", prompt=["One", "Two"], max_tokens=200, stream=True
-        )
-        next(stream)
-        wait_for(lambda: all(seen.sampled for seen in gateway.sampler.requests))
-        stream.close()
-        wait_for(lambda: all(seen.cancelled for seen in gateway.sampler.requests))
-    wait_for(lambda: all(call.ended_at for call in gateway.calls(gateway.claims[0])))
-    for call in gateway.calls(gateway.claims[0]):
-        assert call.state is CallState.CANCELLED
-        assert call.skip_reason is SkipReason.CLIENT_DISCONNECTED
-        assert call.response_ids
-
-
-def test_one_failing_prompt_fails_the_request(gateway: Running) -> None:
-    gateway.sampler.fail_after = 3
-    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
-        api.completions.create(model="policy", prompt=["One", "Two"])
-    assert caught.value.status_code == 503
-    states = {call.state for call in gateway.calls(gateway.claims[0])}
-    assert CallState.COMPLETED not in states
-    assert CallState.OPEN not in states
-
-
-def test_a_marked_retry_is_replayed(gateway: Running) -> None:
-    marked = {"x-stainless-retry-count": "1"}
-    asked: dict[str, Any] = {"model": "policy", "prompt": ["One", "Two"]}
-    with client(gateway) as api:
-        first = api.completions.create(**asked)
-        again = api.completions.create(**asked, extra_headers=marked)
-        streamed = {"stream": True} | asked
-        chunks = list(api.completions.create(**streamed, extra_headers=marked))
-        same = list(api.completions.create(**streamed, extra_headers=marked))
-    assert again == first
-    assert len(gateway.sampler.requests) == 4  # two prompts, JSON and then streamed
-    for i in range(2):
-        texts = [
-            "".join(c.text for chunk in made for c in chunk.choices if c.index == i)
-            for made in (chunks, same)
-        ]
-        assert texts[0] == texts[1] != ""
-
-
-def test_a_sealed_attempt_gets_409(gateway: Running) -> None:
-    gateway.seal(gateway.claims[0])
-    with client(gateway) as api, pytest.raises(openai.ConflictError):
-        api.completions.create(model="policy", prompt="x")
-
-
-def wait_for(condition: Any, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
