@@ -30,7 +30,7 @@ def runner_command(*tokens: Tokens) -> None:
     store = Store(settings.run.store)
     run = _find_run(store, settings.run.id)
     config = runner_config(settings, run)
-    pool = start_pool(config)
+    pool = start_pool(config).supervise()
     print_line(
         f"{config.runners} runners for {run['name']} ({run['id']}), agent {config.agent}; "
         f"their log is {pool.log}"
@@ -38,9 +38,6 @@ def runner_command(*tokens: Tokens) -> None:
     try:
         with contextlib.suppress(KeyboardInterrupt):
             while _find_run(store, run["id"])["state"] == "running":
-                if not pool.alive():
-                    print_line(f"the runners ended and are restarted\n{pool.log_tail(5)}")
-                    pool.restart()
                 time.sleep(_POLL_S)
     finally:
         pool.stop()
