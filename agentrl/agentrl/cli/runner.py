@@ -14,7 +14,7 @@ from agentrl.cli import Tokens
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
-from agentrl.config.recorded import recorded
+from agentrl.config.setting_names import recorded
 from agentrl.config.settings import RunnerSettings
 from agentrl.console.output import print_line
 from agentrl.gateway.handle import secret_variables
