@@ -122,6 +122,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     handlers.providers.start()
     yield
     sweeper.cancel()
+    await handlers.providers.close()
     if handlers.forward is not None:
         await asyncio.to_thread(handlers.forward.close)
 

@@ -6,21 +6,16 @@ Each ``check_`` function raises ValueError.
 from __future__ import annotations
 
 import re
-from functools import reduce
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel
-
+from agentrl.config.algorithm_options import AlgorithmSettings, table_of
 from agentrl.config.errors import ConfigError
+from agentrl.config.setting_names import flattened
 
 if TYPE_CHECKING:
-    from agentrl.config.algorithm_options import AlgorithmSettings
-    from agentrl.config.commands import EvalConfig, ModelCommand, TrainConfig
+    from agentrl.config.commands import ModelCommand, TrainConfig
 
-LOSSES = ("ppo", "cispo", "dro", "gspo", "dppo")
-"""The losses that have a table of options."""
-_ESTIMATORS = ("grpo", "rloo", "reinforce++", "turn", "gigpo", "gae")
 _LOCAL_ONLY = {
     "model.device": "the model runs on Tinker",
     "model.dtype": "the model runs on Tinker, in its own precision",
@@ -35,48 +30,18 @@ _LOCAL_ONLY = {
 """Settings that must keep their defaults over Tinker, and why."""
 
 
-def _changed(root: BaseModel, name: str) -> list[str]:
-    """Names of the settings that differ from their defaults: a setting's own, or a table's."""
-    *tables, key = name.split(".")
-    table: BaseModel = reduce(getattr, tables, root)
-    value, field = getattr(table, key), type(table).model_fields[key]
-    if isinstance(value, BaseModel):
-        return [one for key in type(value).model_fields for one in _changed(root, f"{name}.{key}")]
-    return [name] if value != field.get_default(call_default_factory=True) else []
+def _changed(config: ModelCommand) -> list[str]:
+    """Names of the settings that differ from their defaults."""
+    return list(flattened(config.model_dump(exclude_defaults=True)))
 
 
-def _check_effect(root: BaseModel, needs: dict[str, tuple[bool, str]]) -> None:
+def _check_effect(config: ModelCommand, needs: dict[str, tuple[bool, str]]) -> None:
     """Refuse changed settings without effect: by setting or table, whether and why it has one."""
+    changed = _changed(config)
     for name, (has_effect, what) in needs.items():
-        if not has_effect and (changed := _changed(root, name)):
-            raise ValueError(f"{changed[0]}: has no effect without {what}")
-
-
-# ---- the algorithm
-
-
-def table_of(choice: str) -> str:
-    """Name the table that holds the options of a loss or an estimator."""
-    return choice.replace("++", "_plus_plus")
-
-
-def unchosen_tables(algorithm: AlgorithmSettings) -> set[str]:
-    """Names of the tables of the losses and estimators that are not chosen."""
-    return {
-        table_of(one) for one in {*LOSSES, *_ESTIMATORS} - {algorithm.loss, algorithm.estimator}
-    }
-
-
-def check_unchosen_tables(algorithm: AlgorithmSettings) -> None:
-    for what, choices in (("loss", LOSSES), ("estimator", _ESTIMATORS)):
-        chosen = getattr(algorithm, what)
-        for value in choices:
-            given = getattr(algorithm, table_of(value)).model_fields_set
-            if given and value != chosen:
-                raise ValueError(
-                    f"algorithm.{table_of(value)}.{min(given)}: has no effect with {what} "
-                    f'{chosen!r}; set algorithm.{what} = "{value}", or leave it out'
-                )
+        for one in changed:
+            if not has_effect and f"{one}.".startswith(f"{name}."):
+                raise ValueError(f"{one}: has no effect without {what}")
 
 
 def correction_mode(config: TrainConfig) -> Literal["none", "truncate", "mask"]:
@@ -160,8 +125,9 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
 
 
 def _check_tinker(config: TrainConfig) -> None:
+    changed = _changed(config)
     for name, why in _LOCAL_ONLY.items():
-        if _changed(config, name):
+        if name in changed:
             raise ValueError(f'{name}: not with run.backend = "tinker": {why}; leave it out')
     if config.algorithm.estimator == "gae":
         raise ValueError(
@@ -225,14 +191,3 @@ def check_models(config: ModelCommand) -> None:
                     f"adapters.{name}.agents: {agent!r} trains {owner[agent]} already; an agent "
                     "trains one adapter"
                 )
-
-
-def check_answered_by(config: EvalConfig) -> None:
-    name = config.model.answered_by
-    if name is not None and config.model.adapter_path is not None:
-        raise ValueError("model.answered_by: give it or model.adapter_path, not both")
-    if name is not None and name not in config.models:
-        known = ", ".join(config.models) or "none"
-        raise ValueError(
-            f"model.answered_by: there is no [models.{name}] in the file (there: {known})"
-        )

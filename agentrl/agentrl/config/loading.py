@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.checks import table_of
+from agentrl.config.algorithm_options import table_of
 from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.renamed_settings import RENAMED

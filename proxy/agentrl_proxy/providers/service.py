@@ -30,7 +30,7 @@ from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
 from agentrl_proxy.providers import litellm_setup
-from agentrl_proxy.providers.failures import api_error, without_cause
+from agentrl_proxy.providers.failures import api_error
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
@@ -108,6 +108,13 @@ class ProviderService:
             making = asyncio.to_thread(litellm_setup.make_router, self._models)
             self._router = asyncio.create_task(making)
 
+    async def close(self) -> None:
+        """Close LiteLLM's connections to providers: uvloop waits for them as it closes."""
+        if self._router is not None and self._router.done() and not self._router.exception():
+            import litellm
+
+            await litellm.close_litellm_async_clients()
+
     def model_of(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """Return the provider's model that a request names, if it does."""
         name = raw.get("model")
@@ -182,7 +189,6 @@ class ProviderService:
     async def record(
         self, call: ProviderCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
-        ended_at = time.time()
         choices = {one["index"]: one for one in (response or {}).get("choices", ())}
         not_enforced = call.params.get("not_enforced", ())
         rows: list[Call] = []
@@ -198,7 +204,7 @@ class ProviderService:
                     finish_reason=None if one is None else one["finish_reason"],
                     params={**params, **call.params},
                     response=None if one is None else {**(response or {}), "choices": [one]},
-                    ended_at=ended_at,
+                    ended_at=time.time(),
                 )
             )
         return await latest_state([self._deps.writer.finish(row) for row in rows])
@@ -246,10 +252,7 @@ class ProviderService:
                 refused |= found
 
     async def _ready_router(self) -> Any:
-        """
-        Raises:
-            ApiError: LiteLLM cannot be imported, or rejects the configuration (503).
-        """
+        """Raise an ApiError (503) if LiteLLM is not importable or rejects the configuration."""
         router = self._router
         if router is None or (router.done() and router.exception() is not None):
             self.start()  # a failure may pass
@@ -258,8 +261,8 @@ class ProviderService:
             return await asyncio.shield(self._router)
         except Exception as error:
             said = self._redaction.clean(f"{type(error).__name__}: {error}")
-            log.error("LiteLLM does not start", exc_info=without_cause(error, said))
             message = f"LiteLLM, which calls providers' models, does not start: {said}"
+            log.error(message)
             raise unavailable(message, "other_models_unavailable") from None
 
 

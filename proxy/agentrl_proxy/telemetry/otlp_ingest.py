@@ -71,12 +71,15 @@ async def reward(
         named = {f"{key}/{name}": (name, number) for name, number in value.items()}
     if not named or any("\0" in name for name, _ in named.values()):
         raise invalid("value", "value must be a number, or an object of numbers by name")
+    for _, number in named.values():
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise invalid("value", f"value must be a finite number; got {number!r:.80}")
     rewards = [
         Reward(
             attempt_id=attempt.attempt_id,
             rollout_id=attempt.rollout_id,
             name=name,
-            value=_number(number),
+            value=float(number),
             key=reward_key,
             span_id=span_id,
             response_id=fields.get("response_id"),
@@ -87,12 +90,6 @@ async def reward(
     ]
     await _deliver(writer, attempt, [], rewards)
     return json_response({"name": rewards[0].name, "value": value, "key": key})
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise invalid("value", f"value must be a finite number; got {value!r:.80}")
-    return float(value)
 
 
 async def _deliver(

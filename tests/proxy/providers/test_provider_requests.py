@@ -13,6 +13,7 @@ from official_clients import CALL, TOOLS, USER, claude, client
 from provider_servers import (
     SECRET,
     answerer,
+    asking,
     assert_no_key,
     only_call,
     recorded,
@@ -350,8 +351,7 @@ def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, ent
     whole = said("grüße")
     whole["choices"][0]["logprobs"] = logprobs
     upstream = faulty((200, whole))
-    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(provider_models={"answerer": other})
+    gateway = asking(start, upstream)
     for retries in ("0", "1"):
         with client(gateway) as api:
             made: Any = api.completions.create(
@@ -383,8 +383,7 @@ def test_prompts_that_a_provider_cannot_take(gateway: Running, prompt: Any) -> N
 
 def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
     upstream = faulty((200, said("a cat")))
-    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(provider_models={"answerer": other})
+    gateway = asking(start, upstream)
     source = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
     shown = [
         ("responses", "input", {"type": "input_image", "image_url": PICTURE, "detail": "auto"}),
@@ -427,8 +426,7 @@ def test_a_refusal_is_said_in_the_clients_protocol(
     start: Any, faulty: Any, protocol: str, stream: bool
 ) -> None:
     upstream = faulty((429, trouble(f"slow down, {SECRET}")))
-    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(provider_models={"answerer": other})
+    gateway = asking(start, upstream)
     response = post(gateway, protocol, stream=stream)
     assert response.status_code == 429
     assert response.headers["retry-after"] == "7"
@@ -513,8 +511,7 @@ def test_no_usage_is_made_up(start: Any, faulty: Any, stream: bool) -> None:
     """LiteLLM estimates what it is not told; a record, a budget and an answer have no estimates."""
     whole = {k: v for k, v in said("fine").items() if k != "usage"}
     upstream = faulty((200, whole))
-    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)
-    gateway: Running = start(provider_models={"answerer": other}, max_tokens_per_rollout=100)
+    gateway = asking(start, upstream, deps={"max_tokens_per_rollout": 100})
     with client(gateway) as api:
         if stream:
             with api.chat.completions.create(
