@@ -100,9 +100,10 @@ def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
 def _nested(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, list) and len(value) == 1:  # a list's flag, given once
         value = value[0]
+    nested: Any = value
     for key in reversed(name.split(".")):
-        value = {key: value}
-    return value
+        nested = {key: nested}
+    return nested
 
 
 def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
