@@ -32,7 +32,12 @@ from agentrl.cli.eval import score
 from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
 from agentrl_trainer.client import AdamParams, Datum, ModelInput, ServiceClient
 from agentrl_trainer.client.rows import to_row
-from agentrl_trainer.data.advantages import discounted_returns, group_advantages, token_advantages
+from agentrl_trainer.data.advantages import (
+    CreditSettings,
+    discounted_returns,
+    group_advantages,
+    token_advantages,
+)
 from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assemble, normalize_lengths
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.loss_options import KlOptions
@@ -187,7 +192,7 @@ def test_advantages_are_compute_advantages(ask: Ask, seed: int) -> None:
     rng = random.Random(seed)
     rewards = [[rng.gauss(0, 3) for _ in range(size)] for size in (2, 3, 8, 64)]
     rewards += [[1.0], [0.0, 0.0, 0.0], [1e6, 1e6 + 1.0], [0.0, 0.0, 0.0, 1.0]]
-    mine = [group_advantages(group) for group in rewards]
+    mine = [group_advantages(group, CreditSettings()) for group in rewards]
     for group, theirs in zip(mine, ask("advantages", rewards=rewards), strict=True):
         close(group.advantages, theirs)
     # A difference by design: what carries no signal is skipped, with its reason. Theirs trains, on

@@ -112,9 +112,9 @@ class ProviderService:
     async def close(self) -> None:
         """Close LiteLLM's connections to providers: uvloop waits for them as it closes."""
         if self._router is not None and self._router.done() and not self._router.exception():
-            import litellm
+            from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
-            await litellm.close_litellm_async_clients()
+            await close_litellm_async_clients()
 
     def model_of(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """Return the provider's model that a request names, if it does."""

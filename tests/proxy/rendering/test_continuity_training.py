@@ -72,7 +72,10 @@ def check_rows(calls: list[Call], edited: bool) -> None:
         assert row.tokens == last.prompt_ids + last.response_ids
     sampled = sum(len(call.response_ids) for call in calls)
     assert sum(sum(row.mask) for row in rows) == sampled
-    batches = pack([to_training_row(row, 1.0) for row in rows], token_budget=100_000)
+    batches = pack(
+        [to_training_row(row, dict.fromkeys(row.call_ids, 1.0)) for row in rows],
+        token_budget=100_000,
+    )
     trained = [token for batch in batches for token in batch.targets.tolist()]
     assert len(trained) == sampled
     assert sorted(trained) == sorted(token for call in calls for token in call.response_ids)

@@ -117,7 +117,6 @@ class PackedTrie:
     """Rows as one trie: ``tokens[paths[b][t]]`` is token t of row b."""
 
     tokens: list[int]  # [U]
-    depths: list[int]  # [U] position ids
     paths: list[list[int]]  # per row, where in the trie its tokens are
     trie: Trie
 
@@ -156,7 +155,7 @@ def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
         ends.extend([0] * (len(row) - shared))
     blocks, order = _plan(starts, paths, len(tokens))
     last = torch.tensor([end or len(tokens) for end in ends])
-    return PackedTrie(tokens, depths, paths, Trie(blocks, order, torch.tensor(depths), last))
+    return PackedTrie(tokens, paths, Trie(blocks, order, torch.tensor(depths), last))
 
 
 def _plan(starts: list[int], paths: list[list[int]], size: int) -> tuple[list[Block], Tensor]:
