@@ -157,7 +157,7 @@ def capture_rng() -> Rng:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    python = dict(zip(_PYTHON, random.getstate(), strict=True))
+    python: Json = dict(zip(_PYTHON, random.getstate(), strict=True))
     legacy: Any = np.random.get_state()
     numpy = dict(zip(_NUMPY, legacy, strict=True)) | {"keys": legacy[1].tolist()}
     return Rng(python, numpy, states)

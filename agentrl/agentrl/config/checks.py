@@ -44,6 +44,12 @@ def _check_effect(config: ModelCommand, needs: dict[str, tuple[bool, str]]) -> N
                 raise ValueError(f"{one}: has no effect without {what}")
 
 
+def _refuse(*rules: tuple[bool, str]) -> None:
+    """Raise the message of the first rule that is broken."""
+    if said := next((said for broken, said in rules if broken), None):
+        raise ValueError(said)
+
+
 def correction_mode(config: TrainConfig) -> Literal["none", "truncate", "mask"]:
     """The correction in force: by default truncate where stale answers may train."""
     stale_trains = config.rollouts.max_staleness > 0 and config.rollouts.stale != "drop"
@@ -82,33 +88,25 @@ def check_train(config: TrainConfig) -> None:
             needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
     _check_effect(config, needs)
     dual, high = algorithm.ppo.dual_clip_threshold, algorithm.ppo.clip_high_threshold
-    if dual is not None and dual <= high:
-        raise ValueError(
-            f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 "
-            "is usual"
-        )
-    if algorithm.off_policy != "train" and config.sampler.temperature == 0:
-        raise ValueError(
-            f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
-            "every answer, all of them greedy; raise the temperature, or set off_policy to train"
-        )
     compares = estimator not in ("reinforce", "gae")  # the rollouts of a group
-    least = max(2, rollouts.min_group)
-    if compares and rollouts.group_size < least:
-        raise ValueError(
-            f"rollouts.group_size: {rollouts.group_size} is too small for estimator {estimator!r}, "
-            f"which compares the rollouts of a group; give at least {least}"
-        )
-    if rollouts.resample_zero_variance and not compares:
-        raise ValueError(
-            f"rollouts.resample_zero_variance: does not go with estimator {estimator!r}, which "
-            "learns from groups with equal rewards too; leave it out"
-        )
-    if rollouts.stale == "correct" and not corrects:
-        raise ValueError(
-            "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode "
-            "out, or set stale to drop or wait"
-        )
+    size, least = rollouts.group_size, max(2, rollouts.min_group)
+    _refuse(
+        (dual is not None and dual <= high,
+         f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 is "
+         "usual"),
+        (algorithm.off_policy != "train" and config.sampler.temperature == 0,
+         f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
+         "every answer, all of them greedy; raise the temperature, or set off_policy to train"),
+        (compares and size < least,
+         f"rollouts.group_size: {size} is too small for estimator {estimator!r}, which compares "
+         f"the rollouts of a group; give at least {least}"),
+        (not compares and rollouts.resample_zero_variance > 0,
+         f"rollouts.resample_zero_variance: does not go with estimator {estimator!r}, which "
+         "learns from groups with equal rewards too; leave it out"),
+        (rollouts.stale == "correct" and not corrects,
+         "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode out, "
+         "or set stale to drop or wait"),
+    )  # fmt: skip
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
     if config.run.backend == "tinker":
@@ -126,18 +124,15 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
 
 def _check_tinker(config: TrainConfig) -> None:
     changed = _changed(config)
-    for name, why in _LOCAL_ONLY.items():
-        if name in changed:
-            raise ValueError(f'{name}: not with run.backend = "tinker": {why}; leave it out')
-    if config.algorithm.estimator == "gae":
-        raise ValueError(
-            'algorithm.estimator: gae needs a value function, which run.backend = "tinker" does '
-            "not have; choose another"
-        )
-    if find_spec("tinker") is None:
-        raise ValueError(
-            "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"
-        )
+    _refuse(
+        *((name in changed, f'{name}: not with run.backend = "tinker": {why}; leave it out')
+          for name, why in _LOCAL_ONLY.items()),
+        (config.algorithm.estimator == "gae",
+         'algorithm.estimator: gae needs a value function, which run.backend = "tinker" does not '
+         "have; choose another"),
+        (find_spec("tinker") is None,
+         "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"),
+    )  # fmt: skip
 
 
 def greedy_note(samples: int, temperature: float) -> str | None:
@@ -164,21 +159,20 @@ def check_models(config: ModelCommand) -> None:
             "sampler.vllm.wait": (runs, "sampler.vllm.url; one started here may take its time"),
         },
     )
-    if runs and (vllm.python or vllm.args):
-        raise ValueError("sampler.vllm.url: this server runs already; leave out python and args")
-    if config.model.load_in_4bit and config.sampler.kind == "vllm":
-        raise ValueError(
-            "model.load_in_4bit: vLLM would sample from another model than the trainer's, because "
-            'its 4-bit format differs; use sampler.kind = "embedded"'
-        )
+    _refuse(
+        (runs and bool(vllm.python or vllm.args),
+         "sampler.vllm.url: this server runs already; leave out python and args"),
+        (config.model.load_in_4bit and config.sampler.kind == "vllm",
+         "model.load_in_4bit: vLLM would sample from another model than the trainer's, because its "
+         '4-bit format differs; use sampler.kind = "embedded"'),
+    )  # fmt: skip
     for name, one in config.models.items():
         if name in (config.model.name, *config.trained):
             raise ValueError(f"models.{name}: this name is the trained model's; choose another")
-        for other in one.fallbacks:
-            if other not in config.models or other == name:
-                raise ValueError(
-                    f"models.{name}.fallbacks: {other!r} is no other model of the table"
-                )
+        for other in [
+            other for other in one.fallbacks if other not in config.models.keys() - {name}
+        ]:
+            raise ValueError(f"models.{name}.fallbacks: {other!r} is no other model of the table")
     owner: dict[str, str] = {}
     for name, one in config.adapters.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.console.live import sparkline
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl_tracer.schemas import Accounting, Json, SkipReason
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agentrl.runs.summary import Summary
     from agentrl_tracer.store import Store
 
+_BARS = "▁▂▃▄▅▆▇█"
 _MOST_BRANCHED = 20
 Metrics = Mapping[int, Mapping[str, float]]
 """Metrics by name, by step."""
@@ -36,6 +37,16 @@ def facts(rows: Iterable[tuple[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def sparkline(values: list[float]) -> str:
+    """Draw values as one line of bars, scaled to their own range."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        _BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values
+    )
 
 
 # ---- the end of a training run

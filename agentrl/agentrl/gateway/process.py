@@ -40,7 +40,7 @@ from agentrl.timing import heavy_imports
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from fastapi import FastAPI
 
     from agentrl.samplers.embedded import EmbeddedSampler
     from agentrl.samplers.tinker import TinkerSampler
@@ -124,7 +124,7 @@ def run_gateway(plan: GatewayPlan, sock: socket.socket) -> None:
         serve_on(app, sock)
 
 
-def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> Starlette:
+def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     """Return the app, over a running sampler with its adapters."""
     import_gateway()
     import torch

@@ -156,7 +156,7 @@ def _call_openai() -> None:
         return http.Response(200, json=_COMPLETION)
 
     # The discard port; no client gets as far as to connect.
-    key_and_url = {"api_key": "warm-up", "base_url": "http://127.0.0.1:9"}
+    key_and_url: Any = {"api_key": "warm-up", "base_url": "http://127.0.0.1:9"}
     openai.OpenAI(**key_and_url).close()  # with its usual transport
     http_client = openai.DefaultHttpxClient(transport=http.MockTransport(answer))
     with openai.OpenAI(**key_and_url, http_client=http_client) as client:

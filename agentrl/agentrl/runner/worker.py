@@ -151,7 +151,8 @@ class Worker:
                 continue
             running = self._running.get(report.pop("attempt"))
             if running is not None:
-                ending = AttemptEnding(**report | {"state": AttemptState(report["state"])})
+                report["state"] = AttemptState(report["state"])
+                ending = AttemptEnding(**report)
                 self._finish(running, running.cause or ending)
         if not process.alive and self._process is process:
             self._process_died(process)

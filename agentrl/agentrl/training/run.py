@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from agentrl.config.algorithm import step_settings
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import TrainConfig
-from agentrl.config.tasks import steps_of
+from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD

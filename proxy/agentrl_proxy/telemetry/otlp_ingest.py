@@ -6,6 +6,7 @@ import logging
 import math
 import secrets
 import time
+from typing import Any
 
 from starlette.responses import Response
 
@@ -66,7 +67,7 @@ async def reward(
         if "\0" in (text or ""):  # PostgreSQL stores none
             raise invalid(field, f"{field} must not contain NUL characters")
     value, key = fields.get("value"), idempotency_key or secrets.token_hex(16)
-    named = {key: (fields.get("name") or REWARD_NAME, value)}
+    named: dict[str, tuple[str, Any]] = {key: (fields.get("name") or REWARD_NAME, value)}
     if isinstance(value, dict):
         named = {f"{key}/{name}": (name, number) for name, number in value.items()}
     if not named or any("\0" in name for name, _ in named.values()):

@@ -209,7 +209,11 @@ class TurnAdvantages:
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Sum the rewards from each turn on: G_k = r_k + discount * G_k+1 (Sutton and Barto 2018,
     Reinforcement Learning, equation 3.9)."""
-    return [*accumulate(reversed(rewards), lambda later, now: now + discount * later)][::-1]
+
+    def add(later: float, now: float) -> float:
+        return now + discount * later
+
+    return [*accumulate(reversed(rewards), add)][::-1]
 
 
 def turn_advantages(

@@ -111,7 +111,7 @@ def _calls(
         kind = type(target).__name__
         raise AgentSpecError(spec, f"it names a {kind}, which has no kickoff, run or call")
     is_async = any(map(inspect.iscoroutinefunction, (target, target.__call__)))
-    call = target if _takes_task(target) else lambda _task: target()
+    call: Any = target if _takes_task(target) else lambda _task: target()  # pyright: ignore[reportUnknownLambdaType]
     return call, call if is_async else None
 
 
