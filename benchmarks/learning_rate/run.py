@@ -59,7 +59,7 @@ class Run:
 
 
 def default_rate() -> float:
-    from agentrl_trainer.learner.schedules import default_learning_rate
+    from agentrl_trainer.learner.optimizers import default_learning_rate
     from agentrl_trainer.models.loading import load_base
 
     model = load_base("agentrl-tiny", device="cpu").model

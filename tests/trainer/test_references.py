@@ -11,7 +11,7 @@ import pytest
 from agentrl_trainer.data import advantages
 from agentrl_trainer.data import batch_assembly as step
 from agentrl_trainer.inference import sampling as pick
-from agentrl_trainer.learner import losses, optimizers, prepare_batch, schedules
+from agentrl_trainer.learner import losses, optimizers, prepare_batch
 from agentrl_trainer.learner import value_head as values
 
 FORMULAS: list[Callable[..., Any]] = [
@@ -28,8 +28,8 @@ FORMULAS: list[Callable[..., Any]] = [
     values.value_loss,
     prepare_batch.with_gae,
     step.normalize_lengths,
-    schedules.schedule_factor,
-    schedules.default_learning_rate,
+    optimizers.schedule_factor,
+    optimizers.default_learning_rate,
     optimizers.AdapterOptimizers.optim_step,
     pick._invert,
     pick._filtered_pick,

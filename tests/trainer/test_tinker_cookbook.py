@@ -42,7 +42,7 @@ from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assembl
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.loss_options import KlOptions
 from agentrl_trainer.learner.losses import LOSSES, kl_penalty
-from agentrl_trainer.learner.schedules import schedule_factor
+from agentrl_trainer.learner.optimizers import schedule_factor
 
 PYTHON = python_with("tinker_cookbook", "AGENTRL_TEST_TINKER_PYTHON")
 pytestmark = [

@@ -12,7 +12,7 @@ from agentrl.config.algorithm import REFERENCE, value_params
 from agentrl.config.commands import TrainConfig
 from agentrl.training.session import RunError
 from agentrl_trainer.client import ServiceClient, TrainingClient
-from agentrl_trainer.learner.schedules import default_learning_rate
+from agentrl_trainer.learner.optimizers import default_learning_rate
 from agentrl_trainer.models.loading import load_facts
 from agentrl_trainer.models.lora import count_parameters, parameters_in_name
 

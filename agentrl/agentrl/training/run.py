@@ -29,7 +29,7 @@ from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import APIFuture
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
-from agentrl_trainer.learner.schedules import schedule_factor
+from agentrl_trainer.learner.optimizers import schedule_factor
 from agentrl_trainer.learner.step_stats import StepStats
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from agentrl_trainer.learner.loss_options import (
     ValueParams,
     parse_loss_options,
 )
-from agentrl_trainer.learner.schedules import default_learning_rate
+from agentrl_trainer.learner.optimizers import default_learning_rate
 
 TABLES = ("rollouts.", "sampler.", "learning.", "evaluation.", "run.")
 

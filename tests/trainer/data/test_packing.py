@@ -27,11 +27,11 @@ def datum(length: int, trained: list[int], adapter: str = "default", base: int =
 def test_alignment() -> None:
     """Padded rows, as they are fed to models that cannot do tries."""
     datums = [datum(5, [2, 4], base=10), datum(3, [1], base=20)]
-    (batch,) = pack(datums, token_budget=100, share=False, pad_id=9)
+    (batch,) = pack(datums, token_budget=100, share=False)
     assert batch.trie is None
     assert batch.indices == [0, 1]
     # The last token is never fed; nor is anything after the last trained one.
-    assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 9, 9, 9]]
+    assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 0, 0, 0]]
     assert batch.places.tolist() == [1, 3, 4]
     assert batch.rows.tolist() == [0, 0, 1]
     assert batch.columns.tolist() == [1, 3, 0]

@@ -101,17 +101,14 @@ def to_row(datum: Datum, adapter: str, loss_fn: str | None) -> TrainingRow:
                 "targets are the inputs shifted by one"
             )
         counts[at] = False
+    taken = ["length_weights"] if loss_fn is None else [*_EXTRA]
     return TrainingRow(
         tokens=[*read, targets[-1]],
         mask=[False, *counts],
         logprobs=[0.0, *sampled],
         advantages=[0.0, *credit],
         adapter=adapter,
-        extra={
-            own: [0.0, *columns[name]]
-            for name, own in _EXTRA.items()
-            if name in columns and (loss_fn is not None or name == "length_weights")
-        },
+        extra={_EXTRA[name]: [0.0, *columns[name]] for name in taken if name in columns},
     )
 
 

@@ -278,12 +278,8 @@ class ServiceClient:
         """
         lengths = {name: base.context_length for name, base in self._bases.items()}
         loaded = {name: length for name, length in lengths.items() if length is not None}
-        return GetServerCapabilitiesResponse(
-            [
-                SupportedModel(name, length, trainable=True, sampleable=True)
-                for name, length in sorted({TINY_MODEL: None, **loaded}.items())
-            ]
-        )
+        known = sorted({TINY_MODEL: None, **loaded}.items())
+        return GetServerCapabilitiesResponse([SupportedModel(*one, True, True) for one in known])
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
         return await asyncio.to_thread(self.get_server_capabilities)

@@ -232,9 +232,7 @@ class LoraOptions:
         split = [path.rpartition(".") for path in paths]
         found = sorted({leaf for owner, _, leaf in split if wanted in owner})
         if not found:
-            raise ValueError(
-                f"the model has no linear layers under a name with {wanted!r}: set targets"
-            )
+            raise ValueError(f"the model has no linear layers named like {wanted!r}: set targets")
         return found
 
 

@@ -122,6 +122,11 @@ def maxrl(scores: Sequence[float]) -> list[float]:
     return [(score - mean) / mean for score in scores]
 
 
+def reinforce(scores: Sequence[float]) -> list[float]:
+    """Take the reward itself, without a baseline: Williams 1992, doi:10.1007/BF00992696."""
+    return list(scores)
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, compares=True, scales=True),
     # Dr. GRPO, arXiv:2503.20783: the same advantages, never scaled; its other half is the constant
@@ -131,8 +136,7 @@ ESTIMATORS: dict[str, Estimator] = {
     # REINFORCE++-baseline, arXiv:2501.03262: the group's mean, then the step's deviation.
     "reinforce++": Estimator(grpo, compares=True, whitens=True),
     "maxrl": Estimator(maxrl, compares=True),
-    # The reward itself, without a baseline: Williams 1992, doi:10.1007/BF00992696.
-    "reinforce": Estimator(list, compares=False),
+    "reinforce": Estimator(reinforce, compares=False),
 }
 
 

@@ -80,7 +80,6 @@ def pack(
     token_budget: int,
     enough: int | None = None,
     share: bool = True,
-    pad_id: int = 0,
 ) -> list[MicroBatch]:
     """Make micro-batches of at most ``token_budget`` tokens, or of a single row.
 
@@ -95,7 +94,7 @@ def pack(
     """
     rows = _rows(source)
     if not share:
-        return [_pad(source, chunk, pad_id) for chunk in _padded_chunks(rows, token_budget)]
+        return [_pad(source, chunk) for chunk in _padded_chunks(rows, token_budget)]
     chunks = _balanced_chunks(rows, token_budget, enough or token_budget)
     return [
         _share(source, chunk) for chunk in sorted(chunks, key=lambda c: -sum(_branch_lengths(c)))
@@ -184,9 +183,9 @@ def _share(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
     return _micro_batch(source, chunk, [packed.tokens], packed.paths, packed.trie)
 
 
-def _pad(source: Sequence[TrainingRow], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
+def _pad(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
     width = max(len(row.tokens) for row in chunk)
-    padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in chunk]
+    padded = [row.tokens + [0] * (width - len(row.tokens)) for row in chunk]
     places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
     return _micro_batch(source, chunk, padded, places, None)
 

@@ -2,7 +2,8 @@
 
 The gateway and the store only mark what they alone can see as it happens: a call outside of any
 rollout, a disconnected client, a call after its attempt was sealed, a gateway that died, a repeated
-step. Such a mark stands (``Call.skip_reason``). All other reasons follow from these rules, which
+step. Such a mark stands (``Call.skip_reason``). The loop gives the reason of a step that was not
+applied (``StepBatch.refuse``). All other reasons follow from these rules, which
 know calls, rollouts and rewards, but no tensors and no store.
 """
 

@@ -180,10 +180,8 @@ class Learner(AdapterOptimizers):
         """
         if not any("temperature" in row.extra for row in rows):
             return list(rows)
-        plain = [
-            replace(row, extra={k: v for k, v in row.extra.items() if k != "temperature"})
-            for row in rows
-        ]
+        # The log-probs are of tokens alone: no other column matters.
+        plain = [replace(row, extra={}) for row in rows]
         done: list[TrainingRow] = []
         for row, warm, cold in zip(rows, self.forward(rows), self.forward(plain), strict=True):
             columns = zip(row.logprobs, warm, cold, row.mask, strict=True)
@@ -199,9 +197,8 @@ class Learner(AdapterOptimizers):
         if adapter is None:
             with self.model.disable_adapter():
                 return with_extra(rows, reference=self.forward(rows))
-        if adapter not in self.model.peft_config:
-            known = [*self.model.peft_config]
-            raise ValueError(f"there is no adapter {adapter!r}; there are {known}")
+        if adapter not in (known := self.model.peft_config):
+            raise ValueError(f"there is no adapter {adapter!r}; there are {[*known]}")
         frozen = self.forward([replace(row, adapter=adapter) for row in rows])
         return with_extra(rows, reference=frozen)
 
@@ -285,14 +282,8 @@ class Learner(AdapterOptimizers):
         for batch in batches:
             batch = batch.to(self.base.device)
             logprobs, hidden = kept or self._forward_batch(batch)
-            value, part = LOSSES[loss](
-                logprobs,
-                batch.logprobs,
-                batch.advantages,
-                config,
-                sequences=batch.rows,
-                **_columns(rows, batch, LOSS_EXTRA),
-            )
+            more = {"sequences": batch.rows, **_columns(rows, batch, LOSS_EXTRA)}
+            value, part = LOSSES[loss](logprobs, batch.logprobs, batch.advantages, config, **more)
             if hidden is not None and self.value is not None:
                 learn = _columns(rows, batch, ("returns", "values", "weights"))
                 if "returns" in learn:
@@ -337,15 +328,11 @@ class Learner(AdapterOptimizers):
         if loss.dim() != 0 or not loss.requires_grad:
             raise ValueError("a custom loss must return a scalar that depends on the log-probs")
         grads = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
-        weighted = [
+        weighted: list[TrainingRow] = []
+        for row, grad in zip(rows, grads, strict=True):
             # Other columns would change the plain cross-entropy of this policy.
-            replace(
-                row,
-                advantages=(-grad).tolist(),
-                extra={k: v for k, v in row.extra.items() if k == "temperature"},
-            )
-            for row, grad in zip(rows, grads, strict=True)
-        ]
+            extra = {name: row.extra[name] for name in ("temperature",) if name in row.extra}
+            weighted.append(replace(row, advantages=(-grad).tolist(), extra=extra))
         stats = self._accumulate(weighted, "cross_entropy", {}, 1.0, kept=kept)
         seconds = time.perf_counter() - started
         return replace(stats, loss=loss.item(), seconds=seconds), dict(metrics)
@@ -360,12 +347,9 @@ class Learner(AdapterOptimizers):
         """Make one whole optimizer step on these rows."""
         stats = self.forward_backward(rows, loss, loss_config)
         optim = self.optim_step(adam)
-        return replace(
-            stats,
-            grad_norm=optim.grad_norm,
-            skipped_non_finite=optim.skipped_non_finite,
-            seconds=stats.seconds + optim.seconds,
-        )
+        refused, seconds = optim.skipped_non_finite, stats.seconds + optim.seconds
+        norm = optim.grad_norm
+        return replace(stats, grad_norm=norm, skipped_non_finite=refused, seconds=seconds)
 
 
 def _scatter(batch: MicroBatch, values: Tensor, result: list[list[float]]) -> None:

@@ -124,13 +124,9 @@ def parse_loss_options(loss: str, config: LossConfig) -> LossOptions:
     if unknown := set(config).difference(*known):
         takes = sorted(set[str]().union(*known))
         raise ValueError(f"unknown options of {loss}: {sorted(unknown)}; it takes {takes}")
+    given = [{name: config[name] for name in names if name in config} for names in known]
     try:
-        return LossOptions(
-            *(
-                kind(**{name: config[name] for name in names if name in config})
-                for kind, names in zip(kinds, known, strict=True)
-            )
-        )
+        return LossOptions(*(kind(**own) for kind, own in zip(kinds, given, strict=True)))
     except ValidationError as error:
         said = "; ".join(": ".join(map(str, (*e["loc"], e["msg"]))) for e in error.errors())
         raise ValueError(f"options of {loss}: {said}") from None

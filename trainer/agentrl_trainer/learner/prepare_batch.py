@@ -82,10 +82,8 @@ def with_gae(
     for row, predicted in zip(rows, values, strict=True):
         if "rewards" not in row.extra:
             raise ValueError("rows need rewards in extra for generalized advantage estimation")
-        earned = list(compress(row.extra["rewards"], row.mask))
-        expected = list(compress(predicted, row.mask))
-        how = {"discount": gae.discount, "trace": gae.trace}
-        results.append(token_advantages(earned, expected, **how))
+        columns = (list(compress(x, row.mask)) for x in (row.extra["rewards"], predicted))
+        results.append(token_advantages(*columns, discount=gae.discount, trace=gae.trace))
     mean, divisor = 0.0, 1.0
     if gae.whiten:
         every = [value for advantages, _ in results for value in advantages]

@@ -47,8 +47,7 @@ def expert_rank(config: Any, rank: int) -> int:
 
 
 def _first(config: Any, names: Sequence[str]) -> int:
-    text = config.get_text_config()
-    found = (getattr(text, name, None) for name in names)
+    found = (getattr(config.get_text_config(), name, None) for name in names)
     return next((n for n in found if isinstance(n, int)), 0)
 
 

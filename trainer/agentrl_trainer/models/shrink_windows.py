@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _NAMES = (
     "sliding_window",
@@ -45,16 +45,13 @@ def shrunk_windows(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         masks = vars(module)["_buffers"]
         for name, mask in list(masks.items()):
-            if mask is not None and _is_window(mask):
+            if mask is None or mask.dtype != torch.bool or mask.ndim < 2:
+                continue
+            square = mask.shape[-1] == mask.shape[-2] > _SHORT
+            if square and not bool(mask[..., -1, 0].any()):  # the last does not see the first
                 change(masks, name, mask & torch.ones_like(mask).triu(1 - _SHORT))
     try:
         yield
     finally:
         for own, name, value in changed:
             own[name] = value
-
-
-def _is_window(mask: Tensor) -> bool:
-    """Tell whether a mask is square and boolean, and hides the first position from the last."""
-    square = mask.dtype == torch.bool and mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2]
-    return square and mask.shape[-1] > _SHORT and not bool(mask[..., -1, 0].any())

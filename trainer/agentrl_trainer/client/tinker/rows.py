@@ -74,11 +74,8 @@ def _datum(row: TrainingRow, **columns: Array) -> Datum:
 def loss_of(
     rows: Sequence[TrainingRow], logprobs: Sequence[Tensor], loss: str, config: LossConfig
 ) -> tuple[Tensor, Sums]:
-    """Compute the loss's sum over the rows' trained tokens, and the sums that it reports.
-
-    Args:
-        logprobs: of each row's targets, [tokens of the row - 1].
-    """
+    """Compute the loss's sum over the rows' trained tokens, and the sums that it reports, from the
+    ``logprobs`` of each row's targets, [tokens of the row - 1]."""
     mask = torch.tensor([on for row in rows for on in row.mask[1:]])
 
     def flat(columns: Sequence[Sequence[float]]) -> Tensor:
@@ -103,11 +100,8 @@ def loss_of(
 def trained_logprobs(
     rows: Sequence[TrainingRow], computed: Iterable[NDArray[np.float32]]
 ) -> list[dict[str, NDArray[np.float32]]]:
-    """Return ``loss_fn_outputs`` as the local backend does: 0 where nothing trains.
-
-    Args:
-        computed: for each row that trains, its targets' log-probs.
-    """
+    """Return ``loss_fn_outputs`` as the local backend does, 0 where nothing trains, from the
+    targets' log-probs ``computed`` for each row that trains."""
     found = iter(computed)
     return [
         {"logprobs": np.where(row.mask[1:], next(found) if row.trained else 0.0, np.float32(0))}

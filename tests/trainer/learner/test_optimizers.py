@@ -9,7 +9,7 @@ import pytest
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
-from agentrl_trainer.learner.schedules import Schedule, default_learning_rate, schedule_factor
+from agentrl_trainer.learner.optimizers import Schedule, default_learning_rate, schedule_factor
 from agentrl_trainer.models.loading import load_base
 
 
