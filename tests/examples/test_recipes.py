@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -45,6 +46,15 @@ def test_direct_preference_optimisation(tmp_path: Path) -> None:
     # Before anything was learned the policy is the reference: -log sigmoid(0).
     assert column(rows, "loss")[0] == pytest.approx(0.6931, abs=1e-3)
     assert column(rows, "margin")[-1] > 0.1
+
+
+def test_the_dpo_loss_is_the_formula_of_the_paper() -> None:
+    chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])
+    loss, metrics = import_module("dpo").dpo_loss(0.5, torch.tensor([-2.0, -4.5]))(
+        [], [chosen, rejected]
+    )
+    assert metrics["margin"] == (-3.0 + 3.0) - (-2.0 + 4.5)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(0.5 * 2.5)))
 
 
 def test_on_policy_distillation(tmp_path: Path) -> None:
