@@ -123,35 +123,6 @@ def loss(args: dict, batch: dict) -> dict:
     return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
 
 
-def corrected_loss(args: dict, batch: dict, rewards: list[float]) -> dict:
-    """From rewards and what vLLM sampled to the loss: TRL corrects for the way from the sampler to
-    the policy of before. One group; ``mask`` rows begin with their tokens."""
-    lp = torch.tensor(batch["logprobs"], requires_grad=True)
-    lengths = [sum(row) for row in batch["mask"]]
-    trainer = grpo({**args, "use_vllm": True}, num_generations=len(rewards))
-    now = stand_in()
-    found = {
-        id(trainer.model): torch.tensor(batch["old"]),
-        id(trainer.ref_model): torch.tensor(batch["reference"]),
-        id(now): lp,
-    }
-    trainer._get_per_token_logps_and_entropies = lambda model, *_a, **_k: (
-        found[id(model)],
-        torch.zeros_like(lp),
-        None,
-    )
-    sampled = [row[:length] for row, length in zip(batch["sampled"], lengths, strict=True)]
-    answers = [[1] * length for length in lengths]
-    trainer._generate = lambda _: (
-        [[1]] * len(lengths), answers, None, answers, sampled, {}, None, None,
-    )  # fmt: skip
-    trainer._calculate_rewards = lambda *_: torch.tensor(rewards)[:, None]
-    inputs = trainer._generate_and_score_completions([{"prompt": "?"} for _ in rewards])
-    value = trainer._compute_loss(now, inputs)
-    value.backward()
-    return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
-
-
 def advantages(trainer: str, args: dict, rewards: list[list[float]]) -> dict:
     """Of groups of one size, for trainer ``grpo`` or ``rloo``. NaN is a missing reward."""
     flat = [reward for group in rewards for reward in group]

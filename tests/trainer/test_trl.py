@@ -7,8 +7,8 @@ another Python to run TRL with; where there is neither they are skipped:
     AGENTRL_TRL_PYTHON=/tmp/trl/bin/python pytest tests/trainer/test_trl.py
 
 TRL 1.16 has no PPO with a value function, no DPPO, no MaxRL and no credit by turn: those have their
-references in test_losses.py and test_advantages.py alone. Where the two differ by design, the test
-says so and checks the difference.
+references in test_losses.py and test_advantages.py alone, as the off-policy correction has. Where
+the two differ by design, the test says so and checks the difference.
 """
 
 from __future__ import annotations
@@ -134,81 +134,48 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, float | str], LengthNormal
         {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": True, **TRL_CLIP},
         "ppo", {**CLIP, "kl_coef": 0.3, "kl_gradient": "unbiased"}, "token"),
 }  # fmt: skip
-LENGTHS = [9, 4, 7, 1]
+DRAW = torch.Generator().manual_seed(0)
+LOGPROBS = -torch.rand(4, 9, dtype=torch.float64, generator=DRAW) - 0.5
+OLD, REFERENCE = LOGPROBS + 0.3 * torch.randn(2, 4, 9, dtype=torch.float64, generator=DRAW)
+MASK = torch.arange(9) < torch.tensor([9, 4, 7, 1])[:, None]
+ADVANTAGES = torch.tensor([1.2, -0.7, -0.9, 0.4], dtype=torch.float64)
 
 
-def batch() -> dict[str, Any]:
-    rng = random.Random(0)
-    width = max(LENGTHS)
-
-    def rows(spread: float, around: list[list[float]] | None = None) -> list[list[float]]:
-        return [
-            [
-                (around[i][t] if around else -rng.expovariate(1.0) - 0.5) + rng.gauss(0, spread)
-                for t in range(width)
-            ]
-            for i in range(len(LENGTHS))
-        ]
-
-    logprobs = rows(0.0)
-    return {
-        "logprobs": logprobs,
-        "old": rows(0.3, logprobs),
-        "sampled": rows(0.4, logprobs),
-        "reference": rows(0.3, logprobs),
-        "mask": [[t < length for t in range(width)] for length in LENGTHS],
-        "advantages": [1.2, -0.7, -0.9, 0.4],
-    }
-
-
-def value_and_gradient(
-    loss: str, config: dict[str, float | str], how: LengthNormalization, **more: Any
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Ours: the loss per token as the learner makes it of ``batch()``, and its sums per token."""
-    given = batch() | more
-    mask = torch.tensor(given["mask"])
-    columns = {
-        name: torch.tensor(given[name], dtype=torch.float64)
-        for name in ("old", "sampled", "reference")
-    }
-    lp = torch.tensor(given["logprobs"], dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor(given["advantages"], dtype=torch.float64)[:, None].expand_as(lp)
-    datums = [
-        TrainingRow([0] * 10, [False, *row], [0.0] * 10, [0.0] * 10, extra={})
-        for row in given["mask"]
-    ]
+def weights(how: LengthNormalization) -> torch.Tensor:
+    """The weights of the learner's loss, [rows, longest]."""
+    columns = [[0.0] * 10 for _ in range(2)]
+    datums = [TrainingRow([0] * 10, [False, *row], *columns) for row in MASK.tolist()]
     weighted = normalize_lengths(datums, list("abcd"), how, CONSTANT)
-    weights = torch.tensor(
-        [d.extra.get("weights", [1.0] * 10)[1:] for d in weighted], dtype=torch.float64
-    )
-    corrects = config.get("correction", "none") != "none"
-    flat = {name: column[mask] for name, column in columns.items()}
-    total, sums = LOSSES[loss](
-        lp[mask],
-        flat["sampled"] if corrects else flat["old"],
-        advantages[mask],
-        config,
-        sequences=torch.arange(len(mask))[:, None].expand_as(mask)[mask],
-        weights=weights[mask],
-        proximal=flat["old"] if corrects else None,
-        reference=flat["reference"],
-    )
-    value = total / mask.sum()
-    value.backward()
-    assert lp.grad is not None
-    per_token = {name: float(found) / int(mask.sum()) for name, found in sums.items()}
-    return value.detach(), lp.grad, per_token
+    found = [row.extra.get("weights", [1.0] * 10)[1:] for row in weighted]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_value_gradient_and_metrics_are_trls(ask: Ask, name: str) -> None:
     args, loss, config, how = CASES[name]
-    theirs = ask("loss", args=args, batch=batch())
-    value, gradient, per_token = value_and_gradient(loss, config, how)
+    columns = {
+        "logprobs": LOGPROBS, "old": OLD, "reference": REFERENCE, "mask": MASK,
+        "advantages": ADVANTAGES,
+    }  # fmt: skip
+    given = {name: column.tolist() for name, column in columns.items()}
+    theirs = ask("loss", args=args, batch=given)
+    lp = LOGPROBS.clone().requires_grad_()
+    total, sums = LOSSES[loss](
+        lp[MASK],
+        OLD[MASK],
+        ADVANTAGES[:, None].expand_as(lp)[MASK],
+        config,
+        sequences=torch.arange(4)[:, None].expand_as(MASK)[MASK],
+        weights=weights(how)[MASK],
+        reference=REFERENCE[MASK],
+    )
+    value = total / MASK.sum()
+    (gradient,) = torch.autograd.grad(value, lp)
+    per_token = {name: float(found) / int(MASK.sum()) for name, found in sums.items()}
     assert torch.tensor(theirs["gradient"]).abs().max() > 0.01
     close(gradient, theirs["gradient"])
     if name != "unbiased kl":  # we report the estimator itself, TRL its product with the ratio
-        close(value, theirs["loss"])
+        close(value.detach(), theirs["loss"])
     if name == "kl":
         assert per_token["kl_reference"] == pytest.approx(theirs["metrics"]["kl"], rel=1e-9)
     # TRL's region counts neither what cispo clips of bad tokens, nor the second side of the clip,
@@ -217,45 +184,3 @@ def test_value_gradient_and_metrics_are_trls(ask: Ask, name: str) -> None:
         clipped = theirs["metrics"]["clip_ratio/region_mean"]
         assert per_token["clipped"] == pytest.approx(clipped, rel=1e-6)
         assert clipped > 0
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.2), (0.8, 1.3), (0.0, 100.0)])
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_off_policy_correction_is_trls(
-    ask: Ask, level: str, mode: str, low: float, high: float, loss_type: str
-) -> None:
-    """From rewards and the sampler's log-probs to the gradient: advantages, importance weights of
-    the policy before the update, the loss around it, and the KL beside it, which TRL does not
-    correct either."""
-    earned = [1.0, 0.0, -0.5, 3.0]
-    args, loss, config, how = CASES["kl" if loss_type == "dapo" else "cispo"]
-    theirs = ask(
-        "corrected_loss",
-        args={
-            **args,
-            "scale_rewards": "none",
-            "vllm_importance_sampling_mode": f"{level}_{mode}",
-            "vllm_importance_sampling_clip_min": low or None,
-            "vllm_importance_sampling_clip_max": high,
-        },
-        batch=batch(),
-        rewards=earned,
-    )
-    bounds = {"correction_low": low, "correction_high": high}
-    correction = {"correction": mode, "correction_level": level, **bounds}
-    value, gradient, per_token = value_and_gradient(
-        loss, {**config, **correction}, how, advantages=group_advantages(earned).advantages
-    )
-    close(value, theirs["loss"])
-    close(gradient, theirs["gradient"])
-    assert (per_token["dropped"] > 0) == (high < 100)
-    if level == "token":  # the other ones TRL averages over sequences
-        mean = theirs["metrics"]["sampling/importance_sampling_ratio/mean"]
-        assert per_token["correction"] == pytest.approx(mean, rel=1e-6)
-    # The same of the difference between the two engines: ours is reported of the policy at hand,
-    # which in a step's first update is the one of before.
-    _, _, first = value_and_gradient(loss, {**config, **correction}, how, logprobs=batch()["old"])
-    mean = theirs["metrics"]["sampling/sampling_logp_difference/mean"]
-    assert first["difference"] == pytest.approx(mean, rel=1e-6)

@@ -96,9 +96,7 @@ def openai_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def test_another_server_may_answer(
-    tmp_path: Path,
-    openai_server: tuple[str, list[dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, openai_server: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, asked = openai_server
     monkeypatch.setitem(os.environ, "THEIR_KEY", "sk-theirs")

@@ -13,14 +13,7 @@ import torch
 import transformers as hf
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from small_models import (
-    Asked,
-    as_base,
-    qwen3,
-    running_engine,
-    save_model,
-    worst_difference,
-)
+from small_models import Asked, as_base, qwen3, running_engine, save_model, worst_difference
 from torch import Tensor
 
 from agentrl_trainer.client import ServiceClient

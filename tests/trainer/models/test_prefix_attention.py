@@ -157,19 +157,6 @@ def test_a_model_that_cannot_says_why_and_gets_padded_rows(family: str) -> None:
     assert found == pytest.approx(one_by_one(model, group())[0], abs=1e-5)
 
 
-def test_each_prefix_goes_through_the_model_once() -> None:
-    model = model_of(FAMILIES["llama"])
-    seen: list[int] = []
-    logprobs = TokenLogprobs(model)
-    model.get_submodule("model.layers.0.mlp").register_forward_hook(
-        lambda _m, args, _out: seen.append(args[0].shape[1])
-    )
-    (batch,) = pack(group(), token_budget=10**6)
-    logprobs(batch)
-    prefixes = {tuple(d.tokens[: at + 1]) for d in group() for at in range(len(d.tokens) - 1)}
-    assert seen == [len(prefixes)]
-
-
 some_rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=10)
 
 
