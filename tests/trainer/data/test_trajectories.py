@@ -74,6 +74,16 @@ def test_what_agents_do_with_their_history_decides_the_rows(history: str) -> Non
     assert [[int(name) for name in row.call_ids] for row in build(*calls).trajectories] == rows
 
 
+def test_a_fork_trains_the_shared_part_once() -> None:
+    a = make("a", [1], [2], seq=0)
+    b = make("b", [1, 2, 3], [4], seq=1)
+    c = make("c", [1, 2, 5], [6], seq=2)
+    first, second = build(a, b, c).trajectories
+    assert (first.tokens, first.call_ids) == ([1, 2, 3, 4], ["a", "b"])
+    assert (second.tokens, second.call_ids) == ([1, 2, 5, 6], ["c"])
+    assert second.mask == [False, False, False, True]
+
+
 def test_other_adapters_are_context() -> None:
     x = make("x", [1], [2], seq=0, adapter="asker")
     y = make("y", [1, 2, 3], [4], seq=1, adapter="guesser")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,6 @@ from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.losses import LOSSES
-from agentrl_trainer.models.lora import load_adapter_weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning"),
@@ -297,13 +295,6 @@ def test_mistakes_are_named(mistake: Callable[[], object], message: str) -> None
         mistake()
 
 
-def test_tokens_are_counted() -> None:
-    prompt, mask = [3, 4, 5, 6, 7], [False] * 5 + [True] * 2
-    group = [TrainingRow([*prompt, 8 + i, 9], mask, [0.0] * 7, [1.0] * 7) for i in range(4)]
-    stats = learner().forward_backward(group)
-    assert (stats.tokens_total, stats.tokens_unique, stats.tokens_saved) == (24, 9, 15)
-
-
 # ---- several adapters
 
 
@@ -376,14 +367,3 @@ def test_a_state_of_something_else_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             learner(**options).load_state_dict(state)
-
-
-def test_a_saved_adapter_is_the_policy(tmp_path: Path) -> None:
-    trainer = learner(adapters=["a", "b"])
-    trainer.step(data(adapters=("a", "b")))
-    trainer.save_adapter("b", tmp_path / "b")
-    other = learner(adapters=["x"])
-    load_adapter_weights(other.model, "x", tmp_path / "b")
-    as_x = other.forward(data(adapters=("x",)))
-    assert as_x == trainer.forward(data(adapters=("b",)))
-    assert as_x != trainer.forward(data(adapters=("a",)))

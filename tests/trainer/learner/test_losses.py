@@ -264,6 +264,14 @@ def test_a_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     assert int(sums["clipped"]) == 2
 
 
+def test_ppo_stops_the_gradient_only_where_the_clip_is_the_pessimistic_choice() -> None:
+    lp, q, a = tensors([1.0, 1.0, -1.0, -1.0], [0.0] * 4, [1.0, -1.0, 1.0, -1.0])
+    lp.requires_grad_(True)
+    loss, sums = LOSSES["ppo"](lp, q, a, {})
+    assert [g != 0 for g in gradient_of(loss, lp)] == [False, True, True, False]
+    assert int(sums["clipped"]) == 2
+
+
 def test_metrics() -> None:
     lps, qs, advantages = sample(5)
     _, sums = LOSSES["cispo"](*tensors(lps, qs, advantages), {})
