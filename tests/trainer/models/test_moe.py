@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,38 +43,21 @@ Make = Callable[[], hf.PreTrainedModel]
 
 def _made(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = hf.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return model.eval().requires_grad_(False)
 
 
-def qwen3_moe() -> hf.PreTrainedModel:
-    return _made(hf.Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True))
-
-
-def mixtral() -> hf.PreTrainedModel:
-    return _made(hf.MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4))
-
-
-def olmoe() -> hf.PreTrainedModel:
-    return _made(hf.OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4))
-
-
-def qwen2_moe() -> hf.PreTrainedModel:
-    """A dense layer first, and beside the experts of the second one that every token meets."""
-    return _made(hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0]))
-
-
-def dense_layers() -> hf.PreTrainedModel:
-    """A mixture whose layers have no experts."""
-    return _made(hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0, 1]))
-
-
-def gpt_oss() -> hf.PreTrainedModel:
-    """Experts with biases, stored the other way round; not for the embedded sampler."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    own = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4}
-    return _made(hf.GptOssConfig(**SMALL, **own, rope_parameters=rope))
-
-
+qwen3_moe = partial(_made, hf.Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True))
+mixtral = partial(_made, hf.MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4))
+olmoe = partial(_made, hf.OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4))
+# A dense layer first, and beside the experts of the second one that every token meets.
+qwen2_moe = partial(_made, hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0]))
+# A mixture whose layers have no experts.
+dense_layers = partial(_made, hf.Qwen2MoeConfig(**QWEN, **SHARED, mlp_only_layers=[0, 1]))
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GPT_OSS = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4}
+# Experts with biases, stored the other way round; not for the embedded sampler.
+gpt_oss = partial(_made, hf.GptOssConfig(**SMALL, **GPT_OSS, rope_parameters=ROPE))
 EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
 SERVED = [qwen3_moe, mixtral, olmoe, qwen2_moe]
 EVERY = [*SERVED, gpt_oss]

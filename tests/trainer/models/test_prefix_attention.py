@@ -5,7 +5,6 @@ flex_attention has no gradients on a CPU: they are checked through the mask it i
 
 from __future__ import annotations
 
-import random
 import re
 from dataclasses import replace
 from typing import Any, cast
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_zoo import group, plain
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
@@ -69,28 +69,7 @@ def model_of(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
     return model
 
 
-def group(seed: int = 0) -> list[TrainingRow]:
-    """Samples of two prompts; within the first, three rows share a first turn as well."""
-    rng = random.Random(seed)
-
-    def ids(count: int) -> list[int]:
-        return [rng.randrange(3, VOCAB) for _ in range(count)]
-
-    first, second = ids(11), ids(6)
-    turn = first + ids(5)
-    rows = [*(turn + ids(n) for n in (7, 2, 9)), first + ids(1), *(second + ids(n) for n in (3, 4))]
-    rows += [rows[0], ids(2)]  # one sampled twice; one that shares nothing
-    return [
-        TrainingRow(
-            tokens=row,
-            mask=[at > 0 and (at >= 11 or len(row) < 11) for at in range(len(row))],
-            logprobs=[0.0] * len(row),
-            advantages=[rng.gauss(0, 1) for _ in row],
-        )
-        for row in rows
-    ]
-
-
+GROUP = group(VOCAB)
 Found = dict[tuple[int, int], float]
 
 
@@ -110,8 +89,7 @@ def one_by_one(model: hf.PreTrainedModel, datums: list[TrainingRow]) -> tuple[Fo
     """Every trained token's log-prob, and a gradient of all of them."""
     expected: Found = {}
     for index, datum in enumerate(datums):
-        logits = model(input_ids=torch.tensor([datum.tokens])).logits[0, :-1]
-        values = logits.log_softmax(-1).gather(-1, torch.tensor(datum.tokens[1:])[:, None])[:, 0]
+        values = plain(model, datum.tokens)
         mask = torch.tensor(datum.mask[1:])
         (values * torch.tensor(datum.advantages[1:]))[mask].sum().backward()
         expected |= {(index, at + 1): values[at].item() for at in mask.nonzero()[:, 0].tolist()}
@@ -121,11 +99,11 @@ def one_by_one(model: hf.PreTrainedModel, datums: list[TrainingRow]) -> tuple[Fo
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_log_probs_and_gradients_are_those_of_single_rows(family: str) -> None:
     model = model_of(FAMILIES[family])
-    expected, gradient = one_by_one(model, group())
+    expected, gradient = one_by_one(model, GROUP)
     logprobs = TokenLogprobs(model, max_logits=5 * VOCAB)
     assert logprobs.why_padded is None
     found: Found = {}
-    for batch in pack(group(), token_budget=45):
+    for batch in pack(GROUP, token_budget=45):
         values = logprobs(batch)
         (values * batch.advantages).sum().backward()
         found |= by_token(batch, values)
@@ -144,9 +122,9 @@ def test_a_model_that_cannot_says_why_and_gets_padded_rows(family: str) -> None:
     if family == "long rope":  # its rows depend on their length
         return
     found: Found = {}
-    for batch in pack(group(), token_budget=100, share=False):
+    for batch in pack(GROUP, token_budget=100, share=False):
         found |= by_token(batch, logprobs(batch))
-    assert found == pytest.approx(one_by_one(model, group())[0], abs=1e-5)
+    assert found == pytest.approx(one_by_one(model, GROUP)[0], abs=1e-5)
 
 
 some_rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=10)
