@@ -7,20 +7,19 @@ import logging
 import multiprocessing
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
 logger = logging.getLogger("agentrl")
 
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 _HEALTHY_AFTER_S = 10.0
-_STOP_GRACE_S = 10.0
 
 
 class Backoff:
@@ -37,17 +36,15 @@ class Backoff:
 
 
 class SupervisedProcess:
-    """A child process that is restarted whenever it ends by itself, until ``stop``.
+    """A child process, which ``spawn`` starts, and ``supervise`` restarts until ``stop``.
 
     Args:
         name: for log messages.
         argv: the command.
         log: file to which its standard output and error are appended; None inherits ours.
-        env: additions to the environment. Secrets go here rather than into ``argv``.
-        env_again: overrides of ``env`` for every start after the first.
+        env: its environment; None inherits ours. Secrets go here rather than into ``argv``.
+        stdin: what it reads first from its standard input, which then stays open.
         pass_fds: file descriptors that it inherits at every start.
-        fork: what the child does where the first start may be a fork of this process, which has
-            the imports done. Later starts execute ``argv``, because this process has threads then.
         grace_s: seconds between SIGTERM and SIGKILL in ``stop``.
         cannot_start: exit code that means "invalid settings". If the first process ends with it,
             it is not restarted and ``could_not_start`` is set. Later processes are restarted
@@ -60,71 +57,102 @@ class SupervisedProcess:
         argv: Sequence[str],
         log: Path | None,
         env: Mapping[str, str] | None = None,
+        *,
+        stdin: bytes = b"",
         pass_fds: Sequence[int] = (),
-        fork: Callable[[], None] | None = None,
-        grace_s: float = _STOP_GRACE_S,
+        grace_s: float = 10.0,
         cannot_start: int | None = None,
-        env_again: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
+        self.log = log
+        self.env = dict(os.environ if env is None else env)
         self.deaths = 0
         """How often it ended by itself."""
         self.restarts = 0
         self.last_code: int | None = None
         """Exit code of its last death; negative for a signal."""
         self.could_not_start = False
-        self._argv = list(argv)
-        self._log = log
-        self._env = dict(env or {})
-        self._env_again = dict(env_again or {})
-        self._pass_fds = tuple(pass_fds)
+        self._argv = argv
+        self._stdin = stdin
+        self._pass_fds = pass_fds
         self._grace_s = grace_s
         self._cannot_start = cannot_start
         self._stopping = threading.Event()
-        self._process: _Child = _Forked(fork, log) if fork is not None else self._execute()
+        self._process: subprocess.Popen[bytes] | ForkProcess
         self._thread = threading.Thread(target=self._watch, name=f"supervise-{name}", daemon=True)
-        self._thread.start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    def spawn(self, fork: Callable[[], None] | None = None) -> Self:
+        """Start the process without supervision, which starts a thread.
+
+        Args:
+            fork: what the child does where it may be a fork of this process, which has the imports
+                done. Later starts execute ``argv``, because this process has threads then.
+        """
+        if fork is None:
+            self._process = self._execute()
+        else:
+            self._process = ForkProcess(target=_run_forked, args=(fork, self.log), daemon=True)
+            self._process.start()
+        return self
+
+    def supervise(self) -> Self:
+        """Restart the process from now on whenever it ends by itself."""
+        self._thread.start()
+        return self
+
+    def begin_stop(self) -> None:
+        """Send SIGTERM, without waiting for the end."""
+        self._stopping.set()
+        self._process.terminate()
 
     def stop(self) -> None:
         """Send SIGTERM, then SIGKILL after ``grace_s`` seconds, and wait for the end."""
-        self._stopping.set()
-        process = self._process
-        process.terminate()
-        try:
-            process.wait(self._grace_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        self._thread.join(timeout=_STOP_GRACE_S)
+        if not hasattr(self, "_process"):  # ``spawn`` was never called
+            return
+        self.begin_stop()
+        if self._thread.ident is None:
+            self._thread.start()
+        self._thread.join(self._grace_s)
+        if self._thread.is_alive():
+            self._process.kill()
+            self._thread.join()
 
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines of the log, "" if there is none."""
         with contextlib.suppress(OSError):
-            if self._log is not None:
-                return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+            if self.log is not None:
+                return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         return ""
 
-    def _execute(self) -> _Child:
-        with contextlib.nullcontext() if self._log is None else self._log.open("ab") as log:
-            return _Executed(
+    def _execute(self) -> subprocess.Popen[bytes]:
+        with contextlib.nullcontext() if self.log is None else self.log.open("ab") as log:
+            process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._env},
+                env=self.env,
                 pass_fds=self._pass_fds,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
             )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once
+            process.stdin.write(self._stdin)
+            process.stdin.flush()
+        return process
 
     def _watch(self) -> None:
+        """Wait for the process and start it again; no other thread waits for it."""
         backoff = Backoff()
         while True:
             started = time.monotonic()
-            code = self._process.wait()
+            code = _wait(self._process)
             if self._stopping.is_set():
                 return
             self.last_code = code
@@ -136,7 +164,6 @@ class SupervisedProcess:
                 return
             logger.warning("%s ended with code %s; starting it again", self.name, code)
             self.restarts += 1
-            self._env |= self._env_again
             self._process = self._execute()
             if self._stopping.is_set():  # stop() may have seen the previous process
                 self._process.kill()
@@ -158,63 +185,23 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]
-
-
-class _Child(Protocol):
-    """The part of ``subprocess.Popen`` that a supervisor needs."""
-
-    @property
-    def pid(self) -> int: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
-class _Executed(subprocess.Popen[bytes]):
-    def wait(self, timeout: float | None = None) -> int:
-        code = super().wait(timeout)
-        if self.stdin is not None:
-            self.stdin.close()
+def _wait(process: subprocess.Popen[bytes] | ForkProcess) -> int | None:
+    if isinstance(process, subprocess.Popen):
+        code = process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
         return code
-
-
-class _Forked:
-    """``main`` in a fork of this process, which must have a single thread."""
-
-    def __init__(self, main: Callable[[], None], log: Path | None) -> None:
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_run_forked, args=(main, log), daemon=True)
-        self._process.start()
-        self._reaping = threading.Lock()
-        self.terminate = self._process.terminate
-        self.kill = self._process.kill
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def wait(self, timeout: float | None = None) -> int:
-        if not connection.wait([self._process.sentinel], timeout):
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
-        with self._reaping:  # two threads must not reap the same child
-            self._process.join()
-        code = self._process.exitcode
-        assert code is not None
-        return code
+    process.join()
+    return process.exitcode
 
 
 def _run_forked(main: Callable[[], None], log: Path | None) -> None:
     """Give a fork what an executed child has: its own session, log file and logging."""
     os.setsid()
     if log is not None:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
+        with log.open("ab") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
     for inherited in (logging.getLogger(), logger):
         inherited.handlers.clear()
         inherited.propagate = True

@@ -1,7 +1,7 @@
 """Chat templates of the model families: the published ones, from TRL's copies.
 
-TRL has none of DeepSeek V3.1: ours says what the published one says, in fewer words, for the
-messages that the gateway sends (text contents, no built-in tools).
+TRL's DeepSeek V3 is R1's, which opens a thought. Those of V3 and V3.1 are made of it: V3.1 closes
+a thought that it did not open, and writes calls without a code block.
 """
 
 from __future__ import annotations
@@ -20,37 +20,13 @@ def _published(name: str) -> str:
     return (Path(spec.origin).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
 
 
-_DEEPSEEK_R1 = _published("deepseekv3")  # V3's does not open a thought
-DEEPSEEK_V3_1 = """
-{%- set ns = namespace(asked=false, after_tool=false) -%}
-{{- bos_token -}}
-{%- for m in messages if m.role == 'system' -%}
-{{- ('' if loop.first else '\\n\\n') ~ m.content -}}
-{%- endfor -%}
-{%- for m in messages -%}
-{%- if m.role == 'user' -%}
-{%- set ns.asked = true -%}{%- set ns.after_tool = false -%}
-{{- '<｜User｜>' ~ m.content -}}
-{%- elif m.role == 'assistant' -%}
-{{- '<｜Assistant｜></think>' if ns.asked else '' -}}
-{%- set ns.asked = false -%}{%- set ns.after_tool = false -%}
-{{- m.content -}}
-{%- if m.tool_calls -%}
-{{- '<｜tool▁calls▁begin｜>' -}}
-{%- for one in m.tool_calls -%}
-{{- '<｜tool▁call▁begin｜>' + one.function.name + '<｜tool▁sep｜>' -}}
-{{- one.function.arguments + '<｜tool▁call▁end｜>' -}}
-{%- endfor -%}
-{{- '<｜tool▁calls▁end｜>' -}}
-{%- endif -%}
-{{- '<｜end▁of▁sentence｜>' -}}
-{%- elif m.role == 'tool' -%}
-{%- set ns.asked = false -%}{%- set ns.after_tool = true -%}
-{{- '<｜tool▁output▁begin｜>' ~ m.content ~ '<｜tool▁output▁end｜>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt and ns.asked -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}
-"""
+_DEEPSEEK_R1 = _published("deepseekv3")
+_DEEPSEEK_V3 = _DEEPSEEK_R1.replace("<think>\\n", "")
+_DEEPSEEK_V3_1 = _DEEPSEEK_V3.replace("<｜Assistant｜>", "<｜Assistant｜></think>").replace(
+    "tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json' + '\\n' + "
+    "tool['function']['arguments'] + '\\n' + '```'",
+    "tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments']",
+)
 
 _CHATML = ["<|im_start|>", "<|im_end|>"]
 _LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -72,7 +48,6 @@ class Family:
     eos: str
     call: str  # of str.format(name=..., arguments=...)
     calls: str = "{}"  # around all calls of a message
-    between: str = "\n"
     parallel: bool = True
 
     def tokenizer(self, base: Any) -> Any:
@@ -87,7 +62,7 @@ class Family:
     def said(self, *calls: tuple[str, str]) -> str:
         """What a model of this family writes to make these calls."""
         written = [self.call.format(name=name, arguments=arguments) for name, arguments in calls]
-        return self.calls.format(self.between.join(written))
+        return self.calls.format("\n".join(written))
 
 
 _HERMES_CALL = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -105,11 +80,11 @@ FAMILIES = {
         _published("llama3_1"), _LLAMA, "<|begin_of_text|>", "<|eot_id|>",
         '{{"name": "{name}", "parameters": {arguments}}}', parallel=False,
     ),
-    "deepseek-v3": Family(_DEEPSEEK_R1.replace("<think>\\n", ""), *_DS, _V3_CALL, _CALLS),
+    "deepseek-v3": Family(_DEEPSEEK_V3, *_DS, _V3_CALL, _CALLS),
     "deepseek-r1": Family(_DEEPSEEK_R1, *_DS, _V3_CALL, _CALLS),
     "deepseek-v3.1": Family(
-        DEEPSEEK_V3_1, *_DS,
+        _DEEPSEEK_V3_1, *_DS,
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
-        _CALLS, between="",
+        _CALLS,
     ),
 }  # fmt: skip

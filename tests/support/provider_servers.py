@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import httpx
 from scripted_sampler import Running
 
 from agentrl_proxy.dependencies import ProviderModel
@@ -20,6 +21,22 @@ def answerer(provider: Running, **more: Any) -> ProviderModel:
     """A gateway as the provider of another's model."""
     settings: dict[str, Any] = {"num_retries": 0, "timeout": 20.0, "api_key": SECRET}
     return ProviderModel("openai/policy", f"{provider.url}/v1", **(settings | more))
+
+
+def asking(start: Any, upstream: FaultyServer, model: str = "openai/x", **more: Any) -> Running:
+    """A gateway whose model ``answerer`` is this server's."""
+    settings: dict[str, Any] = {"num_retries": 0, "api_key": SECRET}
+    deps = more.pop("deps", {})
+    other = ProviderModel(model, upstream.url, **(settings | more))
+    return start(provider_models={"answerer": other}, **deps)
+
+
+def post_to(gateway: Running, path: str = "chat/completions", **body: Any) -> httpx.Response:
+    """Ask the model ``answerer`` as the first rollout."""
+    claim = gateway.claims[0]
+    asked = {"model": "answerer", "messages": [{"role": "user", "content": "h"}], **body}
+    headers = {"authorization": f"Bearer {claim.key}"}
+    return httpx.post(f"{gateway.base_url(claim)}/{path}", json=asked, headers=headers, timeout=60)
 
 
 class FaultyServer:
@@ -76,6 +93,14 @@ def said(text: str) -> dict[str, Any]:
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
     }
+
+
+def streaming(*choices: dict[str, Any], **ending: Any) -> bytes:
+    """A provider's stream of chunks with these choices and a last one."""
+    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "gpt-9"}
+    last = {"delta": {}, "finish_reason": "stop", **ending}
+    chunks = [{**heading, "choices": [{"index": 0, **one}]} for one in (*choices, last)]
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks).encode() + b"data: [DONE]\n\n"
 
 
 def trouble(message: str, code: str | None = None) -> dict[str, Any]:

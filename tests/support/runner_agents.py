@@ -108,3 +108,12 @@ def numbered(task):
 
 def pid(task):
     return os.getpid()
+
+
+def goes(task):
+    """Waits for a file, and then does what the task says."""
+    while not Path(task["go"]).exists():
+        time.sleep(0.01)
+    if task["then"] == "raise":
+        raise RuntimeError("connection refused")
+    return 1.0

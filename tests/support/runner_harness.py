@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,67 +9,68 @@ from typing import Any
 
 from fake_gateway import FakeGateway, until
 
-from agentrl.runner import PoolHandle, RunnerConfig, start_pool
+from agentrl.runner import RunnerConfig, start_pool
+from agentrl.supervisor import SupervisedProcess
 from agentrl_tracer.schemas import Attempt, NewRollout, Policies, Purpose
 from agentrl_tracer.store import Store
 
 AGENTS = Path(__file__).parent / "runner_agents.py"
 
 
+def enqueue(
+    store: Store, run_id: str, task: Any, count: int = 1, split: str = "train"
+) -> list[str]:
+    [task_id] = store.add_tasks(run_id, split, [task])
+    new = [NewRollout(task_id, "g", Purpose.TRAIN, 0, i, i) for i in range(count)]
+    return store.enqueue(run_id, new)
+
+
 class RunnerHarness:
     """A store, a stand-in gateway and pools of runners, with shortcuts for the tests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: str | None = None, host: str = "127.0.0.1") -> None:
         self.folder = folder
-        shutil.copy(AGENTS, folder / "agents.py")
-        self.store = Store(str(folder / "store.db"))
-        self.gateway = FakeGateway(self.store)
-        self.pools: list[PoolHandle] = []
+        self.agents = Path(shutil.copy(AGENTS, folder / "agents.py"))
+        self.store = Store(store or str(folder / "store.db"))
+        self.gateway = FakeGateway(self.store, host)
+        self.pools: list[SupervisedProcess] = []
         self._tasks = 0
 
-    def start(self, agent: str, policies: Policies | None = None, **settings: Any) -> PoolHandle:
+    def config(self, agent: str, policies: Policies | None = None, **settings: Any) -> RunnerConfig:
+        """Create a run; return its runners' configuration."""
         self.run_id = self.store.create_run("test", "train", {}, policies)
-        defaults = {"runners": 1, "timeout_s": 20.0, "lease_s": 5.0, "model": "policy"}
-        spec = agent if " " in agent else f"{self.folder / 'agents.py'}:{agent}"
-        pool = start_pool(
-            RunnerConfig(
-                store=self.store.url,
-                gateway=self.gateway.url,
-                run_id=self.run_id,
-                agent=spec,
-                logs=str(self.folder / "logs"),
-                **{**defaults, **settings},
-            )
+        defaults: dict[str, Any] = {"runners": 1, "timeout_s": 20.0, "lease_s": 5.0}
+        return RunnerConfig(
+            store=self.store.url,
+            gateway=self.gateway.url,
+            run_id=self.run_id,
+            agent=agent if " " in agent else f"{self.agents}:{agent}",
+            model="policy",
+            logs=str(self.folder / "logs"),
+            **defaults | settings,
         )
-        self.pools.append(pool)
-        return pool
+
+    def start(self, agent: str, policies: Policies | None = None, **settings: Any) -> Any:
+        self.pools.append(start_pool(self.config(agent, policies, **settings)))
+        return self.pools[-1]
 
     def enqueue(self, task: dict[str, Any] | None = None, count: int = 1) -> list[str]:
-        # A split of its own: a task stored before stays what it was.
-        split = f"train-{self._tasks}"
-        self._tasks += 1
-        [task_id] = self.store.add_tasks(self.run_id, split, [task or {"n": 4}])
-        new = [NewRollout(task_id, "g", Purpose.TRAIN, 0, i, i) for i in range(count)]
-        return self.store.enqueue(self.run_id, new)
+        self._tasks += 1  # a split of its own: a task stored before stays what it was
+        return enqueue(self.store, self.run_id, task or {"n": 4}, count, f"train-{self._tasks}")
 
     def finish(self, ids: list[str], timeout_s: float = 20.0) -> list[Attempt]:
         """Waits for rollouts to end; returns their attempts."""
-        until(lambda: len(self.store.unfinished_ids(ids)) == 0, timeout_s, self.log)
+        until(lambda: not self.store.unfinished_ids(ids), timeout_s, self.log)
         return self.store.attempts(ids)
 
-    def start_any(self, **settings: Any) -> PoolHandle:
+    def start_any(self, **settings: Any) -> None:
         """A pool whose tasks say which agent runs; nothing is retried."""
         policies = Policies(on_error="drop", max_infrastructure_retries=0)
-        return self.start("any_of_these", policies, **settings)
+        self.start("any_of_these", policies, **settings)
 
-    def one(self, agent: str, task: dict[str, Any] | None = None) -> Attempt:
-        """Runs one rollout of ``start_any``; returns its attempt."""
-        [attempt] = self.finish(self.enqueue({"n": 4, "agent": agent, **(task or {})}))
-        return attempt
-
-    def each(self, *agents: str) -> list[Attempt]:
+    def each(self, *agents: str, **task: Any) -> list[Attempt]:
         """Run one rollout of each agent, at a time; return their attempts."""
-        ids = [self.enqueue({"n": 4, "agent": agent})[0] for agent in agents]
+        ids = [self.enqueue({"n": 4, "agent": agent, **task})[0] for agent in agents]
         attempts = {attempt.rollout_id: attempt for attempt in self.finish(ids)}
         return [attempts[rollout_id] for rollout_id in ids]
 
@@ -78,7 +78,7 @@ class RunnerHarness:
         return [reward.value for reward in self.store.rewards([attempt.rollout_id])]
 
     def log(self) -> str:
-        return self.pools[-1].log_tail(50)
+        return self.pools[-1].log_tail(50) if self.pools else ""
 
     def close(self) -> None:
         for pool in self.pools:
@@ -88,15 +88,10 @@ class RunnerHarness:
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     # A zombie whose new parent has not reaped it yet is dead enough.
-    state = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
-    return bool(state.stdout.strip()) and not state.stdout.strip().startswith("Z")
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return bool(state) and not state.startswith("Z")
 
 
 def written(path: Path) -> list[int]:

@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any
 
 from agentrl.config.commands import COMMANDS
-from agentrl.config.recorded import flattened
-from agentrl.config.setting_names import flag_of, settings_of
+from agentrl.config.setting_names import flag_of, flattened, settings_of
 
 
 @cache

@@ -9,9 +9,8 @@ for, say; where there is neither these tests are skipped:
     uv pip install --python /tmp/tinker 'tinker>=0.38' 'tinker-cookbook[math-rl]==0.5.8'
     AGENTRL_TEST_TINKER_PYTHON=/tmp/tinker/bin/python pytest tests/trainer/test_tinker_cookbook.py
 
-The cookbook rounds to float32, so the numbers given to both sides are float32 to begin with. The
-losses themselves are computed by Tinker's servers and are in neither package: only their names can
-be compared here.
+The losses themselves are computed by Tinker's servers and are in neither package: only their names
+can be compared here.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from call_records import make, rollout
 from peer import Ask, peer, python_with
 
@@ -51,20 +48,6 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         yield ask
 
 
-def single(value: float) -> float:
-    """The nearest float32."""
-    return float(np.float32(value))
-
-
-def close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(
-        torch.tensor(found, dtype=torch.float64),
-        torch.tensor(expected, dtype=torch.float64),
-        rtol=1e-6,
-        atol=1e-7,
-    )
-
-
 # ---- records that both sides read: groups of members, each with turns and a final reward
 
 Turn = dict[str, Any]
@@ -76,7 +59,7 @@ def turn(rng: random.Random, prompt: list[int]) -> Turn:
     return {
         "prompt": prompt,
         "response": tokens(rng, count),
-        "logprobs": [single(-rng.expovariate(1.0) - 0.01) for _ in range(count)],
+        "logprobs": [-rng.randrange(1, 999) / 128 for _ in range(count)],
         "reward": rng.choice([0.0, 0.0, 0.25, -0.5]),
     }
 
@@ -163,8 +146,8 @@ def test_datums_are_those_of_assemble_training_data(ask: Ask, seed: int) -> None
         assert (mine.tokens[:-1], mine.tokens[1:]) == (datum["model_input"], datum["target_tokens"])
         assert mine.mask[1:] == [on > 0 for on in datum["mask"]]
         sampled = [q if on else 0.0 for q, on in zip(mine.logprobs, mine.mask, strict=True)]
-        close(sampled[1:], datum["logprobs"])
-        close(mine.advantages[1:], datum["advantages"])
+        assert sampled[1:] == datum["logprobs"]
+        assert mine.advantages[1:] == pytest.approx(datum["advantages"], rel=1e-6, abs=1e-7)
 
 
 def test_losses_have_the_names_of_the_sdk(ask: Ask) -> None:

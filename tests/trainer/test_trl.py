@@ -24,7 +24,7 @@ import torch
 from peer import Ask, peer, python_with
 
 from agentrl_tracer.schemas import SkipReason
-from agentrl_trainer.data.advantages import Scaling, group_advantages, whiten_groups
+from agentrl_trainer.data.advantages import CreditSettings, Scaling, group_advantages, whiten_groups
 from agentrl_trainer.data.batch_assembly import LengthNormalization, normalize_lengths
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.losses import LOSSES
@@ -69,7 +69,7 @@ def test_grpo_advantages_are_trls(ask: Ask, seed: int, scale: str) -> None:
     given = [*rewards(seed), [0.0, 0.0, 0.0, 0.0, 1.0], [2.0] * 5]
     theirs = ask("advantages", trainer="grpo", args={"scale_rewards": scale}, rewards=given)
     how = {"normalize_std": scale == "group", "scaling": Scaling(ddof=1, epsilon=1e-4)}
-    mine = [group_advantages(group, **how) for group in given]
+    mine = [group_advantages(group, CreditSettings(**how)) for group in given]
     close([group.advantages for group in mine], theirs["advantages"])
     # A difference by design: TRL trains on the zeros of a group in which all earned the same.
     assert {*mine[-1].skipped} == {SkipReason.ZERO_ADVANTAGE}
@@ -83,7 +83,7 @@ def test_a_missing_reward_leaves_the_group_as_in_trl(ask: Ask, trainer: str) -> 
     given = [[1.0, missing, 4.0, 0.0], [missing, missing, 2.0, missing], [0.0, 1.0, 1.0, 1.0]]
     args = {"scale_rewards": "none"} if trainer == "grpo" else {}
     theirs = ask("advantages", trainer=trainer, args=args, rewards=given)
-    mine = [group_advantages(group, estimator=trainer) for group in given]
+    mine = [group_advantages(group, CreditSettings(estimator=trainer)) for group in given]
     close([[value or 0.0 for value in group.advantages] for group in mine], theirs["advantages"])
     for group, earned in zip(mine, given, strict=True):
         reasons = [why is SkipReason.NO_REWARD for why in group.skipped]
@@ -95,14 +95,14 @@ def test_whitening_over_the_step_is_trls(ask: Ask) -> None:
     given = rewards(5)
     args = {"normalize_advantages": True}
     theirs = ask("advantages", trainer="rloo", args=args, rewards=given)["advantages"]
-    rloo = [group_advantages(group, estimator="rloo") for group in given]
+    rloo = [group_advantages(group, CreditSettings(estimator="rloo")) for group in given]
     mine = whiten_groups(rloo, Scaling(ddof=1, epsilon=1e-4))
     close([group.advantages for group in mine], theirs)
     # With a group in which all earned the same, TRL counts its zeros in the deviation; we do not.
     constant = [*given, [1.0] * 5]
     theirs = ask("advantages", trainer="rloo", args=args, rewards=constant)["advantages"]
     assert abs(theirs[0][0]) > 1.05 * abs(mine[0].advantages[0] or 0.0)
-    extended = [*rloo, group_advantages(constant[-1], estimator="rloo")]
+    extended = [*rloo, group_advantages(constant[-1], CreditSettings(estimator="rloo"))]
     again = whiten_groups(extended, Scaling(ddof=1, epsilon=1e-4))
     close([group.advantages for group in again[:-1]], [group.advantages for group in mine])
 

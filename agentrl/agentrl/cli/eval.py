@@ -14,8 +14,7 @@ from agentrl.cli import Tokens
 from agentrl.cli.fixed_model import execute
 from agentrl.config.checks import greedy_note
 from agentrl.config.commands import EvalConfig
-from agentrl.config.loading import load
-from agentrl.config.tasks import load_tasks
+from agentrl.config.loading import load, load_tasks
 from agentrl.console.output import console
 from agentrl.console.report import facts
 from agentrl.runner import validate_agent

@@ -8,7 +8,7 @@ import inspect
 from rich.table import Table
 
 from agentrl.config.commands import COMMANDS
-from agentrl.config.setting_names import Setting, settings_of
+from agentrl.config.setting_names import settings_of
 from agentrl.console.output import console
 
 _OWN = {
@@ -34,13 +34,10 @@ def print_help(name: str, *, everything: bool) -> None:
         table.add_row("AGENT", known["agent.entrypoint"].meaning)
     for setting in map(known.__getitem__, known if everything else command.short_flags):
         if setting.flags:
-            table.add_row(setting.flags[not everything], _meaning(setting))
+            default = rf"\[{setting.default}] " if setting.default else ""
+            meaning = default + setting.meaning.replace("[", r"\[")
+            table.add_row(setting.flags[not everything], meaning)
     for flag, meaning in _OWN.items():
         if flag != "--resume" or name == "train":
             table.add_row(flag, meaning)
     console.print(table, highlight=False)
-
-
-def _meaning(setting: Setting) -> str:
-    said = setting.meaning.replace("[", r"\[")
-    return rf"\[{setting.default}] {said}" if setting.default else said

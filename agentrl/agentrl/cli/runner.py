@@ -14,7 +14,7 @@ from agentrl.cli import Tokens
 from agentrl.config.commands import JoinConfig
 from agentrl.config.errors import ConfigError
 from agentrl.config.loading import load
-from agentrl.config.recorded import recorded
+from agentrl.config.setting_names import recorded
 from agentrl.config.settings import RunnerSettings
 from agentrl.console.output import print_line
 from agentrl.gateway.handle import secret_variables
@@ -30,7 +30,7 @@ def runner_command(*tokens: Tokens) -> None:
     store = Store(settings.run.store)
     run = _find_run(store, settings.run.id)
     config = runner_config(settings, run)
-    pool = start_pool(config)
+    pool = start_pool(config).supervise()
     print_line(
         f"{config.runners} runners for {run['name']} ({run['id']}), agent {config.agent}; "
         f"their log is {pool.log}"
@@ -38,9 +38,6 @@ def runner_command(*tokens: Tokens) -> None:
     try:
         with contextlib.suppress(KeyboardInterrupt):
             while _find_run(store, run["id"])["state"] == "running":
-                if not pool.alive():
-                    print_line(f"the runners ended and are restarted\n{pool.log_tail(5)}")
-                    pool.restart()
                 time.sleep(_POLL_S)
     finally:
         pool.stop()

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from agentrl.config.errors import ConfigError
-from agentrl.config.recorded import recorded
+from agentrl.config.setting_names import recorded
 from agentrl.console.output import console
 from agentrl.console.report import Metrics, runs_table, show_run
 from agentrl.console.trace_tree import rollout_tree

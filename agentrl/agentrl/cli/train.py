@@ -7,8 +7,7 @@ import sys
 from agentrl.cli import Tokens
 from agentrl.config.checks import check_warmup
 from agentrl.config.commands import TrainConfig
-from agentrl.config.loading import load, resume_of
-from agentrl.config.tasks import load_tasks, steps_of
+from agentrl.config.loading import load, load_tasks, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_line
 from agentrl.console.report import serve_command, training_report

@@ -5,18 +5,23 @@ The defaults of a loss's table are those of ``agentrl_trainer.learner.loss_optio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from agentrl.config import checks
 from agentrl.config.fields import Count, Names, NonNegative, Positive, Share, Table
 
 RewardLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo"]
 Estimator = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce++", "maxrl", "reinforce", "turn", "gigpo", "gae"
 ]
+
+
+def table_of(choice: str) -> str:
+    """Name the table that holds the options of a loss or an estimator."""
+    return choice.replace("++", "_plus_plus")
 
 
 class ClipSettings(Table):
@@ -147,15 +152,28 @@ class AlgorithmSettings(Table):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        checks.check_unchosen_tables(self)
+        for what, value in self._unchosen():
+            if given := getattr(self, table_of(value)).model_fields_set:
+                raise ValueError(
+                    f"algorithm.{table_of(value)}.{min(given)}: has no effect with {what} "
+                    f'{getattr(self, what)!r}; set algorithm.{what} = "{value}", or leave it out'
+                )
         return self
 
     @model_serializer(mode="wrap")
     def _chosen_tables(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out the tables of losses and estimators that are not chosen."""
-        return {k: v for k, v in dump(self).items() if k not in checks.unchosen_tables(self)}
+        unchosen = {table_of(value) for _, value in self._unchosen()}
+        return {k: v for k, v in dump(self).items() if k not in unchosen}
+
+    def _unchosen(self) -> Iterator[tuple[str, str]]:
+        """Yield ``loss`` or ``estimator``, and a choice not taken that has a table."""
+        for what, choices in (("loss", RewardLoss), ("estimator", Estimator)):
+            for value in get_args(choices):
+                if value != getattr(self, what) and table_of(value) in type(self).model_fields:
+                    yield what, value
 
     @property
     def of_estimator(self) -> DeviationSettings:
         """The options of the chosen estimator; the defaults for one that has none."""
-        return getattr(self, checks.table_of(self.estimator), DeviationSettings())
+        return getattr(self, table_of(self.estimator), DeviationSettings())

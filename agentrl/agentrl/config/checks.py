@@ -6,21 +6,16 @@ Each ``check_`` function raises ValueError.
 from __future__ import annotations
 
 import re
-from functools import reduce
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel
-
+from agentrl.config.algorithm_options import AlgorithmSettings, table_of
 from agentrl.config.errors import ConfigError
+from agentrl.config.setting_names import flattened
 
 if TYPE_CHECKING:
-    from agentrl.config.algorithm_options import AlgorithmSettings
-    from agentrl.config.commands import EvalConfig, ModelCommand, TrainConfig
+    from agentrl.config.commands import ModelCommand, TrainConfig
 
-LOSSES = ("ppo", "cispo", "dro", "gspo", "dppo")
-"""The losses that have a table of options."""
-_ESTIMATORS = ("grpo", "rloo", "reinforce++", "turn", "gigpo", "gae")
 _LOCAL_ONLY = {
     "model.device": "the model runs on Tinker",
     "model.dtype": "the model runs on Tinker, in its own precision",
@@ -35,48 +30,24 @@ _LOCAL_ONLY = {
 """Settings that must keep their defaults over Tinker, and why."""
 
 
-def _changed(root: BaseModel, name: str) -> list[str]:
-    """Names of the settings that differ from their defaults: a setting's own, or a table's."""
-    *tables, key = name.split(".")
-    table: BaseModel = reduce(getattr, tables, root)
-    value, field = getattr(table, key), type(table).model_fields[key]
-    if isinstance(value, BaseModel):
-        return [one for key in type(value).model_fields for one in _changed(root, f"{name}.{key}")]
-    return [name] if value != field.get_default(call_default_factory=True) else []
+def _changed(config: ModelCommand) -> list[str]:
+    """Names of the settings that differ from their defaults."""
+    return list(flattened(config.model_dump(exclude_defaults=True)))
 
 
-def _check_effect(root: BaseModel, needs: dict[str, tuple[bool, str]]) -> None:
+def _check_effect(config: ModelCommand, needs: dict[str, tuple[bool, str]]) -> None:
     """Refuse changed settings without effect: by setting or table, whether and why it has one."""
+    changed = _changed(config)
     for name, (has_effect, what) in needs.items():
-        if not has_effect and (changed := _changed(root, name)):
-            raise ValueError(f"{changed[0]}: has no effect without {what}")
+        for one in changed:
+            if not has_effect and f"{one}.".startswith(f"{name}."):
+                raise ValueError(f"{one}: has no effect without {what}")
 
 
-# ---- the algorithm
-
-
-def table_of(choice: str) -> str:
-    """Name the table that holds the options of a loss or an estimator."""
-    return choice.replace("++", "_plus_plus")
-
-
-def unchosen_tables(algorithm: AlgorithmSettings) -> set[str]:
-    """Names of the tables of the losses and estimators that are not chosen."""
-    return {
-        table_of(one) for one in {*LOSSES, *_ESTIMATORS} - {algorithm.loss, algorithm.estimator}
-    }
-
-
-def check_unchosen_tables(algorithm: AlgorithmSettings) -> None:
-    for what, choices in (("loss", LOSSES), ("estimator", _ESTIMATORS)):
-        chosen = getattr(algorithm, what)
-        for value in choices:
-            given = getattr(algorithm, table_of(value)).model_fields_set
-            if given and value != chosen:
-                raise ValueError(
-                    f"algorithm.{table_of(value)}.{min(given)}: has no effect with {what} "
-                    f'{chosen!r}; set algorithm.{what} = "{value}", or leave it out'
-                )
+def _refuse(*rules: tuple[bool, str]) -> None:
+    """Raise the message of the first rule that is broken."""
+    if said := next((said for broken, said in rules if broken), None):
+        raise ValueError(said)
 
 
 def correction_mode(config: TrainConfig) -> Literal["none", "truncate", "mask"]:
@@ -117,33 +88,25 @@ def check_train(config: TrainConfig) -> None:
             needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
     _check_effect(config, needs)
     dual, high = algorithm.ppo.dual_clip_threshold, algorithm.ppo.clip_high_threshold
-    if dual is not None and dual <= high:
-        raise ValueError(
-            f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 "
-            "is usual"
-        )
-    if algorithm.off_policy != "train" and config.sampler.temperature == 0:
-        raise ValueError(
-            f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
-            "every answer, all of them greedy; raise the temperature, or set off_policy to train"
-        )
     compares = estimator not in ("reinforce", "gae")  # the rollouts of a group
-    least = max(2, rollouts.min_group)
-    if compares and rollouts.group_size < least:
-        raise ValueError(
-            f"rollouts.group_size: {rollouts.group_size} is too small for estimator {estimator!r}, "
-            f"which compares the rollouts of a group; give at least {least}"
-        )
-    if rollouts.resample_zero_variance and not compares:
-        raise ValueError(
-            f"rollouts.resample_zero_variance: does not go with estimator {estimator!r}, which "
-            "learns from groups with equal rewards too; leave it out"
-        )
-    if rollouts.stale == "correct" and not corrects:
-        raise ValueError(
-            "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode "
-            "out, or set stale to drop or wait"
-        )
+    size, least = rollouts.group_size, max(2, rollouts.min_group)
+    _refuse(
+        (dual is not None and dual <= high,
+         f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 is "
+         "usual"),
+        (algorithm.off_policy != "train" and config.sampler.temperature == 0,
+         f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
+         "every answer, all of them greedy; raise the temperature, or set off_policy to train"),
+        (compares and size < least,
+         f"rollouts.group_size: {size} is too small for estimator {estimator!r}, which compares "
+         f"the rollouts of a group; give at least {least}"),
+        (not compares and rollouts.resample_zero_variance > 0,
+         f"rollouts.resample_zero_variance: does not go with estimator {estimator!r}, which "
+         "learns from groups with equal rewards too; leave it out"),
+        (rollouts.stale == "correct" and not corrects,
+         "algorithm.correction.mode: none contradicts rollouts.stale correct; leave the mode out, "
+         "or set stale to drop or wait"),
+    )  # fmt: skip
     if config.run.steps is not None:
         check_warmup(config.learning.warmup_steps, config.run.steps)
     if config.run.backend == "tinker":
@@ -160,18 +123,16 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
 
 
 def _check_tinker(config: TrainConfig) -> None:
-    for name, why in _LOCAL_ONLY.items():
-        if _changed(config, name):
-            raise ValueError(f'{name}: not with run.backend = "tinker": {why}; leave it out')
-    if config.algorithm.estimator == "gae":
-        raise ValueError(
-            'algorithm.estimator: gae needs a value function, which run.backend = "tinker" does '
-            "not have; choose another"
-        )
-    if find_spec("tinker") is None:
-        raise ValueError(
-            "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"
-        )
+    changed = _changed(config)
+    _refuse(
+        *((name in changed, f'{name}: not with run.backend = "tinker": {why}; leave it out')
+          for name, why in _LOCAL_ONLY.items()),
+        (config.algorithm.estimator == "gae",
+         'algorithm.estimator: gae needs a value function, which run.backend = "tinker" does not '
+         "have; choose another"),
+        (find_spec("tinker") is None,
+         "run.backend: \"tinker\" needs the official SDK: pip install 'tinker>=0.38,<1'"),
+    )  # fmt: skip
 
 
 def greedy_note(samples: int, temperature: float) -> str | None:
@@ -198,21 +159,20 @@ def check_models(config: ModelCommand) -> None:
             "sampler.vllm.wait": (runs, "sampler.vllm.url; one started here may take its time"),
         },
     )
-    if runs and (vllm.python or vllm.args):
-        raise ValueError("sampler.vllm.url: this server runs already; leave out python and args")
-    if config.model.load_in_4bit and config.sampler.kind == "vllm":
-        raise ValueError(
-            "model.load_in_4bit: vLLM would sample from another model than the trainer's, because "
-            'its 4-bit format differs; use sampler.kind = "embedded"'
-        )
+    _refuse(
+        (runs and bool(vllm.python or vllm.args),
+         "sampler.vllm.url: this server runs already; leave out python and args"),
+        (config.model.load_in_4bit and config.sampler.kind == "vllm",
+         "model.load_in_4bit: vLLM would sample from another model than the trainer's, because its "
+         '4-bit format differs; use sampler.kind = "embedded"'),
+    )  # fmt: skip
     for name, one in config.models.items():
         if name in (config.model.name, *config.trained):
             raise ValueError(f"models.{name}: this name is the trained model's; choose another")
-        for other in one.fallbacks:
-            if other not in config.models or other == name:
-                raise ValueError(
-                    f"models.{name}.fallbacks: {other!r} is no other model of the table"
-                )
+        for other in [
+            other for other in one.fallbacks if other not in config.models.keys() - {name}
+        ]:
+            raise ValueError(f"models.{name}.fallbacks: {other!r} is no other model of the table")
     owner: dict[str, str] = {}
     for name, one in config.adapters.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -225,14 +185,3 @@ def check_models(config: ModelCommand) -> None:
                     f"adapters.{name}.agents: {agent!r} trains {owner[agent]} already; an agent "
                     "trains one adapter"
                 )
-
-
-def check_answered_by(config: EvalConfig) -> None:
-    name = config.model.answered_by
-    if name is not None and config.model.adapter_path is not None:
-        raise ValueError("model.answered_by: give it or model.adapter_path, not both")
-    if name is not None and name not in config.models:
-        known = ", ".join(config.models) or "none"
-        raise ValueError(
-            f"model.answered_by: there is no [models.{name}] in the file (there: {known})"
-        )

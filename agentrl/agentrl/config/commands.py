@@ -120,7 +120,13 @@ class EvalConfig(ModelCommand):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        checks.check_answered_by(self)
+        name, known = self.model.answered_by, ", ".join(self.models) or "none"
+        if name is not None and self.model.adapter_path is not None:
+            raise ValueError("model.answered_by: give it or model.adapter_path, not both")
+        if name is not None and name not in self.models:
+            raise ValueError(
+                f"model.answered_by: there is no [models.{name}] in the file (there: {known})"
+            )
         self.evaluation.sample_several(self.sampler)
         return self
 

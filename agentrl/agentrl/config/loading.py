@@ -1,11 +1,12 @@
 """Read a command's settings: flags win over the environment, that over the file, that over a
-resumed run's settings. What each setting means is ``settings``'s.
+resumed run's settings. What each setting means is ``settings``'s. Read task files too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,12 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.checks import table_of
-from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand
+from agentrl.config.algorithm_options import table_of
+from agentrl.config.commands import COMMANDS, JoinConfig, ModelCommand, TrainConfig
 from agentrl.config.errors import ConfigError, explain, unknown_setting
 from agentrl.config.renamed_settings import RENAMED
 from agentrl.config.setting_names import flag_of, nearest, settings_of
+from agentrl_tracer.schemas import Json
 
 Config = TypeVar("Config", bound="ModelCommand | JoinConfig")
 
@@ -98,9 +100,10 @@ def _unknown_flag(flag: str, command: type[BaseModel]) -> str:
 def _nested(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, list) and len(value) == 1:  # a list's flag, given once
         value = value[0]
+    nested: Any = value
     for key in reversed(name.split(".")):
-        value = {key: value}
-    return value
+        nested = {key: nested}
+    return nested
 
 
 def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,3 +167,38 @@ def _resumed(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("algorithm", {}).get(what, algorithm[what]) != algorithm[what]:
             algorithm.pop(table_of(algorithm[what]), None)
     return settings
+
+
+# ---- tasks
+
+
+def load_tasks(path: Path, field: str) -> list[Json]:
+    """Return the tasks in a JSON-lines file.
+
+    Raises:
+        ConfigError: names ``field``, the file and the line that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot read {str(path)!r}: {error.strerror}") from error
+    tasks: list[Json] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{field}: {path}, line {number} is"
+        try:
+            task = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where} not JSON: {error.msg}") from error
+        if isinstance(task, dict):
+            tasks.append(task)
+        elif line.strip():
+            kind = type(task).__name__
+            raise ConfigError(f'{where} a JSON {kind}; give an object, like {{"n": 1}}')
+    if not tasks:
+        raise ConfigError(f"{field}: {path} holds no tasks")
+    return tasks
+
+
+def steps_of(config: TrainConfig, tasks: Sequence[Json]) -> int:
+    """Return the steps of the run: by default those of one epoch."""
+    return config.run.steps or math.ceil(len(tasks) / config.rollouts.batch_size)

@@ -1,12 +1,12 @@
 """The settings of a command by their dotted names, and the words for a name that is none.
 
-Knows no values: files, flags and the environment are ``loading``'s.
+Files, flags and the environment are ``loading``'s.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -117,3 +117,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
         ends = {one.rpartition(".")[2]: one for one in names}
         near = [ends[one] for one in difflib.get_close_matches(last, ends, n=1)]
     return f" Did you mean {near[0]}?" if near else ""
+
+
+# ---- what a run has recorded, in ``config.json`` and in the store
+
+
+def recorded(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return a recorded setting by its dotted name; ``default`` if the run has none."""
+    found: Any = config
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return default if found is None else found
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by dotted name; the tables ``models`` and ``adapters`` stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        whole = not isinstance(value, Mapping) or (not prefix and key in ("models", "adapters"))
+        flat |= {prefix + key: value} if whole else flattened(value, f"{prefix}{key}.")
+    return flat

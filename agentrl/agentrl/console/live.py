@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Self
 
@@ -13,13 +13,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
 from rich.text import Text
 
+from agentrl.console.report import facts, sparkline
 from agentrl.runs.metric_names import DIFFERENCE, REWARD
 from agentrl_tracer.schemas import Accounting
 
-_BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 48
 
 
@@ -35,7 +34,6 @@ class TrainDisplay:
         self._steps = self._step = self._first = 0
         self._phase = "starting"
         self._ahead: Callable[[], tuple[int, int]] | None = None
-        self._ahead_text, self._ahead_asked = "", 0.0
         self._row: Mapping[str, Any] = {}
         self._rewards: list[float] = []
         self._held_out: list[float] = []
@@ -50,7 +48,7 @@ class TrainDisplay:
             expand=True,
         )
         self._bar = self._progress.add_task("steps", total=None, eta="")
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=1)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -80,7 +78,7 @@ class TrainDisplay:
         ``ahead`` returns, of the rollouts of later steps, how many are finished, and of how many.
         """
         self._phase = name if total is None else f"{name} {done}/{total}"
-        self._ahead, self._ahead_text, self._ahead_asked = ahead, "", 0.0
+        self._ahead = ahead
         if name == "rollouts" and self._training_since is None:
             self._training_since = time.monotonic()
 
@@ -121,14 +119,6 @@ class TrainDisplay:
             parts.append(f"overlapped {row['seconds/overlapped']:.1f} s")
         return parts
 
-    def _rollouts_ahead(self) -> str:
-        """Say what runs beside the phase; asks once a second at most."""
-        if self._ahead is not None and time.monotonic() - self._ahead_asked > 1.0:
-            done, total = self._ahead()
-            self._ahead_text = f"   rollouts of the next steps {done}/{total}"
-            self._ahead_asked = time.monotonic()
-        return self._ahead_text
-
     def _accuracy(self) -> str:
         return f"{self._held_out[-1]:.1%}" if self._held_out else "–"
 
@@ -140,34 +130,31 @@ class TrainDisplay:
         return _duration(per_step * (self._steps - self._step))
 
     def _render(self) -> Panel:
+        ahead = ""
+        if self._ahead is not None:
+            done, total = self._ahead()
+            ahead = f"   rollouts of the next steps {done}/{total}"
         elapsed = f"   {_duration(time.perf_counter() - self._started)} elapsed"
-        phase = Text.assemble(
-            (self._phase, "bold cyan"), (self._rollouts_ahead(), "cyan"), (elapsed, "dim")
-        )
+        phase = Text.assemble((self._phase, "bold cyan"), (ahead, "cyan"), (elapsed, "dim"))
         notes = [Text(f"! {note}", style="yellow", overflow="ellipsis") for note in self._notes]
-        parts = Group(self._progress, phase, self._table(), *notes)
+        parts = Group(self._progress, phase, facts(self._figures()), *notes)
         return Panel(parts, title=f"[b]{self._title}[/]", title_align="left", border_style="blue")
 
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column()
+    def _figures(self) -> Iterator[tuple[str, Text | str]]:
         reward = _signed(self._rewards[-1]) if self._rewards else "–"
         for name, value, curve, color in (
             ("mean reward", reward, self._rewards, "green"),
             ("held-out accuracy", self._accuracy(), self._held_out, "magenta"),
         ):
             drawn = sparkline(curve[-_CURVE_WIDTH:])
-            table.add_row(name, Text.assemble((value, f"bold {color}"), (f"  {drawn}", color)))
+            yield name, Text.assemble((value, f"bold {color}"), (f"  {drawn}", color))
         if row := self._row:
-            table.add_row("sampled", f"{row['tokens_per_second']:,.0f} tokens/s")
-            difference = f"largest log-prob difference {row[DIFFERENCE]:.1e}"
-            table.add_row("sampler vs trainer", difference)
+            yield "sampled", f"{row['tokens_per_second']:,.0f} tokens/s"
+            yield "sampler vs trainer", f"largest log-prob difference {row[DIFFERENCE]:.1e}"
         if beside := self._asynchronous():
-            table.add_row("rollouts", "  ".join(beside))
+            yield "rollouts", "  ".join(beside)
         if a := self._accounting:
-            table.add_row("calls", Text(_calls(a), "" if a.adds_up else "bold red"))
-        return table
+            yield "calls", Text(_calls(a), "" if a.adds_up else "bold red")
 
 
 def _calls(a: Accounting) -> str:
@@ -180,16 +167,6 @@ def _calls(a: Accounting) -> str:
 
 def _signed(value: float) -> str:
     return f"{value:+.3f}" if math.isfinite(value) else "–"
-
-
-def sparkline(values: list[float]) -> str:
-    """Draw values as one line of bars, scaled to their own range."""
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        _BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.console.live import sparkline
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl_tracer.schemas import Accounting, Json, SkipReason
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from agentrl.runs.summary import Summary
     from agentrl_tracer.store import Store
 
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_BRANCHED = 20
 Metrics = Mapping[int, Mapping[str, float]]
 """Metrics by name, by step."""
 
@@ -35,6 +37,16 @@ def facts(rows: Iterable[tuple[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def sparkline(values: list[float]) -> str:
+    """Draw values as one line of bars, scaled to their own range."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        _BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values
+    )
 
 
 # ---- the end of a training run
@@ -161,12 +173,28 @@ def show_run(console: Console, store: Store, run_id: str) -> None:
         ("adds up", "[green]yes[/]" if accounting.adds_up else "[red]no[/]"),
     ]
     _print_table(console, ("calls", ""), sums)
-    began = sum(map(Counter, store.continuity(run_id).values()), Counter[str]())
-    if began:  # how prompts began: a conversation has to begin somewhere, all else is a branch
-        begun = [("continued exactly", began.pop("continued", 0))]
-        for name in ("first_call", "new_conversation", "no_rollout"):
-            begun += [(name.replace("_", " "), began.pop(name))] if name in began else []
-        _print_table(console, ("prompts", ""), [*begun, *_counted("branched: ", began)])
+    if continuity := store.continuity(run_id):
+        _show_continuity(console, continuity)
+
+
+def _show_continuity(console: Console, continuity: Mapping[str, Counter[str]]) -> None:
+    """Show how prompts began: in all, and in the rollouts that branched most."""
+    # A conversation has to begin somewhere. Every other way of not continuing is a branch.
+    unbranched = ("continued", "first_call", "new_conversation", "no_rollout")
+    total = sum(continuity.values(), Counter[str]())
+    began = [("continued exactly", total.pop("continued", 0))]
+    began += [(name.replace("_", " "), total.pop(name)) for name in unbranched if name in total]
+    _print_table(console, ("prompts", ""), [*began, *_counted("branched: ", total)])
+    branched: list[tuple[str, int, int, str]] = []
+    for rollout_id, counts in continuity.items():
+        why = {name: count for name, count in sorted(counts.items()) if name not in unbranched}
+        listed = ", ".join(f"{name} {count}" for name, count in why.items())
+        branched += [(rollout_id, counts["continued"], sum(why.values()), listed)] if why else []
+    if branched:
+        most = sorted(branched, key=lambda row: -row[2])[:_MOST_BRANCHED]
+        _print_table(console, ("rollout", "continued", "branched", "why"), most)
+    if len(branched) > _MOST_BRANCHED:
+        console.print(f"and {len(branched) - _MOST_BRANCHED} rollouts more that branched")
 
 
 def _counted(prefix: str, counts: Mapping[str, int]) -> list[tuple[str, int]]:

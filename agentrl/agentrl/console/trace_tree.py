@@ -32,25 +32,22 @@ _SHOWN_ATTRIBUTES = (
 
 def rollout_tree(store: Store, rollout: Rollout) -> Tree:
     """Return everything that is recorded of one rollout."""
-    attempts = store.attempts([rollout.id])
-    spans = store.spans(rollout.id)
-    calls = store.calls(rollout_ids=[rollout.id])
-    rewards = store.rewards([rollout.id])
-    error = any(attempt.error for attempt in attempts)
+    attempts, spans = store.attempts([rollout.id]), store.spans(rollout.id)
+    calls, rewards = store.calls(rollout_ids=[rollout.id]), store.rewards([rollout.id])
+    told = any(attempt.error for attempt in attempts)
     head = _line(
         ("rollout ", "bold"),
         (rollout.id, ""),
         (f"  {rollout.state}", _STATE_STYLE.get(rollout.state, "red")),
-        (f"  {excerpt(rollout.reason)}", "red") if rollout.reason and not error else None,
+        (f"  {excerpt(rollout.reason)}", "red") if rollout.reason and not told else None,
     )
     tree = Tree(head, guide_style="dim")
     for attempt in attempts:
+        made = [span for span in spans if span.attempt_id == attempt.id]
         mine = [call for call in calls if call.attempt_id == attempt.id]
         earned = [reward for reward in rewards if reward.attempt_id == attempt.id]
         branch = tree.add(_attempt_line(attempt, mine, earned, won=attempt.id == rollout.winner))
-        _add_records(
-            branch, [span for span in spans if span.attempt_id == attempt.id], mine, earned
-        )
+        _add_records(branch, made, mine, earned)
         _add_output(branch, attempt)
     return tree
 
@@ -61,9 +58,7 @@ def _line(*parts: tuple[str, str] | None) -> Text:
 
 
 def _seconds(start: float, end: float | None) -> tuple[str, str] | None:
-    if end is None:
-        return None
-    return f"  {end - start:.2f} s" if end - start < 10 else f"  {end - start:.0f} s", "dim"
+    return None if end is None else (f"  {end - start:.{2 if end - start < 10 else 0}f} s", "dim")
 
 
 def _attempt_line(
@@ -109,9 +104,9 @@ def _add_records(
         children[parent].append((reward.created_at, None, [_reward_line(reward)]))
 
     def add_children(under: Tree, parent: str | None) -> None:
-        for _, span_id, lines in sorted(children[parent], key=itemgetter(0)):
-            below = under.add(lines[0])
-            for line in lines[1:]:
+        for _, span_id, (head, *lines) in sorted(children[parent], key=itemgetter(0)):
+            below = under.add(head)
+            for line in lines:
                 below.add(line)
             if span_id is not None:
                 add_children(below, span_id)
@@ -123,8 +118,7 @@ def _span_line(span: Span) -> Text:
     line = _line((span.name, "cyan"), _seconds(span.start_ns / 1e9, span.end_ns / 1e9))
     for name in _SHOWN_ATTRIBUTES:
         if name in span.attributes:
-            label = name.removeprefix("gen_ai.").removeprefix("agentrl.")
-            line.append(f"  {label}=", "dim")
+            line.append(f"  {name.removeprefix('gen_ai.').removeprefix('agentrl.')}=", "dim")
             line.append(excerpt(text_of(span.attributes[name])))
     if span.status == "error":
         line.append("  error", "bold red")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.errors import ConfigError
-from agentrl.config.recorded import recorded
+from agentrl.config.setting_names import recorded
 from agentrl.export import ollama
 from agentrl.runs.folder import find_adapters, run_and_step
 from agentrl.samplers.vllm.adapters import adapts_experts

@@ -24,8 +24,6 @@ _UNKNOWN = """\
 # what it took with `ollama show --template`, and if it is wrong write a TEMPLATE here:
 # https://docs.ollama.com/modelfile#template
 """
-_PROBES = (("user",), ("system", "user"), ("user", "assistant", "user"))
-"""Roles of the conversations that tell whether a template is ``_CHATML``."""
 
 
 def write_modelfile(folder: Path, tokenizer: Any) -> Path:
@@ -34,26 +32,19 @@ def write_modelfile(folder: Path, tokenizer: Any) -> Path:
     The template has no tools: for agents that call them serve the model with vLLM or ``agentrl
     serve``, which use the tokenizer's.
     """
-    file = folder / "Modelfile"
-    template = _CHATML if _speaks_chatml(tokenizer) else _UNKNOWN
-    file.write_text(f"FROM ./{_GGUF}\n{template}", encoding="utf-8")
-    return file
-
-
-def _speaks_chatml(tokenizer: Any) -> bool:
-    """Whether the tokenizer writes conversations as ``_CHATML`` does, found by trying."""
-    if not getattr(tokenizer, "chat_template", None):
-        return False
-    for roles in _PROBES:
-        probe = [{"role": role, "content": f"it is {role}"} for role in roles]
-        turns = [f"<|im_start|>{role}\nit is {role}<|im_end|>\n" for role in roles]
+    conversations = (("user",), ("system", "user"), ("user", "assistant", "user"))
+    chatml = bool(getattr(tokenizer, "chat_template", None))
+    for roles in conversations if chatml else ():
+        turns = [{"role": role, "content": f"it is {role}"} for role in roles]
+        expected = "".join(f"<|im_start|>{role}\nit is {role}<|im_end|>\n" for role in roles)
         try:
-            said = tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
+            said = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception:  # a template may refuse a conversation, in whatever way
-            return False
-        if said != "".join(turns) + "<|im_start|>assistant\n":
-            return False
-    return True
+            said = None
+        chatml = chatml and said == expected + "<|im_start|>assistant\n"
+    file = folder / "Modelfile"
+    file.write_text(f"FROM ./{_GGUF}\n{_CHATML if chatml else _UNKNOWN}", encoding="utf-8")
+    return file
 
 
 def commands(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -17,16 +18,13 @@ import httpx
 
 from agentrl.config.secrets import variables_in
 from agentrl.gateway.process import CANNOT_START, FORWARD_HEADERS, PLAN, GatewayPlan, run_gateway
-from agentrl.supervisor import SupervisedProcess, end_with_parent, python_module
+from agentrl.supervisor import SupervisedProcess, end_with_parent
 
 TINKER_KEY = "TINKER_API_KEY"
-_HOPELESS_DEATHS = 5
-"""Deaths in a row after which ``watch`` gives up."""
-_LIVED_S = 30.0
-"""Seconds of health after which earlier deaths are forgotten."""
+_HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
+_LIVED_S = 30.0  # of health, after which earlier deaths are forgotten
 _WATCH_S = 0.1
-_STOP_S = 5.0
-"""Seconds to stop the sampler and write the last rows, beyond the grace for answers."""
+_STOP_S = 5.0  # to stop the sampler and write the last rows, beyond the grace for answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +32,30 @@ class LoadProblem:
     """Why the gateway has not loaded an adapter."""
 
     text: str
-    refused: bool
-    """Another try would not help; False: the adapter may load later."""
+    refused: bool  # another try would not help; False: the adapter may load later
 
 
-class GatewayHandle:
+class GatewayHandle(SupervisedProcess):
     """A supervised gateway process, and the operator's client to it.
 
     Its URL is valid from the beginning: connections wait until the process is up.
     """
 
     def __init__(self, plan: GatewayPlan, log: Path | None, listening: socket.socket) -> None:
-        """``log``: file for the process's output; None: it shares ours."""
+        super().__init__(
+            "gateway",
+            [sys.executable, "-m", "agentrl.gateway.process", str(listening.fileno())],
+            log,
+            {**os.environ, PLAN: plan.model_dump_json()},
+            pass_fds=[listening.fileno()],
+            grace_s=plan.gateway.grace + _STOP_S,
+            cannot_start=CANNOT_START,
+        )
         self._plan = plan
-        self._log = log
         self._socket = listening
         host, port = listening.getsockname()[:2]
         here: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or host
         self.url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
-        self._process: SupervisedProcess
         key = plan.operator_key
         self._client = httpx.Client(
             base_url=self.url,
@@ -63,40 +66,14 @@ class GatewayHandle:
 
     def start(self) -> None:
         """Start the process, as a fork of this one where that is safe and saves the imports."""
+        self.spawn(self._serve if _may_fork() else None)
         # A process that takes over during an outage of vLLM waits for its end, however long.
-        again = self._plan.model_copy(update={"vllm_wait": None})
-        self._process = SupervisedProcess(
-            "gateway",
-            python_module("agentrl.gateway.process", str(self._socket.fileno())),
-            self._log,
-            env={PLAN: self._plan.model_dump_json()},
-            env_again={PLAN: again.model_dump_json()},
-            pass_fds=[self._socket.fileno()],
-            fork=self._serve if _may_fork() else None,
-            grace_s=self._plan.gateway.grace + _STOP_S,
-            cannot_start=CANNOT_START,
-        )
+        self.env[PLAN] = self._plan.model_copy(update={"vllm_wait": None}).model_dump_json()
+        self.supervise()
 
     def _serve(self) -> None:
         end_with_parent()
         run_gateway(self._plan, self._socket)
-
-    @property
-    def restarts(self) -> int:
-        return self._process.restarts
-
-    @property
-    def deaths(self) -> int:
-        return self._process.deaths
-
-    @property
-    def could_not_start(self) -> bool:
-        """Whether the first process could not start, logged why, and was not replaced."""
-        return self._process.could_not_start
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
         """Return the answer of /healthz; None while the gateway is not up."""
@@ -129,32 +106,24 @@ class GatewayHandle:
             ValueError: the gateway could not start, and has logged why.
             RuntimeError: it dies again and again.
         """
-        seen = forgotten = 0
-        healthy_since = None
-        while True:
-            if self.could_not_start:
-                raise ValueError("the gateway cannot start with these settings; see above")
-            if self.deaths > seen:
-                seen, healthy_since = self.deaths, None
-            if seen - forgotten >= _HOPELESS_DEATHS:
+        forgotten, unwell_at = 0, time.monotonic()
+        while not self.could_not_start:
+            deaths = self.deaths - forgotten
+            if deaths >= _HOPELESS_DEATHS:
                 raise RuntimeError(
-                    f"the gateway has died {seen - forgotten} times in a row, the last time with "
-                    f"code {self._process.last_code}; its output is above"
+                    f"the gateway has died {deaths} times in a row, the last time with code "
+                    f"{self.last_code}; its output is above"
                 )
-            if seen > forgotten:
+            if deaths:
                 if self.health() is None:
-                    healthy_since = None
-                else:
-                    healthy_since = healthy_since or time.monotonic()
-                    if time.monotonic() - healthy_since >= _LIVED_S:
-                        forgotten = seen
+                    unwell_at = time.monotonic()
+                elif time.monotonic() - unwell_at >= _LIVED_S:
+                    forgotten += deaths
             time.sleep(_WATCH_S)
-
-    def log_tail(self, lines: int = 20) -> str:
-        return self._process.log_tail(lines)
+        raise ValueError("the gateway cannot start with these settings; see above")
 
     def stop(self) -> None:
-        self._process.stop()
+        super().stop()
         self._client.close()
         self._socket.close()
 

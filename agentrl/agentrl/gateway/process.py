@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import os
 import secrets
@@ -17,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -41,7 +40,7 @@ from agentrl.timing import heavy_imports
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from fastapi import FastAPI
 
     from agentrl.samplers.embedded import EmbeddedSampler
     from agentrl.samplers.tinker import TinkerSampler
@@ -52,11 +51,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("agentrl")
 
-PLAN = "AGENTRL_GATEWAY_SETTINGS"
-"""Environment variable that holds the process's ``GatewayPlan`` as JSON."""
+PLAN = "AGENTRL_GATEWAY_SETTINGS"  # the variable that holds the process's plan as JSON
 FORWARD_HEADERS = "AGENTRL_FORWARD_OTLP_HEADERS"
-CANNOT_START = 78
-"""Exit code (EX_CONFIG) of a process that failed before it served."""
+CANNOT_START = 78  # exit code (EX_CONFIG) of a process that failed before it served
 _SAMPLER_POLL_S = 0.25
 
 
@@ -67,25 +64,18 @@ class GatewayPlan(Table):
     sampler: SamplerSettings
     gateway: GatewaySettings
     models: dict[str, OtherModelSettings] = Field(default_factory=dict[str, OtherModelSettings])
-    rollouts: RunnerSettings | None = None
-    """Budgets of a rollout; None: no limits."""
-    tinker: TinkerSettings | None = None
-    """Sample on Tinker, whose key stays in the environment."""
+    rollouts: RunnerSettings | None = None  # budgets of a rollout; None: no limits
+    tinker: TinkerSettings | None = None  # sample on Tinker; its key stays in the environment
     store: str
     run_id: str | None = None
     operator_key: str | None = None
-    adapters: tuple[str, ...] = ()
-    """All adapters, by the names that agents request."""
-    default_adapter: str | None = None
-    """Answers requests for unknown models; None: the base model does."""
-    agents: dict[str, str] = Field(default_factory=dict[str, str])
-    """Adapter by agent (role)."""
+    adapters: tuple[str, ...] = ()  # all adapters, by the names that agents request
+    default_adapter: str | None = None  # answers for unknown models; None: the base model does
+    agents: dict[str, str] = Field(default_factory=dict[str, str])  # adapter by agent (role)
     adapter_paths: dict[str, Path] = Field(default_factory=dict[str, Path])
     """PEFT folders of fixed adapters, version 0, where no run makes versions."""
-    answered_by: str | None = None
-    """The model in ``models`` that answers in the adapter's place."""
-    vllm_url: str | None = None
-    """Sample through this vLLM server."""
+    answered_by: str | None = None  # the model in ``models`` that answers in the adapter's place
+    vllm_url: str | None = None  # sample through this vLLM server
     vllm_wait: float | None = None
     """Seconds to wait for a vLLM server that does not answer yet; None: no limit."""
 
@@ -112,12 +102,9 @@ class GatewayPlan(Table):
 def import_gateway() -> None:
     """Import what a gateway needs (torch, transformers, the app), which takes seconds."""
     with heavy_imports():
-        for module in (
-            "agentrl.samplers.embedded",
-            "agentrl_proxy.app",
-            "agentrl_proxy.server.uvicorn",
-        ):
-            importlib.import_module(module)
+        import agentrl.samplers.embedded  # noqa: F401
+        import agentrl_proxy.app
+        import agentrl_proxy.server.uvicorn  # noqa: F401
 
 
 def run_gateway(plan: GatewayPlan, sock: socket.socket) -> None:
@@ -137,7 +124,7 @@ def run_gateway(plan: GatewayPlan, sock: socket.socket) -> None:
         serve_on(app, sock)
 
 
-def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> Starlette:
+def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     """Return the app, over a running sampler with its adapters."""
     import_gateway()
     import torch
@@ -159,6 +146,9 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> Starlette:
     writer = TraceWriter(store, boot_id)
     ending.callback(writer.close)
     own, budget = plan.gateway, plan.rollouts
+    others = {name: provider_model(one) for name, one in plan.models.items()}
+    if plan.answered_by is not None:
+        others[plan.model.adapter] = replace(others[plan.answered_by], is_policy=True)
     deps = GatewayDependencies(
         sampler=sampler,
         renderer=Renderer(tokenizer),
@@ -168,14 +158,11 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> Starlette:
         models={plan.model.name: None} | {name: name for name in plan.adapters},
         agents=plan.agents,
         default_adapter=plan.default_adapter,
-        provider_models=_provider_models(plan),
+        provider_models=others,
         operator_key=plan.operator_key,
         run_id=plan.run_id,
         context_length=None,  # known once the sampler runs
-        defaults={
-            "max_tokens": plan.sampler.max_tokens,
-            "temperature": plan.sampler.temperature,
-        },
+        defaults=plan.sampler.model_dump(include={"max_tokens", "temperature"}),
         # While another model is evaluated, no unknown name may mean the base model.
         accept_any_model=own.accept_any_model and plan.answered_by is None,
         max_concurrent=own.max_concurrent,
@@ -188,7 +175,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> Starlette:
         ),
         max_calls_per_rollout=budget and budget.max_calls_per_rollout,
         max_tokens_per_rollout=budget and budget.max_tokens_per_rollout,
-        forward=_otlp_exporter(own.forward_otlp),
+        forward=_otlp_exporter(own.forward_otlp) if own.forward_otlp else None,
     )
 
     ending.callback(sampler.stop)
@@ -197,10 +184,11 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> Starlette:
     if plan.vllm_url is None and plan.tinker is None:
         stopping = threading.Event()
         ending.callback(stopping.set)
-        threading.Thread(
-            target=_end_with_sampler, args=(sampler, stopping), name="sampler-watch", daemon=True
-        ).start()
-    for name, version, path in _adapters_to_load(plan, store):
+        threading.Thread(target=_end_with_sampler, args=(sampler, stopping), daemon=True).start()
+    adapters = [(name, 0, str(path)) for name, path in plan.adapter_paths.items()]
+    if not adapters and plan.adapters and plan.run_id:
+        adapters = [(a.name, a.version, a.path) for a in store.latest_adapters(plan.run_id)]
+    for name, version, path in adapters:  # the first request must find them
         sampler.load_now(name, version, path)
     return create_app(deps)
 
@@ -229,50 +217,42 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
     """Return the sampler, not started yet, and the tokenizer of its model."""
     from agentrl_trainer.models.loading import load_base, load_facts
 
-    model = plan.model
-    if plan.tinker is not None:
+    model, tinker = plan.model, plan.tinker
+    if tinker is None and plan.vllm_url is None:
+        from agentrl.samplers.embedded import EmbeddedSampler
+
+        base = load_base(
+            model.name,
+            device=model.device,
+            dtype=model.dtype,
+            load_in_4bit=model.load_in_4bit,
+            trust_remote_code=model.trust_remote_code,
+        )
+        return EmbeddedSampler(base), base.tokenizer
+    source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
+    facts = load_facts(source, trust_remote_code=model.trust_remote_code)
+    if tinker is not None:
         from agentrl.samplers.tinker import TinkerSampler
 
-        source = plan.tinker.tokenizer or model.name
-        facts = load_facts(source, trust_remote_code=model.trust_remote_code)
         sampler = TinkerSampler(
             model.name,
-            base_url=plan.tinker.base_url,
+            base_url=tinker.base_url,
             tokenizer=facts.tokenizer,
             eos_ids=facts.eos_ids,
             context_length=facts.context_length,
         )
-        return sampler, facts.tokenizer
-    if plan.vllm_url is not None:
+    else:
         from agentrl.samplers.vllm.sampler import VllmSampler
 
-        facts = load_facts(model.name, trust_remote_code=model.trust_remote_code)
         variable = plan.sampler.vllm.key_env
         sampler = VllmSampler(
-            plan.vllm_url,
+            plan.vllm_url or "",
             eos_ids=facts.eos_ids,
             context_length=facts.context_length,
             api_key=os.environ[variable] if variable else None,
             wait_s=plan.vllm_wait,
         )
-        return sampler, facts.tokenizer
-    from agentrl.samplers.embedded import EmbeddedSampler
-
-    base = load_base(
-        model.name,
-        device=model.device,
-        dtype=model.dtype,
-        load_in_4bit=model.load_in_4bit,
-        trust_remote_code=model.trust_remote_code,
-    )
-    return EmbeddedSampler(base), base.tokenizer
-
-
-def _provider_models(plan: GatewayPlan) -> Mapping[str, ProviderModel]:
-    found = {name: provider_model(one) for name, one in plan.models.items()}
-    if plan.answered_by is not None:
-        found[plan.model.adapter] = replace(found[plan.answered_by], is_policy=True)
-    return found
+    return sampler, facts.tokenizer
 
 
 def provider_model(settings: OtherModelSettings) -> ProviderModel:
@@ -287,9 +267,7 @@ def provider_model(settings: OtherModelSettings) -> ProviderModel:
     return ProviderModel(**fields, api_key=key)
 
 
-def _otlp_exporter(url: str | None) -> OtlpExporter | None:
-    if url is None:
-        return None
+def _otlp_exporter(url: str) -> OtlpExporter:
     from opentelemetry.util.re import parse_env_headers
 
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
@@ -308,15 +286,6 @@ def _end_with_sampler(sampler: Sampler, stopping: threading.Event) -> None:
             log.critical("the sampler has died; ending, to be started again")
             os.kill(os.getpid(), signal.SIGTERM)
             return
-
-
-def _adapters_to_load(plan: GatewayPlan, store: Store) -> list[tuple[str, int, str]]:
-    """Return (name, version, path) of the adapters that the first request must find."""
-    if plan.adapter_paths:
-        return [(name, 0, str(path)) for name, path in plan.adapter_paths.items()]
-    if plan.adapters and plan.run_id:
-        return [(a.name, a.version, a.path) for a in store.latest_adapters(plan.run_id)]
-    return []
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,8 +1,6 @@
 """``python -m agentrl.runner``: the pool, with its configuration on the first line of stdin."""
 
-import sys
-
 from agentrl.runner.pool import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -42,11 +42,6 @@ class AgentSpec:
     attribute: str
     argv: tuple[str, ...] = ()
 
-    @property
-    def folder(self) -> Path:
-        """What Python would put first on ``sys.path``: the file's folder, else the current one."""
-        return Path(self.target).resolve().parent if self.kind == "file" else Path.cwd()
-
 
 def parse_agent(spec: str) -> AgentSpec:
     """Parse a spec.
@@ -54,27 +49,23 @@ def parse_agent(spec: str) -> AgentSpec:
     Raises:
         AgentSpecError: it is none of the three kinds.
     """
-    if not isinstance(spec, str) or not spec.strip():
-        raise AgentSpecError(spec, "it is empty")
     text = spec.strip()
+    if not text:
+        raise AgentSpecError(spec, "it is empty")
     has_space = any(c.isspace() for c in text)
-    if text.startswith("-- "):
-        return _parse_command(spec, text[3:])
-    match = _FILE.fullmatch(text)
-    if match and (Path(match["file"]).exists() or not has_space):
-        return AgentSpec("file", match["file"], match["name"])
-    if match := _MODULE.fullmatch(text):
-        return AgentSpec("module", match["module"], match["name"])
-    if has_space or shutil.which(text):
-        return _parse_command(spec, text)
-    if text.endswith(".py"):
-        raise AgentSpecError(spec, f"it names no function; did you mean '{text}:run'?")
-    raise AgentSpecError(spec, "it is no spec, and there is no such executable")
-
-
-def _parse_command(spec: str, text: str) -> AgentSpec:
+    command = text.removeprefix("-- ")
+    if command == text:
+        match = _FILE.fullmatch(text)
+        if match and (Path(match["file"]).exists() or not has_space):
+            return AgentSpec("file", match["file"], match["name"])
+        if match := _MODULE.fullmatch(text):
+            return AgentSpec("module", match["module"], match["name"])
+        if not has_space and not shutil.which(text):
+            if text.endswith(".py"):
+                raise AgentSpecError(spec, f"it names no function; did you mean '{text}:run'?")
+            raise AgentSpecError(spec, "it is no spec, and there is no such executable")
     try:
-        argv = tuple(shlex.split(text))
+        argv = tuple(shlex.split(command))
     except ValueError as error:
         raise AgentSpecError(spec, f"the command line does not parse ({error})") from None
     if not argv:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import select
@@ -21,15 +20,16 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 # The attempt's own imports, so that every fork has them: OpenTelemetry and the tracer among them.
 import agentrl_tracer.emit  # noqa: F401
 from agentrl.runner.agent_process.environment import (
     QUIET,
     attempt_environment,
-    check_environment,
     direct_to_gateway,
 )
 from agentrl.runner.agent_process.loading import load_agent
@@ -41,41 +41,39 @@ from agentrl.runner.preload import (
     third_party_modules,
     warm_up,
 )
-from agentrl.runner.protocol import RunnerConfig, take_lines
-from agentrl.runner.subreaper import adopt_orphans, kill_children
+from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
+from agentrl.runner.protocol import RunnerConfig, send
 from agentrl.runner.worker import run_worker
 from agentrl.supervisor import Backoff
 from agentrl_tracer.schemas import Claim, Purpose
 
 logger = logging.getLogger("agentrl.runner")
 
-_SCOUT_TIMEOUT_S = 120.0
+_SCOUT_TIMEOUT_S = 120
 _PIONEER_S = 1.5  # longest wait of the other workers for the first attempt's lazy imports
 _MOST_LESSONS = 6  # times that workers retire for newly learned modules
 _STOP_GRACE_S = 5.0
 _FORK_AGAIN_S = 5.0
-_SKIP = "AGENTRL_RUNNER_SKIP"  # modules and packages not to preload, across the re-execution
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A place for a worker; ``pid`` is None between two of them."""
+    """A place for a worker; ``child`` is None between two of them."""
 
     index: int
-    pid: int | None = None
-    control: socket.socket | None = None
-    started: float = 0.0
+    child: ForkedChild | None = None
     due: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
-    received: bytearray = field(default_factory=bytearray)
 
 
 class Pool:
-    def __init__(self, config: RunnerConfig) -> None:
+    """A pool of ``config.runners`` workers; ``skip``: modules and packages not to preload."""
+
+    def __init__(self, config: RunnerConfig, skip: Sequence[str]) -> None:
         self.config = config
         self.agent = parse_agent(config.agent)
         self.deaths = 0
-        self._skip = frozenset(filter(None, os.environ.get(_SKIP, "").split(",")))
+        self._skip = skip
         self._slots = [_Slot(i) for i in range(config.runners)]
         self._stopping = False
         self._parent = os.getppid()
@@ -95,7 +93,7 @@ class Pool:
             self._pioneer_until = 0.0  # the agent's modules are in another process
             self._learn([])
         else:
-            self._learn(self._scout())
+            self._fork(self._slots[0], self._run_scout)
         logger.info("pool %d: %d runners for %s", os.getpid(), len(self._slots), self.config.agent)
         while not self._stopping:
             self._fork_due()
@@ -105,58 +103,29 @@ class Pool:
     def _on_sigterm(self, *_: object) -> None:
         self._stopping = True
 
-    def _scout(self) -> list[str]:
-        """Import the agent in a child; return the installed modules which that needed."""
-        read, write = os.pipe()
-        known = frozenset(sys.modules)
-        pid = _fork()
-        if pid == 0:
-            os.close(read)
-            self._run_scout(write, known)
-        os.close(write)
-        received = bytearray()
-        deadline = time.monotonic() + _SCOUT_TIMEOUT_S
-        while not self._stopping and time.monotonic() < deadline:
-            readable, _, _ = select.select([read, 0], [], [], 0.25)
-            self._check_parent(readable)
-            if read in readable:
-                chunk = os.read(read, 65536)
-                if not chunk:
-                    break
-                received += chunk
-        os.close(read)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    def _run_scout(self, control: socket.socket) -> NoReturn:
+        """Import the agent in this child, and tell the pool which installed modules that needed."""
         try:
-            answer = json.loads(received)
-        except ValueError:
-            logger.warning("the agent could not be imported within %g s", _SCOUT_TIMEOUT_S)
-            return []
-        if answer["error"]:
-            logger.warning("importing the agent failed: %s", answer["error"])
-        return answer["modules"]
-
-    def _run_scout(self, write: int, known: frozenset[str]) -> NoReturn:
-        try:
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for fd in (0, 1, 2):
-                os.dup2(nothing, fd)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.alarm(_SCOUT_TIMEOUT_S)
+            known = frozenset(sys.modules)
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(nothing, 2)
             # Clients made while the module is imported need a key and a URL.
             claim = Claim("scout", "scout", 0, "", Purpose.TRAIN, 0, "", {}, "sk-scout", 0.0)
             os.environ.update(attempt_environment(self.config, claim))
-            error = None
+            message: dict[str, Any] = {}
             try:
                 load_agent(self.config.agent)
             except BaseException as raised:
-                error = f"{type(raised).__name__}: {raised}"
-            modules = third_party_modules(self.agent, known)
-            with os.fdopen(write, "w") as pipe:
-                json.dump({"modules": modules, "error": error}, pipe)
+                message["failed"] = f"{type(raised).__name__}: {raised}"
+            message["modules"] = third_party_modules(self.agent, known)
+            send(control.fileno(), message)
         finally:
             os._exit(0)
 
-    def _learn(self, names: list[str]) -> None:
+    def _learn(self, names: Iterable[str]) -> None:
         """Import modules, warm up with them, and make workers that lack them retire."""
         started = time.monotonic()
         try:
@@ -166,14 +135,13 @@ class Pool:
             self._lessons += 1
             warm_up(self._skip)
         except StartedThreads as error:
-            self._start_over_without(error.module)
+            self._start_over_without(str(error))
         logger.info("preloaded %d modules in %.1f s", count, time.monotonic() - started)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page after the fork
-        for slot in self._slots:
-            if slot.control is not None:
-                with contextlib.suppress(OSError):
-                    slot.control.send(b"r")
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                child.send({"retire": True})
 
     def _start_over_without(self, module: str) -> NoReturn:
         """Execute the pool again: threads do not survive a fork, and cannot be ended from here.
@@ -182,167 +150,105 @@ class Pool:
         """
         logger.info("%s starts threads in the pool; it is left to the attempts", module)
         self._stop_workers()
-        os.environ[_SKIP] = ",".join(sorted({*self._skip, module}))
         read, write = os.pipe()  # the configuration was read from stdin, which must stay open
         os.write(write, self.config.to_json().encode() + b"\n")
         os.close(write)
         os.set_inheritable(read, True)
-        os.execv(sys.executable, [sys.executable, "-m", "agentrl.runner", str(read)])
+        argv = [sys.executable, "-m", "agentrl.runner", str(read), module, *self._skip]
+        os.execv(sys.executable, argv)
 
     def _fork_due(self) -> None:
         now = time.monotonic()
         for slot in self._slots:
             if slot.index and now < self._pioneer_until:
                 break  # the first worker goes ahead
-            if slot.pid is None and now >= slot.due:
-                self._fork_worker(slot)
+            if slot.child is None and now >= slot.due:
+                self._fork(slot, partial(run_worker, self.config, slot.index))
 
-    def _fork_worker(self, slot: _Slot) -> None:
-        ours, theirs = socket.socketpair()
+    def _fork(self, slot: _Slot, run: Callable[[socket.socket], NoReturn]) -> None:
         try:
-            pid = _fork()
+            slot.child = ForkedChild(run, [child.socket for child in self._children])
         except OSError as error:
             logger.warning("could not fork a runner: %s", error)
-            ours.close()
-            theirs.close()
             slot.due = time.monotonic() + _FORK_AGAIN_S
-            return
-        if pid == 0:
-            ours.close()
-            for other in self._slots:  # or another worker would not see the end of its socket
-                if other.control is not None:
-                    other.control.close()
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(nothing, 0)
-            os.close(nothing)
-            run_worker(self.config, slot.index, theirs)
-        theirs.close()
-        ours.setblocking(False)
-        slot.pid, slot.control, slot.started = pid, ours, time.monotonic()
-        slot.received.clear()
+
+    @property
+    def _children(self) -> list[ForkedChild]:
+        return [slot.child for slot in self._slots if slot.child is not None]
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until a worker says something or dies, or the trainer is gone."""
-        slots = {slot.control.fileno(): slot for slot in self._slots if slot.control is not None}
+        """Sleep until a child says something or dies, or the trainer is gone."""
         now = time.monotonic()
-        due = [slot.due for slot in self._slots if slot.pid is None]
-        if self._pioneer_until > now:
-            due = [self._pioneer_until]
+        pioneering = now < self._pioneer_until
+        waiting = self._slots[:1] if pioneering else self._slots
+        due = [slot.due for slot in waiting if slot.child is None]
+        if pioneering:
+            due.append(self._pioneer_until)
         soon = min([timeout_s, *(max(0.0, at - now) for at in due)])
-        readable, _, _ = select.select([0, *slots], [], [], soon)
-        self._check_parent(readable)
-        for fd in readable:
-            if fd:
-                self._hear(slots[fd])
-
-    def _check_parent(self, readable: list[int]) -> None:
+        sockets = [child.socket for child in self._children]
+        readable, _, _ = select.select([0, *sockets], [], [], soon)
         if 0 in readable and not os.read(0, 1024):
             self._stopping = True
         if os.getppid() != self._parent:  # in case a sibling process holds the pipe open
             self._stopping = True
+        for slot in self._slots:
+            if slot.child is not None and slot.child.socket in readable:
+                self._hear(slot, slot.child)
 
-    def _hear(self, slot: _Slot) -> None:
-        assert slot.control is not None
-        try:
-            chunk = slot.control.recv(65536)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            chunk = b""
-        if not chunk:
-            self._bury(slot)
-            return
-        slot.received += chunk
-        for line in take_lines(slot.received):
-            message = json.loads(line)
-            if self._pioneer_until == float("inf"):
-                self._pioneer_until = time.monotonic() + _PIONEER_S
+    def _hear(self, slot: _Slot, child: ForkedChild) -> None:
+        for message in child.messages():
+            if "failed" in message:
+                logger.warning("importing the agent failed: %s", message["failed"])
             if "modules" in message and self._lessons < _MOST_LESSONS:
                 self._learn(message["modules"])
+            if "claimed" in message:  # the first attempt begins, or has begun
+                self._pioneer_until = min(self._pioneer_until, time.monotonic() + _PIONEER_S)
             if "ended" in message:
                 self._pioneer_until = 0.0
+        if not child.alive:
+            self._bury(slot, child)
 
-    def _bury(self, slot: _Slot) -> None:
-        assert slot.pid is not None
-        assert slot.control is not None
-        slot.control.close()
-        slot.control = None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(slot.pid, signal.SIGKILL)  # useless without its socket
-        code = os.waitstatus_to_exitcode(os.waitpid(slot.pid, 0)[1])
-        now = time.monotonic()
-        slot.due = now
+    def _bury(self, slot: _Slot, child: ForkedChild) -> None:
+        code = child.kill()  # useless without its socket
+        slot.child, slot.due = None, time.monotonic()
         if code != 0 and not self._stopping:
             self.deaths += 1
-            delay = slot.backoff.after(now - slot.started)
-            slot.due = now + delay
+            delay = slot.backoff.after(slot.due - child.started)
+            slot.due += delay
             logger.warning(
                 "runner %d (pid %d) ended with %d; number %d to die, again in %.1f s",
-                slot.index, slot.pid, code, self.deaths, delay,
+                slot.index, child.pid, code, self.deaths, delay,
             )  # fmt: skip
-        slot.pid = None
-        kill_children(keep={other.pid for other in self._slots if other.pid is not None})
+        kill_children(keep=[other.pid for other in self._children])
 
     def _stop_workers(self) -> None:
-        """Close the workers' sockets, which stops them, and wait; kill the slow ones."""
-        waiting = [slot for slot in self._slots if slot.pid is not None]
-        for slot in waiting:
-            if slot.control is not None:
-                slot.control.shutdown(socket.SHUT_WR)
+        """Stop workers and scout, and wait; kill the slow ones."""
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                child.send({"stop": True})
+            child.signal(signal.SIGTERM)  # ends the scout
         deadline = time.monotonic() + _STOP_GRACE_S
-        for slot in waiting:
-            assert slot.pid is not None
-            while time.monotonic() < deadline:
-                pid, _ = os.waitpid(slot.pid, os.WNOHANG)
-                if pid:
-                    break
-                time.sleep(0.01)
-            else:
-                os.kill(slot.pid, signal.SIGKILL)
-                os.waitpid(slot.pid, 0)
-            if slot.control is not None:
-                slot.control.close()
-            slot.pid, slot.control = None, None
+        for child in self._children:
+            while child.alive and time.monotonic() < deadline:
+                select.select([child.socket], [], [], 0.1)
+                for _ in child.messages():
+                    pass
+            child.kill()
         kill_children()
 
 
-def main() -> int:
-    """Run a pool; its configuration is the first line of stdin (or of the given descriptor)."""
+def main() -> None:
+    """Run a pool; its configuration is the first line of stdin.
+
+    Executed again, it is the first line of the descriptor in ``argv``; modules to skip follow.
+    """
     # Not on the root logger: the agent configures logging as it likes.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(os.environ.get("AGENTRL_LOG_LEVEL", "INFO").upper())
-    source = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    line = _read_line(source)
-    if source:
-        os.close(source)
-    if not line:
-        logger.error("no configuration on standard input")
-        return 2
-    try:
-        check_environment()
-        config = RunnerConfig.from_json(line)
-    except (RuntimeError, ValueError, TypeError) as error:
-        logger.error("%s", error)
-        return 2
-    Pool(config).run()
-    return 0
-
-
-def _read_line(fd: int) -> str:
-    """Read one line, and not a byte more."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(fd, 1)
-        if not byte:
-            return ""
-        line += byte
-    return line.decode()
-
-
-def _fork() -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return os.fork()
+    source, *skip = sys.argv[1:] or ["0"]
+    with open(int(source), "rb", closefd=source != "0") as lines:
+        config = RunnerConfig.from_json(lines.readline())
+    Pool(config, skip).run()

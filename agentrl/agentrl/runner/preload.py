@@ -5,7 +5,6 @@ Frameworks only: the user's own modules are imported in every attempt, which see
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import json
@@ -17,6 +16,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Collection, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,13 @@ _WARM_UP = "openai-warm-up"  # its name where modules to skip are listed
 
 
 class StartedThreads(Exception):
-    """Importing this module started a thread, which no forked child would have."""
-
-    def __init__(self, module: str) -> None:
-        super().__init__(module)
-        self.module = module
+    """Importing the named module started a thread, which no forked child would have."""
 
 
 def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
     """Return loaded modules that are installed (not the user's, not the standard library's).
 
-    In order of import, so that importing them in this order repeats what happened.
-
-    Args:
-        known: modules that are not returned: those imported first.
+    They are in order of import. ``known``, the modules imported first, are left out.
     """
     roots = installed_roots()
     own = Path(agent.target).stem if agent.kind == "file" else agent.target.partition(".")[0]
@@ -53,17 +46,12 @@ def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
     # page after a fork: 3 ms.
     count = max(0, len(sys.modules) - len(known))
     for name in reversed(list(itertools.islice(reversed(sys.modules), count))):
+        if name in known or name.partition(".")[0] == own or _within(name, _NEVER):
+            continue
         module = sys.modules.get(name)
-        if name in known or module is None:
-            continue
-        top = name.partition(".")[0]
-        if _within(name, _NEVER) or top == own or top == "__main__" or top.startswith("_agentrl_"):
-            continue
         file = getattr(module, "__file__", None)
         spec = getattr(module, "__spec__", None)
-        if not isinstance(file, str) or spec is None or spec.name != name:
-            continue
-        if file.startswith(roots):
+        if isinstance(file, str) and file.startswith(roots) and spec and spec.name == name:
             found.append(name)
     return found
 
@@ -91,15 +79,15 @@ def preload(names: Iterable[str], skip: Collection[str] = ()) -> int:
     return len(sys.modules) - before
 
 
-@functools.cache  # computed before the fork, it costs the attempts nothing
+@cache  # computed before the fork, it costs the attempts nothing
 def installed_roots() -> tuple[str, ...]:
     """Return the folders in which packages are installed."""
     paths = sysconfig.get_paths()
     roots = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
     if site.ENABLE_USER_SITE:
         roots.add(site.getusersitepackages())
-    both = {*roots, *(os.path.realpath(root) for root in roots)}
-    return tuple(sorted(root.rstrip(os.sep) + os.sep for root in both))
+    both = roots | set(map(os.path.realpath, roots))
+    return tuple(root.rstrip(os.sep) + os.sep for root in both)
 
 
 def _within(name: str, modules: Collection[str]) -> bool:
@@ -108,30 +96,23 @@ def _within(name: str, modules: Collection[str]) -> bool:
     Not every module of its distribution: one of CrewAI's hundreds starts a thread, and leaving all
     of them to the attempts would cost each one seconds.
     """
-    parts = name.split(".")
-    return any(".".join(parts[: i + 1]) in modules for i in range(len(parts)))
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 # ---- warm-up
 
-_URL = "http://127.0.0.1:9"  # the discard port; no client gets as far as to connect
-_CALL: dict[str, Any] = {
-    "model": "warm-up",
-    "messages": [{"role": "user", "content": "Are you there?"}],
-    "max_tokens": 8,
-}
-_CHOICE = {"index": 0, "finish_reason": "stop", "logprobs": None}
+_SAID = {"role": "assistant", "content": "Yes."}
 _COMPLETION = {
     "id": "chatcmpl-warm-up",
     "object": "chat.completion",
     "created": 0,
     "model": "warm-up",
-    "choices": [_CHOICE | {"message": {"role": "assistant", "content": "Yes."}}],
+    "choices": [{"index": 0, "finish_reason": "stop", "logprobs": None, "message": _SAID}],
     "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6},
 }
 _CHUNK = _COMPLETION | {
     "object": "chat.completion.chunk",
-    "choices": [{"index": 0, "finish_reason": None, "delta": {"content": "Yes."}}],
+    "choices": [{"index": 0, "finish_reason": None, "delta": _SAID}],
 }
 
 
@@ -164,18 +145,9 @@ def warm_up(skip: Collection[str] = ()) -> None:
 def _call_openai() -> None:
     import openai
 
-    openai.OpenAI(api_key="warm-up", base_url=_URL).close()  # with its usual transport
-    http_client = openai.DefaultHttpxClient(transport=_stand_in(openai))
-    with openai.OpenAI(api_key="warm-up", base_url=_URL, http_client=http_client) as client:
-        client.chat.completions.create(**_CALL)
-        for _ in client.chat.completions.create(**_CALL, stream=True):
-            pass
-
-
-def _stand_in(openai: Any) -> Any:
-    """Return a transport that answers as a model would, for openai's HTTP library."""
-    http_name = openai.DefaultHttpxClient.__base__.__module__.partition(".")[0]
-    http = importlib.import_module(http_name)
+    # The HTTP library of this version of openai.
+    parent: Any = openai.DefaultHttpxClient.__base__
+    http = importlib.import_module(parent.__module__.partition(".")[0])
     stream = f"data: {json.dumps(_CHUNK)}\n\ndata: [DONE]\n\n".encode()
 
     def answer(request: Any) -> Any:
@@ -183,4 +155,17 @@ def _stand_in(openai: Any) -> Any:
             return http.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
         return http.Response(200, json=_COMPLETION)
 
-    return http.MockTransport(answer)
+    # The discard port; no client gets as far as to connect.
+    key_and_url: Any = {"api_key": "warm-up", "base_url": "http://127.0.0.1:9"}
+    openai.OpenAI(**key_and_url).close()  # with its usual transport
+    http_client = openai.DefaultHttpxClient(transport=http.MockTransport(answer))
+    with openai.OpenAI(**key_and_url, http_client=http_client) as client:
+        create = partial(
+            client.chat.completions.create,
+            model="warm-up",
+            messages=[{"role": "user", "content": "Are you there?"}],
+            max_tokens=8,
+        )
+        create()
+        for _ in create(stream=True):
+            pass

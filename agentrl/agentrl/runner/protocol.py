@@ -6,109 +6,85 @@ Plain dataclasses, because an agent's own interpreter need not have pydantic.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from agentrl_tracer.schemas import AttemptState, Claim, Purpose
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """The configuration of a pool of runners; ``agentrl.config`` has the defaults of settings.
+    """The configuration of a pool of runners; ``agentrl.config`` has the defaults of settings."""
 
-    Attributes:
-        store: URL or path of the trace store.
-        gateway: base URL of the gateway, without ``/v1``.
-        run_id: only this run's rollouts are claimed; None: any.
-        agent: ``module:function``, ``file.py:function`` or a command line.
-        model: the model name that agents are told to ask for (``AGENTRL_MODEL``).
-        logs: folder of ``runners.log`` and one log per attempt.
-        runners: number of workers.
-        timeout_s: hard limit of one attempt.
-        lease_s: a runner silent for this long counts as lost.
-        rollouts_per_process: attempts that a process may run in turn; 1: a fresh one for each.
-        concurrency: attempts of an async agent that a process runs at a time.
-        python: another interpreter (of another virtual environment) that runs the agent.
-        withheld: environment variables that agents do not get: other models' keys.
-    """
-
-    store: str
-    gateway: str
-    run_id: str | None
-    agent: str
-    model: str
-    logs: str
-    runners: int
-    timeout_s: float
-    lease_s: float
-    rollouts_per_process: int = 1
-    concurrency: int = 1
-    python: str | None = None
-    withheld: tuple[str, ...] = ()
+    store: str  # URL or path of the trace store
+    gateway: str  # base URL, without ``/v1``
+    run_id: str | None  # only this run's rollouts are claimed; None: any
+    agent: str  # ``module:function``, ``file.py:function`` or a command line
+    model: str  # the model name that agents are told to ask for (``AGENTRL_MODEL``)
+    logs: str  # folder of ``runners.log`` and one log per attempt
+    runners: int  # number of workers
+    timeout_s: float  # hard limit of one attempt
+    lease_s: float  # a runner silent for this long counts as lost
+    rollouts_per_process: int = 1  # attempts that a process may run in turn; 1: a fresh one each
+    concurrency: int = 1  # attempts of an async agent that a process runs at a time
+    python: str | None = None  # another virtual environment's interpreter, which runs the agent
+    withheld: tuple[str, ...] = ()  # variables that agents do not get: other models' keys
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> RunnerConfig:
+    def from_json(cls, text: str | bytes) -> RunnerConfig:
         fields = json.loads(text)
         return cls(**fields | {"withheld": tuple(fields["withheld"])})
 
-
-@dataclass(frozen=True, slots=True)
-class AttemptJob:
-    """An attempt to run, and the file that takes its standard output and error."""
-
-    claim: Claim
-    log: str
-
-    def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> AttemptJob:
-        fields = json.loads(line)
-        claim = fields["claim"] | {"purpose": Purpose(fields["claim"]["purpose"])}
-        return cls(Claim(**claim), fields["log"])
+    def log_of(self, claim: Claim) -> str:
+        """Return the file that takes an attempt's standard output and error."""
+        return str(Path(self.logs) / f"{claim.rollout_id}-{claim.attempt_number}.log")
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnding:
-    """How an attempt ended, before a failing gateway is considered.
-
-    Attributes:
-        incomplete: some span or reward did not reach the gateway.
-    """
+    """How an attempt ended, as its process or its worker sees it."""
 
     state: AttemptState
-    error: str | None
-    incomplete: bool = False
-
-
-@dataclass(slots=True)
-class AttemptReport:
-    """What an agent process tells its worker at the end of an attempt.
-
-    Attributes:
-        incomplete: some span or reward did not reach the gateway.
-        third_party_modules: installed modules that the attempt imported.
-    """
-
-    ok: bool
     error: str | None = None
-    incomplete: bool = False
-    third_party_modules: list[str] = field(default_factory=list[str])
+    incomplete: bool = False  # some span or reward did not reach the gateway
+    modules: tuple[str, ...] = ()  # installed modules that the attempt imported
 
-    def ending(self) -> AttemptEnding:
-        if self.ok and not self.incomplete:
-            return AttemptEnding(AttemptState.SUCCEEDED, None)
-        error = self.error or "its spans or rewards did not reach the gateway"
-        state = AttemptState.INFRASTRUCTURE if self.ok else AttemptState.ERROR
-        return AttemptEnding(state, error, self.incomplete)
+    @classmethod
+    def of(cls, error: str | None, *, complete: bool) -> AttemptEnding:
+        """Return the ending of an agent that returned (``error`` is None) or failed."""
+        if error is not None:
+            return cls(AttemptState.ERROR, error, incomplete=not complete)
+        if complete:
+            return cls(AttemptState.SUCCEEDED)
+        lost = "its spans or rewards did not reach the gateway"
+        return cls(AttemptState.INFRASTRUCTURE, lost, incomplete=True)
 
 
-def take_lines(received: bytearray) -> Iterator[bytes]:
-    """Remove the whole lines from a buffer, and yield them."""
+def claim_from(fields: Mapping[str, Any]) -> Claim:
+    """Return the claim whose ``asdict`` was sent."""
+    return Claim(**{**fields, "purpose": Purpose(fields["purpose"])})
+
+
+def send(fd: int, message: Mapping[str, Any]) -> None:
+    """Write a message to a pipe; wait while it is full.
+
+    Raises:
+        OSError: the other end is closed.
+    """
+    view = memoryview(json.dumps(message).encode() + b"\n")
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def take_messages(received: bytearray) -> Iterator[dict[str, Any]]:
+    """Remove the whole lines from a buffer, and yield their messages."""
     while (end := received.find(b"\n")) >= 0:
-        yield bytes(received[:end])
+        line = bytes(received[:end])
         del received[: end + 1]
+        yield json.loads(line)

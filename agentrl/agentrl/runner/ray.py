@@ -6,14 +6,13 @@ starts the usual pool inside. Imported only when asked for: Ray is an optional d
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import logging
 import os
 import socket
 import sys
+import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,10 +25,9 @@ logger = logging.getLogger("agentrl.runner")
 
 _LOOK_S = 2.0  # between looks at the actors: each is a round trip per actor
 _ANSWER_S = 5.0  # longest wait for an actor's answer
-_PLACED_S = 30.0  # after which runners without a place are worth a warning
 _REACH_S = 10.0
-_START_TRIES = 3
-_REPLACE_S = 10.0  # before an actor that is dead for good gets a successor
+_LOOPBACK = ("127.", "localhost", "::1")
+_REPLACE_S = 10.0  # before an actor that reaches no gateway or store gets a successor
 
 
 class _RayRunner:
@@ -43,36 +41,18 @@ class _RayRunner:
         from agentrl.runner.ray import check_reach
 
         config = RunnerConfig.from_json(config_json)
-        check_reach(config)
-        self._pool = start_pool(config)
+        try:
+            check_reach(config)
+        except RuntimeError:
+            time.sleep(_REPLACE_S)  # its successor may be placed here, too
+            raise
+        self._pool = start_pool(config).supervise()
 
     def alive(self) -> bool:
-        if not self._pool.alive():
-            self._pool.restart()
         return True
-
-    def log_tail(self, lines: int) -> str:
-        return self._pool.log_tail(lines)
 
     def stop(self) -> None:
         self._pool.stop()
-
-
-@dataclass(slots=True)
-class _Place:
-    """A runner's place, whichever actor has it.
-
-    Attributes:
-        answer: to whether the actor is alive; None: it died, and has no successor yet.
-        heard: Ray has found a machine for it.
-        died: it has not worked since its last death.
-    """
-
-    actor: Any
-    answer: Any
-    heard: bool = False
-    died: bool = False
-    replace_at: float = 0.0
 
 
 class RayPool:
@@ -93,7 +73,6 @@ class RayPool:
             raise ValueError("runners: ray is not installed; pip install ray") from None
         check_environment()
         validate_agent(config.agent, other_python=True)
-        self.restarts = 0
         self._ray: Any = ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
@@ -104,106 +83,76 @@ class RayPool:
             if self._started_ray:
                 ray.shutdown()
             raise
-        self._start()
-
-    def _start(self) -> None:
-        self._places = [_Place(*self._new_actor()) for _ in range(self._config.runners)]
-        self._some_alive = True
-        self._next_look = 0.0
-        self._warn_at = time.monotonic() + _PLACED_S
-        self._reported: set[str] = set()
-
-    def _new_actor(self) -> tuple[Any, Any]:
-        """Return an actor, and its future answer."""
-        search = [folder for folder in sys.path if folder]
-        # Ray revives an actor that dies; what its runner had under way loses its lease.
-        kind = self._ray.remote(max_restarts=-1, num_cpus=1)(_RayRunner)
-        actor = kind.remote(replace(self._config, runners=1).to_json(), search)
-        return actor, actor.alive.remote()
-
-    def alive(self) -> bool:
-        """Tell whether some runner works, or still waits for Ray to place it."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return self._some_alive
-        self._next_look = now + _LOOK_S
-        asked = [place.answer for place in self._places if place.answer is not None]
-        answered = set(self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ())
-        works = False
-        waiting: list[_Place] = []
-        for place in self._places:
-            if place.answer in answered:
-                works |= self._hear(place, now)
-            elif place.answer is None and now > place.replace_at:
-                place.actor, place.answer = self._new_actor()
-            elif place.answer is not None and not place.died:
-                waiting.append(place)
-        unplaced = sum(not place.heard for place in waiting)
-        if unplaced and now > self._warn_at:
-            self._warn_at = float("inf")
-            cpus = self._ray.cluster_resources().get("CPU", 0)
+        cpus = ray.cluster_resources().get("CPU", 0)
+        if cpus < config.runners:
             logger.warning(
-                "%d of %d runners wait for a place: the Ray cluster has %g CPUs, and a runner "
-                "asks for one", unplaced, len(self._places), cpus,
+                "%d runners ask for a CPU each, and the Ray cluster has %g: the others wait for a "
+                "place", config.runners, cpus,
             )  # fmt: skip
-        self._some_alive = works or bool(waiting)
-        return self._some_alive
+        self._actors = [self._new_actor() for _ in range(config.runners)]
+        self._deaths = [0] * config.runners  # of the actors of each place
+        self._reported: list[str] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="supervise-ray", daemon=True)
 
-    def _hear(self, place: _Place, now: float) -> bool:
-        """Take the actor's answer and ask again; return whether the runner works."""
-        try:
-            self._ray.get(place.answer)
-        except self._ray.exceptions.RayError as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            if why not in self._reported:  # once, not every two seconds
-                self._reported.add(why)
-                logger.warning("a runner on Ray: %s", why)
-            if isinstance(error, self._ray.exceptions.ActorDiedError):
-                place.died = True
-                place.answer, place.replace_at = None, now + _REPLACE_S
-            else:  # Ray is reviving it
-                place.answer = place.actor.alive.remote()
-            return False
-        place.heard, place.died = True, False
-        place.answer = place.actor.alive.remote()
-        return True
+    @property
+    def restarts(self) -> int:
+        """How often the actors of every place have died for good."""
+        return min(self._deaths)
 
-    def restart(self) -> None:
-        self.restarts += 1
-        self._kill()
-        self._start()
+    def supervise(self) -> None:
+        """Replace actors that die for good, and log why."""
+        self._thread.start()
 
     def begin_stop(self) -> None:
-        for place in self._places:
-            place.actor.stop.remote()
+        """Ask the runners to end, without waiting."""
+        self._stopping.set()
+        for actor in self._actors:
+            actor.stop.remote()
 
     def stop(self) -> None:
-        self._answers("stop")
-        self._kill()
+        """Stop the runners, their agents, and Ray if it was started here."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        answers = [actor.stop.remote() for actor in self._actors]
+        self._ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_S)
+        for actor in self._actors:
+            self._ray.kill(actor)
         if self._started_ray:
             self._ray.shutdown()
 
     def log_tail(self, lines: int = 20) -> str:
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            return "\n".join(self._ray.get(self._answers("log_tail", lines)))
-        return ""
+        """Return why runners died. Their logs are on the nodes, in the run's folder of logs."""
+        return "\n".join(self._reported[-lines:])
 
-    def _answers(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every actor; return the answers that come in time."""
-        asked = [getattr(place.actor, method).remote(*args) for place in self._places]
-        return self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)[0]
+    def _new_actor(self) -> Any:
+        search = [folder for folder in sys.path if folder]
+        # Ray revives an actor whose process dies; what its runner had under way loses its lease.
+        kind = self._ray.remote(max_restarts=-1, num_cpus=1)(_RayRunner)
+        return kind.remote(replace(self._config, runners=1).to_json(), search)
 
-    def _kill(self) -> None:
-        for place in self._places:
-            self._ray.kill(place.actor)
+    def _watch(self) -> None:
+        asked = {actor.alive.remote(): place for place, actor in enumerate(self._actors)}
+        while not self._stopping.wait(_LOOK_S):
+            answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)
+            for answer in answered:
+                place = asked.pop(answer)
+                try:
+                    self._ray.get(answer)
+                except self._ray.exceptions.RayError as error:
+                    why = (str(error).strip() or type(error).__name__).splitlines()[-1]
+                    if why not in self._reported:  # once, not every two seconds
+                        self._reported.append(why)
+                        logger.warning("a runner on Ray: %s", why)
+                    if isinstance(error, self._ray.exceptions.ActorDiedError):
+                        self._deaths[place] += 1
+                        self._actors[place] = self._new_actor()
+                asked[self._actors[place].alive.remote()] = place
 
 
 def _join_or_start(ray: Any, runners: int) -> None:
-    """Join the running cluster, else start one with a place for every runner.
-
-    Ray's raylet gives its own helper process 15 seconds to import what it needs, and aborts if a
-    busy machine takes longer (ray-project/ray#65983), so a start is tried several times.
-    """
+    """Join the running cluster, else start one with a place for every runner."""
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:
         ray.init(address="auto", **settings)
@@ -215,27 +164,19 @@ def _join_or_start(ray: Any, runners: int) -> None:
                 "unset RAY_ADDRESS to have one started here"
             ) from error
     cpus = max(runners, os.cpu_count() or 1)
-    for left in reversed(range(_START_TRIES)):
-        try:
-            ray.init(address="local", include_dashboard=False, num_cpus=cpus, **settings)
-            return
-        except Exception as error:  # Ray raises nothing narrower
-            ray.shutdown()
-            if not left:
-                raise ValueError(
-                    f"runners: Ray did not start in {_START_TRIES} tries: {error} A machine that "
-                    "is too busy is a usual cause (docs/ray.md); Ray's own logs are in "
-                    "/tmp/ray/session_latest/logs. A cluster that `ray start --head` has started "
-                    "is joined"
-                ) from error
+    try:
+        ray.init(address="local", include_dashboard=False, num_cpus=cpus, **settings)
+    except Exception as error:  # Ray raises nothing narrower
+        ray.shutdown()
+        raise ValueError(  # a usual cause is ray-project/ray#65983
+            f"runners: Ray did not start: {error} On a busy machine Ray's helper process may take "
+            "longer than the 15 seconds that Ray allows it: try again, or join a cluster that "
+            "`ray start --head` has started. Ray's own logs are in /tmp/ray/session_latest/logs"
+        ) from error
 
 
 def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> RunnerConfig:
-    """Return the configuration as every node of the cluster can use it.
-
-    Raises:
-        ValueError: there are other nodes, and they cannot reach the store or the gateway.
-    """
+    """Return the configuration as every node can use it; raise ValueError if it cannot be."""
     count = sum(node["Alive"] for node in ray.nodes())
     if count == 1:
         return config
@@ -249,13 +190,13 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
             f"store: the Ray cluster has {count} nodes, which cannot share an SQLite file; give a "
             "PostgreSQL URL with --store"
         )
-    if _is_loopback(gateway_host):
+    if gateway_host.startswith(_LOOPBACK):
         raise ValueError(
             f"gateway_host: {gateway_host} is out of reach of the Ray cluster's other nodes (it "
             f"has {count}); set --gateway-host 0.0.0.0, or this machine's address in their network"
         )
     parts = urlsplit(config.gateway)
-    if not _is_loopback(parts.hostname or ""):
+    if not (parts.hostname or "").startswith(_LOOPBACK):
         return config
     # It listens everywhere; other nodes need this machine's address.
     address = ray.util.get_node_ip_address()
@@ -263,19 +204,8 @@ def _within_reach(ray: Any, config: RunnerConfig, gateway_host: str | None) -> R
     return replace(config, gateway=parts._replace(netloc=f"{host}:{parts.port}").geturl())
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def check_reach(config: RunnerConfig) -> None:
-    """Refuse a node, which may have joined late, that cannot reach the gateway or the store.
-
-    Raises:
-        RuntimeError: names what cannot be reached from this machine.
-    """
+    """Raise RuntimeError on a node, which may have joined late, without gateway or store."""
     parts, here = urlsplit(config.gateway), socket.gethostname()
     try:
         socket.create_connection((parts.hostname or "", parts.port or 80), _REACH_S).close()

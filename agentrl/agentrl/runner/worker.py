@@ -1,108 +1,295 @@
-"""A runner worker: claim a rollout, run it in a fresh process, record how it ended, again."""
+"""A runner worker: claim rollouts, run each attempt in an agent process, record how it ended.
+
+An agent process runs one attempt at a time (by default a fresh process for each), or with
+``concurrency`` several attempts of an async agent. Each attempt has its own claim, lease, deadline
+and log.
+
+Single-threaded, because workers fork. The pool tells its worker through a socket to retire after
+this attempt (a newer pool has more modules preloaded), or to stop, as the socket's end does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import select
+import shutil
 import signal
 import socket
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
 
-from agentrl.runner.attempt_process import AttemptProcess
-from agentrl.runner.base import KILL_GRACE_S, TICK_S, Worker
-from agentrl.runner.health_checks import QueueWatch
-from agentrl.runner.protocol import AttemptEnding, AttemptJob, AttemptReport, RunnerConfig
-from agentrl.runner.subreaper import adopt_orphans, kill_children
-from agentrl_tracer.schemas import AttemptState, Claim
+from sqlalchemy.exc import SQLAlchemyError
+
+from agentrl.runner.agent_process.environment import storage_folder
+from agentrl.runner.health_checks import GatewayProbe, QueueWatch
+from agentrl.runner.processes import AgentProcess, adopt_orphans, kill_children
+from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
+from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
 from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
 
+_KILL_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
+_TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
+_HEALTH_AGE_S = 1.0
 
-class ForkingWorker(Worker):
-    """Runs one attempt at a time."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _RunningAttempt:
+    """An attempt under way."""
+
+    claim: Claim
+    boot_id: str  # the gateway's, when the attempt began
+    deadline: float  # when it is asked to end, or, once it was asked, killed
+    cause: AttemptEnding | None = None  # why it was asked to end
+
+
+class Worker:
+    """Runs ``config.concurrency`` attempts at a time; to retire, it finishes what it has."""
 
     def __init__(
         self, config: RunnerConfig, store: Store, index: int, control: socket.socket
     ) -> None:
-        super().__init__(config, store, index, control)
+        self._config = config
+        self._store = store
+        self._name = f"{socket.gethostname()}-{os.getpid()}-{index}"
+        self._gateway = GatewayProbe(config.gateway)
+        self._queue = QueueWatch(store.url)
+        self._control = control
         self._known_modules = frozenset(sys.modules)
-        self._kept: AttemptProcess | None = None  # for the next attempt
+        self._running: dict[str, _RunningAttempt] = {}
+        self._process: AgentProcess | None = None
+        self._stopping = False
+        self._retiring = False
+        self._next_expiry = 0.0
+        self._next_heartbeat = 0.0
 
     def run(self) -> None:
-        self.handle_signals()
-        while not (self._stopping or self._retiring):
-            claim = self.claim()
+        """Work until told to retire or to stop."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while self._running or not (self._stopping or self._retiring):
+            self._start_attempts()
+            self._listen()
+            self._take_reports()
+            self._check_deadlines()
+            self._keep_leases()
+        if self._process is not None:
+            self._end_process(self._process)
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._stopping = True  # seen within a tick; raising here could tear a transaction
+
+    @property
+    def _full(self) -> bool:
+        return len(self._running) >= self._config.concurrency
+
+    def _start_attempts(self) -> None:
+        while not (self._stopping or self._retiring or self._full):
+            # Cheap checks first: may the queue hold a rollout, and is the gateway well?
+            if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
+                return
+            claim = self._claim()
             if claim is None:
-                self.listen([], QueueWatch.TICK_S)
-            else:
-                modules = self._execute(claim)
-                self.tell_pool({"ended": claim.rollout_id, "modules": modules})
-                self.listen([], 0.0)
-        if self._kept is not None:
-            self._kept.kill()
+                return
+            deadline = time.monotonic() + self._config.timeout_s
+            running = _RunningAttempt(claim, boot_id, deadline)
+            self._running[claim.attempt_id] = running
+            try:
+                if self._process is None:
+                    self._process = AgentProcess(self._config, self._known_modules, self._control)
+                self._process.send(asdict(claim))
+            except OSError as error:  # out of processes or descriptors
+                failed = f"could not start: {error}"
+                self._finish(running, AttemptEnding(AttemptState.INFRASTRUCTURE, failed))
 
-    def _execute(self, claim: Claim) -> list[str]:
-        """Run one attempt; return the modules that it imported and this process lacks."""
-        boot_id, job = self.boot_id(), self.job(claim)
-        report: AttemptReport | None = None
+    def _claim(self) -> Claim | None:
+        now, lease_s = time.monotonic(), self._config.lease_s
+        if now >= self._next_expiry:
+            self._next_expiry = now + lease_s / 2
+            self._try_store(self._store.expire_leases)
+        claim = self._try_store(lambda: self._store.claim(self._name, lease_s, self._config.run_id))
+        if claim is not None:
+            self._queue.found()
+            self._tell_pool({"claimed": claim.rollout_id})
+        return claim
+
+    def _listen(self) -> None:
+        """Sleep until the agent or the pool says something, or something else is due."""
+        tick_s = _TICK_S if self._full or self._stopping else QueueWatch.TICK_S
+        soon = min((one.deadline for one in self._running.values()), default=float("inf"))
+        timeout_s = min(tick_s, max(soon - time.monotonic(), 0.001))
+        watched = [] if self._process is None else [self._process.socket]
+        if not self._stopping:
+            watched.append(self._control)
+        readable, _, _ = select.select(watched, [], [], timeout_s)
+        if self._control in readable:
+            with contextlib.suppress(ConnectionError):
+                said = self._control.recv(1024)
+                self._retiring |= b"retire" in said
+                self._stopping |= not said or b"stop" in said
+                return
+            self._stopping = True
+
+    def _take_reports(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        for report in process.messages():
+            if "running" in report:
+                process.busy_with = report["running"]
+                continue
+            running = self._running.get(report.pop("attempt"))
+            if running is not None:
+                report["state"] = AttemptState(report["state"])
+                ending = AttemptEnding(**report)
+                self._finish(running, running.cause or ending)
+        if not process.alive and self._process is process:
+            self._process_died(process)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for running in self._running.values():
+            if running.cause is None and self._stopping:
+                stopped = "its runner was stopped"
+                self._cancel(running, AttemptEnding(AttemptState.INFRASTRUCTURE, stopped))
+            elif running.cause is None and now >= running.deadline:
+                timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
+                self._cancel(running, AttemptEnding(AttemptState.TIMEOUT, timeout))
+        overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
+        if overdue and self._process is not None:
+            # An attempt that blocks the event loop keeps others from ending, too.
+            culprit = self._running.get(self._process.busy_with or "", overdue[0])
+            blocked = "it blocked the process that it shared"
+            culprit.cause = culprit.cause or AttemptEnding(AttemptState.TIMEOUT, blocked)
+            self._process_died(self._process, culprit)
+
+    def _keep_leases(self) -> None:
+        now = time.monotonic()
+        if now < self._next_heartbeat:
+            return
+        self._next_heartbeat = now + self._config.lease_s / 3
+        for running in self._running.values():
+            attempt_id = running.claim.attempt_id
+            beat = partial(self._store.heartbeat, attempt_id, self._config.lease_s)
+            if self._try_store(beat) is False:
+                # The gateway refuses what the attempt does until it ends.
+                logger.info("attempt %s lost its lease or was canceled", attempt_id)
+                self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
+
+    def _cancel(self, running: _RunningAttempt, cause: AttemptEnding) -> None:
+        """Ask an attempt to end; soon it is killed."""
+        if running.cause is not None or self._process is None:
+            return
+        running.cause, running.deadline = cause, time.monotonic() + _KILL_GRACE_S
+        if self._config.concurrency == 1:
+            self._process.signal(signal.SIGTERM)
+        else:
+            with contextlib.suppress(OSError):  # dead: noticed at the next look
+                self._process.send({"cancel": running.claim.attempt_id})
+
+    def _process_died(self, process: AgentProcess, culprit: _RunningAttempt | None = None) -> None:
+        """End the process and its attempts: ``culprit``, if one made it be killed, and the rest."""
+        code, shared = self._end_process(process), len(self._running) > 1
+        said = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        for running in list(self._running.values()):
+            if shared and running is not culprit:
+                error = f"the process that it shared with other rollouts {said}"
+                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, error)
+            else:
+                error = f"the agent's process {said}"
+                ending = running.cause or AttemptEnding(AttemptState.ERROR, error)
+            self._finish(running, ending)
+
+    def _end_process(self, process: AgentProcess) -> int:
+        self._process = None
+        code = process.kill()
+        kill_children()
+        return code
+
+    def _finish(self, running: _RunningAttempt, ending: AttemptEnding) -> None:
+        """Leave nothing of an attempt running, and write its end into the store."""
+        claim, process = running.claim, self._process
+        if process is not None and self._config.concurrency == 1:
+            process.attempts_left -= 1
+            if process.attempts_left and ending.error is None:
+                kill_children(keep=[process.pid])
+            else:  # everything was flushed before the report: SIGKILL loses nothing
+                self._end_process(process)
+        del self._running[claim.attempt_id]
+        shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
+        log = _keep_log(Path(self._config.log_of(claim)))
+        if ending.error is not None:
+            ending = self._blame(ending, running)
+        deadline = time.monotonic() + self._config.lease_s
+        while time.monotonic() < deadline:  # then the lease is lost, and the rollout runs again
+            try:
+                self._store.end_attempt(claim.attempt_id, ending.state, error=ending.error, log=log)
+                break
+            except (SQLAlchemyError, OSError) as error:
+                logger.warning("ending attempt %s: %s", claim.attempt_id, error)
+                time.sleep(_TICK_S)
+        self._tell_pool({"ended": claim.rollout_id, "modules": ending.modules})
+
+    def _blame(self, ending: AttemptEnding, running: _RunningAttempt) -> AttemptEnding:
+        """Make an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
+        if ending.state is AttemptState.INFRASTRUCTURE:
+            return ending
+        reason = None
+        now = self._gateway.boot_id()
+        if now is None:
+            reason = "the gateway does not answer"
+        elif now != running.boot_id:
+            reason = "the gateway was restarted meanwhile"
+        elif ending.incomplete:
+            reason = "spans or rewards did not reach the gateway"
+        elif ending.state is AttemptState.ERROR:
+            ids = [running.claim.attempt_id]
+            calls = self._try_store(lambda: self._store.calls(attempt_ids=ids)) or []
+            failed = [c for c in calls if c.state == CallState.ERROR and not _refused_request(c)]
+            if failed:
+                reason = f"the model failed call {failed[-1].id} ({failed[-1].error})"
+        if reason is None:
+            return ending
+        error = f"{reason}; the agent: {ending.error}"
+        return AttemptEnding(AttemptState.INFRASTRUCTURE, error, modules=ending.modules)
+
+    def _tell_pool(self, message: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):  # a dying pool: ``_listen`` notices
+            send(self._control.fileno(), message)
+
+    def _try_store(self, action: Callable[[], T]) -> T | None:
+        """Return None while the store is away (locked, restarting)."""
         try:
-            process = self._process_for(job)
-        except OSError as error:  # out of processes or descriptors
-            ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not fork: {error}")
-        else:
-            try:
-                ending = self._attend(process, claim)
-            finally:
-                if process.reusable:
-                    self._kept = process
-                else:
-                    process.kill()
-            report = process.report
-        kill_children(keep=() if self._kept is None else (self._kept.pid,))
-        self.clear_storage(claim)
-        if ending is None:
-            logger.info("attempt %s lost its lease or was canceled", claim.attempt_id)
-        else:
-            self.end(job, ending, boot_id)
-        return [] if report is None else report.third_party_modules
+            return action()
+        except (SQLAlchemyError, OSError) as error:
+            logger.warning("the store failed: %s", error)
+            return None
 
-    def _process_for(self, job: AttemptJob) -> AttemptProcess:
-        """Hand the job to the process of the attempt before, or to a fresh one."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            try:
-                kept.run_next(job)
-            except OSError:
-                kept.kill()
-            else:
-                return kept
-        return AttemptProcess(self.config, job, self._known_modules, [self.control_fd])
 
-    def _attend(self, process: AttemptProcess, claim: Claim) -> AttemptEnding | None:
-        """Wait for the attempt's end while keeping its lease; None: the lease is lost."""
-        lease_s = self.config.lease_s
-        start = beaten = time.monotonic()
-        deadline, kill_at = start + self.config.timeout_s, float("inf")
-        cause: AttemptEnding | None = None
-        while not process.poll():
-            now = time.monotonic()
-            if now >= kill_at:
-                process.signal(signal.SIGKILL)
-            elif cause is None and (now >= deadline or self._stopping):
-                cause, kill_at = self.interruption(), now + KILL_GRACE_S
-                process.signal(signal.SIGTERM)
-            if now - beaten >= lease_s / 3:
-                alive = self.heartbeat(claim)
-                if alive is False or (alive is None and now - beaten > lease_s):
-                    return None
-                beaten = now if alive else beaten
-            soon = min(deadline, kill_at, beaten + lease_s / 3) - time.monotonic()
-            self.listen([process.report_fd], min(max(soon, 0.001), TICK_S))
-        return cause or process.ending()
+def _refused_request(call: Call) -> bool:
+    """Tell whether another model's provider refused the agent's request itself."""
+    status = call.params.get("provider_status", 0)
+    return 400 <= status < 500 and status not in (408, 429)
+
+
+def _keep_log(log: Path) -> str | None:
+    """Return the path of a log that is not empty; remove an empty one."""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size:
+            return str(log)
+        log.unlink()
+    return None
 
 
 def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoReturn:
@@ -111,14 +298,9 @@ def run_worker(config: RunnerConfig, index: int, control: socket.socket) -> NoRe
     try:
         gc.freeze()
         adopt_orphans()
-        worker_class = ForkingWorker
-        if config.concurrency > 1:
-            from agentrl.runner.concurrent_worker import ConcurrentWorker
-
-            worker_class = ConcurrentWorker
         # A store of its own, opened after the fork. Agent processes inherit its connection, but
         # never use it, and end without closing it.
-        worker_class(config, Store(config.store), index, control).run()
+        Worker(config, Store(config.store), index, control).run()
         code = 0
     except BaseException:
         logger.exception("runner %d failed", index)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import math
 import os
+import socket
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
-from agentrl.runs.lock import RunLock
+
+logger = logging.getLogger("agentrl")
 
 _POINTER = "tinker.json"  # as agentrl_trainer.client.saved has it, which would import torch
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunFolder:
@@ -33,7 +40,7 @@ class RunFolder:
         self.metrics = self.root / "metrics.jsonl"
         self.picture = self.root / "learning_curve.png"
         self.summary = self.root / "summary.json"
-        self._lock: RunLock | None = None
+        self._locked = False
 
     @classmethod
     def create(cls, runs: Path, name: str | None, prefix: str) -> RunFolder:
@@ -68,14 +75,35 @@ class RunFolder:
     def lock(self) -> None:
         """Let no other process write here until this one ends or this object is gone.
 
+        The lock is ``flock`` on a file, which ``kill -9`` releases too. It belongs to the open
+        file, which a forked child shares: a gateway that outlives a killed trainer for a moment
+        would hold it on. So children close theirs at once.
+
         Raises:
             ConfigError: another process has the lock; names it. Or nothing can be written here.
         """
+        if self._locked:
+            return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock or RunLock(self.root)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            descriptor = os.open(self.root / "lock", flags, 0o644)
+            close = weakref.finalize(self, os.close, descriptor)
+            os.register_at_fork(after_in_child=close)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BlockingIOError as error:
+            holder = (self.root / "lock").read_text(errors="replace").strip()
+            raise ConfigError(
+                f"{self.root} is in use: {holder or 'another process'} is running it. Let it "
+                "finish, or end it first, then --resume it"
+            ) from error
         except OSError as error:
-            raise _unwritable(error) from error
+            if error.errno not in _NO_LOCKS:
+                raise _unwritable(error) from error
+            logger.warning("%s: this file system has no locks: %s", self.root, error.strerror)
+        self._locked = True
 
     def read_config(self) -> dict[str, Any]:
         """Return the settings of the run."""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.algorithm import REFERENCE, value_params
 from agentrl.config.commands import TrainConfig
@@ -112,7 +113,7 @@ def _on_tinker(config: TrainConfig, folder: Path) -> TrainingClients:
 
 
 def _adapters(
-    service: ServiceClient, config: TrainConfig, **lora: float
+    service: ServiceClient, config: TrainConfig, **lora: Any
 ) -> dict[str, TrainingClient]:
     """Make a client for each adapter, with seeds of their own."""
     create, rank, seed = service.create_lora_training_client, config.learning.rank, config.run.seed

@@ -19,6 +19,7 @@ from agentrl.timing import PhaseTimer
 from agentrl.training.evaluation import evaluate_if_due, reached_goal
 from agentrl.training.metrics import seconds_row
 from agentrl.training.run import TrainingRun
+from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.client import AdamParams, RefusedRows
 from agentrl_trainer.data.batch_assembly import StepBatch
 from agentrl_trainer.learner.step_stats import StepStats
@@ -87,7 +88,7 @@ def update(
             batch.rows = run.result(client.prepare(batch.rows, how))
         except RefusedRows as why:
             run.display.note(f"{name}: nothing of step {step} was trained on: {why}")
-            batch.refuse("not_supported")
+            batch.refuse(SkipReason.OFF_POLICY)
             return passes
     for epoch in range(how.epochs):
         with timer("forward_backward"):
@@ -105,7 +106,7 @@ def update(
         if refused:
             run.display.note("the loss or gradient was not finite: the step was not applied")
             if not epoch:
-                batch.refuse("non_finite")
+                batch.refuse(SkipReason.NON_FINITE_STEP)
             break
     return passes
 

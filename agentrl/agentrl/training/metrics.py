@@ -16,7 +16,7 @@ from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, Call, Outcomes, Rollout, RolloutState
 from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
-from agentrl_trainer.data.off_policy import token_versions
+from agentrl_trainer.data.skip_reasons import token_versions
 from agentrl_trainer.learner.step_stats import StepStats
 
 _OF_UPDATE = {

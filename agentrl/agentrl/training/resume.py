@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.recorded import flattened
+from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import Json
 from agentrl_tracer.store import Store

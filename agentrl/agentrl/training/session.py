@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway.handle import GatewayHandle, secret_variables
 from agentrl.gateway.process import GatewayPlan, import_gateway
-from agentrl.runner import PoolHandle, RunnerConfig, start_pool
+from agentrl.runner import RunnerConfig, start_pool
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import planned_server
+from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 from agentrl.training.rollout_queue import CheckProgress, OnProgress
 from agentrl_tracer.schemas import NewRollout, Policies, Rollout
@@ -94,7 +95,7 @@ class Session:
         self._asks_for = asks_for or named
         self.started = time.perf_counter()
         self.gateway: GatewayHandle
-        self.pool: PoolHandle | RayPool
+        self.pool: SupervisedProcess | RayPool
         self._next_maintenance = 0.0
 
     def _register(self, kind: str) -> str:
@@ -131,14 +132,16 @@ class Session:
                 import_gateway()
             self.store.close()  # SQLite's connections must not cross a fork; it opens others
             self.gateway.start()
-            if self._vllm:  # after the gateway, which may be forked: supervision starts a thread
+            # After the gateway, which may be forked: supervision starts a thread.
+            self.pool.supervise()
+            if self._vllm:
                 self._vllm.start()
         except BaseException:
             self._stop()
             raise
         return self
 
-    def _start_runners(self) -> PoolHandle | RayPool:
+    def _start_runners(self) -> SupervisedProcess | RayPool:
         config = self.config
         models = config.model_dump(mode="json")["models"]
         how = config.rollouts
@@ -244,7 +247,7 @@ class Session:
         return self.store.enqueue(self.run_id, new)
 
     def wait(self, check: CheckProgress, on_progress: OnProgress) -> None:
-        """Maintain leases and runners until ``check`` says enough.
+        """Maintain leases until ``check`` says enough.
 
         Raises:
             RunError: the runners or the gateway keep dying and no rollout finishes.
@@ -272,12 +275,10 @@ class Session:
         return future.result()
 
     def maintain(self) -> None:
-        """End leases that ran out, and restart runners that died. Cheap: call it while waiting."""
+        """End leases that ran out. Cheap: call it while waiting."""
         if time.monotonic() >= self._next_maintenance:
             self.store.expire_leases()
             self._next_maintenance = time.monotonic() + _MAINTAIN_S
-        if not self.pool.alive():
-            self.pool.restart()
 
     def _restarts(self) -> int:
         vllm = self._vllm.restarts if self._vllm else 0

@@ -6,8 +6,7 @@ Knows LiteLLM's, openai's and Python's exceptions. Does not know requests or row
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from agentrl_proxy.errors import ApiError, invalid
 
@@ -32,7 +31,9 @@ def api_error(
 
     said = f"{type(error).__name__}: {clean(getattr(error, 'message', None) or str(error))}"
     status = getattr(error, "status_code", None)
-    causes = list(_causes(error))
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
     # Its code met a value that it was not made for. It raises a bare ``Exception`` for messages
     # that it cannot read; errors of sockets are different.
     in_litellm = type(causes[-1]).__module__ == "builtins" and not isinstance(causes[-1], OSError)
@@ -51,23 +52,12 @@ def api_error(
         code = clean(next(filter(None, map(_provider_code, causes)), "provider_error"))
         what = f"the provider of {model!r} answered {status}"
     else:
-        log.error("a call to the model %r failed", model, exc_info=without_cause(error, said))
+        log.error("a call to the model %r failed: %s", model, said)
         status, code, what = 502, "provider_error", f"the call to the model {model!r} failed"
     kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
     after = next(filter(None, map(_retry_after, causes)), None)
     headers = None if after is None else {"retry-after": clean(after)}
     return ApiError(status, f"{what}: {said}", kind=kind, code=code, headers=headers), status
-
-
-def without_cause(error: Exception, said: str) -> tuple[Any, BaseException, Any]:
-    """Return ``exc_info`` with the traceback of an error and a cleaned text."""
-    return RuntimeError, RuntimeError(said), error.__traceback__
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _provider_code(error: BaseException) -> str | None:

@@ -55,6 +55,8 @@ class Renderer:
         self._texts: dict[int, str] = {}  # of single tokens
         self._hidden = self._hidden_ids(special, template)
         self._format = ReplyTemplate(template, self.generation_prompt)
+        self.tells_calls_apart = self._format.streams_calls  # before the reply ends
+        self.reasoning_marks = self._format.reasoning_marks
         self.vocab_size = len(tokenizer)
         self._unopened = ReplyTemplate(template, "")
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
@@ -125,11 +127,6 @@ class Renderer:
             self._texts[token_id] = text
         return text
 
-    @property
-    def tells_calls_apart(self) -> bool:
-        """Whether the parser tells tool calls apart before the reply ends."""
-        return self._format.streams_calls
-
     def parser(self, *, tools: Tools, opened: bool = True, one_call: bool = False) -> ReplyParser:
         """Return a parser for one reply.
 
@@ -140,11 +137,6 @@ class Renderer:
         """
         format = self._format if opened else self._unopened
         return ReplyParser(format, tools=tools, one_call=one_call)
-
-    @property
-    def reasoning_marks(self) -> tuple[str, str] | None:
-        """The strings that open and close reasoning; None if replies have none."""
-        return self._format.reasoning_marks
 
     def parse(self, ids: Sequence[int], *, tools: bool = True) -> ParsedReply:
         """Parse response ids into content, tool calls and reasoning."""
@@ -220,13 +212,13 @@ class Renderer:
     def _hidden_ids(self, special: set[int], template: dict[str, Any]) -> frozenset[int]:
         """Return special tokens, except those that the response template contains."""
         patterns = json.dumps(template, ensure_ascii=False)
-        spoken = set[int]()
+        hidden = set(self._stop_ids)
         for i in special:
             token = self.decode_raw([i])
             escaped = json.dumps(re.escape(token), ensure_ascii=False)[1:-1]
-            if token and (token in patterns or escaped in patterns):
-                spoken.add(i)
-        return frozenset(special - spoken) | self._stop_ids
+            if not token or (token not in patterns and escaped not in patterns):
+                hidden.add(i)
+        return frozenset(hidden)
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from agentrl_proxy.rendering.partial_json import CallReader, tool_call
-from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall
+from agentrl_proxy.rendering.reply import CallPiece, CallReader, ParsedReply, ToolCall, tool_call
 
 # The tools, whose schemas give types to untyped notations; or whether there are any.
 Tools = bool | list[dict[str, Any]]
@@ -72,7 +71,13 @@ class ReplyTemplate:
                 fields = {k: v for k, v in spec["fields"].items() if k in _TEXT_FIELDS}
                 spec = {**spec, "fields": fields}
             elif self.streams_calls:
-                spec = {**spec, "fields": {**spec["fields"], "tool_calls": _as_written(spec)}}
+                # transformers delimits calls, and CallReader reads them. transformers refuses a
+                # template whose transform uses no named group.
+                calls = spec["fields"]["tool_calls"]
+                whole = calls["transform"]["function"] == "{content}"
+                transform = "{content}" if whole else {"name": "{name}"}
+                calls = {**calls, "content": "text", "transform": transform}
+                spec = {**spec, "fields": {**spec["fields"], "tool_calls": calls}}
             loaded = self._loaded[tools] = load_response_template(spec)
         return loaded
 
@@ -221,8 +226,7 @@ class ReplyParser:
         self._read_to = max(self._raw.find(text, self._read_to), self._read_to) + len(text)
 
     def _certain_content(self) -> str:
-        """The content without a line end after a call: it belongs to the content only if more
-        follows."""
+        """The content without a line end after a call, which belongs to it only if more follows."""
         kept = self._before_calls
         return self._content if kept < 0 else self._content[:kept] + self._content[kept:].rstrip()
 
@@ -260,14 +264,6 @@ def _is_json_call(field: dict[str, Any] | None) -> bool:
     function = transform.get("function") if isinstance(transform, dict) else None
     named = {"name": "{name}", "arguments": "{content}"}
     return bool(field.get("repeats")) and function in ("{content}", named)
-
-
-def _as_written(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the template's tool-call field so that transformers delimits calls unparsed."""
-    calls = dict(spec["fields"]["tool_calls"])
-    # transformers refuses a template whose transform uses no named group.
-    transform = {"name": "{name}"} if calls["transform"]["function"] != "{content}" else "{content}"
-    return {**calls, "content": "text", "transform": transform}
 
 
 class PlainTextParser:

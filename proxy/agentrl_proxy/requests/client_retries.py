@@ -29,8 +29,6 @@ from agentrl_tracer.schemas import Call, CallState, PastCall
 if TYPE_CHECKING:
     from agentrl_tracer.store import Store
 
-_CONCURRENT_LOOKUPS = 4  # after a restart many clients retry, and the store serves others too
-
 Completion = dict[str, Any]
 """A whole chat completion: the form of every answer before its dialect writes it."""
 
@@ -76,13 +74,12 @@ def identify(
     return TrackedRequest(key, raw, dialect, agent, name, prompts, n, answer)
 
 
+@dataclass(frozen=True, slots=True)
 class ClientRetries:
     """Keeps track of requests, and finds the answers for their retries."""
 
-    def __init__(self, store: Store, attempts: AttemptMemories) -> None:
-        self._store = store
-        self.attempts = attempts
-        self._lookups = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
+    store: Store
+    attempts: AttemptMemories
 
     def begin(self, request: TrackedRequest, memory: AttemptMemory | None) -> None:
         """Register a request that will be sampled. ``end`` must follow."""
@@ -134,10 +131,9 @@ class ClientRetries:
                 running.waiting -= 1
             if answer is not None:
                 return answer
-        async with self._lookups:  # in a thread: it may read many long requests
-            past = await asyncio.to_thread(
-                self._store.same_requests, caller.attempt.attempt_id, request.raw
-            )
+        # In a thread: it may read many long requests.
+        attempt_id = caller.attempt.attempt_id
+        past = await asyncio.to_thread(self.store.same_requests, attempt_id, request.raw)
         return _answer(request, past)
 
 

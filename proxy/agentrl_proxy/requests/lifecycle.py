@@ -162,8 +162,7 @@ class ClientRequest:
         return answer, [chunk for pair in pairs for chunk in self.service.last_chunks(*pair)]
 
     async def _generate(self, calls: list[Any], write: Write | None) -> list[Completion]:
-        """Accept and answer all parts. If one is refused or fails, the others are stopped and
-        recorded as failed."""
+        """Accept and answer all parts. If one fails, stop the others and record them as failed."""
         request, service = self.request, self.service
         heading = chat_objects.Heading(new_id(request.dialect.id_prefix), request.raw["model"])
         accepted = False

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentrl_proxy.dependencies import ConnectionLimits
@@ -66,7 +66,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 def serve(
-    app: Starlette, host: str, port: int, *, on_bound: Callable[[str], None] | None = None
+    app: FastAPI, host: str, port: int, *, on_bound: Callable[[str], None] | None = None
 ) -> None:
     """Serve until SIGINT or SIGTERM. ``on_bound`` gets the URL before the start."""
     with bind(host, port, operator_key=app.state.gateway.deps.operator_key) as bound:
@@ -75,7 +75,7 @@ def serve(
         serve_on(app, bound)
 
 
-def serve_on(app: Starlette, listening: socket.socket) -> None:
+def serve_on(app: FastAPI, listening: socket.socket) -> None:
     """Serve on a listening socket until SIGINT or SIGTERM.
 
     Then take no new connections, let running answers finish within the grace period, and cancel
@@ -96,7 +96,7 @@ def _exit(number: int, frame: object) -> None:
 
 
 @contextlib.contextmanager
-def serving(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def serving(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     """Serve from a thread of this process while the context lasts; yields the URL."""
     bound = bind(host, port, operator_key=app.state.gateway.deps.operator_key)
     server = _server(app)
@@ -116,11 +116,11 @@ def serving(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> Iterator[
             thread.join(timeout=_limits(app).grace_s + 10)
 
 
-def _limits(app: Starlette) -> ConnectionLimits:
+def _limits(app: FastAPI) -> ConnectionLimits:
     return app.state.gateway.deps.limits
 
 
-def _server(app: Starlette) -> uvicorn.Server:
+def _server(app: FastAPI) -> uvicorn.Server:
     limits = _limits(app)
     config = uvicorn.Config(
         app,

@@ -6,6 +6,7 @@ import logging
 import math
 import secrets
 import time
+from typing import Any
 
 from starlette.responses import Response
 
@@ -66,17 +67,20 @@ async def reward(
         if "\0" in (text or ""):  # PostgreSQL stores none
             raise invalid(field, f"{field} must not contain NUL characters")
     value, key = fields.get("value"), idempotency_key or secrets.token_hex(16)
-    named = {key: (fields.get("name") or REWARD_NAME, value)}
+    named: dict[str, tuple[str, Any]] = {key: (fields.get("name") or REWARD_NAME, value)}
     if isinstance(value, dict):
         named = {f"{key}/{name}": (name, number) for name, number in value.items()}
     if not named or any("\0" in name for name, _ in named.values()):
         raise invalid("value", "value must be a number, or an object of numbers by name")
+    for _, number in named.values():
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise invalid("value", f"value must be a finite number; got {number!r:.80}")
     rewards = [
         Reward(
             attempt_id=attempt.attempt_id,
             rollout_id=attempt.rollout_id,
             name=name,
-            value=_number(number),
+            value=float(number),
             key=reward_key,
             span_id=span_id,
             response_id=fields.get("response_id"),
@@ -87,12 +91,6 @@ async def reward(
     ]
     await _deliver(writer, attempt, [], rewards)
     return json_response({"name": rewards[0].name, "value": value, "key": key})
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise invalid("value", f"value must be a finite number; got {value!r:.80}")
-    return float(value)
 
 
 async def _deliver(

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -45,7 +44,7 @@ def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Serv
     served = serve("--gateway.grace", "30")
     assert served.ask().status_code == 200
     first = served.gateway()
-    # As a gateway ends whose engine has died (see test_supervision.py).
+    # As a gateway ends whose engine has died (see test_gateway_process.py).
     os.kill(first, signal.SIGTERM)
     until(lambda: not Path(f"/proc/{first}").exists(), 20)
     assert served.ask().status_code == 200  # the connection waited for the next one
@@ -129,14 +128,12 @@ class Flickering(GatewayHandle):
     def __init__(self, dies_at: list[int]) -> None:
         self.asked = 0
         self._dies_at = dies_at
-        self._process: Any = SimpleNamespace(could_not_start=False, last_code=1)
-
-    @property
-    def deaths(self) -> int:
-        return sum(self.asked >= at for at in self._dies_at)
+        self.deaths = self.last_code = 1
+        self.could_not_start = False
 
     def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
         self.asked += 1
+        self.deaths = sum(self.asked >= at for at in self._dies_at)
         return {} if self.asked % 2 else None
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 from rich.console import Console
 
 from agentrl.console.live import TrainDisplay
-from agentrl.console.report import training_report
+from agentrl.console.report import show_run, training_report
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.summary import Reply, Summary
-from agentrl_tracer.schemas import Accounting
+from agentrl_tracer.schemas import Accounting, Policies
+from agentrl_tracer.store import Store
 
 
 def printed(what: Any) -> str:
@@ -65,3 +69,23 @@ def test_the_panel_counts_from_when_the_run_began_and_shows_the_last_step() -> N
         "1:40 elapsed", "step 2/9", "+0.500", "25.0%", "1,234 tokens/s", "3 trained + 2 no_reward",
     ):  # fmt: skip
         assert part in shown
+
+
+def test_the_rollouts_that_branched_most_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path / "store.db"))
+    run_id = store.create_run("r", "train", {}, Policies())
+    counts = {f"r{i:02}": Counter(continued=1, first_call=1, history=i) for i in range(1, 23)}
+    counts |= {"straight": Counter(continued=7, first_call=1)}
+    monkeypatch.setattr(Store, "continuity", Mock(return_value=counts))
+    console = Console(width=200)
+    with console.capture() as capture:
+        show_run(console, store, run_id)
+    store.close()
+    said = [line.split() for line in capture.get().splitlines()]
+    assert ["first", "call", "23"] in said
+    first = said.index(["rollout", "continued", "branched", "why"]) + 1
+    assert said[first] == ["r22", "1", "22", "history", "22"]
+    assert [line[0] for line in said[first:] if line] == [*sorted(counts)[21:1:-1], "and"]
+    assert said[-1] == ["and", "2", "rollouts", "more", "that", "branched"]

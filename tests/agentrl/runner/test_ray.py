@@ -7,25 +7,20 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gateway import FakeGateway, until
+from fake_gateway import until
+from runner_harness import RunnerHarness
 from settings import nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.runner import RunnerConfig
-from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
-from agentrl_tracer.store import Store
+from agentrl_tracer.schemas import RolloutState
 
-AGENT = """
-import os, time
-def agent(task):
-    time.sleep(0.2)
-    return task["n"]
-"""
-
+AGENT = "import time\ndef agent(task):\n    time.sleep(0.2)\n    return task['n']\n"
 
 # Of Ray's own.
 pytestmark = [
@@ -39,41 +34,31 @@ pytestmark = [
 ]
 
 
-def test_runners_on_a_local_ray_cluster(tmp_path: Path) -> None:
+def finish(harness: RunnerHarness, ids: list[str]) -> None:
+    store = harness.store
+    until(lambda: not store.unfinished_ids(ids) or (store.expire_leases() and False), 100)
+    rollouts = store.rollouts(harness.run_id)
+    assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
+    winners = {r.winner for r in rollouts}  # a lost attempt may have got its reward out, too
+    assert [r.value for r in store.rewards(ids) if r.attempt_id in winners] == [4.0] * len(ids)
+
+
+def test_runners_on_a_local_ray_cluster(harness: RunnerHarness) -> None:
     pytest.importorskip("ray")
     from agentrl.runner.ray import RayPool
 
-    (tmp_path / "agents.py").write_text(AGENT)
-    store = Store(str(tmp_path / "store.db"))
-    gateway = FakeGateway(store)
-    run_id = store.create_run("ray", "train", {})
-    [task] = store.add_tasks(run_id, "train", [{"n": 3}])
-    ids = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, i, i) for i in range(8)])
-    pool = RayPool(
-        RunnerConfig(
-            store=store.url,
-            gateway=gateway.url,
-            run_id=run_id,
-            agent=f"{tmp_path / 'agents.py'}:agent",
-            model="policy",
-            logs=str(tmp_path / "logs"),
-            runners=2,
-            timeout_s=60.0,
-            lease_s=4.0,
-        )
-    )
+    harness.agents.write_text(AGENT)
+    pool = RayPool(harness.config("agent", runners=2, timeout_s=60.0, lease_s=4.0))
+    pool.supervise()
+    ids = harness.enqueue(count=8)
     try:
-        [attempt] = until(lambda: store.attempts(ids)[:1], 120)
+        [attempt] = until(lambda: harness.store.attempts(ids)[:1], 120)
         # A runner is killed; Ray's actor or our pool starts another, and the rollout runs again.
         os.kill(int(attempt.runner.rsplit("-", 2)[1]), signal.SIGKILL)
-        until(lambda: len(store.unfinished_ids(ids)) == 0 or (store.expire_leases() and False), 60)
-        assert pool.alive()
+        finish(harness, ids)
+        assert pool.restarts == 0
     finally:
         pool.stop()
-    assert {r.state for r in store.rollouts(run_id)} == {RolloutState.SUCCEEDED}
-    assert [r.value for r in store.rewards(ids)] == [3.0] * 8
-    gateway.close()
-    store.close()
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +67,9 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    for left in (2, 1, 0):  # see ``_join_or_start`` on why a start may fail
-        built = Cluster()
-        try:
-            built.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
-            built.other = built.add_node(num_cpus=2, object_store_memory=80 << 20)  # type: ignore[attr-defined]
-            break
-        except Exception:
-            built.shutdown()
-            if not left:
-                raise
+    built = Cluster()
+    built.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
+    built.other = built.add_node(num_cpus=2, object_store_memory=80 << 20)  # type: ignore[attr-defined]
     yield built
     built.shutdown()
 
@@ -115,16 +93,12 @@ def joined(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ],
 )
 def test_what_other_nodes_cannot_reach_is_refused(
-    joined: Any, tmp_path: Path, store: str, gateway_host: str | None, complaint: str
+    joined: Any, harness: RunnerHarness, store: str, gateway_host: str | None, complaint: str
 ) -> None:
     from agentrl.runner.ray import RayPool
 
-    (tmp_path / "agents.py").write_text(AGENT)
-    spec = f"{tmp_path / 'agents.py'}:agent"
-    logs = str(tmp_path / "logs")
-    config = RunnerConfig(store, "http://127.0.0.1:1", None, spec, "policy", logs, 1, 60.0, 15.0)
     with pytest.raises(ValueError, match=complaint):
-        RayPool(config, gateway_host)
+        RayPool(replace(harness.config("good"), store=store), gateway_host)
 
 
 def test_two_nodes_share_the_work_and_one_of_them_may_die(
@@ -134,44 +108,29 @@ def test_two_nodes_share_the_work_and_one_of_them_may_die(
 
     from agentrl.runner.ray import RayPool
 
-    (tmp_path / "agents.py").write_text(AGENT)
-    store = Store(postgres)
-    gateway = FakeGateway(store, host="0.0.0.0")
-    run_id = store.create_run("two-nodes", "train", {})
-    [task] = store.add_tasks(run_id, "train", [{"n": 3}])
-    ids = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, i, i) for i in range(60)])
-    config = RunnerConfig(
-        store=store.url,
-        gateway=gateway.url,  # http://127.0.0.1:…, which the pool must not hand on
-        run_id=run_id,
-        agent=f"{tmp_path / 'agents.py'}:agent",
-        model="policy",
-        logs=str(tmp_path / "logs"),
-        runners=4,
-        timeout_s=60.0,
-        lease_s=3.0,
-    )
+    harness = RunnerHarness(tmp_path, postgres, "0.0.0.0")
+    store = harness.store
+    harness.agents.write_text(AGENT)
+    # Its gateway is http://127.0.0.1:…, which the pool must not hand on.
+    config = harness.config("agent", runners=4, timeout_s=60.0, lease_s=3.0)
+    ids = harness.enqueue(count=60)
     pool = RayPool(config, "0.0.0.0")
+    pool.supervise()
     try:
         assert pool._config.gateway.startswith(f"http://{ray.util.get_node_ip_address()}:")
         until(lambda: len({a.runner for a in store.attempts(ids)}) == 4, 100, pool.log_tail)
         joined.remove_node(joined.other, allow_graceful=False)
         killed = time.time()
-        until(lambda: len(store.unfinished_ids(ids)) == 0 or (store.expire_leases() and False), 100)
-        assert pool.alive()
+        finish(harness, ids)
+        assert pool.restarts == 0
     finally:
         pool.stop()
-    rollouts = store.rollouts(run_id)
-    assert {r.state for r in rollouts} == {RolloutState.SUCCEEDED}
-    winners = {r.winner for r in rollouts}  # a lost attempt may have got its reward out, too
-    assert [r.value for r in store.rewards(ids) if r.attempt_id in winners] == [3.0] * 60
     later = {a.runner for a in store.attempts(ids) if a.started_at > killed + config.lease_s}
     assert 1 <= len(later) <= 2  # what fits on the node that is left
-    gateway.close()
-    store.close()
+    harness.close()
 
 
-def test_a_node_that_cannot_reach_the_gateway_says_so(tmp_path: Path) -> None:
+def test_a_node_that_cannot_reach_the_gateway_says_so() -> None:
     from agentrl.runner.ray import check_reach
 
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -15,7 +15,7 @@ from settings import changed, dotted, nested
 
 from agentrl.config.commands import TrainConfig
 from agentrl.config.errors import ConfigError
-from agentrl.config.recorded import flattened
+from agentrl.config.setting_names import flattened
 from agentrl.runs.folder import RunFolder
 from agentrl.training.resume import check_resume
 from agentrl.training.session import Session

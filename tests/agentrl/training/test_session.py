@@ -1,11 +1,10 @@
-"""While the trainer computes, the session notices runners that died."""
+"""A session maintains leases while the trainer computes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
-from unittest.mock import Mock
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -14,20 +13,12 @@ from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose
 from agentrl_tracer.store import Store
 
 
-class Waiting(Session):
-    """A session whose runners are played here."""
+class StoreOnly(Session):
+    """A session without processes."""
 
-    def __init__(self, store: Store, *, alive: bool = True) -> None:
-        self.store, self.pool = store, Mock()
-        self.pool.alive.side_effect = lambda: alive or self.pool.restart.called
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self._next_maintenance = 0.0
-
-
-def computed(seconds: float, error: Exception | None = None) -> Future[str]:
-    future: Future[str] = Future()
-    end = future.set_exception if error else future.set_result
-    threading.Timer(seconds, end, [error or "learned"]).start()
-    return future
 
 
 def test_a_dead_runners_lease_is_noticed_while_the_trainer_learns(store: Store) -> None:
@@ -36,34 +27,32 @@ def test_a_dead_runners_lease_is_noticed_while_the_trainer_learns(store: Store) 
     store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 1, 0, seed=1)])
     lost = store.claim("dies at once", 0.2, run_id)
     assert lost is not None
-    learning = computed(2.5)
     again: list[bool] = []
+    with ThreadPoolExecutor() as threads:
+        learning = threads.submit(time.sleep, 2.5)
 
-    def other_runner() -> None:
-        while not learning.done():
-            if store.claim("lives", 60.0, run_id) is not None:
-                again.append(learning.done())
-            time.sleep(0.05)
+        def other_runner() -> None:
+            while not learning.done():
+                if store.claim("lives", 60.0, run_id) is not None:
+                    again.append(learning.done())
+                time.sleep(0.05)
 
-    other = threading.Thread(target=other_runner)
-    other.start()
-    assert Waiting(store).result(learning) == "learned"
-    other.join()
+        other = threading.Thread(target=other_runner)
+        other.start()
+        StoreOnly(store).result(learning)
+        other.join()
     assert again == [False], "another runner had it before the update was over"
     states = [attempt.state for attempt in store.attempts([lost.rollout_id])]
     assert states == [AttemptState.LOST, AttemptState.RUNNING]
 
 
-def test_runners_that_died_are_started_again(store: Store) -> None:
-    waiting = Waiting(store, alive=False)
-    with pytest.raises(ValueError, match="no gradient"):
-        waiting.result(computed(0.8, ValueError("no gradient")))
-    assert waiting.pool.restart.call_count == 1
-
-
-def test_what_is_there_is_not_waited_for(store: Store) -> None:
+def test_a_finished_computation_is_returned_or_raised_at_once(store: Store) -> None:
     done: Future[int] = Future()
     done.set_result(3)
+    failed: Future[int] = Future()
+    failed.set_exception(ValueError("no gradient"))
     started = time.monotonic()
-    assert Waiting(store).result(done) == 3
+    assert StoreOnly(store).result(done) == 3
+    with pytest.raises(ValueError, match="no gradient"):
+        StoreOnly(store).result(failed)
     assert time.monotonic() - started < 0.4

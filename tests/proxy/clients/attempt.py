@@ -5,9 +5,9 @@ import sys
 from dataclasses import asdict
 
 from agentrl.runner import RunnerConfig
-from agentrl.runner.agent_process.attempt import _AttemptRunner
+from agentrl.runner.agent_process.attempt import run_attempt
 from agentrl_tracer.schemas import Claim
 
-host = _AttemptRunner(RunnerConfig.from_json(sys.argv[1]))
-report = host.run(Claim(**json.loads(sys.argv[2])))
-sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")
+config = RunnerConfig.from_json(sys.argv[1])
+ending = run_attempt(config, Claim(**json.loads(sys.argv[2])))
+sys.stdout.write(f"\n{json.dumps(asdict(ending))}\n")

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 
-from agentrl_proxy.app import GATEWAY_ROUTES, ROLLOUT_ROUTES
+from agentrl_proxy.app import ROUTES
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import CHAT
 from agentrl_proxy.protocols.openapi import SCHEMAS, document
@@ -179,15 +179,12 @@ def test_broken_requests_to_a_provider(gateway: Running, http: httpx.Client, pat
 
 def test_the_document_describes_the_routes(gateway: Running) -> None:
     described = {
-        (path.replace("{model}", ""), method.upper())
+        (path.replace("{model}", "{model:path}"), method.upper())
         for path, one in document("1")["paths"].items()
         for method in one
         if method != "parameters"
     }
-    routes = {(path, method) for path, (method, _) in GATEWAY_ROUTES.items()}
-    routes |= {
-        ("/rollouts/{rollout_id}" + path, method) for path, (method, _) in ROLLOUT_ROUTES.items()
-    }
+    routes = {(path, method) for path, (method, _) in ROUTES.items()}
     assert described == routes - {("/openapi.json", "GET")}
     for path, method in described:
         if method == "POST" and path.startswith("/rollouts"):

@@ -7,17 +7,17 @@ import logging
 import time
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from official_clients import USER, client
 from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
 from provider_servers import (
     SECRET,
-    FaultyServer,
     answerer,
+    asking,
     assert_no_key,
     only_call,
+    post_to,
     said,
     trouble,
 )
@@ -26,25 +26,12 @@ from scripted_sampler import Running
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_tracer.schemas import CallState, SkipReason
 
-HI = [{"role": "user", "content": "h"}]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def untraced() -> None:
     """Other tests of this process trace openai, as an agent's process does. A gateway's does not,
     and the tracing would be the first to fail on a provider's answer."""
     OpenAIInstrumentor().uninstrument()
-
-
-def post(gateway: Running, path: str, body: dict[str, Any]) -> httpx.Response:
-    claim = gateway.claims[0]
-    headers = {"x-api-key": claim.key}
-    return httpx.post(f"{gateway.base_url(claim)}/{path}", json=body, headers=headers, timeout=60)
-
-
-def elsewhere(start: Any, provider: FaultyServer, model: str = "openai/x", **more: Any) -> Running:
-    one = ProviderModel(model, provider.url, SECRET, num_retries=0, **more)
-    return start(provider_models={"o": one})
 
 
 def test_timeout(start: Any, provider: Running) -> None:
@@ -94,17 +81,9 @@ def test_a_providers_refusal_in_openais_shape(
         return trouble(f"no: {headers['authorization']}", None if code[:4] == "prov" else code)
 
     upstream = faulty((status, quoting))
-    gateway: Running = start(
-        provider_models={"answerer": ProviderModel("openai/x", upstream.url, SECRET, num_retries=0)}
-    )
+    gateway = asking(start, upstream)
     caplog.set_level(logging.DEBUG)
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", "messages": USER, "stream": stream},
-        headers={"authorization": f"Bearer {claim.key}"},
-        timeout=30,
-    )
+    response = post_to(gateway, stream=stream)
     assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
     assert response.status_code == status
     error = response.json()["error"]
@@ -115,7 +94,7 @@ def test_a_providers_refusal_in_openais_shape(
     call = only_call(gateway)
     assert (call.state, call.params["provider_status"]) == (CallState.ERROR, status)
     assert_no_key(gateway, caplog.text, response.text, call.error or "")
-    assert claim.key not in json.dumps(upstream.seen)
+    assert gateway.claims[0].key not in json.dumps(upstream.seen)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +112,8 @@ def test_without_a_request_the_provider_is_not_named(
     start: Any, faulty: Any, model: str, body: dict[str, Any], code: str
 ) -> None:
     provider = faulty((200, said("x")))
-    gateway = elsewhere(start, provider, model)
-    answer = post(gateway, "chat/completions", {"model": "o", "messages": HI} | body)
+    gateway = asking(start, provider, model)
+    answer = post_to(gateway, **body)
     assert provider.seen == []
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -157,12 +136,12 @@ def test_without_a_request_the_provider_is_not_named(
 def test_a_failed_answer_names_the_provider(
     start: Any, faulty: Any, answered: Any, status: int
 ) -> None:
-    gateway = elsewhere(start, faulty(answered))
-    got = post(gateway, "chat/completions", {"model": "o", "messages": HI})
+    gateway = asking(start, faulty(answered))
+    got = post_to(gateway)
     assert got.status_code == status
     error = got.json()["error"]
     assert error["code"] == "provider_error"
-    assert "the provider of 'o' answered" in error["message"]
+    assert "the provider of 'answerer' answered" in error["message"]
     [call] = gateway.calls(gateway.claims[0])
     assert call.params["provider_status"] == status
 
@@ -178,11 +157,11 @@ def test_litellm_that_does_not_start_is_503(
             raise ImportError(f"no module named x, says {SECRET}")
 
         monkeypatch.setattr("agentrl_proxy.providers.litellm_setup.make_router", failing)
-        gateway = elsewhere(start, provider)
+        gateway = asking(start, provider)
     else:
-        gateway = elsewhere(start, provider, params={"tpm": "a lot"})
+        gateway = asking(start, provider, params={"tpm": "a lot"})
     for path in ("chat/completions", "messages", "messages/count_tokens"):
-        answer = post(gateway, path, {"model": "o", "messages": HI, "max_tokens": 9})
+        answer = post_to(gateway, path, max_tokens=9)
         assert answer.status_code == 503, answer.text
         assert "LiteLLM" in answer.text
         assert "does not start" in answer.text
@@ -196,12 +175,12 @@ def test_litellm_that_does_not_start_is_503(
 def test_a_count_that_fails_names_its_cause(
     start: Any, faulty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = elsewhere(start, faulty((200, said("x"))))
+    gateway = asking(start, faulty((200, said("x"))))
 
     def failing(*_: Any, **__: Any) -> None:
         raise TypeError("an odd prompt")
 
     monkeypatch.setattr("litellm.token_counter", failing)
-    answer = post(gateway, "messages/count_tokens", {"model": "o", "messages": HI})
+    answer = post_to(gateway, "messages/count_tokens")
     assert answer.status_code == 400
     assert "an odd prompt" in answer.text

@@ -6,10 +6,9 @@ import json
 import logging
 from typing import Any
 
-import httpx
 import pytest
 from official_clients import USER, client
-from provider_servers import SECRET, assert_no_key, only_call, said, trouble
+from provider_servers import SECRET, asking, assert_no_key, only_call, post_to, said, trouble
 from scripted_sampler import Running
 
 from agentrl_proxy.dependencies import ProviderModel
@@ -54,16 +53,9 @@ def test_secrets_beside_the_key_are_not_quoted_either(
     }
     if place == "parameter":
         params = {"organization": hidden, "aws_region_name": "us-east-1"}
-    other = ProviderModel("openai/x", upstream.url, SECRET, num_retries=0, params=params)
-    gateway: Running = start(provider_models={"answerer": other})
+    gateway = asking(start, upstream, params=params)
     caplog.set_level(logging.DEBUG)
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", "messages": USER},
-        headers={"authorization": f"Bearer {claim.key}"},
-        timeout=90,  # LiteLLM is imported
-    )
+    response = post_to(gateway)
     assert len(upstream.seen) == 1
     assert response.status_code == 400
     assert "model gpt-4o-mini, us-east-1: [key]" in response.json()["error"]["message"]
@@ -82,13 +74,7 @@ def test_a_key_that_litellm_finds_in_the_environment(
         provider_models={"answerer": ProviderModel("openai/gpt-4o-mini", num_retries=0)}
     )
     caplog.set_level(logging.DEBUG)
-    claim = gateway.claims[0]
-    response = httpx.post(
-        f"{gateway.base_url(claim)}/chat/completions",
-        json={"model": "answerer", "messages": USER},
-        headers={"authorization": f"Bearer {claim.key}"},
-        timeout=90,  # LiteLLM is imported
-    )
+    response = post_to(gateway)
     assert upstream.seen[0]["headers"]["authorization"] == f"Bearer {SECRET}"
     assert response.status_code == 400
     assert "[key]" in response.json()["error"]["message"]

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from conversations import ODD_CALL, echo, one_by_one
 from official_clients import TOOLS, client, streamed
-from running_gateway import running
 from scripted_sampler import Running
 
-from agentrl.samplers.embedded import EmbeddedSampler
-from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.sampler import TokenEvent
 from agentrl_tracer.schemas import Call
-from agentrl_trainer.models.loading import load_base
-from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
-WEIGHTS = Path(__file__).parents[3] / "trainer/agentrl_trainer/tiny/weights"
 TURNS = 12
-
-
-class Tap:
-    """The sampler, and what went in and came out of it."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.samples: list[tuple[list[int], list[int]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    async def sample(self, prompt_ids: Any, params: Any, adapter: Any) -> AsyncIterator[Any]:
-        said = list[int]()
-        self.samples.append((list(prompt_ids), said))
-        async for event in self._sampler.sample(prompt_ids, params, adapter):
-            if isinstance(event, TokenEvent):
-                said.append(event.token_id)
-            yield event
 
 
 class Said:
@@ -100,7 +72,10 @@ def check_rows(calls: list[Call], edited: bool) -> None:
         assert row.tokens == last.prompt_ids + last.response_ids
     sampled = sum(len(call.response_ids) for call in calls)
     assert sum(sum(row.mask) for row in rows) == sampled
-    batches = pack([to_training_row(row, 1.0) for row in rows], token_budget=100_000)
+    batches = pack(
+        [to_training_row(row, dict.fromkeys(row.call_ids, 1.0)) for row in rows],
+        token_budget=100_000,
+    )
     trained = [token for batch in batches for token in batch.targets.tolist()]
     assert len(trained) == sampled
     assert sorted(trained) == sorted(token for call in calls for token in call.response_ids)
@@ -127,32 +102,4 @@ def test_with_tool_calls(gateway: Running, edited: bool) -> None:
     assert sum(call.finish_reason == "stop" for call in calls) == TURNS
     made = [c.response["choices"][0]["finish_reason"] for c in calls if c.response]
     assert made.count("tool_calls") == TURNS // 2
-    check_rows(calls, edited)
-
-
-@pytest.mark.parametrize("edited", [False, True])
-def test_with_the_embedded_engine(tmp_path: Path, edited: bool) -> None:
-    """The real model: says what it says. Tools are offered, tool results come back."""
-    adapter = tmp_path / "adapter"
-    other = load_base(str(WEIGHTS), device="cpu", dtype="float32")
-    fresh = attach_adapter(other, "policy", lora_config(4, 8), seed=1)
-    save_adapter(fresh, "policy", adapter)
-    base = load_base(str(WEIGHTS), device="cpu", dtype="float32")
-    sampler = EmbeddedSampler(base)
-    seen = Tap(sampler)
-    sampler.start()
-    sampler.engine.load_adapter("policy", 1, adapter).result()
-    try:
-        with (
-            running(
-                tmp_path, Renderer(base.tokenizer), {}, sampler=seen,
-                context_length=base.context_length, defaults={"max_tokens": 8},
-            ) as gateway,
-            client(gateway) as api,
-        ):  # fmt: skip
-            talk(api, edit_after=5 if edited else None, temperature=1.0)
-            calls = gateway.calls(gateway.claims[0])
-    finally:
-        sampler.stop()
-    assert [(c.prompt_ids, c.response_ids) for c in calls] == seen.samples
     check_rows(calls, edited)

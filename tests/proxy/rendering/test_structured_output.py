@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -160,17 +159,6 @@ def test_json_object_and_n(live: Live, stream: bool) -> None:
     assert "stop" in reasons
 
 
-def test_streamed_parse(live: Live) -> None:
-    with live.api.chat.completions.stream(
-        model="m", messages=ASKED, response_format=Verdict, seed=2
-    ) as stream:
-        deltas = [e.delta for e in stream if e.type == "content.delta"]
-        final = stream.get_final_completion().choices[0].message
-    assert isinstance(final.parsed, Verdict)
-    assert "".join(deltas) == final.content
-    assert len(deltas) > 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_choice_required(live: Live, stream: bool) -> None:
     names = set[str]()
@@ -248,27 +236,6 @@ def test_a_format_beside_tools_allows_either(live: Live) -> None:
             assert choice.message.tool_calls
         elif choice.finish_reason == "stop":
             Verdict.model_validate_json(choice.message.content or "")
-
-
-def test_logit_bias_is_recorded_and_logprobs_stay_raw(live: Live) -> None:
-    [z] = live.base.tokenizer.encode("z", add_special_tokens=False)
-    answer = live.api.chat.completions.create(
-        model="m", messages=ASKED, logit_bias={str(z): 100}, max_completion_tokens=4,
-        logprobs=True, top_logprobs=20,
-    )  # fmt: skip
-    assert answer.choices[0].message.content == "zzzz"
-    call = live.calls[-1]
-    assert call.response_ids == [z] * 4
-    assert call.params["logit_bias"] == {str(z): 100.0}
-    expected = raw_logprobs(live, call)
-    assert all(
-        math.isclose(a, b, abs_tol=1e-4)
-        for a, b in zip(call.response_logprobs, expected, strict=True)
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert [len(entry.top_logprobs) for entry in logprobs.content] == [20] * 4
 
 
 def _format(schema: Any, **more: Any) -> Any:

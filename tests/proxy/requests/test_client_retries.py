@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -180,26 +179,6 @@ def test_a_retry_after_a_restart_hears_what_was_answered(
     for (path, body), first, again in zip(asked, told, after, strict=True):
         assert body["stream"] or first.text == again, path
     assert gateway.calls(gateway.claims[0]) == calls
-
-
-def test_a_tool_with_a_long_name_after_a_restart(gateway: Running) -> None:
-    body: dict[str, Any] = {
-        "model": "policy", "messages": USER, "max_tokens": 99, "stream": True,
-        "tools": [{"name": LONG, "input_schema": SCHEMA}],
-    }  # fmt: skip
-
-    def said(*_: Any) -> str:
-        [tool] = gateway.sampler.requests[-1:]
-        prompt = gateway.renderer.decode_raw(tool.prompt_ids)
-        name = re.search(r'"name": "([^"]+)"', prompt)
-        assert name is not None
-        return f'<tool_call>\n{{"name": "{name[1]}", "arguments": {{"q": 1}}}}\n</tool_call>'
-
-    gateway.sampler.script = said
-    assert LONG in post(gateway, "/messages", body).text
-    before = post(gateway, "/messages", body, headers=RETRY).text
-    with restarted(gateway) as gateway:
-        assert post(gateway, "/messages", body, headers=RETRY).text == before
 
 
 HELLO = {"model": "policy", "messages": USER}

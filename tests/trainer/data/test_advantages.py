@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentrl_tracer.schemas import SkipReason
 from agentrl_trainer.data.advantages import (
     ESTIMATORS,
+    CreditSettings,
     GroupAdvantages,
     Scaling,
     discounted_returns,
@@ -62,19 +63,19 @@ OK = None
 def test_a_group_by_hand(
     rewards: list[float | None], options: dict[str, Any], advantages: Any, skipped: Any
 ) -> None:
-    found = group_advantages(rewards, **options)
+    found = group_advantages(rewards, CreditSettings(**options))
     assert found.advantages == [None if a is None else pytest.approx(a) for a in advantages]
     assert found.skipped == skipped
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"unknown estimator 'gpro'.*grpo"):
-        group_advantages([1.0], estimator="gpro")
+        group_advantages([1.0], CreditSettings(estimator="gpro"))
     for estimator in ("reinforce", "dr_grpo"):
         with pytest.raises(ValueError, match=f"normalize_std does not apply to '{estimator}'"):
-            group_advantages([1.0], estimator=estimator, normalize_std=True)
+            group_advantages([1.0], CreditSettings(estimator=estimator, normalize_std=True))
     with pytest.raises(ValueError, match="maxrl takes rewards that are not negative"):
-        group_advantages([-1.0, 1.0], estimator="maxrl")
+        group_advantages([-1.0, 1.0], CreditSettings(estimator="maxrl"))
     with pytest.raises(ValueError, match="ddof"):
         Scaling(ddof=2)
     with pytest.raises(ValueError, match="epsilon"):
@@ -88,7 +89,7 @@ rewards = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=9)
 def test_every_member_has_one_fate(members: list[float | None], estimator: str) -> None:
     if estimator == "maxrl":
         members = [None if r is None else abs(r) for r in members]
-    result = group_advantages(members, estimator=estimator)
+    result = group_advantages(members, CreditSettings(estimator=estimator))
     assert len(result.advantages) == len(result.skipped) == len(members)
     for reward, advantage, reason in zip(members, result.advantages, result.skipped, strict=True):
         assert (reward is None) == (advantage is None) == (reason is NO)
@@ -109,9 +110,10 @@ def test_the_standard_deviation_has_a_named_ddof_and_epsilon(
     estimator: str, ddof: int, epsilon: float
 ) -> None:
     scores = np.array(SCORES)
-    plain = group_advantages(SCORES, estimator=estimator).advantages
+    plain = group_advantages(SCORES, CreditSettings(estimator=estimator)).advantages
     found = group_advantages(
-        SCORES, estimator=estimator, normalize_std=True, scaling=Scaling(ddof, epsilon)
+        SCORES,
+        CreditSettings(estimator=estimator, normalize_std=True, scaling=Scaling(ddof, epsilon)),
     ).advantages
     assert found == pytest.approx(list(np.array(plain) / (scores.std(ddof=ddof) + epsilon)))
 
@@ -128,7 +130,7 @@ def test_maxrl_follows_the_gradient_of_the_likelihood() -> None:
     expected = 0.0
     for outcome in itertools.product([0, 1], repeat=n):
         probability = math.prod(p if x else 1 - p for x in outcome)
-        advantages = group_advantages(list(outcome), estimator="maxrl").advantages
+        advantages = group_advantages(list(outcome), CreditSettings(estimator="maxrl")).advantages
         # d log pi / d logit is x - p
         estimate = sum(a * (x - p) for a, x in zip(advantages, outcome, strict=True)) / n
         expected += probability * estimate
@@ -144,7 +146,7 @@ def test_maxrl_follows_the_gradient_of_the_likelihood() -> None:
 
 def test_reinforce_pp_scales_over_the_step() -> None:
     groups = [
-        group_advantages(r, estimator="reinforce++")
+        group_advantages(r, CreditSettings(estimator="reinforce++"))
         for r in ([1.0, 0.0, None], [5.0, 5.0], [0.2, 0.4, 0.9], [3.0])
     ]
     done = whiten_groups(groups, Scaling(epsilon=0.0))
@@ -167,7 +169,9 @@ def test_returns() -> None:
 
 
 def test_turns_are_compared_with_the_same_turn_of_others() -> None:
-    found = turn_advantages([[0.0, 1.0], [1.0, 0.0], None, [0.0, 0.0, 1.0]], discount=0.5)
+    found = turn_advantages(
+        [[0.0, 1.0], [1.0, 0.0], None, [0.0, 0.0, 1.0]], CreditSettings(discount=0.5)
+    )
     returns = [[0.5, 1.0], [1.0, 0.0], [0.25, 0.5, 1.0]]
     first, second = np.mean([0.5, 1.0, 0.25]), np.mean([1.0, 0.0, 0.5])
     assert found.advantages[0] == pytest.approx([0.5 - first, 1.0 - second])
@@ -181,21 +185,21 @@ def test_turns_are_compared_with_the_same_turn_of_others() -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_one_turn_without_discount_and_without_common_states_is_grpo(normalize: bool) -> None:
-    expected = group_advantages(SCORES, normalize_std=normalize).advantages
+    expected = group_advantages(SCORES, CreditSettings(normalize_std=normalize)).advantages
     rewards, states = [[r] for r in SCORES], [[i] for i in range(len(SCORES))]
     for found in (
-        turn_advantages(rewards, normalize_std=normalize),
-        state_advantages(rewards, states, normalize_std=normalize),
+        turn_advantages(rewards, CreditSettings(normalize_std=normalize)),
+        state_advantages(rewards, states, CreditSettings(normalize_std=normalize)),
     ):
         assert [a for (a,) in found.advantages] == pytest.approx(expected)
 
 
 def test_turn_groups_without_a_signal() -> None:
-    same = turn_advantages([[0.0, 1.0], [0.0, 1.0]])
+    same = turn_advantages([[0.0, 1.0], [0.0, 1.0]], CreditSettings())
     assert same.skipped == [ZERO, ZERO]
     # The same total, earned at different turns, does teach something.
-    assert turn_advantages([[0.0, 1.0], [1.0, 0.0]]).skipped == [None, None]
-    alone = turn_advantages([[0.0, 1.0], None])
+    assert turn_advantages([[0.0, 1.0], [1.0, 0.0]], CreditSettings()).skipped == [None, None]
+    alone = turn_advantages([[0.0, 1.0], None], CreditSettings())
     assert alone.skipped == [SMALL, NO]
     assert alone.advantages == [[0.0, 0.0], []]
 
@@ -203,7 +207,9 @@ def test_turn_groups_without_a_signal() -> None:
 def test_gigpo_by_hand() -> None:
     """Two rollouts meet in state "b"; the winner turned left there."""
     found = state_advantages(
-        [[0.0, 1.0], [0.0, 0.0, 0.0]], [["a", "b"], ["a", "b", "c"]], discount=0.9, step_weight=0.5
+        [[0.0, 1.0], [0.0, 0.0, 0.0]],
+        [["a", "b"], ["a", "b", "c"]],
+        CreditSettings(discount=0.9, step_weight=0.5),
     )
     whole = [0.5, -0.5]
     a = [0.9 - 0.45, 0.0 - 0.45]
@@ -224,8 +230,10 @@ turns = st.lists(
 def test_turn_credit_is_whole(rewards: list, discount: float, normalize: bool) -> None:
     anchors = [[k % 2 for k, _ in enumerate(member or ())] for member in rewards]
     for found in (
-        turn_advantages(rewards, discount=discount, normalize_std=normalize),
-        state_advantages(rewards, anchors, discount=discount, normalize_std=normalize),
+        turn_advantages(rewards, CreditSettings(discount=discount, normalize_std=normalize)),
+        state_advantages(
+            rewards, anchors, CreditSettings(discount=discount, normalize_std=normalize)
+        ),
     ):
         assert len(found.advantages) == len(found.skipped) == len(rewards)
         for member, advantages, reason in zip(

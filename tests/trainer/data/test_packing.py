@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,6 @@ def test_alignment() -> None:
     assert batch.indices == [0, 1]
     # The last token is never fed; nor is anything after the last trained one.
     assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 9, 9, 9]]
-    assert batch.lengths == [4, 1]
     assert batch.places.tolist() == [1, 3, 4]
     assert batch.rows.tolist() == [0, 0, 1]
     assert batch.columns.tolist() == [1, 3, 0]
@@ -50,7 +50,7 @@ def test_a_trie_holds_a_shared_prefix_once() -> None:
     assert batch.trie is not None
     assert batch.indices == [2, 0, 1]  # sorted by tokens
     assert batch.input_ids.tolist() == [[10, 11, 12, 20, 21, 30, 25, 40]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 4, 0]]
+    assert batch.trie.depths.tolist() == [0, 1, 2, 3, 4, 5, 4, 0]
     # Token 20 is trained in both rows, from the same place.
     assert batch.targets.tolist() == [20, 21, 22, 20, 25, 26, 41]
     assert batch.places.tolist() == [2, 3, 5, 2, 3, 6, 7]
@@ -113,10 +113,10 @@ def test_to_datum() -> None:
         turns=[Turn("a", 1, 2), Turn("b", 3, 4)],
         temperatures=[1.0] * 4,
     )
-    assert to_training_row(trajectory, 0.5).advantages == [0, 0.5, 0, 0.5]
+    row = to_training_row(trajectory, {"a": 0.5, "b": 0.5})
+    assert row.advantages == [0, 0.5, 0, 0.5]
     assert to_training_row(trajectory, {"b": 2.0, "elsewhere": 9.0}).advantages == [0, 0, 0, 2.0]
-    assert to_training_row(trajectory, 0.5).adapter == "asker"
-    assert to_training_row(trajectory, 0.5).trained == 2
+    assert (row.adapter, row.trained) == ("asker", 2)
 
 
 @st.composite
@@ -143,7 +143,9 @@ def test_every_trained_token_is_in_one_place(
     for batch in batches:
         assert len(batch.indices) == 1 or batch.input_ids.numel() <= budget
         assert {datums[i].adapter for i in batch.indices} == {batch.adapter}
-        fed, depths = batch.input_ids.flatten(), batch.position_ids.flatten()
+        fed = batch.input_ids.flatten()
+        by_rows = torch.arange(batch.input_ids.shape[1]).repeat(len(batch.indices))
+        depths = by_rows if batch.trie is None else batch.trie.depths
         for n, (row, column) in enumerate(
             zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
         ):

@@ -9,8 +9,12 @@ import pytest
 from call_records import check_invariants, make
 
 from agentrl_tracer.schemas import Call, CallState, SkipReason
-from agentrl_trainer.data.off_policy import importance_weight, sampled_otherwise
-from agentrl_trainer.data.skip_reasons import SkipRules, call_reason
+from agentrl_trainer.data.skip_reasons import (
+    SkipRules,
+    call_reason,
+    importance_weight,
+    sampled_otherwise,
+)
 from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
 
 

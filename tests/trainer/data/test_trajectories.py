@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call
-from agentrl_trainer.data.off_policy import token_versions
-from agentrl_trainer.data.skip_reasons import SkipRules
+from agentrl_trainer.data.skip_reasons import SkipRules, token_versions
 from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from agentrl_tracer.store.calls import CallStore
 from agentrl_tracer.store.database import Database
-from agentrl_tracer.store.rollouts import RolloutStore
+from agentrl_tracer.store.leases import LeaseStore
 from agentrl_tracer.store.runs import RunStore
 
 __all__ = ["Store"]
 
 
-class Store(RunStore, RolloutStore, CallStore):
+class Store(RunStore, LeaseStore, CallStore):
     """The trace store. Every method is one transaction, synchronous and thread-safe.
 
     Several processes may use one store at the same time.

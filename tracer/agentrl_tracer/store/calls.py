@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -25,11 +24,11 @@ from agentrl_tracer.schemas import (
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import Database, json_text
+from agentrl_tracer.store.database import json_text
+from agentrl_tracer.store.rewards import RewardStore, insert_rewards
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 _SPAN_COLUMNS = [t.spans.c[name] for name in Span.__dataclass_fields__]
-_REWARD_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
 _VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VERDICT))
@@ -79,9 +78,7 @@ class Delivery:
     rewards: Sequence[Reward] = ()
 
 
-class CallStore:
-    db: Database
-
+class CallStore(RewardStore):
     def write_calls(
         self,
         boot_id: str,
@@ -128,8 +125,7 @@ class CallStore:
 
     def _insert(self, cursor: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
         self.db.insert_records(cursor, t.spans, spans)
-        dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]
-        self.db.insert_records(cursor, t.rewards, dated)
+        insert_rewards(self.db, cursor, rewards)
 
     def _attempt_states(self, c: Any, ids: Sequence[str]) -> dict[str, AttemptState | None]:
         """Return the states of the attempts that exist."""
@@ -186,11 +182,6 @@ class CallStore:
         """Return the rollout's spans in order of their start."""
         query = sa.select(*_SPAN_COLUMNS).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
-
-    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
-        """Return the rewards of these rollouts in order of creation."""
-        query = sa.select(*_REWARD_COLUMNS).where(t.rewards.c.rollout_id.in_(rollout_ids))
-        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
 
     def continuity(self, run_id: str) -> dict[str, Counter[str]]:
         """Count how the prompts of each rollout began, by rollout id and by kind.

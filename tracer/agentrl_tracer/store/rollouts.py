@@ -1,4 +1,4 @@
-"""Queue rollouts, lease them to runners, end their attempts, and say how they went.
+"""Queue rollouts, end their attempts, and say how they went.
 
 A rollout goes ``queued → running → succeeded | failed | cancelled``; a retry queues it again. Every
 attempt ends in ``_seal``, once: a runner that reports late finds its attempt sealed.
@@ -6,12 +6,9 @@ attempt ends in ``_seal``, once: a runner that reports late finds its attempt se
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,26 +17,24 @@ from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import (
     POLICY_REWARD_KEY,
     Attempt,
-    AttemptRef,
     AttemptState,
-    Claim,
     NewRollout,
     Outcomes,
     Policies,
     Purpose,
-    Reward,
     Rollout,
     RolloutState,
 )
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.database import Database
+from agentrl_tracer.store.rewards import has_reward, set_policy_reward
 
 _ROLLOUT_COLUMNS = [t.rollouts.c[name] for name in Rollout.__dataclass_fields__]
 _ATTEMPT_COLUMNS = [t.attempts.c[name] for name in Attempt.__dataclass_fields__]
 _UNFINISHED = t.rollouts.c.state.in_([RolloutState.QUEUED, RolloutState.RUNNING])
 
 # Statements of the hot path are built once: building one costs as much as executing it.
-_UPDATE_ROLLOUT = t.rollouts.update().where(t.rollouts.c.id == sa.bindparam("rollout"))
+UPDATE_ROLLOUT = t.rollouts.update().where(t.rollouts.c.id == sa.bindparam("rollout"))
 _SEAL_ATTEMPT = t.attempts.update().where(
     t.attempts.c.id == sa.bindparam("attempt"), t.attempts.c.state == AttemptState.RUNNING
 )
@@ -50,46 +45,11 @@ _WITH_POLICIES = (
     .where(t.attempts.c.id == sa.bindparam("attempt"))
 )
 
-_ANY_REWARD = (
-    sa.select(t.rewards.c.key).where(t.rewards.c.attempt_id == sa.bindparam("attempt")).limit(1)
-)
-_INSERT_ATTEMPT = t.attempts.insert()
-_STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
-_BY_KEY = (
-    sa.select(
-        t.rollouts.c.run_id,
-        t.attempts.c.rollout_id,
-        t.attempts.c.id.label("attempt_id"),
-        t.attempts.c.state,
-        t.rollouts.c.purpose,
-        t.rollouts.c.seed,
-        t.rollouts.c.sampling,
-    )
-    .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
-    .where(t.attempts.c.key_hash == sa.bindparam("key_hash"))
-)
-
 _POLICY_OF = {
     AttemptState.ERROR: "on_error",
     AttemptState.TIMEOUT: "on_timeout",
     AttemptState.NO_REWARD: "on_missing_reward",
 }
-
-
-@cache
-def _first_queued(*, any_run: bool, lock: bool) -> sa.Select[Any]:
-    query = (
-        sa.select(t.rollouts, t.tasks.c.data.label("task"))
-        .join(t.tasks, t.tasks.c.id == t.rollouts.c.task_id)
-        .where(t.rollouts.c.state == RolloutState.QUEUED)
-        .order_by(t.rollouts.c.ordinal)
-        .limit(1)
-    )
-    if not any_run:
-        query = query.where(t.rollouts.c.run_id == sa.bindparam("run"))
-    if lock:
-        return query.with_for_update(skip_locked=True, of=t.rollouts)
-    return query.with_only_columns(t.rollouts.c.id, maintain_column_froms=True)
 
 
 class RolloutStore:
@@ -117,79 +77,6 @@ class RolloutStore:
             if rows:
                 c.execute(t.rollouts.insert(), rows)
         return [row["id"] for row in rows]
-
-    def claim(self, runner: str, lease_s: float, run_id: str | None = None) -> Claim | None:
-        """Lease the first queued rollout to ``runner``; None when nothing is queued."""
-        any_run, run = run_id is None, {"run": run_id}
-        with self.db.read() as c:  # idle runners poll: look before taking the write lock
-            if c.execute(_first_queued(any_run=any_run, lock=False), run).first() is None:
-                return None
-        now = time.time()
-        with self.db.write() as c:
-            query = _first_queued(any_run=any_run, lock=True)
-            row = c.execute(query, run).mappings().first()
-            if row is None:
-                return None
-            claim = Claim(
-                rollout_id=row["id"],
-                attempt_id=new_id(),
-                attempt_number=row["attempts"] + 1,
-                run_id=row["run_id"],
-                purpose=Purpose(row["purpose"]),
-                step=row["step"],
-                task_id=row["task_id"],
-                task=row["task"],
-                key=f"sk-agentrl-{secrets.token_urlsafe(24)}",
-                lease_expires_at=now + lease_s,
-            )
-            number, started = claim.attempt_number, row["started_at"] or now
-            running = {"state": RolloutState.RUNNING, "attempts": number, "started_at": started}
-            c.execute(_UPDATE_ROLLOUT, {"rollout": claim.rollout_id, **running})
-            attempt = Attempt(
-                claim.attempt_id, claim.rollout_id, number, AttemptState.RUNNING, runner,
-                error=None, log=None, started_at=now, ended_at=None,
-            )  # fmt: skip
-            lease = {"lease_expires_at": claim.lease_expires_at, "heartbeat_at": now}
-            key_hash = {"key_hash": _hash(claim.key)}
-            c.execute(_INSERT_ATTEMPT, {**asdict(attempt), **lease, **key_hash})
-        return claim
-
-    def heartbeat(self, attempt_id: str, lease_s: float) -> bool:
-        """Renew the lease. False: the attempt is sealed (lease lost, or canceled); stop it."""
-        now = time.time()
-        renewed = self.db.execute(
-            t.attempts.update()
-            .where(t.attempts.c.id == attempt_id, t.attempts.c.state == AttemptState.RUNNING)
-            .values(heartbeat_at=now, lease_expires_at=now + lease_s)
-        )
-        return renewed == 1
-
-    def expire_leases(self, now: float | None = None) -> list[str]:
-        """Seal the attempts whose runner stopped heartbeating; return their ids."""
-        overdue = sa.select(t.attempts.c.id).where(
-            t.attempts.c.state == AttemptState.RUNNING,
-            t.attempts.c.lease_expires_at < (time.time() if now is None else now),
-        )
-        if not self.db.fetch(overdue.limit(1)):
-            return []
-        with self.db.write() as c:
-            ids = list(c.execute(overdue).scalars())
-            for attempt_id in ids:
-                self._seal(c, attempt_id, AttemptState.LOST, "its runner stopped heartbeating")
-        return ids
-
-    def authenticate(self, key: str) -> AttemptRef | None:
-        """Return the attempt that a key belongs to, sealed or not; None for an unknown key."""
-        with self.db.read() as c:
-            row = c.execute(_BY_KEY, {"key_hash": _hash(key)}).mappings().first()
-        if row is None:
-            return None
-        types = {"state": AttemptState(row["state"]), "purpose": Purpose(row["purpose"])}
-        return AttemptRef(**{**row, **types})
-
-    def attempt_state(self, attempt_id: str) -> AttemptState | None:
-        state = self.db.look_up(_STATE, attempt_id=attempt_id)
-        return None if state is None else AttemptState(state)
 
     def end_attempt(
         self,
@@ -226,7 +113,7 @@ class RolloutStore:
         unrewarded = (
             state is AttemptState.SUCCEEDED
             and policies.on_missing_reward != "drop"
-            and c.execute(_ANY_REWARD, {"attempt": attempt_id}).first() is None
+            and not has_reward(c, attempt_id)
         )
         if unrewarded:
             state, error = AttemptState.NO_REWARD, "it ended without a reward"
@@ -239,13 +126,9 @@ class RolloutStore:
             values |= {"winner": attempt_id, "ended_at": now}
         elif new is not RolloutState.QUEUED:
             values |= {"reason": f"{state}: {error}" if error else str(state), "ended_at": now}
-        c.execute(_UPDATE_ROLLOUT, {"rollout": row["id"], **values})
+        c.execute(UPDATE_ROLLOUT, {"rollout": row["id"], **values})
         if reward is not None:  # it stands instead of the emitted ones
-            given = Reward(
-                attempt_id, row["id"], _POLICY_OF[state], reward, POLICY_REWARD_KEY,
-                explanation=error, created_at=now,
-            )  # fmt: skip
-            c.execute(self.db.upsert(t.rewards, update=("value",)), [asdict(given)])
+            set_policy_reward(self.db, c, row["id"], attempt_id, _POLICY_OF[state], reward, error)
         return new
 
     def cancel(
@@ -362,7 +245,3 @@ def _decide(
                 ended_well = state is AttemptState.NO_REWARD
                 return RolloutState.SUCCEEDED if ended_well else RolloutState.FAILED, None
             return RolloutState.SUCCEEDED, float(policy)
-
-
-def _hash(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()

@@ -155,8 +155,9 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
 
 
 def _workers(future: Future[Any]) -> frozenset[Worker]:
-    pending = isinstance(future, APIFuture) and not future.done()
-    return future.workers if pending else frozenset()
+    if isinstance(future, APIFuture) and not future.done():
+        return future.workers
+    return frozenset()
 
 
 # ---- ``*_async`` variants, for scripts that call Tinker's; every future can also be awaited

@@ -81,13 +81,9 @@ def assemble_adapters(
         members = [r for r in rollouts if sole or r.winner is None or r.winner in called]
         ids = {member.id for member in members}
         own = [call for call in own if call.rollout_id in ids]
-        by_adapter[name] = assemble(
-            members,
-            own,
-            [reward for reward in rewards if reward.rollout_id in ids and rule.counts(reward)],
-            replace(settings, adapters=frozenset([name])),
-            context=calls,
-        )
+        earned = [one for one in rewards if one.rollout_id in ids and rule.counts(one)]
+        alone = replace(settings, adapters=frozenset([name]))
+        by_adapter[name] = assemble(members, own, earned, alone, context=calls)
         judged |= {call.id for call in own}
     unassigned = [call for call in calls if call.id not in judged]
     rest = assemble(rollouts, unassigned, [], replace(settings, adapters=frozenset()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from agentrl_tracer.schemas import SkipReason
@@ -52,6 +52,22 @@ class Scaling:
         mean = _mean(values)
         squares = math.fsum((value - mean) ** 2 for value in values)
         return math.sqrt(squares / (len(values) - self.ddof)) + self.epsilon
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditSettings:
+    """How a group's rewards become advantages."""
+
+    estimator: str = "grpo"  # one of ESTIMATORS, BY_TURN or BY_TOKEN
+    normalize_std: bool = False
+    min_group: int = 2
+    scaling: Scaling = field(default_factory=Scaling)  # of normalize_std and of reinforce++
+    discount: float = 1.0  # of later turns' rewards; for BY_TURN
+    step_weight: float = 1.0  # of GiGPO's second level
+
+    @property
+    def divide(self) -> Scaling | None:
+        return self.scaling if self.normalize_std else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +122,6 @@ def maxrl(scores: Sequence[float]) -> list[float]:
     return [(score - mean) / mean for score in scores]
 
 
-def reinforce(scores: Sequence[float]) -> list[float]:
-    """Take the reward itself, without a baseline: Williams 1992, doi:10.1007/BF00992696."""
-    return list(scores)
-
-
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, compares=True, scales=True),
     # Dr. GRPO, arXiv:2503.20783: the same advantages, never scaled; its other half is the constant
@@ -120,23 +131,22 @@ ESTIMATORS: dict[str, Estimator] = {
     # REINFORCE++-baseline, arXiv:2501.03262: the group's mean, then the step's deviation.
     "reinforce++": Estimator(grpo, compares=True, whitens=True),
     "maxrl": Estimator(maxrl, compares=True),
-    "reinforce": Estimator(reinforce, compares=False),
+    # The reward itself, without a baseline: Williams 1992, doi:10.1007/BF00992696.
+    "reinforce": Estimator(list, compares=False),
 }
 
 
-def group_advantages(
-    rewards: Sequence[float | None],
-    *,
-    estimator: str = "grpo",
-    normalize_std: bool = False,
-    scaling: Scaling | None = None,
-    min_group: int = 2,
-) -> GroupAdvantages:
+BY_TURN = ("turn", "gigpo")
+BY_TOKEN = ("gae",)  # credit comes from a value function: see learner.prepare_batch.with_gae
+
+
+def group_advantages(rewards: Sequence[float | None], settings: CreditSettings) -> GroupAdvantages:
     """Compute the advantages of one group. Rewards that are None or not finite count as missing.
 
     Raises:
         ValueError: the estimator is unknown, or does not go with ``normalize_std`` or the rewards.
     """
+    estimator, normalize_std = settings.estimator, settings.normalize_std
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator {estimator!r}: choose one of {sorted(ESTIMATORS)}")
     how = ESTIMATORS[estimator]
@@ -145,13 +155,13 @@ def group_advantages(
             f"normalize_std does not apply to {estimator!r}: it has "
             + ("a normalization of its own" if how.compares else "no group baseline")
         )
-    known = [r if r is not None and math.isfinite(r) else None for r in rewards]
+    known = [None if r is None or not math.isfinite(r) else r for r in rewards]
     scores = [r for r in known if r is not None]
     teaches = not (how.compares and scores and _all_equal(scores))
-    reason = group_reason(len(scores), min_group, compares=how.compares, teaches=teaches)
+    reason = group_reason(len(scores), settings.min_group, compares=how.compares, teaches=teaches)
     values = [0.0] * len(scores) if reason else how.advantages(scores)
     if normalize_std and not reason:
-        divisor = (scaling or Scaling()).divisor(scores)
+        divisor = settings.scaling.divisor(scores)
         values = [value / divisor for value in values]
     scored = iter(values)
     advantages = [None if reward is None else next(scored) for reward in known]
@@ -159,9 +169,7 @@ def group_advantages(
     return GroupAdvantages(advantages, skipped)
 
 
-def whiten_groups(
-    groups: Sequence[GroupAdvantages], scaling: Scaling | None = None
-) -> list[GroupAdvantages]:
+def whiten_groups(groups: Sequence[GroupAdvantages], scaling: Scaling) -> list[GroupAdvantages]:
     """Center and scale over all rollouts of the step that train: REINFORCE++, arXiv:2501.03262.
 
     Skipped members have no part in mean and deviation. A step of one rollout is returned as it is.
@@ -174,7 +182,7 @@ def whiten_groups(
     ]
     if len(training) < 2:
         return list(groups)
-    mean, divisor = _mean(training), (scaling or Scaling()).divisor(training)
+    mean, divisor = _mean(training), scaling.divisor(training)
     return [
         replace(
             group,
@@ -201,16 +209,15 @@ class TurnAdvantages:
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Sum the rewards from each turn on: G_k = r_k + discount * G_k+1 (Sutton and Barto 2018,
     Reinforcement Learning, equation 3.9)."""
-    return [*accumulate(reversed(rewards), lambda later, now: now + discount * later)][::-1]
+
+    def add(later: float, now: float) -> float:
+        return now + discount * later
+
+    return [*accumulate(reversed(rewards), add)][::-1]
 
 
 def turn_advantages(
-    rewards: Sequence[Sequence[float] | None],
-    *,
-    discount: float = 1.0,
-    normalize_std: bool = False,
-    scaling: Scaling | None = None,
-    min_group: int = 2,
+    rewards: Sequence[Sequence[float] | None], settings: CreditSettings
 ) -> TurnAdvantages:
     """Compare a turn's discounted return with the same turn of the other members.
 
@@ -219,27 +226,21 @@ def turn_advantages(
     arXiv:2505.11821). A turn that only one member reached is compared with the group's mean return
     from the start, on which no action of that turn had an influence.
     """
-    divide = (scaling or Scaling()) if normalize_std else None
-    returns = [discounted_returns(r or (), discount) for r in rewards]
+    returns = [discounted_returns(r or (), settings.discount) for r in rewards]
     starts = [member[0] for member in returns if member]
 
     def compared(k: int, value: float) -> float:
         peers = [member[k] for member in returns if k < len(member)]
-        return _relative(value, peers if len(peers) > 1 else starts, divide)
+        return _relative(value, peers if len(peers) > 1 else starts, settings.divide)
 
     advantages = [[compared(k, value) for k, value in enumerate(member)] for member in returns]
-    return _judged_turns(rewards, advantages, min_group)
+    return _judged_turns(rewards, advantages, settings.min_group)
 
 
 def state_advantages(
     rewards: Sequence[Sequence[float] | None],
     states: Sequence[Sequence[Hashable]],
-    *,
-    discount: float = 1.0,
-    step_weight: float = 1.0,
-    normalize_std: bool = False,
-    scaling: Scaling | None = None,
-    min_group: int = 2,
+    settings: CreditSettings,
 ) -> TurnAdvantages:
     """Compute advantages on two levels of groups: GiGPO, arXiv:2505.10978, equations 3, 7 and 8.
 
@@ -247,22 +248,21 @@ def state_advantages(
     discounted return among all turns of the group that began in the same state (equal ``states``,
     parallel to ``rewards``). A state met once has no second part.
     """
-    divide = (scaling or Scaling()) if normalize_std else None
     earned = [math.fsum(r) for r in rewards if r is not None]
-    returns = [discounted_returns(r or (), discount) for r in rewards]
+    returns = [discounted_returns(r or (), settings.discount) for r in rewards]
     met: dict[Hashable, list[float]] = {}
     for member, own in zip(returns, states, strict=True):
         for value, state in zip(member, own if member else (), strict=True):
             met.setdefault(state, []).append(value)
     advantages = [
         [
-            _relative(math.fsum(reward or ()), earned, divide)
-            + step_weight * _relative(value, met[state], divide)
+            _relative(math.fsum(reward or ()), earned, settings.divide)
+            + settings.step_weight * _relative(value, met[state], settings.divide)
             for value, state in zip(member, own, strict=False)
         ]
         for reward, member, own in zip(rewards, returns, states, strict=True)
     ]
-    return _judged_turns(rewards, advantages, min_group)
+    return _judged_turns(rewards, advantages, settings.min_group)
 
 
 def _judged_turns(

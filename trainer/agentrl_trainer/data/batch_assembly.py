@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Literal
 
 from agentrl_tracer.schemas import Call, Reward, Rollout, SkipReason
 from agentrl_trainer.data.advantages import (
+    BY_TOKEN,
+    BY_TURN,
     ESTIMATORS,
+    CreditSettings,
     GroupAdvantages,
     Scaling,
     group_advantages,
@@ -22,35 +26,28 @@ from agentrl_trainer.data.advantages import (
     turn_advantages,
     whiten_groups,
 )
-from agentrl_trainer.data.off_policy import importance_weight, sampled_otherwise, temperature_of
 from agentrl_trainer.data.rewards import by_rollout, rollout_rewards, turn_rewards, winning_rewards
 from agentrl_trainer.data.skip_reasons import (
     GROUP_REASONS,
-    REFUSED_STEP,
     SkipRules,
     count_group_reasons,
+    importance_weight,
     losing_reason,
     member_reason,
+    sampled_otherwise,
+    temperature_of,
 )
 from agentrl_trainer.data.state_grouping import anchor_states
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row
 from agentrl_trainer.data.trajectories import Trajectory, build_trajectories, call_order
 
 LengthNormalization = Literal["token", "sequence", "constant", "rollout"]
-BY_TURN = ("turn", "gigpo")
-BY_TOKEN = ("gae",)  # credit comes from a value function: see learner.prepare_batch.with_gae
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings(SkipRules):
+class StepSettings(SkipRules, CreditSettings):
     """How records become rows."""
 
-    estimator: str = "grpo"  # one of ESTIMATORS, BY_TURN or BY_TOKEN
-    normalize_std: bool = False
-    min_group: int = 2
-    scaling: Scaling = field(default_factory=Scaling)  # of normalize_std and of reinforce++
-    discount: float = 1.0  # of later turns' rewards; for BY_TURN
-    step_weight: float = 1.0  # of GiGPO's second level
     length_normalization: LengthNormalization = "token"
     length_constant: int = 1024  # tokens; for length_normalization constant
 
@@ -69,9 +66,9 @@ class StepBatch:
     off_policy: Counter[str] = field(default_factory=Counter[str])
     """Trained calls by how their sampling deviated from the policy at temperature 1."""
 
-    def refuse(self, why: Literal["non_finite", "not_supported"]) -> None:
+    def refuse(self, why: SkipReason) -> None:
         """Mark all calls as skipped: the learner did not apply the step."""
-        self.skipped |= dict.fromkeys(self.trained, REFUSED_STEP[why])
+        self.skipped |= dict.fromkeys(self.trained, why)
         self.trained = set()
 
     def shrunk(self) -> int:
@@ -89,12 +86,7 @@ class StepBatch:
         """Summarize the step. Reward statistics are over rollouts that have a reward, advantage
         statistics over trained tokens."""
         scores = [reward for reward in self.rewards.values() if reward is not None]
-        advantages = [
-            advantage
-            for row in self.rows
-            for advantage, on in zip(row.advantages, row.mask, strict=True)
-            if on
-        ]
+        advantages = [a for row in self.rows for a in compress(row.advantages, row.mask)]
         skipped = count_group_reasons(group.skipped for group in self.groups.values())
         used = sum(None in group.skipped for group in self.groups.values())
         return {
@@ -153,14 +145,10 @@ def assemble(
         built = build_trajectories(own, settings)
         batch.skipped |= built.skipped
         every, _ = _split_by_winner(rollout, context_of.get(rollout.id, ()))
-        member = _Member(
-            rollout=rollout,
-            calls=sorted(every, key=call_order),
-            rewards=winning_rewards(rollout, rewards_of.get(rollout.id, [])),
-            trajectories=built.trajectories,
-            total=batch.rewards[rollout.id],
-        )
-        members.append(member)
+        ordered, earned = sorted(every, key=call_order), rewards_of.get(rollout.id, [])
+        won = winning_rewards(rollout, earned)
+        total = batch.rewards[rollout.id]
+        members.append(_Member(rollout, ordered, won, built.trajectories, total))
     credit, reasons = _credit(members, batch, settings)
     owners: list[str] = []
     for member in members:
@@ -256,13 +244,7 @@ def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
     if settings.estimator in BY_TOKEN:  # the learner computes each token's advantage later
         zeros = [None if total is None else 0.0 for total in totals]
         return GroupAdvantages(zeros, [member_reason(zero, None) for zero in zeros])
-    return group_advantages(
-        totals,
-        estimator=settings.estimator,
-        normalize_std=settings.normalize_std,
-        scaling=settings.scaling,
-        min_group=settings.min_group,
-    )
+    return group_advantages(totals, settings)
 
 
 def _judge_turns(
@@ -277,17 +259,11 @@ def _judge_turns(
         else turn_rewards(member.rewards, member.calls, [call.id for call in own]) or [member.total]
         for member, own in zip(group, turns, strict=True)
     ]
-    shared: dict[str, Any] = {
-        "discount": settings.discount,
-        "normalize_std": settings.normalize_std,
-        "scaling": settings.scaling,
-        "min_group": settings.min_group,
-    }
     if settings.estimator == "turn":
-        result = turn_advantages(earned, **shared)
+        result = turn_advantages(earned, settings)
     else:
         states = [anchor_states(own) or [m.rollout.id] for m, own in zip(group, turns, strict=True)]
-        result = state_advantages(earned, states, step_weight=settings.step_weight, **shared)
+        result = state_advantages(earned, states, settings)
     for own, values in zip(turns, result.advantages, strict=True):
         credit |= {call.id: value for call, value in zip(own, values, strict=False)}
     means = [
@@ -321,9 +297,6 @@ def _row(
 
 
 def _deviations(call: Call) -> list[str]:
-    found = [
-        sampled_otherwise(call),
-        "temperature" if temperature_of(call) != 1.0 else None,
-        "mixed_versions" if call.params.get("mixed_versions") else None,
-    ]
-    return [how for how in found if how is not None]
+    warm = "temperature" if temperature_of(call) != 1.0 else None
+    mixed = "mixed_versions" if call.params.get("mixed_versions") else None
+    return [how for how in (sampled_otherwise(call), warm, mixed) if how is not None]

@@ -33,9 +33,7 @@ class MicroBatch:
 
     adapter: str
     indices: list[int]  # [B] positions in the list that was packed
-    lengths: list[int]  # [B] tokens of each row
     input_ids: Tensor  # [1, U] int64, or [B, T]
-    position_ids: Tensor  # of the same shape
     trie: Trie | None  # None: padded rows
     places: Tensor  # [N] in ``input_ids.flatten()``: what predicts the trained token
     rows: Tensor  # [N] the row of the trained token, with ``columns``: its position there, less one
@@ -47,11 +45,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         return replace(self, trie=self.trie and self.trie.to(device), **moved)
 
 
@@ -186,46 +181,46 @@ def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
 
 def _share(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
     packed = pack_trie([row.tokens for row in chunk])
-    return _micro_batch(source, chunk, [packed.tokens], [packed.depths], packed.paths, packed.trie)
+    return _micro_batch(source, chunk, [packed.tokens], packed.paths, packed.trie)
 
 
 def _pad(source: Sequence[TrainingRow], chunk: Sequence[_Row], pad_id: int) -> MicroBatch:
     width = max(len(row.tokens) for row in chunk)
     padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in chunk]
     places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
-    return _micro_batch(source, chunk, padded, [list(range(width))] * len(chunk), places, None)
+    return _micro_batch(source, chunk, padded, places, None)
 
 
 def _micro_batch(
     source: Sequence[TrainingRow],
     chunk: Sequence[_Row],
     input_ids: list[list[int]],
-    position_ids: list[list[int]],
     places: Sequence[Sequence[int]],
     trie: Trie | None,
 ) -> MicroBatch:
     """``places[b][t]``: the place of token t of row b in the flat ``input_ids``."""
     own = [source[row.index] for row in chunk]
     trained = [(row, at) for row, one in enumerate(own) for at, on in enumerate(one.mask) if on]
-    temperatures: Tensor | None = None
-    if any("temperature" in row.extra for row in own):
-        columns = [row.extra.get("temperature", [1.0] * len(row.tokens)) for row in own]
-        values = [columns[row][at] for row, at in trained]
-        temperatures = torch.tensor(values, dtype=torch.float32)
+
+    def floats(columns: Sequence[Sequence[float]]) -> Tensor:
+        return torch.tensor([columns[row][at] for row, at in trained], dtype=torch.float32)
+
+    heated = any("temperature" in row.extra for row in own)
+    ones = [[1.0] * len(row.tokens) for row in own] if heated else []
     return MicroBatch(
         adapter=chunk[0].adapter,
         indices=[row.index for row in chunk],
-        lengths=[len(row.tokens) for row in chunk],
         input_ids=torch.tensor(input_ids),
-        position_ids=torch.tensor(position_ids),
         trie=trie,
         places=torch.tensor([places[row][at - 1] for row, at in trained]),
         rows=torch.tensor([row for row, _ in trained]),
         columns=torch.tensor([at - 1 for _, at in trained]),
         targets=torch.tensor([own[row].tokens[at] for row, at in trained]),
-        logprobs=torch.tensor([own[row].logprobs[at] for row, at in trained], dtype=torch.float32),
-        advantages=torch.tensor(
-            [own[row].advantages[at] for row, at in trained], dtype=torch.float32
+        logprobs=floats([row.logprobs for row in own]),
+        advantages=floats([row.advantages for row in own]),
+        temperatures=(
+            floats([row.extra.get("temperature", one) for row, one in zip(own, ones, strict=True)])
+            if heated
+            else None
         ),
-        temperatures=temperatures,
     )

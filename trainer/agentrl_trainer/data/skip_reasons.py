@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from agentrl_tracer.schemas import Call, CallState, Rollout, RolloutState, SkipReason
-from agentrl_trainer.data.off_policy import importance_weight, sampled_otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +49,9 @@ def attempt_reasons(calls: Sequence[Call], rules: SkipRules) -> dict[str, SkipRe
     are skipped too (``sampler_error``). A client's retry may complete the missing choice in a call
     of its own.
     """
-    completed: dict[tuple[str, int], bool] = {}
-    for call in calls:
-        choice = (call.response_id, call.choice)
-        completed[choice] = completed.get(choice, False) or call.state is CallState.COMPLETED
-    failed = {response for (response, _), done in completed.items() if not done}
+    choices = {(call.response_id, call.choice) for call in calls}
+    done = {(c.response_id, c.choice) for c in calls if c.state is CallState.COMPLETED}
+    failed = {response for response, _ in choices - done}
     found: dict[str, SkipReason] = {}
     for call in calls:
         reason = call_reason(call, rules)
@@ -136,22 +133,15 @@ def left_over_reasons(calls: Iterable[Call]) -> dict[str, SkipReason]:
     return {call.id: SkipReason.LEFT_OVER for call in calls}
 
 
-REFUSED_STEP = {
-    "non_finite": SkipReason.NON_FINITE_STEP,  # the loss or a gradient was not finite
-    "not_supported": SkipReason.OFF_POLICY,  # the service cannot express how rows were sampled
-}
-"""Why the calls of a step that was not applied do not train."""
-
-
 # ---- rules for one call
 
 
 def _malformed(call: Call) -> bool:
     if len(call.response_ids) != len(call.response_logprobs) or call.adapter_version is None:
         return True
-    if not call.prompt_ids:  # the first token of a trajectory has no log-prob
-        return True
-    if any(not 0 <= token < 2**31 for ids in (call.prompt_ids, call.response_ids) for token in ids):
+    ids = (call.prompt_ids, call.response_ids)
+    # Without a prompt, the first token of a trajectory has no log-prob.
+    if not call.prompt_ids or any(not 0 <= one < 2**31 for part in ids for one in part):
         return True
     # Rounding may leave a log-prob just above 0. NaN fails the comparison, so it is caught too.
     return not all(-math.inf < logprob <= 1e-3 for logprob in call.response_logprobs)
@@ -201,3 +191,59 @@ _CALL_RULES: tuple[tuple[SkipReason, Callable[[Call, SkipRules], bool]], ...] = 
     ),
     (SkipReason.OFF_POLICY, _off_policy),
 )
+
+
+# ---- how sampling differed from the policy that trains
+
+
+def sampled_otherwise(call: Call) -> str | None:
+    """Name how sampling deviated from the policy at its temperature; None if it did not.
+
+    One of ``greedy`` (temperature 0), ``filtered`` (top-p, top-k), ``biased`` (logit_bias) and
+    ``constrained`` (a grammar that forbade something). Log-probs are recorded of the policy at
+    temperature 1 in each case, so importance ratios never contain this deviation.
+    """
+    params = call.params
+    top_p, top_k = params.get("top_p"), params.get("top_k")
+    if params.get("temperature") == 0:
+        return "greedy"
+    if (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0):
+        return "filtered"
+    if params.get("logit_bias"):
+        return "biased"
+    mass = params.get("constrained_log_mass")
+    if params.get("constrained") and (mass is None or mass < -1e-6):
+        return "constrained"
+    return None
+
+
+def importance_weight(call: Call) -> float | None:
+    """Compute policy / sampling distribution of the whole answer, at most 1; None if unknown.
+
+    For a constrained answer at temperature 1 it is the probability mass that the grammar left, the
+    product over the answer's tokens (arXiv:2405.21047).
+    """
+    kind, mass = sampled_otherwise(call), call.params.get("constrained_log_mass")
+    if kind is None:
+        return 1.0
+    if kind != "constrained" or mass is None or temperature_of(call) != 1.0:
+        return None
+    return math.exp(min(mass, 0.0))
+
+
+def temperature_of(call: Call) -> float:
+    """Return the temperature that the answer was sampled at, and trains at; 1 for greedy ones."""
+    return float(call.params.get("temperature") or 1.0)
+
+
+def token_versions(call: Call) -> list[int]:
+    """Return the adapter version of each sampled token; -1 where unknown.
+
+    ``params["versions"]`` holds ``[first token, version]`` for each stretch of an answer during
+    which the adapter was swapped. Without it ``adapter_version`` holds for all tokens.
+    """
+    version = -1 if call.adapter_version is None else call.adapter_version
+    versions = [version] * len(call.response_ids)
+    for start, own in call.params.get("versions") or ():
+        versions[start:] = [-1 if own is None else own] * (len(versions) - start)
+    return versions

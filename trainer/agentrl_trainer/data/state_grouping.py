@@ -23,18 +23,22 @@ _ANSWERED = frozenset(["function_call", "custom_tool_call", "reasoning"])
 
 def anchor_states(turns: Sequence[Call]) -> list[Hashable]:
     """Return the state before each turn of one rollout; equal states compare as equal."""
-    return [_state(call, turns[:i]) for i, call in enumerate(turns)]
-
-
-def _state(call: Call, earlier: Sequence[Call]) -> Hashable:
-    request = call.request or {}
-    items = request.get("messages") or request.get("input")
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    if isinstance(items, list) and items:
-        new = _without_ids(_new_items(cast(list[Any], items)))
-        return (call.agent, json.dumps(new, sort_keys=True, default=str))
-    return (call.agent, *_new_tokens(call, earlier))
+    states: list[Hashable] = []
+    for i, call in enumerate(turns):
+        request = call.request or {}
+        items = request.get("messages") or request.get("input")
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        if isinstance(items, list) and items:
+            new = _without_ids(_new_items(cast(list[Any], items)))
+            states.append((call.agent, json.dumps(new, sort_keys=True, default=str)))
+        else:
+            # What a bare prompt adds to the longest earlier turn that it extends.
+            wholes = [[*turn.prompt_ids, *turn.response_ids] for turn in turns[:i]]
+            known = [len(one) for one in wholes if call.prompt_ids[: len(one)] == one]
+            new = call.prompt_ids[max(known, default=0) :] or call.prompt_ids
+            states.append((call.agent, *new))
+    return states
 
 
 def _new_items(items: list[Any]) -> list[Any]:
@@ -47,9 +51,7 @@ def _new_items(items: list[Any]) -> list[Any]:
 
 
 def _is_answer(item: Any) -> bool:
-    if not isinstance(item, Mapping):
-        return False
-    fields = cast(Mapping[str, Any], item)
+    fields = cast(Mapping[str, Any], item if isinstance(item, Mapping) else {})
     return fields.get("role") == "assistant" or fields.get("type") in _ANSWERED
 
 
@@ -60,10 +62,3 @@ def _without_ids(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_ids(one) for one in cast(list[Any], value)]
     return value
-
-
-def _new_tokens(call: Call, earlier: Sequence[Call]) -> tuple[int, ...]:
-    """Select what a bare prompt adds to the longest earlier turn that it extends."""
-    wholes = [[*turn.prompt_ids, *turn.response_ids] for turn in earlier]
-    extended = [len(whole) for whole in wholes if call.prompt_ids[: len(whole)] == whole]
-    return tuple(call.prompt_ids[max(extended, default=0) :] or call.prompt_ids)

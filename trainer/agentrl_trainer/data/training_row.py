@@ -51,15 +51,16 @@ class TrainingRow:
         return sum(self.mask)
 
 
-def to_training_row(trajectory: Trajectory, advantage: float | Mapping[str, float]) -> TrainingRow:
-    """Give a trajectory its advantages: one for all its tokens, or one by call id.
+def to_training_row(trajectory: Trajectory, credit: Mapping[str, float]) -> TrainingRow:
+    """Give a trajectory its advantages, by call id.
 
     Calls without an entry get 0 but stay in the mask, so they count in the normalization.
     """
     advantages = [0.0] * len(trajectory.tokens)
     for turn in trajectory.turns:
-        value = advantage.get(turn.call_id, 0.0) if isinstance(advantage, Mapping) else advantage
-        advantages[turn.start : turn.end] = [value] * (turn.end - turn.start)
+        advantages[turn.start : turn.end] = [credit.get(turn.call_id, 0.0)] * (
+            turn.end - turn.start
+        )
     return TrainingRow(
         trajectory.tokens, trajectory.mask, trajectory.logprobs, advantages, trajectory.adapter
     )

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_tracer.schemas import Call, SkipReason
-from agentrl_trainer.data.off_policy import temperature_of
-from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons
+from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons, temperature_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +92,8 @@ def _parents(calls: Sequence[Call]) -> list[int | None]:
     # Packed ids: bytes.startswith is a memcmp that stops at the first difference and copies
     # nothing, so trying all pairs stays cheap for hundreds of calls with long prompts.
     prompts = [array("i", call.prompt_ids).tobytes() for call in calls]
-    wholes = [
-        prompt + array("i", call.response_ids).tobytes()
-        for prompt, call in zip(prompts, calls, strict=True)
-    ]
+    answers = [array("i", call.response_ids).tobytes() for call in calls]
+    wholes = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     longest_first = sorted(range(len(calls)), key=lambda i: (-len(wholes[i]), i))
     # No cycles: responses are not empty, so a parent is always shorter than its child.
     return [
@@ -123,13 +120,11 @@ def _trajectory(adapter: str, chain: Sequence[Call]) -> Trajectory:
     """Take the tokens of the chain's last call, which hold all others', and mark each response."""
     leaf = chain[-1]
     tokens = [*leaf.prompt_ids, *leaf.response_ids]
-    mask = [False] * len(tokens)
-    logprobs = [0.0] * len(tokens)
-    temperatures = [1.0] * len(tokens)
+    count = len(tokens)
+    mask, logprobs, temperatures = [False] * count, [0.0] * count, [1.0] * count
     turns: list[Turn] = []
     for call in chain:
-        start = len(call.prompt_ids)
-        end = start + len(call.response_ids)
+        start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.response_ids)
         mask[start:end] = [True] * (end - start)
         logprobs[start:end] = call.response_logprobs
         temperatures[start:end] = [temperature_of(call)] * (end - start)

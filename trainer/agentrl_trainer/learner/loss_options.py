@@ -119,7 +119,7 @@ def parse_loss_options(loss: str, config: LossConfig) -> LossOptions:
     """
     if loss not in OPTIONS_OF:
         raise ValueError(f"unknown loss {loss!r}: choose one of {sorted(OPTIONS_OF)}")
-    kinds = (OPTIONS_OF[loss], KlOptions, CorrectionOptions)
+    kinds: tuple[Any, ...] = (OPTIONS_OF[loss], KlOptions, CorrectionOptions)
     known = [[field.name for field in fields(kind)] for kind in kinds]
     if unknown := set(config).difference(*known):
         takes = sorted(set[str]().union(*known))

@@ -23,22 +23,18 @@ class OurPackages:
         return importlib.machinery.PathFinder.find_spec(name, [self._folders[name]], target)
 
 
-def run(report_fd, leash_fd):  # type: ignore[no-untyped-def]
-    """Run attempts; standard input holds the configuration and the first job, a line each."""
-    from agentrl.runner.agent_process.attempt import run_attempts
-    from agentrl.runner.agent_process.concurrent import run_concurrent_attempts
-    from agentrl.runner.protocol import AttemptJob, RunnerConfig
+def run(worker_fd):  # type: ignore[no-untyped-def]
+    """Run attempts; the worker first sends the configuration."""
+    from agentrl.runner.agent_process.attempts import run_attempts
+    from agentrl.runner.protocol import RunnerConfig
 
-    config = RunnerConfig.from_json(sys.stdin.readline())
-    for fd in (report_fd, leash_fd):
-        os.set_inheritable(fd, False)
-    if config.concurrency > 1:
-        run_concurrent_attempts(config, report_fd, leash_fd)
-    job = AttemptJob.from_line(sys.stdin.readline().encode())
-    run_attempts(config, job, report_fd, leash_fd, known_modules=None)
+    os.set_inheritable(worker_fd, False)
+    with open(worker_fd, "rb", buffering=0, closefd=False) as worker:
+        config = RunnerConfig.from_json(worker.readline())
+    run_attempts(config, worker_fd, known_modules=None)
 
 
 if __name__ == "__main__":
-    folders, report_fd, leash_fd = json.loads(sys.argv[1])
+    folders, worker_fd = json.loads(sys.argv[1])
     sys.meta_path.insert(0, OurPackages(folders))  # type: ignore[arg-type]
-    run(report_fd, leash_fd)
+    run(worker_fd)

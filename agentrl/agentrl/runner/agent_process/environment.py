@@ -31,13 +31,13 @@ QUIET = {
 }
 
 
-def check_environment(env: Mapping[str, str] = os.environ) -> None:
+def check_environment() -> None:
     """Refuse an environment that would silence the agents' spans and rewards.
 
     Raises:
         RuntimeError: OTEL_SDK_DISABLED is set.
     """
-    if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         raise RuntimeError(
             "OTEL_SDK_DISABLED=true is set: it would silently drop every reward and span of the "
             "agent. Unset it; to quiet CrewAI use CREWAI_DISABLE_TELEMETRY=true (set for agents)"
@@ -77,14 +77,12 @@ def direct_to_gateway(gateway: str, inherited: Mapping[str, str] = os.environ) -
     return env
 
 
-def shared_environment(
-    config: RunnerConfig, inherited: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def shared_environment(config: RunnerConfig) -> dict[str, str]:
     """Return the variables of a process that several attempts share: no rollout's URL and key.
 
     A header names each call's rollout; a call without one is refused rather than misattributed.
     """
-    return _client_environment(config, config.gateway.rstrip("/"), "sk-shared-process", inherited)
+    return _client_environment(config, config.gateway.rstrip("/"), "sk-shared-process", os.environ)
 
 
 def attempt_environment(
@@ -110,8 +108,8 @@ def attempt_environment(
     task = json.dumps(claim.task)
     if len(task) <= _LONGEST_TASK:
         env["AGENTRL_TASK"] = task
-    storage = inherited.get("CREWAI_STORAGE_DIR")
-    if storage is None or _is_storage(Path(storage)):  # none, or that of the attempt before
+    ours = str(storage_folder(""))
+    if inherited.get("CREWAI_STORAGE_DIR", ours).startswith(ours):  # of the attempt before
         env["CREWAI_STORAGE_DIR"] = str(storage_folder(claim.attempt_id))
     return env
 
@@ -138,7 +136,3 @@ def _client_environment(
 def storage_folder(attempt_id: str) -> Path:
     """Return CrewAI's storage of one attempt; concurrent attempts would share one otherwise."""
     return Path(tempfile.gettempdir()) / f"agentrl-{attempt_id}"
-
-
-def _is_storage(path: Path) -> bool:
-    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith("agentrl-")

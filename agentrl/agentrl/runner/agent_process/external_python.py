@@ -10,32 +10,28 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import NoReturn
 
 import agentrl
 import agentrl_tracer
 
+# Prints what is wrong with the interpreter that runs it.
 _CHECK = """
-import importlib.util, json, sys
-needed = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http", "requests", "wrapt")
-def there(name):
+import importlib.util, sys
+def lacks(name):
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name) is None
     except ImportError:
-        return False
-print(json.dumps([list(sys.version_info[:2]), [name for name in needed if not there(name)]]))
+        return True
+missing = ", ".join(filter(lacks, ["opentelemetry.sdk.trace",
+                                   "opentelemetry.exporter.otlp.proto.http", "requests", "wrapt"]))
+if sys.version_info < (3, 11):
+    print("is Python %d.%d; agents need 3.11 or newer, or a command" % sys.version_info[:2])
+elif missing:
+    print("lacks %s, which the agent's side needs: %s -m pip install opentelemetry-sdk "
+          "opentelemetry-exporter-otlp-proto-http requests wrapt" % (missing, sys.executable))
 """
-_OLDEST = (3, 11)
-_CHECK_TIMEOUT_S = 60.0
-
-
-class PythonError(ValueError):
-    """The ``python`` setting names no interpreter that can run agents; says why and the remedy."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"python: {path!r} {problem}")
 
 
 def check_python(path: str) -> str:
@@ -46,55 +42,43 @@ def check_python(path: str) -> str:
             virtual environment is one.
 
     Raises:
-        PythonError: it does not run, is too old, or lacks what the agent's side needs.
+        ValueError: it does not run, is too old, or lacks what the agent's side needs.
     """
-    found = shutil.which(path)
-    if found is None and (Path(path) / "bin" / "python").is_file():
-        found = str(Path(path) / "bin" / "python")
+    found = shutil.which(path) or shutil.which(Path(path) / "bin" / "python")
     if found is None:
-        raise PythonError(path, "is no executable; give a path such as other-venv/bin/python")
+        raise ValueError(
+            f"python: {path!r} is no executable; give a path such as other-venv/bin/python"
+        )
     found = os.path.abspath(found)
     try:
         done = subprocess.run(
             [found, "-c", _CHECK],
             capture_output=True,
             text=True,
-            timeout=_CHECK_TIMEOUT_S,
-            check=False,
-            env=_foreign_environment(),
+            timeout=60,
+            check=True,
+            env=_other_environment(),
         )
-        version, missing = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        raise PythonError(path, "does not run Python code") from None
-    if tuple(version) < _OLDEST:
-        raise PythonError(
-            path, f"is Python {version[0]}.{version[1]}; agents need 3.11 or newer, or a command"
-        )
-    if missing:
-        raise PythonError(
-            path,
-            f"lacks {', '.join(missing)}, which the agent's side needs: {found} -m pip install "
-            "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http requests wrapt",
-        )
+    except (OSError, subprocess.SubprocessError):
+        raise ValueError(f"python: {path!r} does not run Python code") from None
+    if problem := done.stdout.strip():
+        raise ValueError(f"python: {path!r} {problem}")
     return found
 
 
-def become(python: str, lines: bytes, report_fd: int, leash_fd: int) -> NoReturn:
-    """Replace this process, just forked, by the interpreter with ``lines`` as standard input.
+def become(python: str, worker_fd: int) -> NoReturn:
+    """Replace this process, just forked, by the interpreter, and run attempts there.
+
+    The worker sends the configuration first.
 
     Raises:
         OSError: it cannot be executed any more.
     """
-    with tempfile.TemporaryFile() as file:  # a pipe would hold no more than 64 KiB
-        file.write(lines)
-        file.seek(0)
-        os.dup2(file.fileno(), 0)
-    os.set_inheritable(report_fd, True)
-    os.set_inheritable(leash_fd, True)
-    arguments = json.dumps([_our_folders(), report_fd, leash_fd])
+    os.set_inheritable(worker_fd, True)
+    arguments = json.dumps([_our_folders(), worker_fd])
     bootstrap = str(Path(__file__).with_name("bootstrap.py"))
     # -P: the bootstrap's folder is ours, not a place to import from.
-    os.execve(python, [python, "-P", bootstrap, arguments], _foreign_environment())
+    os.execve(python, [python, "-P", bootstrap, arguments], _other_environment())
 
 
 def _our_folders() -> dict[str, str]:
@@ -105,7 +89,7 @@ def _our_folders() -> dict[str, str]:
     }
 
 
-def _foreign_environment() -> dict[str, str]:
+def _other_environment() -> dict[str, str]:
     """Return the environment without what would lead another interpreter into our packages."""
     ours = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in ours}

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.runner.agent_spec import AgentSpec, AgentSpecError, parse_agent
+from agentrl.runner.agent_spec import AgentSpecError, parse_agent
 from agentrl_tracer.schemas import Json
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -44,99 +44,87 @@ def load_agent(spec: str) -> LoadedAgent:
     """Import the user's module (a command needs none) and wrap what the spec names.
 
     Raises:
-        AgentSpecError: there is no such thing, or it cannot be called with a task.
+        AgentSpecError: the module has no such thing, or it cannot be called with a task.
         Exception: whatever the user's module raises while it is imported.
     """
     parsed = parse_agent(spec)
     if parsed.kind == "command":
         name = Path(parsed.argv[0]).name
         return LoadedAgent(name, lambda task: _run_command(parsed.argv, task))
-    folder = str(parsed.folder)
+    # As Python does: first the file's folder, else the current one.
+    file = Path(parsed.target).resolve() if parsed.kind == "file" else None
+    folder = str(Path.cwd() if file is None else file.parent)
     if folder in sys.path:
         sys.path.remove(folder)
     sys.path.insert(0, folder)
-    module = _import_file(spec, parsed) if parsed.kind == "file" else _import(spec, parsed.target)
-    target: Any = module
+    target: Any = importlib.import_module(parsed.target) if file is None else _import_file(file)
     for part in parsed.attribute.split("."):
         try:
             target = getattr(target, part)
         except AttributeError:
             raise AgentSpecError(spec, f"{target!r} has no attribute {part!r}") from None
-    return _wrap(spec, parsed.attribute, target)
+    call, call_async = _calls(spec, target)
+
+    def run(task: Json) -> Any:
+        result = call(task)
+        return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+
+    return LoadedAgent(parsed.attribute, run, call_async)
 
 
-def _import(spec: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise AgentSpecError(spec, f"there is no module {error.name!r}") from None
-        raise  # the user's module exists; something that it imports does not
-
-
-def _import_file(spec: str, parsed: AgentSpec) -> ModuleType:
-    path = Path(parsed.target).resolve()
+def _import_file(path: Path) -> ModuleType:
     # Under its own name, so that pickle and its neighbors find it; unless that is taken.
     name = f"_agentrl_{path.stem}" if path.stem in sys.modules else path.stem
     found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None or not path.is_file():
-        raise AgentSpecError(spec, f"there is no file {path}")
+    assert found is not None
+    assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     found.loader.exec_module(module)
     return module
 
 
-def _wrap(spec: str, name: str, target: Any) -> LoadedAgent:
-    call, is_async = _as_call(spec, target)
+def _calls(
+    spec: str, target: Any
+) -> tuple[Callable[[Json], Any], Callable[[Json], Awaitable[Any]] | None]:
+    """Return functions of the task: one for ``run``, and one for an event loop, if there is one."""
 
-    def run(task: Json) -> Any:
-        result = call(task)
-        return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+    def method(name: str, by_keyword: bool = True) -> Callable[[Json], Any] | None:
+        if inspect.isroutine(target) or not callable(getattr(target, name, None)):
+            return None
 
-    if _has(target, "kickoff_async"):
-        return LoadedAgent(name, run, lambda task: _instance(target).kickoff_async(inputs=task))
-    return LoadedAgent(name, run, call if is_async else None)
+        def call(task: Json) -> Any:
+            # A new object of a Flow or Crew class for every rollout; an object is shared.
+            bound = getattr(target() if inspect.isclass(target) else target, name)
+            return bound(inputs=task) if by_keyword else bound(task)
 
+        return call
 
-def _as_call(spec: str, target: Any) -> tuple[Callable[[Json], Any], bool]:
-    """Return a function of the task, and whether it returns a coroutine at once."""
-    if _has(target, "kickoff"):
-        return lambda task: _instance(target).kickoff(inputs=task), False
-    if _has(target, "kickoff_async"):
-        return lambda task: _instance(target).kickoff_async(inputs=task), True
-    if _has(target, "run"):
-        return lambda task: _instance(target).run(task), inspect.iscoroutinefunction(target.run)
+    kickoff, kickoff_async = method("kickoff"), method("kickoff_async")
+    if found := kickoff or kickoff_async:
+        return found, kickoff_async
+    if found := method("run", by_keyword=False):
+        return found, found if inspect.iscoroutinefunction(target.run) else None
     if inspect.isclass(target):
         target = target()
     if not callable(target):
         kind = type(target).__name__
         raise AgentSpecError(spec, f"it names a {kind}, which has no kickoff, run or call")
-    is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(
-        getattr(target, "__call__", None)  # noqa: B004
-    )
-    return (target if _takes_task(target) else lambda _task: target()), is_async
-
-
-def _has(target: Any, method: str) -> bool:
-    return not inspect.isroutine(target) and callable(getattr(target, method, None))
-
-
-def _instance(target: Any) -> Any:
-    """Return a new object of a Flow or Crew class for every rollout; an object is shared."""
-    return target() if inspect.isclass(target) else target
+    is_async = any(map(inspect.iscoroutinefunction, (target, target.__call__)))
+    call: Any = target if _takes_task(target) else lambda _task: target()  # pyright: ignore[reportUnknownLambdaType]
+    return call, call if is_async else None
 
 
 def _takes_task(function: Callable[..., Any]) -> bool:
     """Tell whether a required positional parameter, or one called ``task``, takes the task."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # builtins without a signature
         return True
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if positional and (positional[0].default is inspect.Parameter.empty):
-        return True
-    if positional and positional[0].name == "task":
+    first = next(
+        (p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None
+    )
+    if first is not None and (first.default is first.empty or first.name == "task"):
         return True
     return any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
@@ -150,22 +138,17 @@ def _run_command(argv: Sequence[str], task: Json) -> None:
 
     A signal to the attempt's group so reaches the command, too.
     """
-    process = subprocess.Popen([_fill(word, task) for word in argv], stdin=subprocess.PIPE)
+
+    def value(match: re.Match[str]) -> str:
+        field = task.get(match[1], match[0])  # braces around anything but a field stay
+        return field if isinstance(field, str) else json.dumps(field)
+
+    process = subprocess.Popen(
+        [_PLACEHOLDER.sub(value, word) for word in argv], stdin=subprocess.PIPE
+    )
     process.communicate(json.dumps(task).encode() + b"\n")
     code = process.returncode
     if code < 0:
         raise CommandFailed(f"the agent's command was killed by signal {-code}")
     if code > 0:
         raise CommandFailed(f"the agent's command exited with code {code}")
-
-
-def _fill(word: str, task: Json) -> str:
-    """Replace ``{field}`` by the task's field; braces around anything else stay."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in task:
-            return match[0]
-        field = task[match[1]]
-        return field if isinstance(field, str) else json.dumps(field)
-
-    return _PLACEHOLDER.sub(value, word)

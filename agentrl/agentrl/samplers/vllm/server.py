@@ -29,7 +29,7 @@ from agentrl.config.commands import ModelCommand
 from agentrl.config.errors import ConfigError
 from agentrl.samplers.vllm.adapters import adapter_rank
 from agentrl.samplers.vllm.recovery import wait_for_engine_death
-from agentrl.supervisor import SupervisedProcess, python_module
+from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -64,10 +64,10 @@ class VllmServer:
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
         # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
-        env = _ENVIRONMENT | {_CPU_CACHE_GIB: os.environ.get(_CPU_CACHE_GIB, "4")}
-        leash = python_module("agentrl.samplers.vllm.server")
+        env = {_CPU_CACHE_GIB: "4", **os.environ, **_ENVIRONMENT}
+        leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
         argv = [*leash, *self._command, "--uds", str(self._socket)]
-        self._process = SupervisedProcess("vLLM", argv, self.log, env)
+        self._process = SupervisedProcess("vLLM", argv, self.log, env).spawn().supervise()
 
     def wait(self, tell: Callable[[str], object]) -> None:
         """Return when the server accepts connections; ``tell`` receives notices until then.

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_client import BODY, HTTP, error_of, post
+from gateway_client import BODY, HTTP, connected, error_of, head, post
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.sampler import RefusedError
 from agentrl_tracer.schemas import CallState
 
 CHAT = "/v1/chat/completions"
-
-
-def sent_badly(gateway: Running, key: str) -> str:
-    """The answer to a request with a broken header."""
-    host, port = gateway.url.removeprefix("http://").split(":")
-    lines = [f"POST {CHAT} HTTP/1.1", "host: x", f"authorization: Bearer {key}", "bad header"]
-    with socket.create_connection((host, int(port)), timeout=20) as sock:
-        sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
-        return sock.recv(65536).decode()
-
-
-# --- the sampler says no, or nothing any more
 
 
 @pytest.mark.parametrize(
@@ -68,39 +56,29 @@ def test_a_dead_sampler_shows(gateway: Running) -> None:
     assert HTTP.get(f"{gateway.url}/healthz").status_code == 200
 
 
-# --- secrets
-
-
 def test_no_key_is_told_to_anyone(
     gateway: Running, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Every kind of error, with every key; then the logs, the answers and the store's bytes."""
     caplog.set_level(logging.DEBUG)
     mine, other = gateway.claims[:2]
-    stranger = "sk-agentrl-of-a-stranger"
-    keys = [mine.key, other.key, OPERATOR_KEY, stranger, "sk-plain-stranger"]
-    paths = [
-        CHAT,
-        f"/rollouts/{mine.rollout_id}{CHAT}",
-        f"/rollouts/{mine.rollout_id}/v1/traces",
-        f"/rollouts/{mine.rollout_id}/v1/rewards",
-        "/admin/adapters",
-        "/nowhere",
-    ]
-    bodies: list[Any] = [BODY, {}, {"value": "x"}, {"model": 1}, {"name": "a", "version": 1,
-                                                                  "path": "/missing"}]  # fmt: skip
+    keys = [mine.key, other.key, OPERATOR_KEY, "sk-agentrl-of-a-stranger", "sk-plain-stranger"]
+    own = f"/rollouts/{mine.rollout_id}"
+    paths = [CHAT, own + CHAT, f"{own}/v1/traces", f"{own}/v1/rewards", "/admin/adapters", "/no"]
+    adapter = {"name": "a", "version": 1, "path": "/missing"}
+    bodies: list[Any] = [BODY, {}, {"value": "x"}, {"model": 1}, adapter]
     told: list[str] = []
-    for key in keys:
-        for path in paths:
-            for body in bodies:
-                for headers in ({}, {"x-agentrl-rollout": keys[0]}, {"x-api-key": key}):
-                    response = post(gateway.url + path, key, body, headers=headers)
-                    told += [response.text, str(response.headers)]
+    for key, path, body in itertools.product(keys, paths, bodies):
+        for headers in ({}, {"x-agentrl-rollout": keys[0]}, {"x-api-key": key}):
+            response = post(gateway.url + path, key, body, headers=headers)
+            told += [response.text, str(response.headers)]
     gateway.sampler.fail_after = 1
     told.append(post(gateway.url + CHAT, mine.key).text)
     gateway.seal(mine)
     told.append(post(gateway.url + CHAT, mine.key).text)
-    told.append(sent_badly(gateway, mine.key))
+    with connected(gateway) as sock:
+        sock.sendall(head(CHAT, mine.key).replace(b"host: x", b"bad header"))
+        told.append(sock.recv(65536).decode())
     told.append(HTTP.get(f"{gateway.url}/healthz").text)
     told += [record.getMessage() + str(record.exc_text) for record in caplog.records]
     told.append(caplog.text)

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from runner_harness import RunnerHarness
 
-from agentrl_tracer.schemas import (
-    AttemptState,
-    Policies,
-    RolloutState,
-)
+from agentrl_tracer.schemas import AttemptState, Policies, RolloutState
 
 ASYNC_AGENTS = """
 import asyncio, os, time
@@ -43,8 +39,13 @@ def blocking(task): return 1.0
 """
 
 
+@pytest.fixture
+def harness(harness: RunnerHarness) -> RunnerHarness:
+    harness.agents.write_text(ASYNC_AGENTS)
+    return harness
+
+
 def test_async_rollouts_share_a_process(harness: RunnerHarness) -> None:
-    (harness.folder / "agents.py").write_text(ASYNC_AGENTS)
     harness.start("run", Policies(on_error="drop"), concurrency=6, timeout_s=4.0)
     ids = {n: harness.enqueue({"n": n})[0] for n in (0, 1, 2, 3, 4, 10)}
     attempts = {a.rollout_id: a for a in harness.finish(list(ids.values()), 60)}
@@ -66,15 +67,15 @@ def test_async_rollouts_share_a_process(harness: RunnerHarness) -> None:
     assert slow.state is AttemptState.TIMEOUT
 
 
-def test_a_task_that_blocks_its_process_is_killed_and_its_neighbours_run_again(
-    harness: RunnerHarness,
+@pytest.mark.parametrize("first", [5, 1])
+def test_a_task_that_blocks_its_process_is_killed_and_its_neighbors_run_again(
+    harness: RunnerHarness, first: int
 ) -> None:
-    (harness.folder / "agents.py").write_text(ASYNC_AGENTS)
     harness.start("run", Policies(on_error="drop"), concurrency=2, timeout_s=2.0)
-    blocking, good = harness.enqueue({"n": 5}), harness.enqueue({"n": 1})
-    harness.finish([*blocking, *good], 60)
-    assert harness.store.attempts(blocking)[-1].state is AttemptState.TIMEOUT
-    [rollout] = harness.store.rollouts(harness.run_id, ids=good)
+    ids = {n: harness.enqueue({"n": n}) for n in (first, 6 - first)}
+    harness.finish([*ids[5], *ids[1]], 60)
+    assert harness.store.attempts(ids[5])[-1].state is AttemptState.TIMEOUT
+    [rollout] = harness.store.rollouts(harness.run_id, ids=ids[1])
     assert rollout.state is RolloutState.SUCCEEDED
 
 
@@ -84,7 +85,6 @@ def test_a_task_that_blocks_its_process_is_killed_and_its_neighbours_run_again(
 def test_objects_are_fresh_and_blocking_agents_refused(
     harness: RunnerHarness, agent: str, state: AttemptState
 ) -> None:
-    (harness.folder / "agents.py").write_text(ASYNC_AGENTS)
     harness.start(agent, Policies(on_error="drop"), concurrency=4)
     attempts = harness.finish(harness.enqueue(count=3), 60)
     assert {a.state for a in attempts} == {state}

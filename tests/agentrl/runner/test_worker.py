@@ -1,0 +1,218 @@
+"""Workers end to end: how attempts end, in a real pool with a stand-in for the gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_gateway import until
+from runner_harness import RunnerHarness, alive, written
+
+from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Policies
+
+
+def test_success_is_recorded_with_reward_root_span_and_log(shared_harness: RunnerHarness) -> None:
+    [attempt] = shared_harness.each("good")
+    assert attempt.state is AttemptState.SUCCEEDED
+    assert shared_harness.values(attempt) == [4.0]
+    spans = {span.name: span for span in shared_harness.store.spans(attempt.rollout_id)}
+    root = spans["invoke_workflow any_of_these"]
+    assert root.parent_span_id is None
+    assert root.attributes["agentrl.attempt.id"] == attempt.id
+    assert root.attributes["gen_ai.operation.name"] == "invoke_workflow"
+    assert spans["agentrl.reward"].parent_span_id == root.span_id
+    assert attempt.log == str(shared_harness.folder / "logs" / f"{attempt.rollout_id}-1.log")
+    assert Path(attempt.log).read_text() == "hello from 4\n"
+
+
+def test_a_returned_number_is_the_reward_unless_one_was_emitted(
+    shared_harness: RunnerHarness,
+) -> None:
+    rewards = {"returns": [2.0], "both": [1.0], "silent": [], "later": [3.0]}
+    attempts = shared_harness.each(*rewards)
+    assert {a.state for a in attempts} == {AttemptState.SUCCEEDED}
+    assert [shared_harness.values(a) for a in attempts] == list(rewards.values())
+    assert {a.log for a in attempts} == {None}  # nothing was printed: no empty file is left
+
+
+def test_a_failing_agent_is_an_error(shared_harness: RunnerHarness) -> None:
+    errors = {
+        "raises": "ValueError: bad task 4",
+        "exits": "SystemExit: 4",
+        "exits_hard": "exited with code 7",
+        "kills_itself": "killed by signal 9",
+    }
+    attempts = dict(zip(errors, shared_harness.each(*errors), strict=True))
+    for agent, attempt in attempts.items():
+        assert attempt.state is AttemptState.ERROR
+        assert errors[agent] in (attempt.error or "")
+    # The traceback shows the agent, and not the runner.
+    error, log = attempts["raises"].error, attempts["raises"].log
+    assert error is not None
+    assert "agents.py" in error
+    assert "attempt.py" not in error
+    assert error in Path(log or "").read_text()
+
+
+def test_errors_are_retried_in_a_fresh_process(harness: RunnerHarness) -> None:
+    harness.start("raises", Policies(max_attempts=3))
+    attempts = harness.finish(harness.enqueue())
+    assert [a.number for a in attempts] == [1, 2, 3]
+    assert len({a.log for a in attempts}) == 3
+
+
+def test_a_stuck_agent_and_its_children_are_killed(
+    shared_harness: RunnerHarness, tmp_path: Path
+) -> None:
+    started, file = time.monotonic(), tmp_path / "pids"
+    attempts = shared_harness.each("loops", "stubborn", "deadlocks", "family", pids=str(file))
+    for attempt in attempts:
+        assert attempt.state is AttemptState.TIMEOUT
+        assert "still running after 1 s" in (attempt.error or "")
+    assert time.monotonic() - started < 10
+    assert not any(alive(pid) for pid in written(file))
+    assert Path(attempts[-1].log or "").read_text().startswith("sleeping\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_a_daemon_of_the_agent_is_killed(shared_harness: RunnerHarness, tmp_path: Path) -> None:
+    [attempt] = shared_harness.each("daemonizes", pids=str(tmp_path / "pids"))
+    assert attempt.state is AttemptState.SUCCEEDED
+    [daemon] = written(tmp_path / "pids")
+    until(lambda: not alive(daemon))
+
+
+def test_the_environment_leads_unmodified_clients_to_the_gateway(
+    harness: RunnerHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("TRACEPARENT", "00-" + "1" * 32 + "-" + "2" * 16 + "-01")
+    before = dict(os.environ)
+    harness.start_any()
+    [attempt] = harness.each("environment", file=str(tmp_path / "env"))
+    env = json.loads((tmp_path / "env").read_text())
+    base = f"{harness.gateway.url}/rollouts/{attempt.rollout_id}"
+    key = env["AGENTRL_KEY"]
+    reference = harness.store.authenticate(key)
+    assert reference is not None
+    assert reference.attempt_id == attempt.id
+    expected = {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_BASE": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "AGENTRL_GATEWAY": harness.gateway.url,
+        "AGENTRL_ROLLOUT_ID": attempt.rollout_id,
+        "AGENTRL_ATTEMPT_ID": attempt.id,
+        "AGENTRL_MODEL": "policy",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": base,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{key}",
+        "CREWAI_DISABLE_TELEMETRY": "true",
+        "CREWAI_TRACING_ENABLED": "false",
+        "NO_PROXY": "example.org,127.0.0.1,localhost,::1",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert json.loads(env["AGENTRL_TASK"])["file"] == str(tmp_path / "env")
+    [root] = harness.store.spans(attempt.rollout_id)
+    assert env["TRACEPARENT"].split("-")[1:3] == [root.trace_id, root.span_id]
+    assert root.parent_span_id is None
+    assert dict(os.environ) == before
+
+
+def test_commands_run_as_agents(harness: RunnerHarness, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = f'sh -c \'cat > "$0"; echo "$AGENTRL_TASK $1" >> "$0"; exit $1\' {out} {{n}}'
+    harness.start(command, Policies(on_error="drop"))
+    [good] = harness.finish(harness.enqueue({"n": 0}))
+    assert good.state is AttemptState.SUCCEEDED
+    assert out.read_text() == '{"n": 0}\n{"n": 0} 0\n'
+    [bad] = harness.finish(harness.enqueue({"n": 3}))
+    assert (bad.state, bad.error) == (AttemptState.ERROR, "the agent's command exited with code 3")
+
+
+def test_a_canceled_rollouts_agent_is_killed(harness: RunnerHarness, tmp_path: Path) -> None:
+    harness.start("family", lease_s=0.6)
+    harness.enqueue({"pids": str(tmp_path / "pids")})
+    pids = written(tmp_path / "pids")
+    harness.store.cancel(harness.run_id, "enough")
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_workers_wait_for_the_gateway(harness: RunnerHarness) -> None:
+    harness.gateway.healthy = False
+    harness.start("good")
+    ids = harness.enqueue()
+    time.sleep(1.5)
+    assert harness.store.attempts(ids) == []
+    harness.gateway.healthy = True
+    [attempt] = harness.finish(ids)
+    assert attempt.state is AttemptState.SUCCEEDED
+
+
+def restarted(harness: RunnerHarness, attempt: Attempt) -> None:
+    harness.gateway.boot_id = "boot-2"
+
+
+def gone(harness: RunnerHarness, attempt: Attempt) -> None:
+    harness.gateway.healthy = False
+
+
+def with_a_failed_call(harness: RunnerHarness, attempt: Attempt) -> None:
+    """As the gateway would record it."""
+    call = Call(
+        "c1", "c1", 0, harness.run_id, attempt.rollout_id, attempt.id, 0, None, "m", None, None,
+        CallState.ERROR, [], [], [], None, {}, None, None, "out of memory", None, None,
+        time.time(), time.time(),
+    )  # fmt: skip
+    harness.store.write_calls("boot-1", [], [call], 1)
+
+
+def deaf(harness: RunnerHarness, attempt: Attempt) -> None:
+    harness.gateway.takes_spans = False
+
+
+@pytest.mark.parametrize(
+    ("happens", "then", "reason"),
+    [
+        (restarted, "raise", "was restarted meanwhile; the agent: "),
+        (gone, "raise", "the gateway does not answer; the agent: "),
+        (with_a_failed_call, "raise", "the model failed call c1 (out of memory); the agent: "),
+        (deaf, "return", "did not reach the gateway"),
+    ],
+)
+def test_what_the_gateway_fails_is_tried_again(
+    harness: RunnerHarness,
+    tmp_path: Path,
+    happens: Callable[[RunnerHarness, Attempt], None],
+    then: str,
+    reason: str,
+) -> None:
+    go = tmp_path / "go"
+    harness.start("goes", Policies(on_error="drop", max_infrastructure_retries=1))
+    ids = harness.enqueue({"go": str(go), "then": then})
+    [attempt] = until(lambda: harness.store.attempts(ids))
+    time.sleep(0.2)
+    happens(harness, attempt)
+    go.touch()
+    until(lambda: harness.store.attempts(ids)[0].state is not AttemptState.RUNNING)
+    harness.gateway.healthy = harness.gateway.takes_spans = True
+    first, second = harness.finish(ids)
+    assert (first.state, second.number) == (AttemptState.INFRASTRUCTURE, 2)
+    assert reason in (first.error or "")
+    assert ("connection refused" in (first.error or "")) == (then == "raise")
+
+
+def test_many_rollouts_on_many_runners_each_in_its_own_process(harness: RunnerHarness) -> None:
+    harness.start("pid", runners=4)
+    ids = harness.enqueue(count=20)
+    attempts = harness.finish(ids)
+    assert {a.state for a in attempts} == {AttemptState.SUCCEEDED}
+    assert len({reward.value for reward in harness.store.rewards(ids)}) == 20
+    assert len({a.runner for a in attempts}) >= 4
