@@ -93,6 +93,14 @@ def said(text: str) -> dict[str, Any]:
     }
 
 
+def streaming(*choices: dict[str, Any], **ending: Any) -> bytes:
+    """A provider's stream of chunks with these choices and a last one."""
+    heading = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "gpt-9"}
+    last = {"delta": {}, "finish_reason": "stop", **ending}
+    chunks = [{**heading, "choices": [{"index": 0, **one}]} for one in (*choices, last)]
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks).encode() + b"data: [DONE]\n\n"
+
+
 def trouble(message: str, code: str | None = None) -> dict[str, Any]:
     """A provider's error."""
     return {"error": {"message": message, "type": "x", "param": None, "code": code}}

@@ -67,15 +67,6 @@ class Latest:
     torn: dict[Path, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where a run continues: step and ``meta`` of the checkpoint; None and empty without one."""
-
-    step: int | None
-    meta: Json
-    torn: dict[Path, str]  # newer ones that were passed over, each with its fault
-
-
 def save_checkpoint(
     root: str | Path,
     step: int,
@@ -98,8 +89,17 @@ def save_checkpoint(
         if left.name.startswith((_STAGING, _TRASH)):
             shutil.rmtree(left, ignore_errors=True)
     final = root / f"{_PREFIX}{step:08d}"
+    rng = capture_rng()
+    everything = {**tensors, **{_RNG + device: state for device, state in rng.torch.items()}}
+    # safetensors refuses tensors that share memory.
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in everything.items()}
+    state = {"step": step, "meta": meta, "rng": {"python": rng.python, "numpy": rng.numpy}}
     with atomic_folder(final) as staging:
-        _write(staging, step, tensors, meta)
+        save_file(own, str(staging / _TENSORS))
+        (staging / _META).write_text(json.dumps(state))
+        files = (staging / _META, staging / _TENSORS)
+        manifest = {p.name: {"size": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+        (staging / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     whole = 0
     for at, folder in _steps(root):
         if at > step:
@@ -173,21 +173,6 @@ def restore_rng(rng: Rng) -> None:
             torch.set_rng_state(state)
         elif int(device.removeprefix("cuda:")) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, device)
-
-
-def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    rng = capture_rng()
-    everything = {**tensors, **{_RNG + device: state for device, state in rng.torch.items()}}
-    # safetensors refuses tensors that share memory.
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in everything.items()}
-    save_file(own, str(folder / _TENSORS))
-    state = {"step": step, "meta": meta, "rng": {"python": rng.python, "numpy": rng.numpy}}
-    (folder / _META).write_text(json.dumps(state))
-    manifest = {
-        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
-        for path in (folder / _META, folder / _TENSORS)
-    }
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 @contextlib.contextmanager

@@ -138,20 +138,20 @@ class TrainingRun:
             RunError: the run has made steps, and none of their checkpoints is whole.
         """
         found = self.result(self._backend.service.restore_checkpoint(self.folder.checkpoints))
-        if found.step is None:
+        step, meta = (found.checkpoint.step, found.checkpoint.meta) if found.checkpoint else (0, {})
+        if found.checkpoint is None:
             self._check_fresh(found.torn)
         else:
-            self._queue.restore(found.meta["rollouts"])
+            self._queue.restore(meta["rollouts"])
         for torn, fault in found.torn.items():
             self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
-        step = found.step or 0
         # An evaluation of this step that was killed is made again.
         evaluated = step in self.metrics_log.held_out()
         why = "the run was resumed"
         self.store.cancel(self.run_id, why, after_step=step, evaluated=evaluated)
         self.store.supersede(self.run_id, after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
-        self.metrics_log.go_back(step, found.meta.get("row"))
+        self.metrics_log.go_back(step, meta.get("row"))
         return step
 
     def _check_fresh(self, torn: Mapping[Path, str]) -> None:

@@ -6,9 +6,9 @@ never train. Does not know which protocol the client speaks (requests.py).
 - A model that stands in for the policy is sampled as the rollout's settings force. If the provider
   refuses a forced setting (reasoning models take temperature 1 only), it is asked again without it,
   and the row names it in ``params["not_enforced"]``.
-- A provider is asked for a whole answer. A client that streams gets its events when the answer is
-  complete: LiteLLM streams one finish reason for several choices, drops or estimates usage, and
-  passes each provider's own ways of cutting tool calls and thoughts.
+- A client that streams gets a provider's chunks as they come. Requests for several choices, of
+  which LiteLLM streams one finish reason, and to text completion models, of which it does not say
+  whether a streamed usage is an estimate, are answered whole and written as a stream.
 - The usage that a provider reports counts in the rollout's budget. LiteLLM invents one where the
   provider reports none; that is not recorded, and ``params["usage_unknown"]`` says why.
 - A provider's key goes to that provider only. Of a request's fields only OpenAI's own are passed on
@@ -28,10 +28,10 @@ from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
 from agentrl_proxy.errors import invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
-from agentrl_proxy.protocols.completions import legacy_entries, plain_entry
 from agentrl_proxy.providers import litellm_setup
 from agentrl_proxy.providers.failures import api_error
 from agentrl_proxy.providers.redaction import Redaction
+from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Caller, ask
 from agentrl_proxy.requests.lifecycle import OpenCall
@@ -76,6 +76,7 @@ class ProviderCall(OpenCall):
     params: dict[str, Any] = field(  # added to the rows' params
         default_factory=lambda: {"usage_unknown": "the answer did not come to its end"}
     )
+    streamed: StreamedAnswer | None = None  # if the provider is asked for a stream
     sent: bool = False  # whether LiteLLM has sent it to the provider
 
     def log_event(self, details: dict[str, Any]) -> None:
@@ -166,11 +167,24 @@ class ProviderService:
         return ProviderCall(caller, memory, heading, slot, request, fields, rows, settings)
 
     async def generate(self, call: ProviderCall, write: Write | None) -> dict[str, Any]:
+        request = call.request
+        in_text = self._models[request.name].model.startswith("text-completion-")
+        if write is not None and request.n == 1 and not in_text:
+            call.streamed = StreamedAnswer(request.first_choice)
+            # Usage is recorded whether or not the client wants it.
+            call.fields |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            response = _chat_completion(await self._send(call), call)
+            answer = await self._send(call)
+            if write is None or call.streamed is None:
+                said: dict[str, Any] = answer.model_dump(exclude_none=True)
+                choices = [_whole_choice(one, request.first_choice) for one in said["choices"]]
+            else:
+                await _relay(answer, call, call.streamed, write)
+                said, choices = call.streamed.said, call.streamed.choices
+            response = _chat_completion(answer, call, said, choices)
         except Exception as error:
             refusal, status = api_error(
-                error, call.request.name, sent=call.sent, clean=self._redaction.clean
+                error, request.name, sent=call.sent, clean=self._redaction.clean
             )
             if status is not None:
                 call.params["provider_status"] = status
@@ -182,6 +196,8 @@ class ProviderService:
         return response
 
     def last_chunks(self, call: ProviderCall, response: dict[str, Any]) -> list[bytes]:
+        if call.streamed is not None:
+            return call.streamed.held
         return [*chat_objects.replayed(call.request.dialect, response)]
 
     def answered(self, call: ProviderCall, response: dict[str, Any]) -> None: ...
@@ -189,6 +205,8 @@ class ProviderService:
     async def record(
         self, call: ProviderCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
+        if response is None and call.streamed is not None:  # it broke off: keep what has come
+            response = chat_objects.completion(call.heading, call.streamed.choices, {})
         choices = {one["index"]: one for one in (response or {}).get("choices", ())}
         not_enforced = call.params.get("not_enforced", ())
         rows: list[Call] = []
@@ -266,9 +284,40 @@ class ProviderService:
             raise unavailable(message, "other_models_unavailable") from None
 
 
-def _chat_completion(answer: Any, call: ProviderCall) -> dict[str, Any]:
-    """Return LiteLLM's response as the gateway's chat completion, and note what it says of it."""
-    said = answer.model_dump(exclude_none=True)
+async def _relay(chunks: Any, call: ProviderCall, streamed: StreamedAnswer, write: Write) -> None:
+    """Send chunks to the client as they come. Those from the finish reason on are held."""
+    try:
+        async for chunk in chunks:
+            choice = streamed.add(chunk.model_dump(exclude_none=True))
+            if choice is None or not (choice["delta"] or choice["finish_reason"]):
+                continue
+            call.heading.fingerprint = streamed.said.get("system_fingerprint")
+            data = call.request.dialect.chunk(call.heading, choice)
+            if streamed.held or choice["finish_reason"]:
+                streamed.held.append(data)
+            elif data:
+                await write(data)
+        # LiteLLM's last chunk always has a usage; the provider's own chunks have only its.
+        if not any(getattr(chunk, "usage", None) for chunk in getattr(chunks, "chunks", ())):
+            streamed.said.pop("usage", None)
+    finally:  # close the provider's connection now, not at garbage collection
+        await chunks.aclose()
+
+
+def _whole_choice(choice: dict[str, Any], first_choice: int) -> dict[str, Any]:
+    one = normalized(choice, choice.get("index", 0) + first_choice)
+    return {**one, "message": {"content": None, **choice["message"]}}
+
+
+def _chat_completion(
+    answer: Any, call: ProviderCall, said: dict[str, Any], choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the gateway's chat completion, and note what LiteLLM and the provider say of it.
+
+    Args:
+        answer: LiteLLM's response or stream.
+        said: its fields.
+    """
     call.heading.fingerprint = said.get("system_fingerprint")
     usage = said.get("usage") or {}
     if not usage.get("total_tokens"):  # LiteLLM's zeros for a usage that was not reported
@@ -286,31 +335,4 @@ def _chat_completion(answer: Any, call: ProviderCall) -> dict[str, Any]:
     }
     del call.params["usage_unknown"]
     call.params |= {key: value for key, value in notes.items() if value is not None}
-    choices: list[dict[str, Any]] = []
-    for choice in said["choices"]:
-        logprobs = choice.get("logprobs")
-        if logprobs is not None:
-            content = logprobs.get("content")
-            if content is None and "tokens" in logprobs:
-                content = legacy_entries(logprobs)
-            content = [_logprob_entry(one) for one in content or ()]
-            logprobs = {"refusal": None, **logprobs, "content": content}
-        choices.append(
-            {
-                "finish_reason": None,
-                **choice,
-                "index": choice.get("index", 0) + call.request.first_choice,
-                "message": {"content": None, **choice["message"]},
-                "logprobs": logprobs,
-            }
-        )
     return chat_objects.completion(call.heading, choices, usage)
-
-
-def _logprob_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """A log-prob entry with all its fields. Some providers give no bytes or no alternatives."""
-    own, *tops = (
-        {**plain_entry(one["token"], one["logprob"]), **one}
-        for one in (entry, *(entry.get("top_logprobs") or ()))
-    )
-    return {**own, "top_logprobs": tops}

@@ -18,6 +18,7 @@ from provider_servers import (
     only_call,
     recorded,
     said,
+    streaming,
     trouble,
 )
 from scripted_sampler import Running
@@ -186,10 +187,29 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
     ]
     usage = {"input_tokens": 7, "output_tokens": 5, "cache_read_input_tokens": 3,
              "cache_creation_input_tokens": 0}  # fmt: skip
+    ended = {"stop_reason": "tool_use", "stop_sequence": None}
     whole = {"id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x",
-             "stop_sequence": None, "content": blocks, "stop_reason": "tool_use",
-             "usage": usage}  # fmt: skip
-    upstream = faulty((200, whole))
+             **ended, "content": blocks, "usage": usage}  # fmt: skip
+    events: list[Any] = [{"type": "message_start", "message": {**whole, "content": []}}]
+    for i, (begun, *pieces) in enumerate(
+        [
+            *([{"type": "thinking", "thinking": "", "signature": ""},
+               {"type": "thinking_delta", "thinking": block["thinking"][:4]},
+               {"type": "thinking_delta", "thinking": block["thinking"][4:]},
+               {"type": "signature_delta", "signature": block["signature"]}]
+              for block in blocks[:2]),
+            [{**blocks[2], "input": {}},
+             *({"type": "input_json_delta", "partial_json": part} for part in ('{"q":', ' "x"}'))],
+        ]
+    ):  # fmt: skip
+        events += [
+            {"type": "content_block_start", "index": i, "content_block": begun},
+            *({"type": "content_block_delta", "index": i, "delta": piece} for piece in pieces),
+            {"type": "content_block_stop", "index": i},
+        ]
+    events += [{"type": "message_delta", "delta": ended, "usage": usage}, {"type": "message_stop"}]
+    lines = "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events)
+    upstream = faulty((200, lines.encode() if stream else whole))
     other = ProviderModel(
         "anthropic/claude-sonnet-4-5", upstream.url.removesuffix("/v1"), SECRET, num_retries=0
     )
@@ -220,7 +240,12 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
     assert [body["thinking"]["budget_tokens"] for body in sent] == [1024, 1024]
     [back] = [m for m in sent[1]["messages"] if m["role"] == "assistant"]
     assert back["content"][:2] == blocks[:2]
-    assert [total(call) for call in recorded(gateway, 2)] == [15, 15]
+    for call in recorded(gateway, 2):
+        assert call.response is not None
+        assert total(call) == 15
+        message = call.response["choices"][0]["message"]
+        assert message["thinking_blocks"] == blocks[:2]
+        assert message["reasoning_content"] == "Hm. Well.So be it."
 
 
 def test_tokens_are_counted(gateway: Running, provider: Running) -> None:
@@ -350,7 +375,10 @@ def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, ent
     logprobs = {"content": entries, "refusal": None}
     whole = said("grüße")
     whole["choices"][0]["logprobs"] = logprobs
-    upstream = faulty((200, whole))
+    pieces = streaming(
+        *({"delta": {"content": one["token"]}, "logprobs": {"content": [one]}} for one in entries)
+    )
+    upstream = faulty((200, pieces if stream else whole))
     gateway = asking(start, upstream)
     for retries in ("0", "1"):
         with client(gateway) as api:
@@ -359,9 +387,11 @@ def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, ent
                 extra_headers={"x-stainless-retry-count": retries},
             )  # fmt: skip
             told = [one.choices[0].logprobs for one in (made if stream else [made]) if one.choices]
-        [one] = [logprobs for logprobs in told if logprobs is not None]
-        assert (one.tokens, one.text_offset) == (["grü", "ße"], [0, 3])
-        assert (one.token_logprobs, one.top_logprobs) == ([-0.5, -0.5], [{}, {}])
+        given = [logprobs for logprobs in told if logprobs is not None]
+        assert len(given) == (2 if stream and retries == "0" else 1)
+        names = ("tokens", "text_offset", "token_logprobs", "top_logprobs")
+        columns = [[one for said in given for one in getattr(said, name)] for name in names]
+        assert columns == [["grü", "ße"], [0, 3], [-0.5, -0.5], [{}, {}]]
     [call] = recorded(gateway, 1)
     assert call.response is not None
     [first, _] = call.response["choices"][0]["logprobs"]["content"]
@@ -450,21 +480,25 @@ async def test_a_client_that_leaves_cancels_the_call(
     headers = {"authorization": f"Bearer {claim.key}"}
     async with httpx.AsyncClient(base_url=gateway.base_url(claim), headers=headers) as api:
         body = {"model": "answerer", "stream": stream, **body}
-        asking = asyncio.create_task(api.post(path, json=body, timeout=60))
-        await asyncio.to_thread(
-            wait_until, lambda: gateway.calls(claim) and provider.sampler.requests
-        )
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        if stream:
+            async with api.stream("POST", path, json=body, timeout=60) as response:
+                await anext(response.aiter_lines())
+        else:
+            asking = asyncio.create_task(api.post(path, json=body, timeout=60))
+            await asyncio.to_thread(
+                wait_until, lambda: gateway.calls(claim) and provider.sampler.requests
+            )
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
     for _ in range(500):
         calls = gateway.calls(claim)
-        if provider.sampler.requests[-1].cancelled and calls[-1].ended_at:
+        if provider.sampler.requests[-1].cancelled and calls and calls[-1].ended_at:
             break
         await asyncio.sleep(0.02)
     assert provider.sampler.requests[-1].cancelled
     call = gateway.calls(claim)[-1]
     assert (call.state, call.skip_reason) == (CallState.CANCELLED, SkipReason.NOT_TRAINABLE_MODEL)
-    assert call.response is None
+    assert (call.response is not None) is stream  # the part that had come
     assert call.params["usage_unknown"] == "the answer did not come to its end"
     wait_until(lambda: gateway.stats["in_flight"] == 0)
     assert gateway.store.accounting(gateway.run_id).adds_up
@@ -510,7 +544,8 @@ def test_tokens_of_providers_models_count(
 def test_no_usage_is_made_up(start: Any, faulty: Any, stream: bool) -> None:
     """LiteLLM estimates what it is not told; a record, a budget and an answer have no estimates."""
     whole = {k: v for k, v in said("fine").items() if k != "usage"}
-    upstream = faulty((200, whole))
+    pieces = streaming({"delta": {"content": "fi"}}, {"delta": {"content": "ne"}})
+    upstream = faulty((200, pieces if stream else whole))
     gateway = asking(start, upstream, deps={"max_tokens_per_rollout": 100})
     with client(gateway) as api:
         if stream:

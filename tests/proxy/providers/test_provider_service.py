@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -11,7 +12,17 @@ import openai
 import pytest
 from gateway_client import wait_until
 from official_clients import CALL, TOOLS, USER, client, streamed
-from provider_servers import SECRET, answerer, assert_no_key, only_call, post_to, said, trouble
+from provider_servers import (
+    SECRET,
+    answerer,
+    asking,
+    assert_no_key,
+    only_call,
+    post_to,
+    said,
+    streaming,
+    trouble,
+)
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
@@ -69,21 +80,25 @@ def test_choices(gateway: Running) -> None:
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_stream_comes_once_its_answer_is_recorded(
+def test_a_stream_is_incremental_and_recorded_before_it_ends(
     gateway: Running, provider: Running, counted: bool
 ) -> None:
+    provider.sampler.delay = 0.05
     more: Any = {"stream_options": {"include_usage": True}} if counted else {}
-    text = finish = usage = None
+    text, finish, usage, times = "", None, None, list[float]()
     with client(gateway) as api:
         for chunk in api.chat.completions.create(
             model="answerer", messages=USER, stream=True, seed=2, **more
         ):
+            times.append(time.monotonic())
             assert chunk.model == "answerer"
-            assert only_call(gateway).state is CallState.COMPLETED
             usage = chunk.usage
             for choice in chunk.choices:
-                text = choice.delta.content or text
+                text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
+            assert (only_call(gateway).state is CallState.COMPLETED) is (finish is not None)
+    assert len(times) > 8
+    assert times[-1] - times[0] > 0.2
     [asked] = provider.sampler.requests
     assert (text, finish) == (provider.renderer.decode(asked.sampled[0]), "stop")
     assert (usage is not None) == counted
@@ -124,6 +139,66 @@ def test_tools_pass_through(gateway: Running, provider: Running, stream: bool) -
             model="answerer", messages=[*USER, message, *results], tools=TOOLS
         )
     assert after.choices[0].message.content == "Not found."
+
+
+SEARCH = {"name": "search", "arguments": ""}
+PIECES = [{"arguments": '{"q":'}, {"arguments": ' "a"}'}]
+WHOLE = {"name": "search", "arguments": '{"q": "a"}'}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "count"),
+    [
+        # Ids made up for every piece; id and name in every piece; neither index nor id.
+        ([{"id": f"{i}", "index": 0, "function": f} for i, f in enumerate([SEARCH, *PIECES])], 1),
+        ([{"id": "0", "index": 0, "function": {**SEARCH, **f}} for f in PIECES], 1),
+        ([{"function": f} for f in (SEARCH, *PIECES)], 1),
+        # Ollama tells each call in a chunk of its own, and LiteLLM gives each index 0.
+        ([{"id": f"{i}", "index": 0, "function": WHOLE} for i in range(2)], 2),
+        # Two calls at once, and indexes that do not begin at 0.
+        ([{"id": f"{i}", "index": i, "function": SEARCH} for i in (1, 2)]
+         + [{"index": i, "function": f} for f in PIECES for i in (1, 2)], 2),
+    ],
+)  # fmt: skip
+def test_pieces_of_tool_calls(start: Any, faulty: Any, pieces: list[Any], count: int) -> None:
+    deltas: list[Any] = [{"role": "assistant", "content": ""}]
+    deltas += [{"tool_calls": [{"type": "function", **piece}]} for piece in pieces]
+    data = streaming(*({"delta": delta} for delta in deltas), finish_reason="tool_calls")
+    gateway = asking(start, faulty((200, data)))
+    with client(gateway) as api:
+        made = api.chat.completions.create(
+            model="answerer", messages=USER, tools=TOOLS, stream=True
+        )
+        _, told, finish, _ = streamed(made)
+    call = only_call(gateway)
+    assert call.response is not None
+    kept = call.response["choices"][0]["message"]["tool_calls"]
+    assert finish == call.finish_reason == "tool_calls"
+    assert len({one["id"] for one in kept}) == count
+    assert [one["id"] for one in kept] == [one.id for one in told]
+    assert [one["function"] for one in kept] == [WHOLE] * count
+    assert [one.function.arguments for one in told] == [WHOLE["arguments"]] * count
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_that_fails(start: Any, faulty: Any, begun: bool) -> None:
+    """Before its first chunk it is an error response; later the error is its last event."""
+    pieces = [{"delta": {"role": "assistant", "content": "half"}}] if begun else []
+    data, *_ = streaming(*pieces).rpartition(b'data: {"id"')
+    data += b"data: " + json.dumps(trouble(f"broken, {SECRET}")).encode() + b"\n\n"
+    gateway = asking(start, faulty((200, data)))
+    response = post_to(gateway, stream=True)
+    *events, last = [line[6:] for line in response.text.splitlines() if line] if begun else ["", ""]
+    assert ("half" in "".join(events)) is begun
+    assert response.status_code == (200 if begun else 500)
+    error = (json.loads(last) if begun else response.json())["error"]
+    assert "broken, [key]" in error["message"]
+    call = only_call(gateway)
+    assert (call.state, call.error) == (CallState.ERROR, error["message"])
+    assert (call.response is not None) is begun
+    if call.response is not None:
+        assert call.response["choices"][0]["message"]["content"] == "half"
+    assert call.params["usage_unknown"] == "the answer did not come to its end"
 
 
 FORCED = {"force": {"temperature": 0.25}}

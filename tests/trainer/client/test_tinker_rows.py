@@ -16,11 +16,12 @@ from agentrl_trainer.client.tinker.rows import (
     folded,
     loss_of,
     native_config,
-    stats_of,
     trained_logprobs,
     unweighted,
 )
+from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
+from agentrl_trainer.learner.step_stats import step_stats
 from agentrl_trainer.models.lora import count_parameters, parameters_in_name
 
 TINY = "agentrl-tiny"
@@ -97,7 +98,8 @@ def test_the_update_is_the_learners(
             sent = [folded(row, tokens) for row in data]
             done = client.forward_backward(sent, loss, own).result()
             custom(None, [torch.from_numpy(row["logprobs"]) for row in done.loss_fn_outputs])
-        found = stats_of(data, *seen[0], tokens, 0.0)
+        loss_sum, sums = seen[0]
+        found = step_stats(loss_sum.item() / tokens, sums, count_tokens(data), 0.0)
         again = stepped()
     assert weights.keys() == again.keys()
     for name in weights:

@@ -185,7 +185,7 @@ def test_a_trie_is_its_rows(rows: list[list[int]], window: int | None) -> None:
     expected = torch.zeros(size, size, dtype=torch.bool)
     for row, path in zip(rows, packed.paths, strict=True):
         assert [packed.tokens[at] for at in path] == row
-        assert [packed.depths[at] for at in path] == list(range(len(row)))
+        assert [packed.trie.depths[at] for at in path] == list(range(len(row)))
         for depth, place in enumerate(path):
             expected[place, path[max(0, depth - (window or size) + 1) : depth + 1]] = True
     flex = create_mask(packed.trie.sees(window), 1, 1, size, size, device="cpu")

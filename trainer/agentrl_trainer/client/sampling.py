@@ -97,9 +97,9 @@ class SamplingClient(Client):
         check_params(params)
 
         def submit(name: str | None) -> Future[list[SampledSequence]]:
-            gathering = _Gathering(params)
-            engine.submit(SampleRequest(tokens, params, name, gathering.on_event))
-            return gathering.future
+            done, on_event = _gathering(params)
+            engine.submit(SampleRequest(tokens, params, name, on_event))
+            return done
 
         sampled = chain(self._name, submit)
         if not include_prompt_logprobs:
@@ -128,14 +128,10 @@ class SamplingClient(Client):
                 f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for each, or "
                 "one for all"
             )
-        top = topk_sample_logprobs
+        more = {"topk_sample_logprobs": topk_sample_logprobs}
+        pairs = zip(prompts, each, strict=True)
         return gather(
-            [
-                self.sample(
-                    prompt, num_samples, params, include_prompt_logprobs, topk_sample_logprobs=top
-                )
-                for prompt, params in zip(prompts, each, strict=True)
-            ]
+            [self.sample(p, num_samples, how, include_prompt_logprobs, **more) for p, how in pairs]
         )
 
     sample_batch_async = awaited(sample_batch)
@@ -182,38 +178,35 @@ def tokens_of(prompt: Prompt) -> list[int]:
     return tokens
 
 
-class _Gathering:
-    """The events of one request, until all its sequences have ended."""
+def _gathering(
+    params: SampleParams,
+) -> tuple[Future[list[SampledSequence]], Callable[[Event], None]]:
+    """Return the future of a request's sequences, and what takes its events on the engine's
+    thread."""
+    done: Future[list[SampledSequence]] = Future()
+    tokens: list[list[Token]] = [[] for _ in range(params.n)]
+    ends: dict[int, Finished] = {}
 
-    def __init__(self, params: SampleParams) -> None:
-        self.future: Future[list[SampledSequence]] = Future()
-        self._tokens: list[list[Token]] = [[] for _ in range(params.n)]
-        self._ends: dict[int, Finished] = {}
-        self._topk = params.top_logprobs
-
-    def on_event(self, event: Event) -> None:
-        """Take an event; runs on the engine's thread."""
-        if isinstance(event, Token):
-            self._tokens[event.index].append(event)
-            return
-        self._ends[event.index] = event
-        if len(self._ends) < len(self._tokens):
-            return
-        try:
-            self.future.set_result([self._sequence(index) for index in range(len(self._tokens))])
-        except RuntimeError as error:
-            self.future.set_exception(error)
-
-    def _sequence(self, index: int) -> SampledSequence:
-        tokens, end = self._tokens[index], self._ends[index]
+    def sequence(index: int) -> SampledSequence:
+        own, end = tokens[index], ends[index]
         if end.reason not in ("stop", "length"):
             raise RuntimeError(f"sampling ended early: {end.error or end.reason}")
-        return SampledSequence(
-            tokens=[token.token_id for token in tokens],
-            logprobs=[token.logprob for token in tokens],
-            stop_reason=end.reason,
-            topk_logprobs=[token.top for token in tokens] if self._topk else None,
-        )
+        top = [token.top for token in own] if params.top_logprobs else None
+        ids, logprobs = [token.token_id for token in own], [token.logprob for token in own]
+        return SampledSequence(ids, logprobs, end.reason, top)
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Token):
+            tokens[event.index].append(event)
+            return
+        ends[event.index] = event
+        if len(ends) == params.n:
+            try:
+                done.set_result([sequence(index) for index in range(params.n)])
+            except RuntimeError as error:
+                done.set_exception(error)
+
+    return done, on_event
 
 
 def _sample_params(base: BaseModel, params: SamplingParams, prompt: int) -> SampleParams:

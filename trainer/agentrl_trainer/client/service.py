@@ -26,7 +26,7 @@ from torch import Tensor
 
 from agentrl_trainer.checkpoint import (
     Checkpoint,
-    Restored,
+    Latest,
     latest_checkpoint,
     restore_rng,
     save_checkpoint,
@@ -232,27 +232,24 @@ class ServiceClient:
         def work() -> SavedPath:
             tensors, own = contents()
             kept = {**(meta or {}), **own}
-            return SavedPath(
-                str(save_checkpoint(root, step, tensors=tensors, meta=kept, keep=keep))
-            )
+            saved = save_checkpoint(root, step, tensors=tensors, meta=kept, keep=keep)
+            return SavedPath(str(saved))
 
         return self._worker.submit(work)
 
-    def restore_checkpoint(self, root: Folder) -> APIFuture[Restored]:
+    def restore_checkpoint(self, root: Folder) -> APIFuture[Latest]:
         """Restore the newest whole checkpoint below ``root``, if there is one.
 
         The same clients must exist as when it was saved. The result tells which checkpoint it is,
         and which torn ones were passed over.
         """
 
-        def work() -> Restored:
+        def work() -> Latest:
             found = latest_checkpoint(root)
-            checkpoint = found.checkpoint
-            if checkpoint is None:
-                return Restored(None, {}, found.torn)
-            self._load_states(checkpoint)
-            restore_rng(checkpoint.rng)
-            return Restored(checkpoint.step, checkpoint.meta, found.torn)
+            if found.checkpoint is not None:
+                self._load_states(found.checkpoint)
+                restore_rng(found.checkpoint.rng)
+            return found
 
         return self._worker.submit(work)
 

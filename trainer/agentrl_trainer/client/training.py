@@ -218,7 +218,14 @@ class TrainingClient(Client):
     optim_step_async = submitted(optim_step)
 
     def _step(self, adam: AdamParams) -> APIFuture[OptimStepResponse]:
-        ours = check_adam(adam)
+        # Any object with the fields of AdamParams will do, such as the SDK's.
+        values: dict[str, Any] = {f.name: getattr(adam, f.name, None) for f in fields(AdamParams)}
+        for name, value in values.items():
+            if value is None or not 0 <= value < (1 if name.startswith("beta") else math.inf):
+                raise ValueError(
+                    f"optim_params: AdamW needs a finite {name} from 0 (betas below 1), "
+                    f"not {value!r}"
+                )
 
         def work() -> OptimStepResponse:
             learner = self._base.learner
@@ -229,7 +236,7 @@ class TrainingClient(Client):
                     "nothing was updated: a forward_backward before this step failed, so its "
                     f"gradients are incomplete ({failed})"
                 ) from failed
-            stats = learner.optim_step(ours, [self._name])
+            stats = learner.optim_step(AdamParams(**values), [self._name])
             self._updates += not stats.skipped_non_finite
             skipped = float(stats.skipped_non_finite)
             return OptimStepResponse({"grad_norm": stats.grad_norm, "skipped_non_finite": skipped})
@@ -376,17 +383,3 @@ class TrainingClient(Client):
                 self._forget(self._name)
 
         return self._run(work)
-
-
-def check_adam(adam: AdamParams) -> AdamParams:
-    """Return AdamW's parameters; ValueError for a value that AdamW cannot take.
-
-    Accepts any object with the fields of ``AdamParams``, such as the SDK's.
-    """
-    values: dict[str, Any] = {f.name: getattr(adam, f.name, None) for f in fields(AdamParams)}
-    for name, value in values.items():
-        if value is None or not 0 <= value < (1 if name.startswith("beta") else math.inf):
-            raise ValueError(
-                f"optim_params: AdamW needs a finite {name} from 0 (betas below 1), not {value!r}"
-            )
-    return AdamParams(**values)

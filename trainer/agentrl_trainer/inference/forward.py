@@ -114,16 +114,16 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
             tried = "; ".join(f"{name}: {why}" for name, why in refused)
             raise ModelError(
                 f"model: the embedded sampler cannot serve {base.name!r} "
-                f"({model.config.model_type}). Sample with vLLM (sampler: vllm), or use another "
+                f"({model.config.model_type}). Sample with vLLM (sampler.kind), or use another "
                 f"model. Strategies tried: {tried}."
             )
     if isinstance(forward, RowByRowForward):
         log.warning(
             "model: the embedded sampler computes %s (%s) %s, which is slow: with a GPU, sample "
-            "with vLLM (sampler: vllm).",
+            "with vLLM (sampler.kind).",
             base.name, model.config.model_type, name,
         )  # fmt: skip
-    return name, forward, refused[0][1] if llama_cpu and refused else None
+    return name, cast(Forward, forward), refused[0][1] if llama_cpu and refused else None
 
 
 def vocabulary(base: BaseModel) -> int:

@@ -98,11 +98,10 @@ def _compare_trie(model: PreTrainedModel) -> str | None:
     long = _probe(model).tolist()
     rows = sorted([long, [*long[:7], *long[2:4]], [*long[:7], *long[5:11]], long[3:6]])
     packed = pack_trie(rows)
-    ids = torch.tensor([packed.tokens], device=model.device)
+    alone = [torch.tensor([row], device=model.device) for row in (*rows, packed.tokens)]
     try:
-        alone = [torch.tensor([row], device=model.device) for row in rows]
-        expected = [decoder_states(model, row) for row in alone]
-        found = decoder_states(model, ids, packed.trie.to(model.device))
+        expected = [decoder_states(model, row) for row in alone[:-1]]
+        found = decoder_states(model, alone[-1], packed.trie.to(model.device))
     except _REJECTS as error:
         return f"its attention rejects a trie: {error}"
     pairs = zip(packed.paths, expected, strict=True)

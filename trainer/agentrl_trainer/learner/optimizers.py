@@ -79,10 +79,9 @@ class AdapterOptimizers:
                     for gradient in gradients[name]:
                         gradient.mul_(adam.grad_clip_norm / norm)
                 (group,) = self._optimizers[name].param_groups
-                group["lr"] = self._value_lr if name.startswith(VALUE) else adam.learning_rate
-                group["betas"] = (adam.beta1, adam.beta2)
-                group["eps"] = adam.eps
-                group["weight_decay"] = adam.weight_decay
+                rate = self._value_lr if name.startswith(VALUE) else adam.learning_rate
+                group |= {"lr": rate, "betas": (adam.beta1, adam.beta2)}
+                group |= {"eps": adam.eps, "weight_decay": adam.weight_decay}
                 self._optimizers[name].step()
         self.discard_gradients(adapters)
         return OptimStats(total, norms, refused, time.perf_counter() - started)
@@ -102,10 +101,9 @@ class AdapterOptimizers:
             f"{kind}/{name}/{key}": value.detach().cpu().clone()
             for name, parameters in self._owned(adapters).items()
             for key, weights in parameters.items()
-            for kind, value in {
-                "weights": weights,
-                **self._optimizers[name].state.get(weights, {}),
-            }.items()
+            for kind, value in (
+                {"weights": weights} | self._optimizers[name].state.get(weights, {})
+            ).items()
         }
 
     def load_state_dict(

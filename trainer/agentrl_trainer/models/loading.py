@@ -142,7 +142,15 @@ def load_base(
     disable_progress_bar()
     if load_in_4bit:
         try:
-            model = _load(name, _load_4bit, load, kind, target)
+            quantized = partial(
+                BitsAndBytesConfig,
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16 if kind == "auto" else kind,
+            )
+            how = {"quantization_config": _load(name, quantized), "device_map": {"": target}}
+            model = _load(name, load, dtype=kind, **how)
         except RuntimeError as error:
             raise ModelError(
                 f"load_in_4bit: bitsandbytes cannot do this on {target}: {error}. Choose another "
@@ -240,18 +248,6 @@ def _load(name: str, load: Callable[..., Any], *args: Any, **options: Any) -> An
         ) from error
 
 
-def _load_4bit(
-    load: Callable[..., PreTrainedModel], dtype: torch.dtype | str, device: torch.device
-) -> PreTrainedModel:
-    how = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
-    )
-    return load(dtype=dtype, quantization_config=how, device_map={"": device})
-
-
 def _loader(name: str, config: Any, foreign: bool) -> Any:
     """Choose the class that loads the weights; refuse all but decoder-only models."""
     kind = config.model_type
@@ -270,14 +266,15 @@ def _loader(name: str, config: Any, foreign: bool) -> Any:
     )
 
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length",
+            "max_sequence_length")  # fmt: skip
 _ENDLESS = 2**17
 """Context of models whose configuration and tokenizer have no length: state spaces."""
 
 
 def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     text = config.get_text_config()
-    told = [getattr(text, name, None) for name in (*_LENGTHS, "max_sequence_length")]
+    told = [getattr(text, name, None) for name in _LENGTHS]
     found = next((n for n in told if isinstance(n, int) and n > 1), None)
     if found is None:
         found = min(int(tokenizer.model_max_length), _ENDLESS)

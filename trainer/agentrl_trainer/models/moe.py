@@ -97,12 +97,6 @@ def names(target: str, path: str) -> bool:
     return path == target or path.endswith(f".{target}")
 
 
-def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return [E, r, in] and [E, out, r]. In PEFT's B the expert is the faster index."""
-    by_expert = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
-    return a.reshape(experts, -1, a.shape[-1]), by_expert
-
-
 def lora_scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
     """Compute alpha / rank as PEFT does for ``path``, from a folder's ``adapter_config.json``."""
     patterns: dict[str, float] = config.get("alpha_pattern") or {}
@@ -171,7 +165,9 @@ def _experts_forward(
         if experts.has_bias:
             out = out + getattr(experts, f"{name}_bias")[expert]
         for a, b, scale in _active(wrappers[name]) if name in wrappers else ():
-            down, up = _by_expert(a, b, weight.shape[0])
+            down = a.reshape(weight.shape[0], -1, a.shape[-1])  # [E, r, in]
+            # [E, out, r]: in PEFT's B the expert is the faster index.
+            up = b.reshape(b.shape[0], -1, weight.shape[0]).permute(2, 0, 1)
             small = grouped(x.to(a.dtype), down.transpose(1, 2), ends)
             out = out + (grouped(small, up.transpose(1, 2), ends) * scale).to(out.dtype)
         return out

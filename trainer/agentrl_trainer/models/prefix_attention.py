@@ -235,7 +235,8 @@ def trie_attention(
         raise NotImplementedError("attention with biases: rows are padded instead")
     if trie.flex and sinks is None:
         return _flex(query, key, value, trie, scaling, sliding_window, softcap), None
-    queries, keys, values = (_by_token(x) for x in (query, key, value))
+    # [U, H * D], of which rows are quick to gather and to add up.
+    queries, keys, values = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     parts: list[Tensor] = []
     for block in trie.blocks:
         q = _gather(queries, block.queries, query)
@@ -274,11 +275,6 @@ def _flex(
         block_mask=trie.block_mask(window), scale=scaling, enable_gqa=True,
     )  # fmt: skip
     return out.transpose(1, 2)
-
-
-def _by_token(states: Tensor) -> Tensor:
-    """Reshape [1, H, U, D] to [U, H * D], of which rows are quick to gather and to add up."""
-    return states[0].transpose(0, 1).flatten(1)
 
 
 def _gather(rows: Tensor, places: Tensor, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,7 +28,6 @@ from agentrl_trainer.client.tinker.rows import (
     folded,
     loss_of,
     native_config,
-    stats_of,
     trained_logprobs,
     unweighted,
 )
@@ -47,11 +46,13 @@ from agentrl_trainer.client.types import (
     numbers,
     token_ids,
 )
+from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss, Sums
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
+from agentrl_trainer.learner.step_stats import step_stats
 
 if TYPE_CHECKING:
     from agentrl_trainer.client.tinker.service import TinkerServiceClient
@@ -149,10 +150,11 @@ class TinkerTrainingClient(TrainingClient):
             computed = [row["logprobs"] for row in done.loss_fn_outputs]
             if not seen:
                 loss(None, [torch.from_numpy(row) for row in computed])
-            stats = stats_of(rows, *seen[0], divisor, started)
+            total, sums = seen[0]
+            # Each row counts by itself: what the service shares among rows is unknown.
+            counts, refused = count_tokens(rows), call.backward and not bool(total.isfinite())
+            stats = step_stats(total.item() / divisor, sums, counts, started, non_finite=refused)
             metrics = done.metrics if call.backward else {}
-            if not call.backward:
-                stats = replace(stats, skipped_non_finite=False)  # no gradient to refuse
             outputs = trained_logprobs(given, computed) if call.logprobs else []
             return ForwardBackwardOutput(outputs, metrics | metrics_of(stats, call.loss_fn), stats)
 
@@ -191,8 +193,10 @@ class TinkerTrainingClient(TrainingClient):
         added, self._added = self._added, []
 
         def start() -> APIFuture[OptimStepResponse]:
+            # A failed loss has told its caller why.
+            losses = [one.result().stats for one in added if one.exception() is None]
             # A service may apply gradients that are not finite, so it must not be asked to.
-            if any(_not_finite(one) for one in added):
+            if any(stats.skipped_non_finite for stats in losses):
                 # Tinker's API cannot clear gradients: continue as a client made from a state.
                 saved = self._client.save_state(_DISCARDED, overwrite=True).result()
                 self.continue_as(self._service.resume(saved.path), saved.path)
@@ -262,14 +266,10 @@ class TinkerSamplingClient(SamplingClient):
         **tinker: Any,
     ) -> APIFuture[SampleResponse]:
         """Return the SDK's response, which has the fields of ours and more."""
-        done = self._client.sample(
-            prompt=self._sdk.ModelInput.from_ints(tokens_of(prompt)),
-            num_samples=num_samples,
-            sampling_params=self._sdk.SamplingParams(**asdict(sampling_params or SamplingParams())),
-            include_prompt_logprobs=include_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            **tinker,
-        )
+        tokens = self._sdk.ModelInput.from_ints(tokens_of(prompt))
+        params = self._sdk.SamplingParams(**asdict(sampling_params or SamplingParams()))
+        more = {**tinker, "topk_sample_logprobs": topk_sample_logprobs}
+        done = self._client.sample(tokens, num_samples, params, include_prompt_logprobs, **more)
         return map_future(_concurrent(done), lambda response: response)
 
     def compute_logprobs(self, prompt: Prompt, **tinker: Any) -> APIFuture[list[float | None]]:
@@ -322,11 +322,3 @@ def _output(done: Any) -> ForwardBackwardOutput:
         for row in done.loss_fn_outputs
     ]
     return ForwardBackwardOutput(rows, dict(done.metrics))
-
-
-def _not_finite(added: Future[ForwardBackwardOutput]) -> bool:
-    """Wait for a step's loss; a failed one has told its caller why."""
-    if added.exception() is not None:
-        return False
-    stats = added.result().stats
-    return stats is not None and stats.skipped_non_finite

@@ -13,7 +13,7 @@ has neither value nor gradient, so no mask is needed. Every other loss, and what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl_trainer.client.types import Array, Datum, ModelInput, RefusedRows
-from agentrl_trainer.data.packing import count_tokens
 from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
 from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import LOSSES, Sums
-from agentrl_trainer.learner.step_stats import StepStats, step_stats
 
 _Logprobs = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 
@@ -102,14 +100,6 @@ def loss_of(
     )
 
 
-def stats_of(
-    rows: Sequence[TrainingRow], loss: Tensor, sums: Sums, divisor: float, started: float
-) -> StepStats:
-    """Return the statistics of ``Learner.forward_backward`` for the same rows, except that each row
-    counts by itself: what the service shares among rows is unknown."""
-    return step_stats(loss.item() / divisor, sums, count_tokens(rows), started)
-
-
 def trained_logprobs(
     rows: Sequence[TrainingRow], computed: Iterable[NDArray[np.float32]]
 ) -> list[dict[str, NDArray[np.float32]]]:
@@ -147,8 +137,7 @@ _IMPOSSIBLE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TinkerPolicy:
+class TinkerPolicy(NamedTuple):
     """The ``Policy`` of ``prepare_batch``, by the service's log-probs: of each row's targets,
     [tokens of the row - 1]."""
 

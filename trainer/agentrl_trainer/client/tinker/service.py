@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -49,14 +50,9 @@ class TinkerServiceClient(ServiceClient):
     ) -> TinkerTrainingClient:
         if lora.targets is not None or lora.alpha != LoraOptions().alpha:
             raise ValueError("targets and alpha are for the local backend; leave them out")
-        made = self._service.create_lora_training_client(
-            base_model,
-            rank=lora.rank,
-            seed=lora.seed,
-            train_mlp=lora.train_mlp,
-            train_attn=lora.train_attn,
-            **tinker,
-        )
+        which = asdict(lora)
+        sent = {key: which[key] for key in ("rank", "seed", "train_mlp", "train_attn")}
+        made = self._service.create_lora_training_client(base_model, **sent, **tinker)
         return self._training(made.result(), name)
 
     def _train_from(
