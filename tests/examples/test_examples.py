@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from example import ROOT, Example
 
+from agentrl_tracer.schemas import Purpose
+
 SHORT: dict[str, Any] = {"steps": 1, "batch_size": 2, "group_size": 4, "runners": 2}
 
 
@@ -75,3 +77,27 @@ def test_node_agent(tmp_path: Path) -> None:
     for call in calls:
         [message] = (call.request or {})["messages"]
         assert message["content"].split()[1].rstrip(".") in names
+
+
+def test_two_agents(tmp_path: Path) -> None:
+    """Two adapters over one base, trained together on the calls of their agents."""
+    both = ("messenger", "impostor")
+    example = short("two_agents", tmp_path)
+    check(example, example.train())
+    calls = example.calls()
+    assert {(call.model, call.adapter) for call in calls} == {(name, name) for name in both}
+    assert {call.adapter for call in calls if call.trained_step == 1} == set(both)
+    [row] = [row for row in example.folder.read_metrics() if "reward/mean" in row]
+    assert row["calls/trained"] == sum(row[f"{name}/calls/trained"] for name in both)
+    for name in both:
+        assert row[f"{name}/grad_norm"] > 0
+        assert row[f"{name}/reward/mean"] == row["reward/mean"]  # one reward for both
+    files = [example.folder.adapter / name / "adapter_model.safetensors" for name in both]
+    assert len({file.read_bytes() for file in files}) == 2
+    output = example.agentrl(
+        "eval", "examples/two_agents/agent.py:agent",
+        "--tasks", str(example.settings["eval_tasks"]), "--runners", "1",
+        "--adapter-path", str(example.folder.adapter), "--runs", str(tmp_path),
+    )  # fmt: skip
+    evaluated = Example("two_agents", tmp_path, run=next(tmp_path.glob("eval-*")).name)
+    assert [call.adapter for call in evaluated.calls(Purpose.EVAL)] == list(both), output

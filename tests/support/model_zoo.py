@@ -266,12 +266,12 @@ def plain(model: Any, row: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def group() -> list[TrainingRow]:
+def group(vocabulary: int = 250) -> list[TrainingRow]:
     """Rows which share a prompt, and two of them a turn; beyond the small models' windows."""
     draw = random.Random(0)
 
     def ids(count: int) -> list[int]:
-        return [draw.randrange(3, 250) for _ in range(count)]
+        return [draw.randrange(3, vocabulary) for _ in range(count)]
 
     prompt = ids(27)
     turn = prompt + ids(6)

@@ -52,7 +52,9 @@ class FaultyServer:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 headers = {k.lower(): v for k, v in self.headers.items()}
-                faulty.seen.append({"body": json.loads(body), "headers": headers})
+                faulty.seen.append(
+                    {"body": json.loads(body), "headers": headers, "path": self.path}
+                )
                 at = min(len(faulty.seen), len(faulty.answers)) - 1
                 status, said = faulty.answers[at]
                 if callable(said):

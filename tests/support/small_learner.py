@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,35 +25,23 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+def built(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_config(config)
+
+
 def qwen3(**more: Any) -> hf.PreTrainedModel:
-    return hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**{**SMALL, **more}))
+    return built(hf.Qwen3Config(**{**SMALL, **more}))
 
 
-def llama() -> hf.PreTrainedModel:
-    return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SMALL))
-
-
-def gemma2() -> hf.PreTrainedModel:
-    config = hf.Gemma2Config(**SMALL, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
-    return hf.AutoModelForCausalLM.from_config(config)
-
-
-def cohere() -> hf.PreTrainedModel:
-    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
-    return hf.AutoModelForCausalLM.from_config(hf.CohereConfig(**small, logit_scale=0.25))
-
-
-def qwen3_moe() -> hf.PreTrainedModel:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    return hf.AutoModelForCausalLM.from_config(hf.Qwen3MoeConfig(**SMALL, **experts))
-
-
-def gpt2() -> hf.PreTrainedModel:
-    config = hf.GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=1,
-        eos_token_id=2, initializer_range=0.3,
-    )  # fmt: skip
-    return hf.AutoModelForCausalLM.from_config(config)
+CAPS = {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+OTHER_SIZES = {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+llama = partial(built, hf.LlamaConfig(**SMALL))
+gemma2 = partial(built, hf.Gemma2Config(**SMALL, **CAPS))
+WITHOUT_HEADS = {name: size for name, size in SMALL.items() if name != "head_dim"}
+cohere = partial(built, hf.CohereConfig(**WITHOUT_HEADS, logit_scale=0.25))
+qwen3_moe = partial(built, hf.Qwen3MoeConfig(**SMALL, **EXPERTS))
+gpt2 = partial(built, hf.GPT2Config(vocab_size=VOCAB, **OTHER_SIZES, initializer_range=0.3))
 
 
 def base_model(build: Any = qwen3, seed: int = 0) -> BaseModel:

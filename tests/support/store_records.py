@@ -12,8 +12,7 @@ def start_run(store: Store, rollouts: int = 1, policies: Policies | None = None)
     run_id = store.create_run("test", "train", {}, policies)
     (task,) = store.add_tasks(run_id, "train", [{"n": 7}])
     store.enqueue(
-        run_id,
-        [NewRollout(task, "g", Purpose.TRAIN, 1, i, seed=i) for i in range(rollouts)],
+        run_id, [NewRollout(task, "g", Purpose.TRAIN, 1, i, seed=i) for i in range(rollouts)]
     )
     return run_id
 

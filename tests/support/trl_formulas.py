@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import torch
 from peer import answer_questions
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 # What is made of lists of floats is made in double precision.
 torch.set_default_dtype(torch.float64)
@@ -124,35 +123,6 @@ def loss(args: dict, batch: dict) -> dict:
     return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
 
 
-def corrected_loss(args: dict, batch: dict, rewards: list[float]) -> dict:
-    """From rewards and what vLLM sampled to the loss: TRL corrects for the way from the sampler to
-    the policy of before. One group; ``mask`` rows begin with their tokens."""
-    lp = torch.tensor(batch["logprobs"], requires_grad=True)
-    lengths = [sum(row) for row in batch["mask"]]
-    trainer = grpo({**args, "use_vllm": True}, num_generations=len(rewards))
-    now = stand_in()
-    found = {
-        id(trainer.model): torch.tensor(batch["old"]),
-        id(trainer.ref_model): torch.tensor(batch["reference"]),
-        id(now): lp,
-    }
-    trainer._get_per_token_logps_and_entropies = lambda model, *_a, **_k: (
-        found[id(model)],
-        torch.zeros_like(lp),
-        None,
-    )
-    sampled = [row[:length] for row, length in zip(batch["sampled"], lengths, strict=True)]
-    answers = [[1] * length for length in lengths]
-    trainer._generate = lambda _: (
-        [[1]] * len(lengths), answers, None, answers, sampled, {}, None, None,
-    )  # fmt: skip
-    trainer._calculate_rewards = lambda *_: torch.tensor(rewards)[:, None]
-    inputs = trainer._generate_and_score_completions([{"prompt": "?"} for _ in rewards])
-    value = trainer._compute_loss(now, inputs)
-    value.backward()
-    return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
-
-
 def advantages(trainer: str, args: dict, rewards: list[list[float]]) -> dict:
     """Of groups of one size, for trainer ``grpo`` or ``rloo``. NaN is a missing reward."""
     flat = [reward for group in rewards for reward in group]
@@ -177,48 +147,6 @@ def advantages(trainer: str, args: dict, rewards: list[list[float]]) -> dict:
     found = ours._generate_and_score_completions([{"prompt": "?"} for _ in flat])
     rows = found["advantages"].view(len(rewards), -1).tolist()
     return {"advantages": rows, "metrics": metrics_of(ours)}
-
-
-def logprobs(logits: list[list[float]], targets: list[int], temperature: float) -> dict:
-    """In double precision; ``gradient`` is that of the log-probs' sum."""
-    scores = torch.tensor(logits, requires_grad=True)
-    picked = selective_log_softmax(scores[None], torch.tensor(targets)[None], temperature)[0]
-    picked.sum().backward()
-    return {
-        "logprobs": picked.tolist(),
-        "gradient": scores.grad.tolist(),
-        "entropy": entropy_from_logits(scores).tolist(),
-    }
-
-
-def dpo(policy: list[list[float]], reference: list[float], beta: float) -> dict:
-    """Rows of log-probs of answers of one length, the chosen before the rejected; of the reference
-    their sums."""
-    lp, known = torch.tensor(policy, requires_grad=True), torch.tensor(reference)
-    trainer = made(
-        DPOTrainer,
-        DPOConfig(output_dir="unused", bf16=False, use_cpu=True, report_to=[], beta=beta),
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        loss_types=["sigmoid"],
-        loss_weights=[1.0],
-        use_weighting=False,
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    nothing = torch.zeros_like(lp)
-    outputs = SimpleNamespace(
-        log_probs=lp, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
-    )
-    ids = torch.ones(len(policy), len(policy[0]) + 1, dtype=torch.long)
-    mask = ids.clone()
-    mask[:, 0] = 0
-    inputs = {"input_ids": ids, "attention_mask": ids, "completion_mask": mask}
-    inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = known.chunk(2)
-    value = trainer._compute_loss(lambda **_: outputs, inputs, False)
-    value.backward()
-    return {"loss": value.item(), "gradient": lp.grad.tolist(), "metrics": metrics_of(trainer)}
 
 
 if __name__ == "__main__":

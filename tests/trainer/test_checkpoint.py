@@ -80,6 +80,8 @@ def test_the_last_k_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
     with pytest.raises(ValueError, match="at least 1"):
         save(tmp_path, 5, keep=0)
+    with pytest.raises(ValueError, match="not be negative"):
+        save(tmp_path, -1)
 
 
 def test_torn_ones_do_not_count_as_kept(tmp_path: Path) -> None:
@@ -208,8 +210,3 @@ def test_left_overs_are_swept_up(tmp_path: Path) -> None:
     (tmp_path / ".old-step-00000001-dead").mkdir()
     save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000002"]
-
-
-def test_a_step_is_not_negative(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not be negative"):
-        save(tmp_path, -1)

@@ -66,15 +66,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (CycloptsError, ValueError, RuntimeError) as error:  # ConfigError among them
-        print_error(_describe(error))
+        said = str(error)
+        if isinstance(error, MissingArgumentError) and error.argument is not None:
+            name = error.argument.name.lstrip("-").replace("-", "_")
+            said = f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
+        print_error(said)
         sys.exit(1 if isinstance(error, RuntimeError) else 2)
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, MissingArgumentError) and error.argument is not None:
-        name = error.argument.name.lstrip("-").replace("-", "_")
-        return f"{name}: is missing. {error.argument.parameter.help or ''}".rstrip()
-    return str(error)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,16 @@ def run_command(*tokens: Tokens) -> None:
     """
     config = load(RunConfig, tokens)
     validate_agent(config.agent.entrypoint, other_python=config.agent.python is not None)
-    asks_for = None
-    if config.model.base_url is not None:
-        asks_for = config.model.name
-        _use_server(config, config.model.base_url)
+    model, asks_for = config.model, None
+    if model.base_url is not None:
+        # The gateway records that server's calls. It needs a model of its own too: the built-in
+        # one, under a name (its folder) that no agent requests.
+        asks_for = model.name
+        config.models[asks_for] = OtherModelSettings(
+            model=f"openai/{asks_for}", api_base=model.base_url, api_key_env=model.api_key_env
+        )
+        model.name, model.adapter = str(MODEL_DIR), "no-adapter"
+        config.gateway.accept_any_model = False  # other names get 404, not the built-in model
     seed = rollout_seed(config.run.seed, "run")
     session, [rollout], _ = execute(
         config,
@@ -43,17 +49,3 @@ def run_command(*tokens: Tokens) -> None:
     console.print(Text(f"recorded in {session.folder.root}", "dim"), soft_wrap=True)
     if rollout.state is not RolloutState.SUCCEEDED:
         sys.exit(1)
-
-
-def _use_server(config: RunConfig, base_url: str) -> None:
-    """Put the server at ``base_url`` behind the gateway, which records its calls.
-
-    The gateway needs a model of its own too: the built-in one, under a name (its folder) that no
-    agent requests.
-    """
-    model = config.model
-    config.models[model.name] = OtherModelSettings(
-        model=f"openai/{model.name}", api_base=base_url, api_key_env=model.api_key_env
-    )
-    model.name, model.adapter = str(MODEL_DIR), "no-adapter"
-    config.gateway.accept_any_model = False  # other model names get 404, not the built-in model

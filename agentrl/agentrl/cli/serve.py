@@ -29,7 +29,17 @@ def serve_command(*tokens: Tokens) -> None:
         sock = bind(listen.host, listen.port, operator_key=listen.operator_key)
     except (ValueError, OSError) as error:
         raise ConfigError(f"gateway.host/gateway.port: {error}") from error
-    _print_example(config, url_of(sock), list(adapters) or [config.model.name])
+    url, names = url_of(sock), list(adapters) or [config.model.name]
+    body = {"model": names[0], "messages": [{"role": "user", "content": "Who are you?"}]}
+    key = " -H 'authorization: Bearer '$KEY" if listen.operator_key else ""
+    console.print(
+        f"[b]{' and '.join(names)}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. "
+        "Try:\n"
+    )
+    print_line(
+        f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
+        f"-d '{json.dumps(body)}'\n"
+    )
     store = config.run.store
     log = Path("vllm.log") if "://" in store else Path(f"{store}.vllm.log")
     vllm = planned_server(config, log, max_rank=None, adapters=adapters.values())
@@ -57,17 +67,3 @@ def serve_command(*tokens: Tokens) -> None:
         gateway.start()
         stack.callback(gateway.stop)
         gateway.watch()
-
-
-def _print_example(config: ServeConfig, url: str, names: list[str]) -> None:
-    """Print a request that users copy."""
-    body = {"model": names[0], "messages": [{"role": "user", "content": "Who are you?"}]}
-    key = " -H 'authorization: Bearer '$KEY" if config.gateway.operator_key else ""
-    console.print(
-        f"[b]{' and '.join(names)}[/] answers at [b cyan]{url}/v1[/] once the model is loaded. "
-        "Try:\n"
-    )
-    print_line(
-        f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
-        f"-d '{json.dumps(body)}'\n"
-    )

@@ -169,10 +169,10 @@ def check_models(config: ModelCommand) -> None:
     for name, one in config.models.items():
         if name in (config.model.name, *config.trained):
             raise ValueError(f"models.{name}: this name is the trained model's; choose another")
-        for other in [
-            other for other in one.fallbacks if other not in config.models.keys() - {name}
-        ]:
-            raise ValueError(f"models.{name}.fallbacks: {other!r} is no other model of the table")
+        for other in one.fallbacks:
+            if other not in config.models or other == name:
+                said = f"models.{name}.fallbacks: {other!r} is no other model of the table"
+                raise ValueError(said)
     owner: dict[str, str] = {}
     for name, one in config.adapters.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):

@@ -111,9 +111,8 @@ class TrainDisplay:
     def _asynchronous(self) -> list[str]:
         """Say how stale the trained rollouts were; empty if the run is synchronous."""
         row = self._row
-        parts: list[str] = []
-        if row.get("groups/resampled"):
-            parts.append(f"{row['groups/resampled']} groups replaced")
+        replaced = row.get("groups/resampled")
+        parts = [f"{replaced} groups replaced"] if replaced else []
         if row.get("staleness/max") or row.get("groups/ahead"):
             parts.append(f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']})")
             parts.append(f"overlapped {row['seconds/overlapped']:.1f} s")

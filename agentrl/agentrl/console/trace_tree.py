@@ -163,20 +163,16 @@ def _reward_line(reward: Reward) -> Text:
 
 def _add_output(branch: Tree, attempt: Attempt) -> None:
     """Add the error, unless the output ends with it, and the end of the output."""
-    output = ""
-    if attempt.log is not None:
+    output, log = "", attempt.log
+    if log is not None:
         try:
-            output = Path(attempt.log).read_text(errors="replace")
+            output = Path(log).read_text(errors="replace")
         except OSError as error:  # of another machine's runner, or deleted
             output = f"not here: {error.strerror}"
     if attempt.error and attempt.error not in output:
         branch.add(Text("error", "bold red")).add(Text(attempt.error, "red"))
-    if attempt.log is not None:
+    if log is not None:
         lines = output.splitlines()
-        cut = f"  the last {_LOG_LINES} of {len(lines)} lines"
-        head = _line(
-            ("output", "bold"),
-            (f"  {attempt.log}", "dim"),
-            (cut, "dim") if len(lines) > _LOG_LINES else None,
-        )
+        cut = f"  the last {_LOG_LINES} of {len(lines)} lines" if len(lines) > _LOG_LINES else ""
+        head = _line(("output", "bold"), (f"  {log}{cut}", "dim"))
         branch.add(head).add(Text("\n".join(lines[-_LOG_LINES:])))

@@ -55,8 +55,7 @@ def export(
     found = find_adapters(source, "source")
     if adapter is None and len(found) > 1:
         raise ConfigError(f"adapter: choose one of {', '.join(sorted(found))}")
-    name = adapter or next(iter(found))
-    if name not in found:
+    if (name := adapter or next(iter(found))) not in found:
         raise ConfigError(f"adapter: {name!r} is not there; there is {', '.join(sorted(found))}")
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists already; give a folder that does not")

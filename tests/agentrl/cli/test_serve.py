@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_gateway import until
 from served import Served
 
 from agentrl.gateway.handle import GatewayHandle
@@ -46,7 +46,7 @@ def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Serv
     first = served.gateway()
     # As a gateway ends whose engine has died (see test_gateway_process.py).
     os.kill(first, signal.SIGTERM)
-    until(lambda: not Path(f"/proc/{first}").exists())
+    until(lambda: not Path(f"/proc/{first}").exists(), 20)
     assert served.ask().status_code == 200  # the connection waited for the next one
     second = served.gateway()
     assert second != first
@@ -56,7 +56,7 @@ def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Serv
     slow = threading.Thread(target=lambda: answers.append(served.ask(**LONG)))
     slow.start()
     health = f"{served.url}/healthz"
-    until(lambda: httpx.get(health, timeout=10).json()["in_flight"] == 1)
+    until(lambda: httpx.get(health, timeout=10).json()["in_flight"] == 1, 20)
     assert served.end(signal.SIGTERM) == 0
     slow.join(45)
     assert [answer.status_code for answer in answers] == [200]  # it drained
@@ -142,10 +142,3 @@ def test_moments_of_health_are_no_health(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("agentrl.gateway.handle._LIVED_S", 0.1)
     with pytest.raises(RuntimeError, match="5 times in a row"):
         Flickering([0, 50, 100, 150, 200]).watch()
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -136,8 +136,7 @@ def test_what_serves_a_trusted_model_says_so(
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"),
-    [(16, "--enable-lora --lora"), (48, "--enable-lora --max-lora-rank 64 --l")],
+    ("rank", "said"), [(16, "--enable-lora --lora"), (48, "--enable-lora --max-lora-rank 64 --l")]
 )
 def test_vllm_is_told_of_a_large_rank(rank: int, said: str, tmp_path: Path) -> None:
     source = tiny_adapter(tmp_path / "peft", rank=rank)

@@ -97,10 +97,7 @@ def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
     store.supersede(run_id, after_step=1)
     assert standing() == {"train 1", "eval 0"}
     assert store.outcomes(run_id, purpose=Purpose.EVAL).attempts == {"succeeded": 1}
-    assert store.accounting(run_id).skipped == {
-        SkipReason.EVALUATION: 1,
-        SkipReason.SUPERSEDED: 2,
-    }
+    assert store.accounting(run_id).skipped == {SkipReason.EVALUATION: 1, SkipReason.SUPERSEDED: 2}
 
 
 @pytest.mark.parametrize("request_", [ODD, {"temperature": 1.0, "x": "\ud800"}, {}])

@@ -72,17 +72,6 @@ def test_where_sampling_stops(service: ServiceClient) -> None:
     assert [row[0][0] for row in best] == top.sequences[0].tokens
 
 
-def test_saved_sampler_weights_are_served(service: ServiceClient, training: TrainingClient) -> None:
-    training.forward_backward([supervised()])
-    grad_norm(training)
-    path = training.save_weights_for_sampler("one").result().path
-    assert (Path(path) / "adapter_config.json").is_file()
-    params = SamplingParams(max_tokens=5, temperature=0.0)
-    saved = service.create_sampling_client(model_path=path).sample(ROW, 1, params).result()
-    live = training.save_weights_and_get_sampling_client().sample(ROW, 1, params).result()
-    assert saved.sequences[0].tokens == live.sequences[0].tokens
-
-
 def test_weights_of_a_dropped_client_are_unloaded(shared: TrainingClient) -> None:
     base = shared._base
     client = shared.save_weights_and_get_sampling_client().result()

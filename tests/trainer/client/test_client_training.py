@@ -95,27 +95,6 @@ def test_a_forward_weighs_as_forward_backward_does(shared: TrainingClient) -> No
     grad_norm(shared, 0)
 
 
-def test_a_custom_loss_has_the_gradient_of_the_built_in_one(service: ServiceClient) -> None:
-    built_in = service.create_lora_training_client(TINY, rank=4, seed=7)
-    custom = service.create_lora_training_client(TINY, rank=4, seed=7)
-    weights = [0.0, 0.5, 1.0, 1.0, 2.0, 0.0, 1.0]
-    data = [supervised(weights=weights), supervised(ROW[::-1], weights=weights)]
-
-    def loss(given: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        assert given is data
-        parts = [
-            -(torch.tensor(datum.loss_fn_inputs["weights"]) * row).sum()
-            for datum, row in zip(given, logprobs, strict=True)
-        ]
-        return torch.stack(parts).sum(), {"parts": float(len(parts))}
-
-    first = built_in.forward_backward(data).result()
-    second = custom.forward_backward_custom(data, loss).result()
-    assert second.metrics["loss:sum"] == pytest.approx(first.metrics["loss:sum"], rel=1e-5)
-    assert second.metrics["parts"] == 2
-    assert grad_norm(built_in) == pytest.approx(grad_norm(custom), rel=1e-5)
-
-
 def test_normalize_by(shared: TrainingClient) -> None:
     def norm(by: float | None) -> float:
         shared.forward_backward([supervised()], normalize_by=by)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from agentrl_trainer.data.advantages import (
     discounted_returns,
     group_advantages,
     state_advantages,
-    token_advantages,
     turn_advantages,
     whiten_groups,
 )
@@ -246,28 +244,3 @@ def test_turn_credit_is_whole(rewards: list, discount: float, normalize: bool) -
             assert (reason is NO) == (member is None)
             if reason is not None:
                 assert not any(advantages)
-
-
-# ---- by token
-
-
-def test_gae_against_its_definition() -> None:
-    """Equation 16 as a double sum, rather than the recursion."""
-    rng = random.Random(0)
-    rewards = [rng.gauss(0, 1) for _ in range(9)]
-    values = [rng.gauss(0, 1) for _ in range(9)]
-    for discount, trace in [(1.0, 0.95), (0.9, 0.5), (0.9, 0.0), (1.0, 1.0)]:
-        found, returns = token_advantages(rewards, values, discount=discount, trace=trace)
-        deltas = [
-            rewards[t] + discount * (values[t + 1] if t + 1 < 9 else 0.0) - values[t]
-            for t in range(9)
-        ]
-        expected = [
-            sum((discount * trace) ** k * deltas[t + k] for k in range(9 - t)) for t in range(9)
-        ]
-        assert found == pytest.approx(expected)
-        assert returns == pytest.approx([a + v for a, v in zip(expected, values, strict=True)])
-    # At trace 1 the returns are the discounted rewards, whatever the value function thinks.
-    _, returns = token_advantages(rewards, values, discount=0.9, trace=1.0)
-    assert returns == pytest.approx(discounted_returns(rewards, 0.9))
-    assert token_advantages([], [], discount=1.0, trace=1.0) == ([], [])

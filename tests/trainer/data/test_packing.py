@@ -97,17 +97,6 @@ def test_rows_that_train_nothing_are_left_out() -> None:
     assert batch.indices == [1]
 
 
-def test_a_row_longer_than_the_budget_goes_alone() -> None:
-    batches = pack([datum(50, [49]), datum(3, [2]), datum(3, [2])], token_budget=10)
-    assert [b.indices for b in batches] == [[0], [1, 2]]
-
-
-def test_adapters_are_not_mixed() -> None:
-    data = [datum(4, [3], name) for name in ("b", "a", "b", "a")]
-    batches = pack(data, token_budget=100)
-    assert [(b.adapter, b.indices) for b in batches] == [("a", [1, 3]), ("b", [0, 2])]
-
-
 def test_a_datum_is_checked() -> None:
     with pytest.raises(ValueError, match="one length"):
         TrainingRow([1, 2], [False], [0.0, 0.0], [0.0, 0.0])

@@ -73,26 +73,14 @@ def test_what_agents_do_with_their_history_decides_the_rows(history: str) -> Non
     assert [[int(name) for name in row.call_ids] for row in build(*calls).trajectories] == rows
 
 
-def test_a_conversation_is_one_trajectory() -> None:
-    a = make("a", [1, 2], [3], seq=0)
-    b = make("b", [1, 2, 3, 4], [5, 6], seq=1, adapter_version=4)
-    built = build_trajectories([a, b], SkipRules(max_length=100))
-    (trajectory,) = built.trajectories
-    assert trajectory.tokens == [1, 2, 3, 4, 5, 6]
-    assert trajectory.mask == [False, False, True, False, True, True]
-    assert trajectory.logprobs == [0, 0, -1.0, 0, -2.0, -2.001]
-    assert trajectory.call_ids == ["a", "b"]
-    assert built.skipped == {}
-
-
 def test_a_fork_trains_the_shared_part_once() -> None:
     a = make("a", [1], [2], seq=0)
     b = make("b", [1, 2, 3], [4], seq=1)
     c = make("c", [1, 2, 5], [6], seq=2)
-    built = build_trajectories([a, b, c], SkipRules(max_length=100))
-    assert [t.tokens for t in built.trajectories] == [[1, 2, 3, 4], [1, 2, 5, 6]]
-    assert [t.call_ids for t in built.trajectories] == [["a", "b"], ["c"]]
-    assert built.trajectories[1].mask == [False, False, False, True]
+    first, second = build(a, b, c).trajectories
+    assert (first.tokens, first.call_ids) == ([1, 2, 3, 4], ["a", "b"])
+    assert (second.tokens, second.call_ids) == ([1, 2, 5, 6], ["c"])
+    assert second.mask == [False, False, False, True]
 
 
 def test_other_adapters_are_context() -> None:
@@ -123,21 +111,12 @@ def test_versions_of_an_answer() -> None:
     assert token_versions(make("c", [1], [10], adapter_version=None)) == [-1]
 
 
-def test_temperature() -> None:
-    a = make("a", [1], [2], seq=0)
-    same = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 1})
-    other = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0.5})
-    greedy = make("b", [1, 2, 3], [4], seq=1, params={"temperature": 0})
-    assert (
-        build_trajectories([a, same], SkipRules(max_length=9)).trajectories[0].temperatures
-        == [1.0] * 4
-    )
-    (row,) = build_trajectories([a, other], SkipRules(max_length=9)).trajectories
-    assert row.temperatures == [1.0, 1.0, 1.0, 0.5]
-    assert (
-        build_trajectories([a, greedy], SkipRules(max_length=9)).trajectories[0].temperatures
-        == [1.0] * 4
-    )
+@pytest.mark.parametrize(("given", "trained"), [(1, 1.0), (0.5, 0.5), (0, 1.0)])
+def test_temperature(given: float, trained: float) -> None:
+    first = make("a", [1], [2], seq=0)
+    second = make("b", [1, 2, 3], [4], seq=1, params={"temperature": given})
+    (row,) = build(first, second).trajectories
+    assert row.temperatures == [1.0, 1.0, 1.0, trained]
 
 
 def test_calls_of_two_attempts_or_with_one_id_are_refused() -> None:

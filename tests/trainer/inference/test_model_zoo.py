@@ -38,7 +38,11 @@ ON_PAGE = (
     "laguna",  # names that PEFT renames
     "llama4",  # chunks
     "mistral",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",  # an expert that every token meets
     "qwen3_5",  # multimodal, linear attention
+    "qwen3_moe",
     "zamba",  # layers with weights in common
 )
 
@@ -85,7 +89,7 @@ def test_names_that_peft_loses_reach_the_sampler(tmp_path: Path) -> None:
         assert worst_difference(reference, asked.prompt, asked.one()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["laguna", "gemma2", "jamba", "mixtral"])
+@pytest.mark.parametrize("kind", ["laguna", "gemma2", "jamba", "mixtral", "olmoe", "qwen2_moe"])
 def test_a_merged_export_is_what_was_trained(kind: str, tmp_path: Path) -> None:
     reference = trained(kind, tmp_path)
     merge(tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,7 +9,6 @@ from small_learner import assert_same, data, gradients, learner, nearly_on_polic
 
 from agentrl_trainer.data.advantages import Scaling
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.learner.loss_options import ValueParams
 from agentrl_trainer.learner.prepare_batch import Gae, UpdateSettings, prepare, with_gae
 
 Column = NDArray[np.float64]
@@ -73,23 +69,6 @@ def test_one_token_has_no_deviation() -> None:
     datums, values = rows(5, 2)
     (datum,) = with_gae(datums, values, Gae(whiten=True))  # ddof 1 has nothing to divide by
     assert datum.advantages == [0.0, 0.0]
-
-
-def test_the_scaling_of_the_settings_is_the_one_that_is_used() -> None:
-    trainer = learner(value=ValueParams())
-    datums = [
-        replace(d, extra={"rewards": [float(i % 3) for i in range(len(d.tokens))]}) for d in data()
-    ]
-
-    def deviation(scaling: Scaling) -> float:
-        settings = UpdateSettings("ppo", gae=Gae(whiten=True, scaling=scaling))
-        done = prepare(trainer, datums, settings)
-        return float(np.std(np.concatenate([np.array(d.advantages)[d.mask] for d in done])))
-
-    count = sum(d.trained for d in datums)
-    assert deviation(Scaling(ddof=0, epsilon=0.0)) == pytest.approx(1.0, rel=1e-9)
-    assert deviation(Scaling(ddof=1, epsilon=0.0)) == pytest.approx(math.sqrt((count - 1) / count))
-    assert deviation(Scaling(ddof=0, epsilon=3.0)) < 0.5
 
 
 def test_an_update_prepares_what_the_settings_need() -> None:

@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout
+from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout, SkipReason
 from agentrl_trainer.data.batch_assembly import StepBatch, StepSettings, assemble
 from agentrl_trainer.data.rewards import rollout_rewards
-from agentrl_trainer.data.skip_reasons import unassigned_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,7 @@ def assemble_adapters(
     rest = assemble(rollouts, unassigned, [], replace(settings, adapters=frozenset()))
     rest.groups = {}
     rest.rewards = rollout_rewards(rollouts, rewards)
-    for call in unassigned:
-        rest.skipped[call.id] = unassigned_reason(call, rest.skipped[call.id], rules.keys())
+    for call in unassigned:  # the call's own adapter may train on other agents' calls
+        if call.adapter in rules and rest.skipped[call.id] is SkipReason.NOT_TRAINABLE_MODEL:
+            rest.skipped[call.id] = SkipReason.OTHER_AGENT
     return AdapterBatches(by_adapter, rest)

@@ -3,8 +3,8 @@
 The gateway and the store only mark what they alone can see as it happens: a call outside of any
 rollout, a disconnected client, a call after its attempt was sealed, a gateway that died, a repeated
 step. Such a mark stands (``Call.skip_reason``). The loop gives the reason of a step that was not
-applied (``StepBatch.refuse``). All other reasons follow from these rules, which
-know calls, rollouts and rewards, but no tensors and no store.
+applied (``StepBatch.refuse``), ``adapter_split`` that of a call of another agent. All other reasons
+follow from these rules, which know calls, rollouts and rewards, but no tensors and no store.
 """
 
 from __future__ import annotations
@@ -67,13 +67,6 @@ def losing_reason(call: Call, rollout: Rollout) -> SkipReason:
     """Judge a call of an attempt that did not win."""
     won = rollout.state is RolloutState.SUCCEEDED
     return call.skip_reason or (SkipReason.FAILED_ATTEMPT if won else SkipReason.FAILED_ROLLOUT)
-
-
-def unassigned_reason(call: Call, reason: SkipReason, adapters: Collection[str]) -> SkipReason:
-    """Refine the reason of a call that no adapter trains on: ``adapters`` may train on others'."""
-    if call.adapter in adapters and reason is SkipReason.NOT_TRAINABLE_MODEL:
-        return SkipReason.OTHER_AGENT
-    return reason
 
 
 # ---- groups

@@ -182,8 +182,8 @@ class TinkerTrainingClient(TrainingClient):
 
     def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         if self._reference is None:
-            base_model = self._info.model_data.model_name
-            self._reference = self._service.create_sampling_client(None, base_model)
+            base = self._info.model_data.model_name
+            self._reference = self._service.create_sampling_client(None, base)
         found = self._reference.compute_logprobs_batch([row.tokens for row in rows]).result()
         return [[lp or 0.0 for lp in row[1:]] for row in found]
 
