@@ -17,7 +17,7 @@ from agentrl.config.loading import steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.runs.folder import strict
 from agentrl.runs.metric_names import REWARD
-from agentrl.runs.summary import Summary, summarise
+from agentrl.runs.summary import Summary, summarize
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
 from agentrl.training.metrics import report_step_failures, step_row
@@ -181,7 +181,7 @@ class TrainingRun:
         self._queue.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
-            summary = summarise(
+            summary = summarize(
                 self.folder, self.store, self.run_id, step, model=self.config.model.name,
                 adapters=self.config.trained, eval_ids=self.eval_ids, seconds=self.timer.spent,
             )  # fmt: skip
