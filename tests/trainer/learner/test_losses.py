@@ -170,6 +170,26 @@ def test_values_and_gradients(name: str, config: Config, seed: int) -> None:
     check(name, config, seed, sequences=SEQUENCES)
 
 
+def test_defaults() -> None:
+    shared = {
+        "kl_coef": 0.0, "kl_estimator": "k3", "kl_gradient": "unbiased", "correction": "none",
+        "correction_level": "token", "correction_low": 0.0, "correction_high": 2.0,
+    }  # fmt: skip
+    clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    for name, own in {
+        "cross_entropy": {},
+        "importance_sampling": {},
+        "ppo": {**clips, "dual_clip_threshold": 0.0},
+        "cispo": clips,
+        "dro": {"beta": 0.05},
+        "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        "dppo": {"divergence": "tv", "divergence_low": 0.2, "divergence_high": 0.2},
+    }.items():
+        found = parse_loss_options(name, {})
+        assert asdict(found.own) == own
+        assert {**asdict(found.kl), **asdict(found.correction)} == shared
+
+
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_weights_and_a_proximal_policy(name: str) -> None:
     _, qs, advantages = sample(2)
