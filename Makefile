@@ -7,8 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 # Install torch first and alone: a resolver would take the default build and gigabytes of CUDA.
 TORCH := torch==2.13.0
 DEMO_RUN ?= hello
-# Two test processes: most tests wait for processes that they start.
-PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Three test processes, also on two cores: most tests wait for processes that they start.
+PYTEST ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo examples test check docs site packages clients vllm tinker trackers \
 	litellm-proxy mutations lock clean

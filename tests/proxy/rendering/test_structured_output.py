@@ -274,7 +274,7 @@ def _tool(parameters: Any, **more: Any) -> Any:
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}},
          "tool_choice", "nope"),
-        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "custom"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type", "custom"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "token ids"),
     ],
 )  # fmt: skip
