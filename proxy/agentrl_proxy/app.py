@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from agentrl_proxy.errors import ApiError
 from agentrl_proxy.handlers import Handlers, speaks_anthropic
 from agentrl_proxy.protocols.messages import anthropic_error
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.sse import internal_error
+from agentrl_proxy.server.sse import internal_error, json_response
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -121,13 +120,8 @@ async def _any_error(request: Request, error: Exception) -> Response:
 
 
 def _refusal(request: Request, error: ApiError) -> Response:
-    anthropic = speaks_anthropic(request)
-    return Response(
-        orjson.dumps(anthropic_error(error)) if anthropic else error.json(),
-        status_code=error.status,
-        headers=error.headers,
-        media_type="application/json",
-    )
+    body = anthropic_error(error) if speaks_anthropic(request) else error.body()
+    return json_response(body, error.status, error.headers)
 
 
 @contextlib.asynccontextmanager

@@ -10,15 +10,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from agentrl_tracer.schemas import AttemptState
 
 # OpenAI's clients retry 408, 409, 429 and 5xx unless this header stops them.
 DO_NOT_RETRY = {"x-should-retry": "false"}
 _LONGEST_MESSAGE = 1000
 
-Names = Sequence[tuple[re.Pattern[str], str]]
+Names = Sequence[tuple[str, str]]
 """How a protocol names the fields of chat completions: patterns and replacements, in order."""
 
 
@@ -63,11 +61,8 @@ class ApiError(Exception):
     def rename(self, names: Names) -> None:
         """Name the wrong field as the client's protocol does."""
         for pattern, own in names:
-            self.message = pattern.sub(own, self.message, count=1)
-            self.param = self.param and pattern.sub(own, self.param, count=1)
-
-    def json(self) -> bytes:
-        return orjson.dumps(self.body())
+            self.message = re.sub(pattern, own, self.message, count=1)
+            self.param = self.param and re.sub(pattern, own, self.param, count=1)
 
 
 def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> ApiError:

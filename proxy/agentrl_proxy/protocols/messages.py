@@ -5,7 +5,6 @@ LiteLLM translates a request to chat completions (translation.py). Does not know
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -202,15 +201,12 @@ _STOP_REASONS = {
 }
 # One Anthropic message may become several chat messages, so its index is lost.
 _NAMES: Names = [
-    (re.compile(pattern), own)
-    for pattern, own in (
-        (r"^messages\[\d+\][.\w\[\]]*", "messages"),
-        (r"^response_format(\.json_schema)?\b", "output_config.format"),
-        (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
-        (r"^(tools\[\d+\])\.function\b", r"\1"),
-        (r"^parallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
-        (r"^tool_choice 'required'", "tool_choice 'any'"),
-    )
+    (r"^messages\[\d+\][.\w\[\]]*", "messages"),
+    (r"^response_format(\.json_schema)?\b", "output_config.format"),
+    (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+    (r"^(tools\[\d+\])\.function\b", r"\1"),
+    (r"^parallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
+    (r"^tool_choice 'required'", "tool_choice 'any'"),
 ]
 _ERROR_TYPES = {
     401: "authentication_error",

@@ -6,7 +6,6 @@ requests: a client sends the whole conversation each time. Does not know tokens.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -180,12 +179,9 @@ _INCOMPLETE = {
 }
 # One item may become several messages, and several items one, so an item's index is lost.
 _NAMES: Names = [
-    (re.compile(pattern), own)
-    for pattern, own in (
-        (r"^messages(\[\d+\][.\w\[\]]*)?", "input"),
-        (r"^response_format(\.json_schema)?\b", "text.format"),
-        (r"^(tools\[\d+\])\.function\b", r"\1"),
-    )
+    (r"^messages(\[\d+\][.\w\[\]]*)?", "input"),
+    (r"^response_format(\.json_schema)?\b", "text.format"),
+    (r"^(tools\[\d+\])\.function\b", r"\1"),
 ]
 # By an item's type: the events of its text, those of its part, and the part's place.
 _EVENTS: dict[str, tuple[str, str | None, dict[str, int]]] = {
