@@ -35,7 +35,7 @@ from agentrl_proxy.providers.requests import (
 )
 from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import AttemptMemories
-from agentrl_proxy.requests.auth import Caller, Credentials, ask
+from agentrl_proxy.requests.auth import Credentials, ask
 from agentrl_proxy.requests.client_retries import ClientRetries, identify
 from agentrl_proxy.requests.lifecycle import ClientRequest, Service
 from agentrl_proxy.requests.rate_limits import Admission
@@ -46,7 +46,7 @@ from agentrl_proxy.server.sse import WorkResponse, json_response
 from agentrl_proxy.stats import GatewayStats
 from agentrl_proxy.telemetry import otlp_ingest
 from agentrl_proxy.telemetry.otlp_export import ExportingSink
-from agentrl_tracer.schemas import AttemptState
+from agentrl_tracer.schemas import AttemptRef, AttemptState
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -55,7 +55,7 @@ log = logging.getLogger("agentrl.proxy")
 class _Received:
     """A model request whose caller is known and whose body is a JSON object."""
 
-    caller: Caller
+    attempt: AttemptRef | None
     body: bytes
     raw: dict[str, Any]
     headers: Mapping[str, str]
@@ -151,7 +151,7 @@ class Handlers:
             return json_response({"input_tokens": await self.providers.count(asked)})
         counted = messages_request(raw, counted=True)
         adapter = self.chat.resolve_model(counted.model, received.headers)
-        prompt = self.chat.render(counted, received.caller, adapter)
+        prompt = self.chat.render(counted, received.attempt, adapter)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def _received(self, request: Request, *, translated: bool = False) -> _Received:
@@ -160,12 +160,12 @@ class Handlers:
         Args:
             translated: whether LiteLLM is needed to read its fields.
         """
-        caller = await self._caller(request)
+        attempt = await self._caller(request)
         body = await self.bodies.read(request)
         raw = read_object(body)
         if translated:
             await translation.load()
-        return _Received(caller, body, raw, request.headers, self.providers.model_of(raw))
+        return _Received(attempt, body, raw, request.headers, self.providers.model_of(raw))
 
     def _answer(
         self,
@@ -187,24 +187,24 @@ class Handlers:
         dialect, n = parts[0].dialect, parts[0].n
         tracked = identify(raw, received.body, dialect, headers, len(parts), n)
         work = ClientRequest(
-            self.retries, self.stats, service, parts, tracked, received.caller, headers
+            self.retries, self.stats, service, parts, tracked, received.attempt, headers
         )
         return WorkResponse(work, stream=bool(raw.get("stream")))
 
     # --- spans, rewards, adapters
 
     async def traces(self, request: Request) -> Response:
-        caller = await self._caller(request, may_be_sealed=True)
+        attempt = await self._caller(request, may_be_sealed=True)
         body = await self.bodies.read(request)
         content_type = request.headers.get("content-type", "")
-        return await otlp_ingest.traces(self.deps.writer, caller, body, content_type)
+        return await otlp_ingest.traces(self.deps.writer, attempt, body, content_type)
 
     async def rewards(self, request: Request) -> Response:
-        caller = await self._caller(request, may_be_sealed=True)
+        attempt = await self._caller(request, may_be_sealed=True)
         body = await self.bodies.read(request)
         key = request.headers.get("idempotency-key")
         _, span_id = trace_context(request.headers)
-        return await otlp_ingest.reward(self.deps.writer, caller, body, key, span_id)
+        return await otlp_ingest.reward(self.deps.writer, attempt, body, key, span_id)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
@@ -232,7 +232,7 @@ class Handlers:
                 self.attempts.forget(attempt_id)
             await asyncio.sleep(0)  # there may be thousands
 
-    async def _caller(self, request: Request, *, may_be_sealed: bool = False) -> Caller:
+    async def _caller(self, request: Request, *, may_be_sealed: bool = False) -> AttemptRef | None:
         rollout_id = request.path_params.get("rollout_id")
         return await self.credentials.caller(
             request.headers, rollout_id, may_be_sealed=may_be_sealed

@@ -27,7 +27,7 @@ from agentrl_proxy.rendering.continuity import (
 from agentrl_proxy.rendering.detokenizer import first_stop
 from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput
 from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
-from agentrl_proxy.requests.auth import Caller, ask
+from agentrl_proxy.requests.auth import ask
 from agentrl_proxy.requests.rate_limits import Admission, Slot
 from agentrl_proxy.requests.recording import (
     Sampled,
@@ -40,7 +40,7 @@ from agentrl_proxy.requests.recording import (
 from agentrl_proxy.sampler import PromptScorer
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
-from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
+from agentrl_tracer.schemas import AttemptRef, AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -67,12 +67,12 @@ class ChatService:
         self,
         request: ChatRequest,
         heading: chat_objects.Heading,
-        caller: Caller,
+        attempt: AttemptRef | None,
         headers: Mapping[str, str],
     ) -> SampledCall:
         slot = self._admission.enter(request.n)
         try:
-            call = await self._prepare(request, heading, caller, headers, slot)
+            call = await self._prepare(request, heading, attempt, headers, slot)
             await self._take_place(call)
             self._open_rows(call, headers)
         except BaseException:
@@ -92,23 +92,24 @@ class ChatService:
             return deps.default_adapter
         raise model_not_found(model)
 
-    def render(self, request: ChatRequest, caller: Caller, adapter: str | None) -> Prompt:
-        """Render a request's prompt, continuing a conversation of the caller's attempt."""
-        memory = self._memory(caller)
+    def render(
+        self, request: ChatRequest, attempt: AttemptRef | None, adapter: str | None
+    ) -> Prompt:
+        """Render a request's prompt, continuing a conversation of the attempt."""
+        memory = self._memory(attempt)
         conversations = None if memory is None else memory.conversations
         return render_prompt(
             self.deps.renderer, conversations, request.messages, request.tools, adapter
         )
 
-    def _memory(self, caller: Caller) -> AttemptMemory | None:
-        attempt = caller.attempt
+    def _memory(self, attempt: AttemptRef | None) -> AttemptMemory | None:
         return None if attempt is None else self._attempts.get(attempt.attempt_id)
 
     async def _prepare(
         self,
         request: ChatRequest,
         heading: chat_objects.Heading,
-        caller: Caller,
+        attempt: AttemptRef | None,
         headers: Mapping[str, str],
         slot: Slot,
     ) -> SampledCall:
@@ -124,7 +125,7 @@ class ChatService:
             key = ConversationKey(b"", b"", adapter)
             prompt = Prompt(request.prompt_ids, [], key, continues=None)
         else:
-            prompt = self.render(request, caller, adapter)
+            prompt = self.render(request, attempt, adapter)
             heading.prompt_tokens = len(prompt.ids)
             constraint = await self._constraints.of(
                 StructuredOutput(
@@ -144,7 +145,7 @@ class ChatService:
             )
         params = decoding_params(
             request,
-            {} if caller.attempt is None else (caller.attempt.sampling or {}),
+            {} if attempt is None else (attempt.sampling or {}),
             deps.defaults,
             prompt_tokens=len(prompt.ids),
             context_length=deps.context_length,
@@ -153,8 +154,8 @@ class ChatService:
         )
         one_call = constraint is None and request.tools and not request.parallel_tool_calls
         return SampledCall(
-            caller=caller,
-            memory=self._memory(caller),
+            attempt=attempt,
+            memory=self._memory(attempt),
             heading=heading,
             slot=slot,
             request=request,
@@ -167,12 +168,7 @@ class ChatService:
 
     async def _take_place(self, call: SampledCall) -> None:
         """Take the request's place in its attempt's order and budget, and its seed."""
-        attempt, memory, store, params = (
-            call.caller.attempt,
-            call.memory,
-            self.deps.store,
-            call.params,
-        )
+        attempt, memory, params = call.attempt, call.memory, call.params
         if attempt is None or memory is None:
             return
         store, prompt_tokens = self.deps.store, len(call.prompt.ids)
@@ -202,7 +198,7 @@ class ChatService:
             response_id=call.heading.id,
             choices=range(request.first_choice, request.first_choice + request.n),
             run_id=deps.run_id,
-            attempt=call.caller.attempt,
+            attempt=call.attempt,
             seq=call.seq,
             model=request.model,
             request=request.raw,

@@ -33,13 +33,13 @@ from agentrl_proxy.providers.failures import api_error
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
 from agentrl_proxy.requests.attempts import AttemptMemories
-from agentrl_proxy.requests.auth import Caller, ask
+from agentrl_proxy.requests.auth import ask
 from agentrl_proxy.requests.lifecycle import OpenCall
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import latest_state, open_calls
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
-from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -125,11 +125,10 @@ class ProviderService:
         self,
         request: ProviderRequest,
         heading: chat_objects.Heading,
-        caller: Caller,
+        attempt: AttemptRef | None,
         headers: Mapping[str, str],
     ) -> ProviderCall:
-        attempt, model = caller.attempt, self._models[request.name]
-        slot = self._admission.enter(0)
+        model, slot = self._models[request.name], self._admission.enter(0)
         try:
             memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
             seq, forced = 0, dict[str, Any]()
@@ -164,7 +163,7 @@ class ProviderService:
         self._stats.accepted += request.n
         self._stats.other_models += request.n
         settings = frozenset(forced.keys() & fields.keys())
-        return ProviderCall(caller, memory, heading, slot, request, fields, rows, settings)
+        return ProviderCall(attempt, memory, heading, slot, request, fields, rows, settings)
 
     async def generate(self, call: ProviderCall, write: Write | None) -> dict[str, Any]:
         request = call.request

@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,14 +26,6 @@ T = TypeVar("T")
 _MAX_CACHED = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who sent a request. Neither operator nor attempt: an unattributed client on this machine."""
-
-    operator: bool
-    attempt: AttemptRef | None
-
-
 async def ask(store: Store, method: Callable[..., T], *args: object) -> T:
     """Call a store method: directly on SQLite (0.1 ms), in a thread over a network."""
     if store.is_remote:
@@ -43,7 +34,7 @@ async def ask(store: Store, method: Callable[..., T], *args: object) -> T:
 
 
 class Credentials:
-    """Turns the credentials of a request into its Caller.
+    """Turns the credentials of a request into its caller's attempt.
 
     While its attempt runs, an attempt's key opens models, spans and rewards of its own rollout. The
     operator's key opens everything that needs no rollout. The context header identifies before path
@@ -58,8 +49,10 @@ class Credentials:
 
     async def caller(
         self, headers: Mapping[str, str], rollout_id: str | None, *, may_be_sealed: bool = False
-    ) -> Caller:
-        """Return who sent these headers to this path.
+    ) -> AttemptRef | None:
+        """Return the attempt that sent these headers to this path.
+
+        None: the operator did, or an unattributed client on this machine.
 
         Args:
             may_be_sealed: the writer of spans and rewards checks the attempt itself.
@@ -69,14 +62,13 @@ class Credentials:
                 when the attempt is sealed.
         """
         try:
-            caller, state = await self._caller(headers, rollout_id)
-            if caller.attempt is not None and not may_be_sealed:
+            attempt, state = await self._caller(headers, rollout_id)
+            if attempt is not None and not may_be_sealed:
                 if state is None:
-                    attempt_id = caller.attempt.attempt_id
-                    state = await ask(self._store, self._store.attempt_state, attempt_id)
+                    state = await ask(self._store, self._store.attempt_state, attempt.attempt_id)
                 if state is not AttemptState.RUNNING:
                     raise attempt_sealed(state)
-            return caller
+            return attempt
         except ApiError as error:
             if error.status in (401, 403):
                 self._stats.refused += 1
@@ -101,14 +93,14 @@ class Credentials:
 
     async def _caller(
         self, headers: Mapping[str, str], rollout_id: str | None
-    ) -> tuple[Caller, AttemptState | None]:
-        """Return the caller, and its attempt's state if it was just read."""
+    ) -> tuple[AttemptRef | None, AttemptState | None]:
+        """Return the caller's attempt, and its state if it was just read."""
         named, key = headers.get(CONTEXT_HEADER), _key_in(headers)
         if named is None and self._is_operator(key):
             if rollout_id is not None:
                 # Only an attempt's own key tells which attempt of the rollout it is.
                 raise self._mismatch(rollout_id, "the operator key belongs to no rollout")
-            return Caller(operator=True, attempt=None), None
+            return None, None
         attempt, state = await self._attempt(key if named is None else named.strip())
         if attempt is None:
             if named is not None:
@@ -117,7 +109,7 @@ class Credentials:
                 raise unauthorized("send a key as `Authorization: Bearer <key>` or `x-api-key`")
             if rollout_id is not None or self._operator is not None or _is_ours(key):
                 raise unauthorized("this key is not known here")
-            return Caller(operator=False, attempt=None), None
+            return None, None
         origin = "the key" if named is None else CONTEXT_HEADER
         if rollout_id is not None and rollout_id != attempt.rollout_id:
             raise self._mismatch(rollout_id, f"{origin} belongs to another rollout")
@@ -126,7 +118,7 @@ class Credentials:
             if other is None or other.attempt_id != attempt.attempt_id:
                 why = f"the key belongs to another rollout than {CONTEXT_HEADER}"
                 raise self._mismatch(attempt.rollout_id, why)
-        return Caller(operator=False, attempt=attempt), state
+        return attempt, state
 
     async def _attempt(self, key: str | None) -> tuple[AttemptRef | None, AttemptState | None]:
         if key is None:

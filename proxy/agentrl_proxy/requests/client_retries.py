@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
-from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.recording import agent_name
-from agentrl_tracer.schemas import Call, CallState, PastCall
+from agentrl_tracer.schemas import AttemptRef, Call, CallState, PastCall
 
 if TYPE_CHECKING:
     from agentrl_tracer.store import Store
@@ -111,12 +110,12 @@ class ClientRetries:
         if not (same.running or same.failed):
             del memory.requests[request.key]
 
-    async def find(self, request: TrackedRequest, caller: Caller) -> Completion | None:
+    async def find(self, request: TrackedRequest, attempt: AttemptRef | None) -> Completion | None:
         """Return the answer of the request that a retry repeats; None: sample the retry."""
-        if caller.attempt is None:
+        if attempt is None:
             return None
         await asyncio.sleep(0)  # first see the closed connection of the repeated request
-        memory = self.attempts.get(caller.attempt.attempt_id)
+        memory = self.attempts.get(attempt.attempt_id)
         while same := memory.requests.get(request.key):
             if same.failed:
                 same.failed -= 1
@@ -132,8 +131,7 @@ class ClientRetries:
             if answer is not None:
                 return answer
         # In a thread: it may read many long requests.
-        attempt_id = caller.attempt.attempt_id
-        past = await asyncio.to_thread(self.store.same_requests, attempt_id, request.raw)
+        past = await asyncio.to_thread(self.store.same_requests, attempt.attempt_id, request.raw)
         return _answer(request, past)
 
 

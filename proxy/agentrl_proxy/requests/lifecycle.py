@@ -16,14 +16,13 @@ from typing import Any, ClassVar, Protocol
 from agentrl_proxy.errors import ApiError, attempt_sealed, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.requests.attempts import AttemptMemory
-from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.requests.client_retries import ClientRetries, Completion, TrackedRequest
 from agentrl_proxy.requests.rate_limits import Slot
 from agentrl_proxy.requests.recording import is_retry, latest_state
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.ids import new_id
-from agentrl_tracer.schemas import AttemptState, CallState
+from agentrl_tracer.schemas import AttemptRef, AttemptState, CallState
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -32,7 +31,7 @@ log = logging.getLogger("agentrl.proxy")
 class OpenCall:
     """An accepted request, or one of its prompts: its rows are open in the store."""
 
-    caller: Caller
+    attempt: AttemptRef | None  # of the client that sent it
     memory: AttemptMemory | None
     heading: chat_objects.Heading  # shared by all prompts of a request
     slot: Slot
@@ -46,7 +45,7 @@ class Service(Protocol):
         self,
         part: Any,
         heading: chat_objects.Heading,
-        caller: Caller,
+        attempt: AttemptRef | None,
         headers: Mapping[str, str],
         /,
     ) -> Any:
@@ -93,7 +92,7 @@ class ClientRequest:
     service: Service
     parts: Sequence[Any]
     request: TrackedRequest
-    caller: Caller
+    attempt: AttemptRef | None
     headers: Mapping[str, str]
     commits: ClassVar[set[asyncio.Task[Any]]] = set()  # kept until they end
 
@@ -116,7 +115,7 @@ class ClientRequest:
         try:
             answer = None
             if is_retry(self.headers):
-                answer = await self.retries.find(self.request, self.caller)
+                answer = await self.retries.find(self.request, self.attempt)
             if answer is None:
                 answer, last_chunks = await self._sample(write)
             else:
@@ -132,7 +131,7 @@ class ClientRequest:
 
     async def _sample(self, write: Write | None) -> tuple[Completion, list[bytes]]:
         """Return a durable answer and the chunks that have not left."""
-        attempt, calls = self.caller.attempt, list[Any]()
+        attempt, calls = self.attempt, list[Any]()
         memory = None if attempt is None else self.retries.attempts.get(attempt.attempt_id)
         self.retries.begin(self.request, memory)
         self.stats.in_flight += 1
@@ -168,7 +167,7 @@ class ClientRequest:
         accepted = False
         try:
             for part in self.parts:
-                calls.append(await service.accept(part, heading, self.caller, self.headers))
+                calls.append(await service.accept(part, heading, self.attempt, self.headers))
             accepted = True
             if len(calls) == 1:
                 return [await service.generate(calls[0], write)]
@@ -193,7 +192,7 @@ class ClientRequest:
         Raises:
             ApiError: the store failed (503), or the attempt was sealed meanwhile (409).
         """
-        attempt = self.caller.attempt
+        attempt = self.attempt
 
         async def record() -> AttemptState | None:
             durable = None

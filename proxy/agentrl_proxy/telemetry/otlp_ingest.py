@@ -13,7 +13,6 @@ from starlette.responses import Response
 from agentrl_proxy.dependencies import TraceSink
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
 from agentrl_proxy.protocols.fields import read_object
-from agentrl_proxy.requests.auth import Caller
 from agentrl_proxy.server.sse import json_response
 from agentrl_tracer.conventions import REWARD_NAME
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
@@ -21,7 +20,9 @@ from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
 log = logging.getLogger("agentrl.proxy")
 
 
-async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: str) -> Response:
+async def traces(
+    writer: TraceSink, attempt: AttemptRef | None, body: bytes, content_type: str
+) -> Response:
     """Store an OTLP/HTTP export. Reward spans become rewards of the caller's attempt."""
     from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 
@@ -30,7 +31,6 @@ async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: s
         allowed = "application/x-protobuf or application/json"
         message = f"content-type must be {allowed}; got {kind[:60]!r}"
         raise ApiError(415, message, code="unsupported_media_type")
-    attempt = caller.attempt
     ids = (None, None) if attempt is None else (attempt.rollout_id, attempt.attempt_id)
     try:
         spans = parse_traces(body, content_type, *ids)
@@ -46,7 +46,7 @@ async def traces(writer: TraceSink, caller: Caller, body: bytes, content_type: s
 
 async def reward(
     writer: TraceSink,
-    caller: Caller,
+    attempt: AttemptRef | None,
     body: bytes,
     idempotency_key: str | None,
     span_id: str | None = None,
@@ -56,7 +56,6 @@ async def reward(
     Args:
         span_id: the rewarded span, from the request's ``traceparent``.
     """
-    attempt = caller.attempt
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
     fields = read_object(body)
