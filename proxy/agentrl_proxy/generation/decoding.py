@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import context_length_exceeded, invalid
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.sampler import DecodingParams
@@ -14,13 +15,10 @@ _TUNABLE = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
 def decoding_params(
+    deps: GatewayDependencies,
     request: ChatRequest,
     rollout: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    *,
     prompt_tokens: int,
-    context_length: int | None,
-    vocab_size: int,
     grammar: str | None,
 ) -> DecodingParams:
     """Take each value from the first source that sets it: the rollout's ``force``, the request, the
@@ -28,18 +26,18 @@ def decoding_params(
 
     Args:
         rollout: the rollout's sampling settings.
-        context_length: of prompt and answer together; None: the sampler knows.
 
     Raises:
         ApiError: the prompt leaves no room, or a value is out of range (400).
     """
+    context_length, vocab_size = deps.context_length, deps.renderer.vocab_size
     room = None if context_length is None else context_length - prompt_tokens
     if context_length is not None and prompt_tokens >= context_length:
         param = "messages" if request.prompt_ids is None else "prompt"
         raise context_length_exceeded(prompt_tokens, context_length, param)
     values: dict[str, Any] = {}
     for name in _TUNABLE:
-        for source in (rollout.get("force") or {}, request.sampling, rollout, defaults):
+        for source in (rollout.get("force") or {}, request.sampling, rollout, deps.defaults):
             value = source.get(name)
             if value is not None:
                 checked = source is request.sampling

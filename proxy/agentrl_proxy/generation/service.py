@@ -78,7 +78,14 @@ class ChatService:
         except BaseException:
             slot.leave()
             raise
-        self._count(call)
+        stats, prompt = self.stats, call.prompt
+        stats.accepted += call.params.n
+        stats.constrained += call.constraint is not None
+        stats.continued += prompt.continued
+        stats.rendered += not prompt.continued
+        if prompt.branched is not None:
+            reason = prompt.branched.value
+            stats.branched[reason] = stats.branched.get(reason, 0) + 1
         return call
 
     def resolve_model(self, model: str, headers: Mapping[str, str]) -> str | None:
@@ -143,15 +150,9 @@ class ChatService:
                 "give; send one of them",
                 code="unsupported_parameter",
             )
-        params = decoding_params(
-            request,
-            {} if attempt is None else (attempt.sampling or {}),
-            deps.defaults,
-            prompt_tokens=len(prompt.ids),
-            context_length=deps.context_length,
-            vocab_size=deps.renderer.vocab_size,
-            grammar=None if constraint is None else constraint.grammar,
-        )
+        rollout = {} if attempt is None else attempt.sampling or {}
+        grammar = None if constraint is None else constraint.grammar
+        params = decoding_params(deps, request, rollout, len(prompt.ids), grammar)
         one_call = constraint is None and request.tools and not request.parallel_tool_calls
         return SampledCall(
             attempt=attempt,
@@ -194,30 +195,17 @@ class ChatService:
         if not_enforced:
             params["not_enforced"] = not_enforced
         call.rows = open_calls(
-            deps.writer,
-            response_id=call.heading.id,
-            choices=range(request.first_choice, request.first_choice + request.n),
-            run_id=deps.run_id,
+            deps,
+            request,
+            call.heading.id,
+            headers,
+            params,
             attempt=call.attempt,
             seq=call.seq,
-            model=request.model,
-            request=request.raw,
-            headers=headers,
-            params=params,
             prompt_ids=prompt.ids,
             adapter=call.adapter,
             adapter_version=adapter_version(deps, call.adapter),
         )
-
-    def _count(self, call: SampledCall) -> None:
-        stats, prompt = self.stats, call.prompt
-        stats.accepted += call.params.n
-        stats.constrained += call.constraint is not None
-        stats.continued += prompt.continued
-        stats.rendered += not prompt.continued
-        if prompt.branched is not None:
-            reason = prompt.branched.value
-            stats.branched[reason] = stats.branched.get(reason, 0) + 1
 
     # --- generate
 

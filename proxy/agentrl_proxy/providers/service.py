@@ -144,17 +144,13 @@ class ProviderService:
             if request.n == 1:
                 fields.pop("n", None)
             rows = open_calls(
-                self._deps.writer,
-                response_id=heading.id,
-                choices=range(request.first_choice, request.first_choice + request.n),
-                run_id=self._deps.run_id,
+                self._deps,
+                request,
+                heading.id,
+                headers,
+                {"n": request.n} | {k: chat[k] for k in _RECORDED if chat.get(k) is not None},
                 attempt=attempt,
                 seq=seq,
-                model=request.name,
-                request=request.raw,
-                headers=headers,
-                params={"n": request.n}
-                | {k: chat[k] for k in _RECORDED if chat.get(k) is not None},
                 skip_reason=SkipReason.NOT_TRAINABLE_MODEL,
             )
         except BaseException:

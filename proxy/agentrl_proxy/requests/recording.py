@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any
 from urllib.parse import unquote
 
-from agentrl_proxy.dependencies import TraceSink
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.sampler import FinishEvent, TokenEvent
 from agentrl_tracer.conventions import AGENT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
@@ -48,17 +48,14 @@ class Sampled:
 
 
 def open_calls(
-    writer: TraceSink,
-    *,
+    deps: GatewayDependencies,
+    part: Any,
     response_id: str,
-    choices: Sequence[int],
-    run_id: str | None,
-    attempt: AttemptRef | None,
-    seq: int,
-    model: str,
-    request: dict[str, Any],
     headers: Mapping[str, str],
     params: dict[str, Any],
+    *,
+    attempt: AttemptRef | None,
+    seq: int,
     prompt_ids: list[int] | None = None,
     adapter: str | None = None,
     adapter_version: int | None = None,
@@ -67,8 +64,7 @@ def open_calls(
     """Open a row for each choice. From now on they exist, whatever happens.
 
     Args:
-        choices: indices in the response, which may answer several prompts.
-        run_id: of a request outside any attempt.
+        part: a ChatRequest or ProviderRequest, perhaps one of several prompts of a request.
         prompt_ids: None where a provider's model answers.
         skip_reason: why no choice will train.
     """
@@ -76,15 +72,15 @@ def open_calls(
     if (key := headers.get("idempotency-key")) is not None:  # see client_retries.py
         params = {**params, "idempotency_key": key}
     first = Call(
-        id=f"{response_id}#{choices[0]}" if choices[0] else response_id,
+        id=f"{response_id}#{part.first_choice}" if part.first_choice else response_id,
         response_id=response_id,
-        choice=choices[0],
-        run_id=run_id if attempt is None else attempt.run_id,
+        choice=part.first_choice,
+        run_id=deps.run_id if attempt is None else attempt.run_id,
         rollout_id=None if attempt is None else attempt.rollout_id,
         attempt_id=None if attempt is None else attempt.attempt_id,
         seq=seq,
         agent=agent_name(headers),
-        model=model,
+        model=part.raw["model"],
         adapter=adapter,
         adapter_version=adapter_version,
         state=CallState.OPEN,
@@ -93,7 +89,7 @@ def open_calls(
         response_logprobs=[],
         finish_reason=None,
         params=params,
-        request=request,
+        request=part.raw,
         response=None,
         error=None,
         trace_id=trace_id,
@@ -102,10 +98,10 @@ def open_calls(
         ended_at=None,
         skip_reason=SkipReason.NO_ROLLOUT if attempt is None else skip_reason,
     )
-    others = [replace(first, id=f"{response_id}#{i}", choice=i) for i in choices[1:]]
-    calls = [first, *others]
+    others = range(part.first_choice + 1, part.first_choice + part.n)
+    calls = [first, *(replace(first, id=f"{response_id}#{i}", choice=i) for i in others)]
     for call in calls:
-        writer.open(call)
+        deps.writer.open(call)
     return calls
 
 
