@@ -6,6 +6,7 @@ chunks are made separately, because they leave only once the answer is durable.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_proxy.protocols import chat_objects
@@ -18,68 +19,54 @@ from agentrl_proxy.requests.recording import Sampled
 from agentrl_proxy.server.sse import Write
 
 
+@dataclass(eq=False)
 class Choice:
-    """One choice of an answer that is being generated.
+    """One choice of an answer that is being generated."""
 
-    Args:
-        index: in the response.
-        write: sends the chunks of a stream.
-        in_pieces: read the text while it is sampled, else when it is whole.
-    """
+    index: int  # in the response
+    request: ChatRequest
+    heading: chat_objects.Heading
+    renderer: Renderer
+    parser: Parser
+    stop: tuple[str, ...]
+    write: Write | None  # sends the chunks of a stream
+    in_pieces: bool  # read the text while it is sampled, else when it is whole
+    sampled: Sampled = field(default_factory=Sampled)
+    text: str = ""
+    reply: ParsedReply = field(default_factory=ParsedReply)
+    withdrawn: list[ToolCall] = field(default_factory=list[ToolCall])
+    """Which a stream has begun, and the reply does not have."""
+    _sent: int = 0  # log-probs of the ids before this have been sent
+    _held: ParsedReply = field(default_factory=ParsedReply)
+    _begun: bool = False
 
-    def __init__(
-        self,
-        index: int,
-        request: ChatRequest,
-        heading: chat_objects.Heading,
-        renderer: Renderer,
-        parser: Parser,
-        stop: tuple[str, ...],
-        *,
-        write: Write | None,
-        in_pieces: bool,
-    ) -> None:
-        self.index = index
-        self.in_pieces = in_pieces
-        self.parser = parser
-        self.sampled = Sampled()
-        self.text = ""
-        self.reply = ParsedReply()
-        self.withdrawn: list[ToolCall] = []  # which a stream has begun, and the reply does not have
-        self._request = request
-        self._heading = heading
-        self._renderer = renderer
-        self._stop = stop
-        self._write = write
-        self._tokens = Detokenizer(renderer.decode_raw, stop)
-        self._sent = 0  # log-probs of the ids before this have been sent
-        self._held = ParsedReply()
-        self._begun = False
+    def __post_init__(self) -> None:
+        self._tokens = Detokenizer(self.renderer.decode_raw, self.stop)
 
     async def push(self) -> None:
         """Read the newest token; send the text that it completes."""
         token_id = self.sampled.ids[-1]
-        if self._renderer.is_hidden(token_id):
+        if self.renderer.is_hidden(token_id):
             return
         if piece := self._tokens.push(token_id):
             reply = self.parser.feed(piece)
-            if self._write is not None and (delta := chat_objects.reply_delta(reply)):
+            if self.write is not None and (delta := chat_objects.reply_delta(reply)):
                 if not self._begun:
                     first = {"content": None} if "tool_calls" in delta else {}
                     delta = {"role": "assistant", **first, **delta}
-                await self._write(self._chunk(delta))
+                await self.write(self._chunk(delta))
 
     def read(self) -> None:
         """Parse the reply, whose tokens are all there."""
-        renderer, parser = self._renderer, self.parser
+        renderer, parser = self.renderer, self.parser
         visible = [i for i in self.sampled.ids if not renderer.is_hidden(i)]
-        self.text = whole_text(renderer.decode_raw, visible, self._stop)
+        self.text = whole_text(renderer.decode_raw, visible, self.stop)
         # What a stream held back goes with its last chunks.
         self._held = parser.feed(self._tokens.finish() if self.in_pieces else self.text)
         if parser.ended_at >= 0:
             self.text, self.sampled.cut_at_call = parser.text, True
         self.reply = parser.finish()
-        if self._write is not None:
+        if self.write is not None:
             self.withdrawn = parser.withdrawn
 
     def response(self, prompt_logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
@@ -99,7 +86,7 @@ class Choice:
             said["stop_reason"] = finish.stop_string  # vLLM's field
         if prompt_logprobs is not None:
             said["prompt_logprobs"] = prompt_logprobs
-        if self._request.return_token_ids:
+        if self.request.return_token_ids:
             said["token_ids"] = self.sampled.ids
         return said
 
@@ -118,7 +105,7 @@ class Choice:
         delta = chat_objects.reply_delta(held)
         if not self._begun:
             delta = {"role": "assistant", "content": said["message"]["content"], **delta}
-        last = chat_objects.last_chunk(self._request.dialect, self._heading, said)
+        last = chat_objects.last_chunk(self.request.dialect, self.heading, said)
         if delta or self._entries(self._sent):
             return [self._chunk(delta), last]
         return [last]
@@ -128,12 +115,12 @@ class Choice:
         entries = self._entries(self._sent)
         self._sent = len(self.sampled.ids)
         choice = chat_objects.choice(self.index, None, entries, delta=delta)
-        return self._request.dialect.chunk(self._heading, choice)
+        return self.request.dialect.chunk(self.heading, choice)
 
     def _entries(self, start: int, *, hidden: bool = False) -> list[dict[str, Any]] | None:
         """Return the log-probs of the tokens from ``start`` on, if the request wants them."""
-        if not self._request.logprobs:
+        if not self.request.logprobs:
             return None
         one = self.sampled
         parts = (one.ids[start:], one.logprobs[start:], one.tops[start:])
-        return chat_objects.logprob_entries(self._renderer, *parts, hidden=hidden)
+        return chat_objects.logprob_entries(self.renderer, *parts, hidden=hidden)

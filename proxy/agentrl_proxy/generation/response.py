@@ -88,22 +88,13 @@ async def generate_response(
 def _choice(
     deps: GatewayDependencies, call: SampledCall, index: int, write: Write | None
 ) -> Choice:
+    request, stop, parser = call.request, call.params.stop, PlainTextParser()
     if call.is_chat:
         parser = deps.renderer.parser(
-            tools=call.request.tools or False, opened=call.prompt.opened, one_call=call.one_call
+            tools=request.tools or False, opened=call.prompt.opened, one_call=call.one_call
         )
-    else:
-        parser = PlainTextParser()
-    return Choice(
-        index,
-        call.request,
-        call.heading,
-        deps.renderer,
-        parser,
-        call.params.stop,
-        write=write,
-        in_pieces=write is not None or call.one_call,
-    )
+    in_pieces = write is not None or call.one_call
+    return Choice(index, request, call.heading, deps.renderer, parser, stop, write, in_pieces)
 
 
 async def _score(deps: GatewayDependencies, call: SampledCall) -> list[dict[str, Any]]:
