@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from agentrl_proxy.errors import ApiError, invalid
+from agentrl_proxy.errors import invalid
 
 Schema = dict[str, Any]
 Field: TypeAlias = "Value | Array | Object | Tagged | Either"
@@ -35,13 +35,6 @@ class WrongValue(Exception):
     allowed: str
     path: list[str] = field(default_factory=list[str])
     code: str = "invalid_value"
-
-    def as_error(self) -> ApiError:
-        param = "".join(reversed(self.path)).removeprefix(".") or None
-        name = param or "the body"
-        if self.code == "invalid_value":
-            return invalid(param, f"{name} must be {self.allowed}; got {shown(self.value)}")
-        return invalid(param, f"{name} {self.allowed}", code=self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +93,7 @@ class Object:
             "type": "object",
             "required": required,
             "properties": {
-                name: one.schema if name in required else or_null(one.schema)
+                name: one.schema if name in required else {"anyOf": [one.schema, {"type": "null"}]}
                 for name, one in properties.items()
             },
         }
@@ -202,7 +195,11 @@ def check_body(body: Field, raw: Any, *, ours: bool = True) -> None:
     try:
         body.check(raw, ours)
     except WrongValue as wrong:
-        raise wrong.as_error() from None
+        param = "".join(reversed(wrong.path)).removeprefix(".") or None
+        words = wrong.allowed
+        if wrong.code == "invalid_value":
+            words = f"must be {words}; got {shown(wrong.value)}"
+        raise invalid(param, f"{param or 'the body'} {words}", code=wrong.code) from None
 
 
 def refuse_unsupported(raw: Mapping[str, Any], unsupported: Mapping[str, str]) -> None:
@@ -222,10 +219,6 @@ def refuse_unsupported(raw: Mapping[str, Any], unsupported: Mapping[str, str]) -
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def read_object(body: bytes) -> dict[str, Any]:
