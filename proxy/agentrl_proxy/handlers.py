@@ -131,7 +131,7 @@ class Handlers:
         return self._answer(
             received,
             lambda raw: completion_requests(raw, deps.renderer, deps.context_length),
-            lambda raw, model: provider_completion_requests(raw, model)[0],
+            provider_completion_requests,
         )
 
     async def responses(self, request: Request) -> Response:

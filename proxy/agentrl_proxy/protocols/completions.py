@@ -41,9 +41,7 @@ from agentrl_proxy.protocols.fields import (
 from agentrl_proxy.rendering.renderer import Renderer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-CHAT_ONLY = frozenset(
-    ("messages", "tools", "tool_choice", "response_format", "max_completion_tokens")
-)
+CHAT_ONLY = {"messages", "tools", "tool_choice", "response_format", "max_completion_tokens"}
 _UNSUPPORTED = {
     "suffix": "put everything before the gap into `prompt`",
     "best_of": "ask for `n` choices and choose among them",
@@ -164,27 +162,22 @@ def _prompts(value: str | list[Any], renderer: Renderer) -> list[list[int]]:
         value = [value]
     if not value:
         raise invalid("prompt", "prompt must be a text, token ids, or a non-empty list of either")
-    vocabulary = len(renderer.tokenizer)
-    return [_prompt(one, i, renderer, vocabulary) for i, one in enumerate(value)]
-
-
-def _prompt(value: Any, i: int, renderer: Renderer, vocabulary: int) -> list[int]:
-    where = f"prompt[{i}]"
-    if isinstance(value, str):
-        # No template writes the special tokens here, so the tokenizer adds its own.
-        ids = renderer.tokenizer.backend_tokenizer.encode(value, add_special_tokens=True).ids
-    elif isinstance(value, list) and all(map(is_integer, value)):
-        ids = value
-        wrong = next((one for one in ids if not 0 <= one < vocabulary), None)
-        if wrong is not None:
+    encode, last = renderer.tokenizer.backend_tokenizer.encode, renderer.vocab_size - 1
+    prompts: list[list[int]] = []
+    for i, ids in enumerate(value):
+        if isinstance(ids, str):
+            # No template writes the special tokens here, so the tokenizer adds its own.
+            ids = encode(ids, add_special_tokens=True).ids
+        elif not isinstance(ids, list) or not all(map(is_integer, ids)):
+            raise invalid("prompt", f"prompt[{i}] must be a text or a list of token ids")
+        elif (wrong := next((one for one in ids if not 0 <= one <= last), None)) is not None:
+            raise invalid("prompt", f"prompt[{i}]: token ids go from 0 to {last}; got {wrong}")
+        if not ids:
             raise invalid(
-                "prompt", f"{where}: token ids go from 0 to {vocabulary - 1}; got {wrong}"
+                "prompt", f"prompt[{i}] has no tokens; at least one is needed to continue"
             )
-    else:
-        raise invalid("prompt", f"{where} must be a text or a list of token ids")
-    if not ids:
-        raise invalid("prompt", f"{where} has no tokens; at least one is needed to continue")
-    return ids
+        prompts.append(ids)
+    return prompts
 
 
 class CompletionDialect(ChatDialect):
@@ -236,31 +229,25 @@ def _text_choice(
     """Return a chat's choice as a text completion's, and the text offset after its log-probs."""
     logprobs = None
     if entries is not None:
-        logprobs, offset = _legacy_logprobs(entries, offset)
+        offsets: list[int] = []
+        for entry in entries:
+            data = entry["bytes"]
+            inside = bool(data) and _continues(data[0])  # the token continues a character
+            offsets.append(max(offset - inside, 0))
+            offset += sum(not _continues(byte) for byte in data)
+        logprobs = {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                None
+                if entry["logprob"] is None  # a prompt's first token
+                else {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
     said = {"index": choice["index"], "text": text, "logprobs": logprobs}
     return said | {k: choice[k] for k in ("finish_reason", "stop_reason") if k in choice}, offset
-
-
-def _legacy_logprobs(entries: list[dict[str, Any]], offset: int) -> tuple[dict[str, Any], int]:
-    """Return chat's log-prob entries as the legacy object, and the text offset after them."""
-    offsets: list[int] = []
-    for entry in entries:
-        data = entry["bytes"]
-        inside = bool(data) and _continues(data[0])  # the token continues a character
-        offsets.append(max(offset - inside, 0))
-        offset += sum(not _continues(byte) for byte in data)
-    legacy = {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [
-            None
-            if entry["logprob"] is None  # a prompt's first token
-            else {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-            for entry in entries
-        ],
-        "text_offset": offsets,
-    }
-    return legacy, offset
 
 
 def legacy_entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:

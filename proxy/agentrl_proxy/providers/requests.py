@@ -12,13 +12,12 @@ prompt, to the letter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.errors import invalid
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.protocols.chat import PROVIDER_CHAT
+from agentrl_proxy.protocols.chat import PROVIDER_CHAT, include_usage
 from agentrl_proxy.protocols.completions import (
     CHAT_ONLY,
     CompletionDialect,
@@ -38,7 +37,7 @@ def provider_chat_request(raw: dict[str, Any]) -> ProviderRequest:
         ApiError: a field has a type that LiteLLM cannot read (400).
     """
     check_body(PROVIDER_CHAT, raw, ours=False)
-    dialect = chat_objects.ChatDialect(include_usage=_include_usage(raw))
+    dialect = chat_objects.ChatDialect(include_usage=include_usage(raw))
     return ProviderRequest(raw, raw, dialect, raw.get("n") or 1)
 
 
@@ -56,8 +55,8 @@ def provider_message_request(
 
 def provider_completion_requests(
     raw: dict[str, Any], model: ProviderModel
-) -> tuple[list[ProviderRequest], CompletionDialect]:
-    """Read a request of ``/v1/completions``: a request for each prompt, and their dialect.
+) -> list[ProviderRequest]:
+    """Read a request of ``/v1/completions``: a request for each prompt.
 
     Raises:
         ApiError: a field is wrong, or unsupported with providers (400).
@@ -71,14 +70,10 @@ def provider_completion_requests(
     prompts = [raw["prompt"]] if isinstance(raw["prompt"], str) else raw["prompt"]
     check_choices(len(prompts), n)
     echoed = prompts if echo else []
-    dialect = CompletionDialect(include_usage=_include_usage(raw), n=n, echoed=echoed)
+    dialect = CompletionDialect(include_usage=include_usage(raw), n=n, echoed=echoed)
     chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
     if logprobs is not None:
         in_text = model.model.startswith("text-completion-")  # there logprobs is a number
         chat |= {"logprobs": logprobs} if in_text else {"logprobs": True, "top_logprobs": logprobs}
     chats = [{**chat, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
-    return [ProviderRequest(raw, one, dialect, n, i * n) for i, one in enumerate(chats)], dialect
-
-
-def _include_usage(raw: Mapping[str, Any]) -> bool:
-    return bool((raw.get("stream_options") or {}).get("include_usage"))
+    return [ProviderRequest(raw, one, dialect, n, i * n) for i, one in enumerate(chats)]
