@@ -5,6 +5,7 @@ LiteLLM translates a request to chat completions (translation.py). Does not know
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -256,7 +257,10 @@ class MessagesDialect(BlockEvents):
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
-            content.append({**self._tool_use(call), "input": _input(call)})
+            arguments = call["function"]["arguments"]
+            with contextlib.suppress(orjson.JSONDecodeError):  # a call that broke off stays text
+                arguments = orjson.loads(arguments)
+            content.append({**self._tool_use(call), "input": arguments})
         return _message(heading_of(response), content, response["usage"]) | _stop(choice)
 
     def failed(self, error: ApiError) -> bytes:
@@ -321,15 +325,6 @@ def _thoughts(said: dict[str, Any]) -> list[dict[str, Any]]:
     if said.get("reasoning_content"):
         return [{"type": "thinking", "thinking": said["reasoning_content"]}]
     return []
-
-
-def _input(call: dict[str, Any]) -> Any:
-    """Return a call's arguments. Those of a call that broke off stay text."""
-    arguments = call["function"]["arguments"]
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
 
 
 def _stop(choice: dict[str, Any]) -> dict[str, Any]:

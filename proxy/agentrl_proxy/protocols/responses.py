@@ -238,7 +238,7 @@ class ResponsesDialect(BlockEvents):
 
     def failed(self, error: ApiError) -> bytes:
         assert self._heading is not None  # a stream that has not begun is refused, not failed
-        response = self._response(self._heading, "failed", [], None)
+        response = self._response(self._heading, "failed", [], {})
         response["error"] = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=response)
 
@@ -250,7 +250,7 @@ class ResponsesDialect(BlockEvents):
         return out
 
     def _start(self, heading: Heading) -> bytes:
-        response = self._response(heading, "in_progress", [], None)
+        response = self._response(heading, "in_progress", [], {})
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
@@ -308,11 +308,7 @@ class ResponsesDialect(BlockEvents):
     # --- objects
 
     def _response(
-        self,
-        heading: Heading,
-        status: str,
-        output: list[dict[str, Any]],
-        usage: dict[str, Any] | None,
+        self, heading: Heading, status: str, output: list[dict[str, Any]], usage: dict[str, Any]
     ) -> dict[str, Any]:
         return {
             "id": heading.id,
