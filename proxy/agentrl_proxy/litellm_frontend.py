@@ -41,9 +41,7 @@ class AgentRLLLM(CustomLLM):
 
     def __init__(self) -> None:
         super().__init__()
-        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._clients = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]()
 
     async def acompletion(self, **arguments: Any) -> ModelResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
         async with self._answered(arguments, stream=False) as answer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies
@@ -45,21 +45,17 @@ from agentrl_tracer.schemas import AttemptRef, AttemptState, CallState, SkipReas
 log = logging.getLogger("agentrl.proxy")
 
 
+@dataclass(eq=False, repr=False)
 class ChatService:
     """The Service (requests/lifecycle.py) whose parts are ChatRequests."""
 
-    def __init__(
-        self,
-        deps: GatewayDependencies,
-        attempts: AttemptMemories,
-        stats: GatewayStats,
-        admission: Admission,
-    ) -> None:
-        self.deps = deps
-        self.stats = stats
-        self._attempts = attempts
-        self._constraints = Constraints(deps.renderer)
-        self._admission = admission
+    deps: GatewayDependencies
+    attempts: AttemptMemories
+    stats: GatewayStats
+    admission: Admission
+
+    def __post_init__(self) -> None:
+        self._constraints = Constraints(self.deps.renderer)
 
     # --- accept
 
@@ -70,7 +66,7 @@ class ChatService:
         attempt: AttemptRef | None,
         headers: Mapping[str, str],
     ) -> SampledCall:
-        slot = self._admission.enter(request.n)
+        slot = self.admission.enter(request.n)
         try:
             call = await self._prepare(request, heading, attempt, headers, slot)
             await self._take_place(call)
@@ -110,7 +106,7 @@ class ChatService:
         )
 
     def _memory(self, attempt: AttemptRef | None) -> AttemptMemory | None:
-        return None if attempt is None else self._attempts.get(attempt.attempt_id)
+        return None if attempt is None else self.attempts.get(attempt.attempt_id)
 
     async def _prepare(
         self,
@@ -173,7 +169,7 @@ class ChatService:
         if attempt is None or memory is None:
             return
         store, prompt_tokens = self.deps.store, len(call.prompt.ids)
-        room = await self._admission.within_budget(attempt, memory, params.n, prompt_tokens)
+        room = await self.admission.within_budget(attempt, memory, params.n, prompt_tokens)
         if room is not None and room < params.max_tokens:
             params = replace(params, max_tokens=room)
         call.seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt.attempt_id))

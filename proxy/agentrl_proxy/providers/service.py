@@ -84,21 +84,17 @@ class ProviderCall(OpenCall):
         self.sent |= details.get("log_event_type") == "pre_api_call"
 
 
+@dataclass(eq=False, repr=False)
 class ProviderService:
     """Answers for the models of the configuration's ``models`` table."""
 
-    def __init__(
-        self,
-        deps: GatewayDependencies,
-        attempts: AttemptMemories,
-        stats: GatewayStats,
-        admission: Admission,
-    ) -> None:
-        self._deps = deps
-        self._attempts = attempts
-        self._stats = stats
-        self._admission = admission
-        self._models = deps.provider_models
+    deps: GatewayDependencies
+    attempts: AttemptMemories
+    stats: GatewayStats
+    admission: Admission
+
+    def __post_init__(self) -> None:
+        self._models = self.deps.provider_models
         self._redaction = Redaction(self._models.values())
         self._router: asyncio.Task[Any] | None = None
         self._refused: dict[str, set[str]] = {}  # forced settings that a model refuses
@@ -128,14 +124,14 @@ class ProviderService:
         attempt: AttemptRef | None,
         headers: Mapping[str, str],
     ) -> ProviderCall:
-        model, slot = self._models[request.name], self._admission.enter(0)
+        model, slot = self._models[request.name], self.admission.enter(0)
         try:
-            memory = None if attempt is None else self._attempts.get(attempt.attempt_id)
+            memory = None if attempt is None else self.attempts.get(attempt.attempt_id)
             seq, forced = 0, dict[str, Any]()
             if attempt is not None and memory is not None:
                 # Its tokens are known only when the provider has answered.
-                await self._admission.within_budget(attempt, memory, request.n, 0)
-                store, attempt_id = self._deps.store, attempt.attempt_id
+                await self.admission.within_budget(attempt, memory, request.n, 0)
+                store, attempt_id = self.deps.store, attempt.attempt_id
                 seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt_id))
                 if model.is_policy:
                     forced = (attempt.sampling or {}).get("force") or {}
@@ -144,7 +140,7 @@ class ProviderService:
             if request.n == 1:
                 fields.pop("n", None)
             rows = open_calls(
-                self._deps,
+                self.deps,
                 request,
                 heading.id,
                 headers,
@@ -156,8 +152,8 @@ class ProviderService:
         except BaseException:
             slot.leave()
             raise
-        self._stats.accepted += request.n
-        self._stats.other_models += request.n
+        self.stats.accepted += request.n
+        self.stats.other_models += request.n
         settings = frozenset(forced.keys() & fields.keys())
         return ProviderCall(attempt, memory, heading, slot, request, fields, rows, settings)
 
@@ -220,7 +216,7 @@ class ProviderService:
                     ended_at=time.time(),
                 )
             )
-        return await latest_state([self._deps.writer.finish(row) for row in rows])
+        return await latest_state([self.deps.writer.finish(row) for row in rows])
 
     async def count(self, request: ProviderRequest) -> int:
         """Estimate the tokens of a prompt with LiteLLM's counter. The provider is not asked.

@@ -113,15 +113,11 @@ def serving(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Iterator[st
             yield url_of(bound)
         finally:
             server.should_exit = True
-            thread.join(timeout=_limits(app).grace_s + 10)
-
-
-def _limits(app: FastAPI) -> ConnectionLimits:
-    return app.state.gateway.deps.limits
+            thread.join(timeout=app.state.gateway.deps.limits.grace_s + 10)
 
 
 def _server(app: FastAPI) -> uvicorn.Server:
-    limits = _limits(app)
+    limits: ConnectionLimits = app.state.gateway.deps.limits
     config = uvicorn.Config(
         app,
         loop="uvloop",
