@@ -36,12 +36,8 @@ class ApiError(Exception):
         # It may quote the request, which may be long or contain lone surrogates.
         message = message[:_LONGEST_MESSAGE].encode("utf-8", "replace").decode()
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = headers
+        self.status, self.message, self.headers = status, message, headers
+        self.kind, self.param, self.code = kind, param, code
 
     @property
     def may_pass(self) -> bool:
@@ -49,14 +45,8 @@ class ApiError(Exception):
         return (self.status in (408, 429) or self.status >= 500) and self.headers != DO_NOT_RETRY
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def rename(self, names: Names) -> None:
         """Name the wrong field as the client's protocol does."""
@@ -79,19 +69,14 @@ def forbidden(message: str, code: str) -> ApiError:
 
 def attempt_sealed(state: AttemptState | None) -> ApiError:
     """``state``: the attempt's state in the store; None: it was deleted."""
-    return ApiError(
-        409,
-        f"this attempt is over (state: {state or 'deleted'}): no more calls, spans or rewards",
-        kind="conflict_error",
-        code="attempt_sealed",
-        headers=DO_NOT_RETRY,
-    )
+    message = f"this attempt is over (state: {state or 'deleted'}): no more calls, spans or rewards"
+    kind, code = "conflict_error", "attempt_sealed"
+    return ApiError(409, message, kind=kind, code=code, headers=DO_NOT_RETRY)
 
 
 def model_not_found(model: str) -> ApiError:
-    return ApiError(
-        404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found"
-    )
+    message = f"the model {model[:200]!r} does not exist"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def context_length_exceeded(prompt_tokens: int, context_length: int, param: str) -> ApiError:
@@ -125,9 +110,8 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
 
 
 def budget_exceeded(message: str) -> ApiError:
-    return ApiError(
-        429, message, kind="rate_limit_error", code="rollout_budget_exceeded", headers=DO_NOT_RETRY
-    )
+    kind, code = "rate_limit_error", "rollout_budget_exceeded"
+    return ApiError(429, message, kind=kind, code=code, headers=DO_NOT_RETRY)
 
 
 def body_too_large(limit: int) -> ApiError:

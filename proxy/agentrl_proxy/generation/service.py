@@ -149,18 +149,10 @@ class ChatService:
         rollout = {} if attempt is None else attempt.sampling or {}
         grammar = None if constraint is None else constraint.grammar
         params = decoding_params(deps, request, rollout, len(prompt.ids), grammar)
-        one_call = constraint is None and request.tools and not request.parallel_tool_calls
+        one_call = constraint is None and bool(request.tools) and not request.parallel_tool_calls
+        one_call, memory = one_call and deps.renderer.tells_calls_apart, self._memory(attempt)
         return SampledCall(
-            attempt=attempt,
-            memory=self._memory(attempt),
-            heading=heading,
-            slot=slot,
-            request=request,
-            prompt=prompt,
-            params=params,
-            constraint=constraint,
-            adapter=adapter,
-            one_call=bool(one_call) and deps.renderer.tells_calls_apart,
+            attempt, memory, heading, slot, request, prompt, params, constraint, adapter, one_call
         )
 
     async def _take_place(self, call: SampledCall) -> None:

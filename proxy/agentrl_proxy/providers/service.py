@@ -168,7 +168,10 @@ class ProviderService:
             answer = await self._send(call)
             if write is None or call.streamed is None:
                 said: dict[str, Any] = answer.model_dump(exclude_none=True)
-                choices = [_whole_choice(one, request.first_choice) for one in said["choices"]]
+                first, choices = request.first_choice, said["choices"]
+                choices = [normalized(one, one.get("index", 0) + first) for one in choices]
+                for one in choices:
+                    one["message"] = {"content": None, **one["message"]}
             else:
                 await _relay(answer, call, call.streamed, write)
                 said, choices = call.streamed.said, call.streamed.choices
@@ -293,11 +296,6 @@ async def _relay(chunks: Any, call: ProviderCall, streamed: StreamedAnswer, writ
             streamed.said.pop("usage", None)
     finally:  # close the provider's connection now, not at garbage collection
         await chunks.aclose()
-
-
-def _whole_choice(choice: dict[str, Any], first_choice: int) -> dict[str, Any]:
-    one = normalized(choice, choice.get("index", 0) + first_choice)
-    return {**one, "message": {"content": None, **choice["message"]}}
 
 
 def _chat_completion(
