@@ -31,6 +31,7 @@ def decoding_params(
         ApiError: the prompt leaves no room, or a value is out of range (400).
     """
     context_length, vocab_size = deps.context_length, deps.renderer.vocab_size
+    n, tops, biases = request.n, request.top_logprobs, request.logit_bias
     room = None if context_length is None else context_length - prompt_tokens
     if context_length is not None and prompt_tokens >= context_length:
         param = "messages" if request.prompt_ids is None else "prompt"
@@ -49,15 +50,9 @@ def decoding_params(
         # max_tokens is a limit, so an answer that fits is better than a refusal.
         values["max_tokens"] = min(values.get("max_tokens", room), room)
     values.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
-    if any(token_id >= vocab_size for token_id, _ in request.logit_bias):
+    if any(token_id >= vocab_size for token_id, _ in biases):
         raise invalid("logit_bias", f"logit_bias: token ids go from 0 to {vocab_size - 1}")
-    return DecodingParams(
-        n=request.n,
-        top_logprobs=request.top_logprobs,
-        logit_bias=request.logit_bias,
-        grammar=grammar,
-        **values,
-    )
+    return DecodingParams(n=n, top_logprobs=tops, logit_bias=biases, grammar=grammar, **values)
 
 
 def recorded_params(params: DecodingParams) -> dict[str, Any]:

@@ -130,15 +130,10 @@ class ChatService:
         else:
             prompt = self.render(request, attempt, adapter)
             heading.prompt_tokens = len(prompt.ids)
-            constraint = await self._constraints.of(
-                StructuredOutput(
-                    request.response_format,
-                    request.tool_choice,
-                    request.tools,
-                    request.parallel_tool_calls,
-                    prompt.opened,
-                )
-            )
+            format, choice = request.response_format, request.tool_choice
+            tools, several = request.tools, request.parallel_tool_calls
+            output = StructuredOutput(format, choice, tools, several, prompt.opened)
+            constraint = await self._constraints.of(output)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
                 "echo",

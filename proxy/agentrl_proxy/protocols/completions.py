@@ -46,8 +46,9 @@ _UNSUPPORTED = {
     "suffix": "put everything before the gap into `prompt`",
     "best_of": "ask for `n` choices and choose among them",
 }
-_TOKEN_IDS = Array(integer(0, 2**31 - 1), minimum=1).schema
-_TEXTS = Array(NONEMPTY, minimum=1).schema
+_TOKEN_IDS = Array(integer(0, 2**31 - 1), minimum=1)
+_TEXTS = Array(NONEMPTY, minimum=1)
+_PROMPTS = (NONEMPTY, _TEXTS, _TOKEN_IDS, Array(_TOKEN_IDS, minimum=1))
 
 COMPLETION = Object(
     ["model", "prompt"],
@@ -55,14 +56,7 @@ COMPLETION = Object(
     prompt=Value(  # checked with the tokenizer
         lambda v: isinstance(v, str | list),
         "a text, token ids, or a non-empty list of either",
-        {
-            "anyOf": [
-                NONEMPTY.schema,
-                _TEXTS,
-                _TOKEN_IDS,
-                {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-            ]
-        },
+        {"anyOf": [one.schema for one in _PROMPTS]},
     ),
     max_tokens=integer(0),
     echo=BOOLEAN,
@@ -89,7 +83,7 @@ PROVIDER_COMPLETION = Object(
                 or (isinstance(v, list) and v != [] and all(isinstance(one, str) for one in v))
             ),
             "a text or a non-empty list of texts: a provider's model does not know our token ids",
-            _TEXTS,
+            _TEXTS.schema,
         )
     },
 )

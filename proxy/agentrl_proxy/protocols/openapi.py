@@ -20,13 +20,8 @@ _ANTHROPIC = "https://docs.anthropic.com/en/api"
 _REWARDS: Schema = {  # one, or several by name
     "anyOf": [{"type": "number"}, {"type": "object", "additionalProperties": {"type": "number"}}]
 }
-REWARD = Object(
-    ["value"],
-    value=Value(lambda _: True, "", _REWARDS),
-    name=TEXT,
-    response_id=TEXT,
-    explanation=TEXT,
-)
+_VALUE = Value(lambda _: True, "", _REWARDS)
+REWARD = Object(["value"], value=_VALUE, name=TEXT, response_id=TEXT, explanation=TEXT)
 
 
 def _answer(**properties: Schema) -> Schema:

@@ -74,6 +74,8 @@ _ITEM = Tagged(
     },
     default="message",
 )
+_NO_BUILT_IN = ("unsupported_tool", "this model has no built-in tools")
+_FORMATS = dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
 RESPONSES = Object(
     ["model", "input"],
     model=NAME,
@@ -83,18 +85,9 @@ RESPONSES = Object(
     max_tool_calls=replace(integer(0), for_provider=None),
     store=BOOLEAN,
     truncation=one_of("auto", "disabled"),
-    tools=Array(
-        Tagged(
-            {"function": FUNCTION}, refusal=("unsupported_tool", "this model has no built-in tools")
-        )
-    ),
+    tools=Array(Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN)),
     tool_choice=tool_choice(Object(["name"], name=TEXT)),
-    text=Object(
-        [],
-        format=Tagged(
-            dict.fromkeys(("text", "json_object"), Object([])) | {"json_schema": SCHEMA_FORMAT}
-        ),
-    ),
+    text=Object([], format=Tagged(_FORMATS)),
     include=replace(LIST, schema={"type": "array", "items": {"enum": [_WITH_LOGPROBS]}}),
     reasoning=replace(
         OBJECT, schema=Object([], effort=one_of("minimal", "low", "medium", "high")).schema
