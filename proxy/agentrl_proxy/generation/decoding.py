@@ -57,15 +57,9 @@ def decoding_params(
 
 def recorded_params(params: DecodingParams) -> dict[str, Any]:
     """Return what ``Call.params`` says of the sampling."""
-    recorded: dict[str, Any] = {  # by hand: ``asdict`` copies deeply, for every request
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "stop": list(params.stop),
-        "seed": params.seed,
-        "n": params.n,
-    }
+    # Not by ``asdict``: it copies deeply, for every request.
+    recorded: dict[str, Any] = {name: getattr(params, name) for name in (*_TUNABLE, "n")}
+    recorded["stop"] = list(params.stop)
     if params.logit_bias:
         recorded["logit_bias"] = {str(i): value for i, value in params.logit_bias}
     return recorded

@@ -114,7 +114,5 @@ _MARKS: tuple[tuple[tuple[str, ...], Template], ...] = (
 
 def response_template(chat_template: str) -> Template:
     """Return the response template of a chat template's family; QWEN for unknown ones."""
-    for marks, template in _MARKS:
-        if all(mark in chat_template for mark in marks):
-            return template
-    return QWEN
+    found = (one for marks, one in _MARKS if all(mark in chat_template for mark in marks))
+    return next(found, QWEN)

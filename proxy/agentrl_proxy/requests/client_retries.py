@@ -150,9 +150,9 @@ def _answer(request: TrackedRequest, past: Sequence[PastCall]) -> Completion | N
         if not _is_answered(request, calls):
             continue
         if not any(one.continued for one in choices):
-            return _completion(request, calls)
+            return _completion(calls)
         heard = heard or calls
-    return None if heard is None else _completion(request, heard)
+    return None if heard is None else _completion(heard)
 
 
 def _is_answered(request: TrackedRequest, calls: Sequence[Call]) -> bool:
@@ -165,7 +165,7 @@ def _is_answered(request: TrackedRequest, calls: Sequence[Call]) -> bool:
     )
 
 
-def _completion(request: TrackedRequest, calls: Sequence[Call]) -> Completion:
+def _completion(calls: Sequence[Call]) -> Completion:
     parts: dict[int, Completion] = {}  # by prompt
     for call in calls:
         if call.state is CallState.COMPLETED and (said := call.response):
