@@ -38,17 +38,10 @@ def bind(host: str, port: int, *, operator_key: str | None) -> socket.socket:
             f"refusing to listen on {host!r} without an operator key: anyone who reaches the port "
             "could sample; set an operator key, or listen on 127.0.0.1"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(_BACKLOG)
-        bound.set_inheritable(False)  # runners' children must not hold the port
-    except BaseException:
-        bound.close()
-        raise
-    return bound
+    v6 = ":" in host
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    # No child inherits it: runners' children must not hold the port.
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=v6)
 
 
 def is_loopback(host: str) -> bool:
