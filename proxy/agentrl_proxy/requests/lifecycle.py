@@ -102,6 +102,7 @@ class ClientRequest:
         return self.request.waiting > 0
 
     def failed(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream after an error."""
         return self.request.dialect.failed(error)
 
     async def run(self, write: Write | None) -> Any:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentrl_proxy.errors import ApiError
+
+if TYPE_CHECKING:
+    from agentrl_proxy.requests.lifecycle import ClientRequest
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -44,31 +47,15 @@ def internal_error() -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
-class Work(Protocol):
-    """A coroutine that answers one request."""
-
-    async def run(self, write: Write | None) -> Any:
-        """Return the JSON answer; for a stream, write its events instead."""
-        ...
-
-    @property
-    def keep_alone(self) -> bool:
-        """Whether the work goes on after its client has disconnected."""
-        ...
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream after an error."""
-        ...
-
-
 class WorkResponse(Response):
-    """Runs work and sends its answer. The work is canceled when the client disconnects.
+    """Runs work and sends its answer. The work is canceled when the client disconnects, unless a
+    retry of it waits for the answer (``keep_alone``).
 
     An error before the first event is raised, for an ordinary error response; a later one becomes
     the stream's last event.
     """
 
-    def __init__(self, work: Work, *, stream: bool) -> None:
+    def __init__(self, work: ClientRequest, *, stream: bool) -> None:
         # No super().__init__: there is no body to render.
         self._work = work
         self._stream = stream
