@@ -133,8 +133,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     sweeper.cancel()
     await handlers.providers.close()
-    if handlers.forward is not None:
-        await asyncio.to_thread(handlers.forward.close)
+    if handlers.deps.forward is not None:
+        await asyncio.to_thread(handlers.deps.forward.close)
 
 
 async def _sweep(handlers: Handlers) -> None:

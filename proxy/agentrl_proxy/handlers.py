@@ -66,9 +66,8 @@ class Handlers:
     """The handlers of one gateway, and the parts that they share."""
 
     def __init__(self, deps: GatewayDependencies) -> None:
-        self.forward = deps.forward
-        if self.forward is not None:
-            deps = replace(deps, writer=ExportingSink(deps.writer, self.forward))
+        if deps.forward is not None:
+            deps = replace(deps, writer=ExportingSink(deps.writer, deps.forward))
         self.deps = deps
         self.version = metadata.version("agentrl-middleware")
         self.stats = GatewayStats()
@@ -100,8 +99,8 @@ class Handlers:
                 "gateway": self.stats.as_dict(),
                 "sampler": sampler_stats,
             }
-            if self.forward is not None:
-                report["forward_otlp"] = self.forward.stats()
+            if self.deps.forward is not None:
+                report["forward_otlp"] = self.deps.forward.stats()
         return json_response(report, 200 if healthy else 503)
 
     async def openapi(self, request: Request) -> Response:

@@ -38,7 +38,6 @@ from agentrl_proxy.protocols.fields import (
     Value,
     check_body,
     integer,
-    is_integer,
     is_number,
     one_of,
     shown,
@@ -98,12 +97,7 @@ SAMPLING: dict[str, Field] = {
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         NUMBER,
     ),
-    "top_k": Value(
-        lambda v: is_integer(v) and v >= -1,
-        "an integer; 0 and -1 mean all tokens",
-        integer(-1).schema,
-        INTEGER,
-    ),
+    "top_k": replace(integer(-1), allowed="an integer; 0 and -1 mean all tokens"),
     "stop": Either(
         f"a non-empty string or a list of up to {MAX_STOPS} of them",
         str=_STOP,
@@ -130,20 +124,16 @@ _CALL = Object(
     ["function"], id=TEXT, type=TEXT, function=Object(["name"], name=TEXT, arguments=TEXT)
 )
 
-
-def _message(required: list[str]) -> Object:
-    return Object(
-        required,
-        content=text_or(_PART),
-        name=TEXT,
-        tool_call_id=TEXT,
-        reasoning_content=TEXT,
-        tool_calls=Array(_CALL),
-    )
-
-
+_MESSAGE = Object(
+    ["content"],
+    content=text_or(_PART),
+    name=TEXT,
+    tool_call_id=TEXT,
+    reasoning_content=TEXT,
+    tool_calls=Array(_CALL),
+)
 MESSAGE = Tagged(
-    dict.fromkeys(ROLES, _message(["content"])) | {"assistant": _message([])}, tag="role"
+    dict.fromkeys(ROLES, _MESSAGE) | {"assistant": Object([], **_MESSAGE.properties)}, tag="role"
 )
 FUNCTION = Object(["name"], name=NONEMPTY, description=TEXT, parameters=JSON_SCHEMA, strict=BOOLEAN)
 SCHEMA_FORMAT = Object(["schema"], name=TEXT, schema=JSON_SCHEMA, strict=BOOLEAN)
