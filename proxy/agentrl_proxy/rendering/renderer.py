@@ -83,11 +83,9 @@ class Renderer:
         try:
             return self._written(list(messages), tools=tools, add_generation_prompt=generate)
         except Exception as error:  # a template may raise anything
-            raise invalid(
-                "messages",
-                "the model's chat template refused the messages: "
-                f"{type(error).__name__}: {str(error)[:500]}",
-            ) from None
+            why = f"{type(error).__name__}: {str(error)[:500]}"
+            message = f"the model's chat template refused the messages: {why}"
+            raise invalid("messages", message) from None
 
     def encode(self, text: str) -> list[int]:
         # As apply_chat_template(tokenize=True) does: the template writes the special tokens.
@@ -95,9 +93,8 @@ class Renderer:
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError):
             # Tool arguments are JSON inside a string, which may escape a lone surrogate.
-            raise invalid(
-                "messages", "messages contain a lone surrogate, which is not Unicode text"
-            ) from None
+            message = "messages contain a lone surrogate, which is not Unicode text"
+            raise invalid("messages", message) from None
 
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
@@ -123,8 +120,8 @@ class Renderer:
         (token_id,) = ids  # half of what a stream decodes is its last token
         text = self._texts.get(token_id)
         if text is None:
-            text = self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-            self._texts[token_id] = text
+            decode = self.tokenizer.backend_tokenizer.decode
+            text = self._texts[token_id] = decode(ids, skip_special_tokens=False)
         return text
 
     def parser(self, *, tools: Tools, opened: bool = True, one_call: bool = False) -> ReplyParser:

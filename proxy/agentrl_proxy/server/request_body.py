@@ -6,6 +6,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -15,21 +16,14 @@ from agentrl_proxy.errors import ApiError, body_too_large, invalid, overloaded
 _UNCOUNTED_BYTES = 64 * 1024  # of each body, so that small requests pass while large ones are stuck
 
 
+@dataclass(eq=False)
 class BodyReader:
-    """Reads the bodies of one server.
+    """Reads the bodies of one server."""
 
-    Args:
-        max_bytes: of one body, before and after decompression.
-        on_overload: called for each body that is refused for lack of memory.
-    """
-
-    def __init__(
-        self, max_bytes: int, limits: ConnectionLimits, on_overload: Callable[[], None]
-    ) -> None:
-        self._max_bytes = max_bytes
-        self._limits = limits
-        self._on_overload = on_overload
-        self._arriving = 0  # counted bytes of bodies that have not arrived entirely
+    max_bytes: int  # of one body, before and after decompression
+    limits: ConnectionLimits
+    on_overload: Callable[[], None]  # called for each body that is refused for lack of memory
+    _arriving: int = 0  # counted bytes of bodies that have not arrived entirely
 
     async def read(self, request: Request) -> bytes:
         """Return the decompressed body.
@@ -39,8 +33,8 @@ class BodyReader:
                 encoding, 400 broken or incomplete.
         """
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
-            raise body_too_large(self._max_bytes)
+        if declared.isdecimal() and int(declared) > self.max_bytes:
+            raise body_too_large(self.max_bytes)
         body = await self._receive(request)
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding in ("", "identity"):
@@ -48,20 +42,20 @@ class BodyReader:
         if encoding not in ("gzip", "deflate"):
             message = f"content-encoding must be gzip or deflate; got {encoding[:40]!r}"
             raise ApiError(415, message, code="unsupported_encoding")
-        return _decompress(body, self._max_bytes)
+        return _decompress(body, self.max_bytes)
 
     async def _receive(self, request: Request) -> bytes:
         parts: list[bytes] = []
         size = counted = 0
         try:
-            async with asyncio.timeout(self._limits.receive_s):
+            async with asyncio.timeout(self.limits.receive_s):
                 async for part in request.stream():
                     size += len(part)
-                    if size > self._max_bytes:
-                        raise body_too_large(self._max_bytes)
+                    if size > self.max_bytes:
+                        raise body_too_large(self.max_bytes)
                     more = max(size - _UNCOUNTED_BYTES - counted, 0)
-                    if self._arriving + more > self._limits.receive_bytes:
-                        self._on_overload()
+                    if self._arriving + more > self.limits.receive_bytes:
+                        self.on_overload()
                         seconds = random.randint(1, 4)  # so that clients do not return together
                         raise overloaded(
                             f"too many large requests are arriving; retry in {seconds} s", seconds
@@ -72,7 +66,7 @@ class BodyReader:
         except ClientDisconnect:
             raise invalid(None, "the client left before sending the whole body") from None
         except TimeoutError:
-            message = f"the request body did not arrive within {self._limits.receive_s:g} s"
+            message = f"the request body did not arrive within {self.limits.receive_s:g} s"
             close = {"connection": "close"}
             raise ApiError(408, message, code="request_timeout", headers=close) from None
         finally:
