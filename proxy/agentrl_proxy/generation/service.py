@@ -27,7 +27,6 @@ from agentrl_proxy.rendering.continuity import (
 from agentrl_proxy.rendering.detokenizer import first_stop
 from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput
 from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
-from agentrl_proxy.requests.auth import ask
 from agentrl_proxy.requests.rate_limits import Admission, Slot
 from agentrl_proxy.requests.recording import (
     Sampled,
@@ -155,11 +154,11 @@ class ChatService:
         attempt, memory, params = call.attempt, call.memory, call.params
         if attempt is None or memory is None:
             return
-        store, prompt_tokens = self.deps.store, len(call.prompt.ids)
+        prompt_tokens = len(call.prompt.ids)
         room = await self.admission.within_budget(attempt, memory, params.n, prompt_tokens)
         if room is not None and room < params.max_tokens:
             params = replace(params, max_tokens=room)
-        call.seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt.attempt_id))
+        call.seq = await memory.take_seq(self.deps.store, attempt.attempt_id)
         if params.seed is None:
             params = replace(params, seed=derived_seed(attempt.seed, call.seq))
         call.params = params

@@ -33,7 +33,6 @@ from agentrl_proxy.providers.failures import api_error
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
 from agentrl_proxy.requests.attempts import AttemptMemories
-from agentrl_proxy.requests.auth import ask
 from agentrl_proxy.requests.lifecycle import OpenCall
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import latest_state, open_calls
@@ -131,8 +130,7 @@ class ProviderService:
             if attempt is not None and memory is not None:
                 # Its tokens are known only when the provider has answered.
                 await self.admission.within_budget(attempt, memory, request.n, 0)
-                store, attempt_id = self.deps.store, attempt.attempt_id
-                seq = await memory.take_seq(lambda: ask(store, store.next_seq, attempt_id))
+                seq = await memory.take_seq(self.deps.store, attempt.attempt_id)
                 if model.is_policy:
                     forced = (attempt.sampling or {}).get("force") or {}
             chat = {**request.chat, **forced}

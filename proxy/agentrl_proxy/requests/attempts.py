@@ -7,14 +7,15 @@ retries are answered from it (client_retries.py), and prompts are rendered anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl_proxy.rendering.continuity import Conversations
+from agentrl_proxy.requests.auth import ask
 
 if TYPE_CHECKING:
     from agentrl_proxy.requests.client_retries import IdenticalRequests
+    from agentrl_tracer.store import Store
 
 QUIET_S = 5.0  # first check whether a quiet attempt is over; each later check waits twice as long
 
@@ -40,10 +41,10 @@ class AttemptMemory:
     requests: dict[bytes, IdenticalRequests] = field(default_factory=dict[bytes, Any])
     """By TrackedRequest.key: those that run, or failed and were not retried."""
 
-    async def take_seq(self, first: Callable[[], Awaitable[int]]) -> int:
-        """Return the next number in the order of acceptance; ``first`` reads the initial one."""
+    async def take_seq(self, store: Store, attempt_id: str) -> int:
+        """Return the next number in the order of acceptance; the store has the initial one."""
         if self.next_seq is None:
-            begin = await first()
+            begin = await ask(store, store.next_seq, attempt_id)
             if self.next_seq is None:  # no other request read it meanwhile
                 self.next_seq = begin
         self.next_seq += 1
