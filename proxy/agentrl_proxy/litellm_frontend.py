@@ -48,10 +48,8 @@ class AgentRLLLM(CustomLLM):
             said = json.loads(await answer.aread())
         prompt = said.pop("prompt_token_ids", None)
         for choice in said["choices"]:
-            choice["provider_specific_fields"] = {
-                "token_ids": choice.pop("token_ids", None),
-                "prompt_token_ids": prompt,
-            }
+            ids = choice.pop("token_ids", None)
+            choice["provider_specific_fields"] = {"token_ids": ids, "prompt_token_ids": prompt}
         return ModelResponse(**said)
 
     async def astreaming(self, **arguments: Any) -> AsyncIterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -70,11 +70,8 @@ def _provider_code(error: BaseException) -> str | None:
 
 
 def _retry_after(error: BaseException) -> str | None:
-    response = getattr(error, "response", None)
-    for headers in (
-        getattr(error, "litellm_response_headers", None),
-        getattr(response, "headers", None),
-    ):
+    noted = getattr(error, "litellm_response_headers", None)
+    for headers in (noted, getattr(getattr(error, "response", None), "headers", None)):
         value = (headers or {}).get("retry-after")
         if isinstance(value, str) and value.isascii() and value.isprintable():
             return value
