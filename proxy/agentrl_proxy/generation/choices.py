@@ -97,12 +97,9 @@ class Choice:
             said: the choice in the whole answer.
         """
         held, rest = self._held, self.parser.remainder(self.reply)
-        held = ParsedReply(
-            held.content + rest.content,
-            held.reasoning + rest.reasoning,
-            pieces=joined([*held.pieces, *rest.pieces]),
-        )
-        delta = chat_objects.reply_delta(held)
+        content, reasoning = held.content + rest.content, held.reasoning + rest.reasoning
+        pieces = joined([*held.pieces, *rest.pieces])
+        delta = chat_objects.reply_delta(ParsedReply(content, reasoning, pieces=pieces))
         if not self._begun:
             delta = {"role": "assistant", "content": said["message"]["content"], **delta}
         last = chat_objects.last_chunk(self.request.dialect, self.heading, said)

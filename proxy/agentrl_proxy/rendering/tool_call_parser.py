@@ -55,9 +55,7 @@ class ReplyTemplate:
         from transformers.utils.chat_parsing import ResponseParser
 
         # The tools' schemas cast the arguments of notations without types.
-        schemas: list[Any] | None = None
-        if isinstance(tools, list) and not self.streams_calls:
-            schemas = tools
+        schemas = tools if isinstance(tools, list) and not self.streams_calls else None
         return ResponseParser(self.loaded(bool(tools)), prefix=self.prefill, tools=schemas)
 
     def loaded(self, tools: bool) -> Any:
@@ -155,12 +153,10 @@ class ReplyParser:
     def remainder(self, whole: ParsedReply) -> ParsedReply:
         """Return what ``feed`` has not shown of the whole reply."""
         shown = self._shown
+        content = whole.content[len(shown.content) :]
+        reasoning = whole.reasoning[len(shown.reasoning) :]
         pieces = [self._piece(index, call) for index, call in enumerate(whole.tool_calls)]
-        return ParsedReply(
-            whole.content[len(shown.content) :],
-            whole.reasoning[len(shown.reasoning) :],
-            pieces=[piece for piece in pieces if piece is not None],
-        )
+        return ParsedReply(content, reasoning, pieces=[one for one in pieces if one is not None])
 
     def _parse(self, text: str | None) -> None:
         """Parse a piece of text; None: the end."""
