@@ -39,7 +39,6 @@ from agentrl_proxy.requests.auth import Credentials, ask
 from agentrl_proxy.requests.client_retries import ClientRetries, identify
 from agentrl_proxy.requests.lifecycle import ClientRequest, Service
 from agentrl_proxy.requests.rate_limits import Admission
-from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
@@ -201,9 +200,7 @@ class Handlers:
     async def rewards(self, request: Request) -> Response:
         attempt = await self._caller(request, may_be_sealed=True)
         body = await self.bodies.read(request)
-        key = request.headers.get("idempotency-key")
-        _, span_id = trace_context(request.headers)
-        return await otlp_ingest.reward(self.deps.writer, attempt, body, key, span_id)
+        return await otlp_ingest.reward(self.deps.writer, attempt, body, request.headers)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)

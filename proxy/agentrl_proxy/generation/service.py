@@ -209,9 +209,7 @@ class ChatService:
         # A call that was given up before ``generate`` has no choices.
         sampled = [one.sampled for one in call.choices] or [Sampled() for _ in call.rows]
         rows = [
-            finished_call(
-                row, one, state, response=body, skip_reason=skip_reason, error=call.error or None
-            )
+            finished_call(row, one, state, body, skip_reason, call.error or None)
             for row, one, body in zip(call.rows, sampled, said, strict=True)
         ]
         return await latest_state([self.deps.writer.finish(row) for row in rows])

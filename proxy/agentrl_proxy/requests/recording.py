@@ -109,10 +109,9 @@ def finished_call(
     call: Call,
     sampled: Sampled,
     state: CallState,
-    *,
-    response: dict[str, Any] | None = None,
-    skip_reason: SkipReason | None = None,
-    error: str | None = None,
+    response: dict[str, Any] | None,
+    skip_reason: SkipReason | None,
+    error: str | None,
 ) -> Call:
     """Return the row of a choice with what it sampled and how it ended."""
     params, finish = dict(call.params), sampled.finish

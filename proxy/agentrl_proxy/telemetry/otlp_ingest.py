@@ -6,6 +6,7 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from agentrl_proxy.dependencies import TraceSink
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, invalid, unavailable
 from agentrl_proxy.protocols.fields import read_object
+from agentrl_proxy.requests.recording import trace_context
 from agentrl_proxy.server.sse import json_response
 from agentrl_tracer.conventions import REWARD_NAME
 from agentrl_tracer.schemas import AttemptRef, AttemptState, Reward, Span
@@ -45,16 +47,11 @@ async def traces(
 
 
 async def reward(
-    writer: TraceSink,
-    attempt: AttemptRef | None,
-    body: bytes,
-    idempotency_key: str | None,
-    span_id: str | None = None,
+    writer: TraceSink, attempt: AttemptRef | None, body: bytes, headers: Mapping[str, str]
 ) -> Response:
     """Store a JSON reward, one number or ``{name: number}``, for agents without OpenTelemetry.
 
-    Args:
-        span_id: the rewarded span, from the request's ``traceparent``.
+    The header ``traceparent`` names the rewarded span, and ``idempotency-key`` the reward.
     """
     if attempt is None:
         raise forbidden("a reward needs its attempt's own key", "rollout_mismatch")
@@ -65,7 +62,7 @@ async def reward(
             raise invalid(field, f"{field} must be a string; got {text!r:.80}")
         if "\0" in (text or ""):  # PostgreSQL stores none
             raise invalid(field, f"{field} must not contain NUL characters")
-    value, key = fields.get("value"), idempotency_key or secrets.token_hex(16)
+    value, key = fields.get("value"), headers.get("idempotency-key") or secrets.token_hex(16)
     named: dict[str, tuple[str, Any]] = {key: (fields.get("name") or REWARD_NAME, value)}
     if isinstance(value, dict):
         named = {f"{key}/{name}": (name, number) for name, number in value.items()}
@@ -81,7 +78,7 @@ async def reward(
             name=name,
             value=float(number),
             key=reward_key,
-            span_id=span_id,
+            span_id=trace_context(headers)[1],
             response_id=fields.get("response_id"),
             explanation=fields.get("explanation"),
             created_at=time.time(),
