@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from agentrl.config.commands import ModelCommand
@@ -162,11 +162,11 @@ def _has_experts(model: str, trust: bool) -> bool:
         return False
 
 
-def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the server until it ends or has to; return its exit code, 128 + n for signal n."""
     path = argv[argv.index("--uds") + 1]
     Path(path).unlink(missing_ok=True)  # left by a server that was killed
-    env = dict(environment)
+    env = dict(os.environ)
     if argv[0] != sys.executable:
         env.pop("PYTHONPATH", None)  # it is our interpreter's, and would mix two environments
     server = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
