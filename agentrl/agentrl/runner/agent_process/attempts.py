@@ -64,7 +64,17 @@ def run_attempts(
     """
     try:
         os.setsid()  # a process group of its own: one signal reaches every process of the agent
-        _settle_in(config)
+        gc.freeze()  # the worker's objects are never garbage here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        pool_logger = logging.getLogger("agentrl.runner")
+        pool_logger.handlers.clear()  # the agent configures logging as it likes
+        pool_logger.propagate = True
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is not None:  # preloaded: else every attempt would draw the same numbers
+            numpy_random.seed()
+        sys.argv = [config.agent]
+        for name in _TRACE_CONTEXT:  # the trainer's own trace is not the agent's
+            os.environ.pop(name, None)
         messages = _hear_worker(worker_fd)
         if config.concurrency > 1:
             _run_concurrently(config, messages, worker_fd)
@@ -75,21 +85,6 @@ def run_attempts(
         _flush_output()
     finally:
         os._exit(1)
-
-
-def _settle_in(config: RunnerConfig) -> None:
-    """Undo what the process inherited from its worker."""
-    gc.freeze()  # the worker's objects are never garbage here
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    pool_logger = logging.getLogger("agentrl.runner")
-    pool_logger.handlers.clear()  # the agent configures logging as it likes
-    pool_logger.propagate = True
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:  # preloaded: else every attempt would draw the same numbers
-        numpy_random.seed()
-    sys.argv = [config.agent]
-    for name in _TRACE_CONTEXT:  # the trainer's own trace is not the agent's
-        os.environ.pop(name, None)
 
 
 def _hear_worker(worker_fd: int) -> Iterator[dict[str, Any]]:
@@ -184,8 +179,6 @@ class _RoutedOutput(io.TextIOBase):
 
 @dataclass(slots=True)
 class _ConcurrentAttempts:
-    """The attempts under way."""
-
     _config: RunnerConfig
     _messages: Iterator[dict[str, Any]]
     _worker_fd: int
@@ -280,7 +273,6 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
 
 @cache  # loaded once for all attempts of a process
 def _load_traced_agent(config: RunnerConfig) -> LoadedAgent:
-    """Load the agent with tracing around it."""
     active = rollout_tracing()  # before the import: calls and threads are watched from then on
     assert active is not None
     agent = load_agent(config.agent)
@@ -290,7 +282,6 @@ def _load_traced_agent(config: RunnerConfig) -> LoadedAgent:
 
 
 def _workflow_span(agent: LoadedAgent, claim: Claim) -> AbstractContextManager[object]:
-    """Return the context of an attempt's root span."""
     attributes = {
         "gen_ai.operation.name": "invoke_workflow",
         "gen_ai.workflow.name": agent.name,
