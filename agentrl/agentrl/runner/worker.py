@@ -46,8 +46,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _RunningAttempt:
-    """An attempt under way."""
-
     claim: Claim
     boot_id: str  # the gateway's, when the attempt began
     deadline: float  # when it is asked to end, or, once it was asked, killed
@@ -134,12 +132,11 @@ class Worker:
             watched.append(self._control)
         readable, _, _ = select.select(watched, [], [], timeout_s)
         if self._control in readable:
+            said = b""
             with contextlib.suppress(ConnectionError):
                 said = self._control.recv(1024)
-                self._retiring |= b"retire" in said
-                self._stopping |= not said or b"stop" in said
-                return
-            self._stopping = True
+            self._retiring |= b"retire" in said
+            self._stopping |= not said or b"stop" in said
 
     def _take_reports(self) -> None:
         process = self._process
@@ -160,10 +157,10 @@ class Worker:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for running in self._running.values():
-            if running.cause is None and self._stopping:
+            if self._stopping:
                 stopped = "its runner was stopped"
                 self._cancel(running, AttemptEnding(AttemptState.INFRASTRUCTURE, stopped))
-            elif running.cause is None and now >= running.deadline:
+            elif now >= running.deadline:
                 timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
                 self._cancel(running, AttemptEnding(AttemptState.TIMEOUT, timeout))
         overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
@@ -188,7 +185,7 @@ class Worker:
                 self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
 
     def _cancel(self, running: _RunningAttempt, cause: AttemptEnding) -> None:
-        """Ask an attempt to end; soon it is killed."""
+        """Ask an attempt to end, once; soon it is killed."""
         if running.cause is not None or self._process is None:
             return
         running.cause, running.deadline = cause, time.monotonic() + _KILL_GRACE_S
@@ -245,8 +242,7 @@ class Worker:
         """Make an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
         if ending.state is AttemptState.INFRASTRUCTURE:
             return ending
-        reason = None
-        now = self._gateway.boot_id()
+        reason, now = None, self._gateway.boot_id()
         if now is None:
             reason = "the gateway does not answer"
         elif now != running.boot_id:
