@@ -75,10 +75,10 @@ class GatewayHandle(SupervisedProcess):
         end_with_parent()
         run_gateway(self._plan, self._socket)
 
-    def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
+    def health(self) -> dict[str, Any] | None:
         """Return the answer of /healthz; None while the gateway is not up."""
         with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
-            answer = self._client.get("/healthz", timeout=timeout_s)
+            answer = self._client.get("/healthz", timeout=2.0)
             if answer.status_code == 200:
                 return answer.json()
         return None
