@@ -125,7 +125,6 @@ def run_gateway(plan: GatewayPlan, sock: socket.socket) -> None:
 
 
 def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
-    """Return the app, over a running sampler with its adapters."""
     import_gateway()
     import torch
 
