@@ -228,11 +228,7 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         from agentrl.samplers.tinker import TinkerSampler
 
         sampler = TinkerSampler(
-            model.name,
-            base_url=tinker.base_url,
-            tokenizer=facts.tokenizer,
-            eos_ids=facts.eos_ids,
-            context_length=facts.context_length,
+            model.name, tinker.base_url, facts.tokenizer, facts.eos_ids, facts.context_length
         )
     else:
         from agentrl.samplers.vllm.sampler import VllmSampler

@@ -42,11 +42,8 @@ class EmbeddedSampler:
         self.stop = self.engine.stop
 
     def start(self) -> None:
-        if self.engine.why_not_lean:
-            log.warning(
-                "sampled by the model's own modules, not by the lean decoder: %s",
-                self.engine.why_not_lean,
-            )
+        if why := self.engine.why_not_lean:
+            log.warning("sampled by the model's own modules, not by the lean decoder: %s", why)
         self.engine.start()
 
     @property

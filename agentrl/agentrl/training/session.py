@@ -69,12 +69,8 @@ class Session:
         self.store = Store((training and training.run.store) or str(folder.store))
         self.run_id = self._register(kind)
         paths = dict(adapter_paths or {})
-        self._vllm = planned_server(
-            config,
-            folder.logs / "vllm.log",
-            max_rank=training and training.learning.rank,
-            adapters=paths.values(),
-        )
+        log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
+        self._vllm = planned_server(config, log, max_rank=max_rank, adapters=paths.values())
         own = bool(training or paths)
         self._plan = GatewayPlan.of(
             config,
