@@ -85,10 +85,9 @@ class GatewayHandle(SupervisedProcess):
 
     def try_load_adapter(self, name: str, version: int, path: str) -> LoadProblem | None:
         """Have the gateway answer with an adapter version from now on; None: it does."""
+        adapter = {"name": name, "version": version, "path": path}
         try:
-            answer = self._client.post(
-                "/admin/adapters", json={"name": name, "version": version, "path": path}
-            )
+            answer = self._client.post("/admin/adapters", json=adapter)
         except httpx.HTTPError as error:
             return LoadProblem(f"{type(error).__name__}: {error}", refused=False)
         if answer.status_code == 200:
