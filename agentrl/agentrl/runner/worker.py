@@ -93,34 +93,29 @@ class Worker:
         return len(self._running) >= self._config.concurrency
 
     def _start_attempts(self) -> None:
+        config, lease_s = self._config, self._config.lease_s
         while not (self._stopping or self._retiring or self._full):
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
             if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
                 return
-            claim = self._claim()
+            now = time.monotonic()
+            if now >= self._next_expiry:
+                self._next_expiry = now + lease_s / 2
+                self._try_store(self._store.expire_leases)
+            claim = self._try_store(lambda: self._store.claim(self._name, lease_s, config.run_id))
             if claim is None:
                 return
-            deadline = time.monotonic() + self._config.timeout_s
-            running = _RunningAttempt(claim, boot_id, deadline)
+            self._queue.found()
+            self._tell_pool({"claimed": claim.rollout_id})
+            running = _RunningAttempt(claim, boot_id, time.monotonic() + config.timeout_s)
             self._running[claim.attempt_id] = running
             try:
                 if self._process is None:
-                    self._process = AgentProcess(self._config, self._known_modules, self._control)
+                    self._process = AgentProcess(config, self._known_modules, self._control)
                 self._process.send(asdict(claim))
             except OSError as error:  # out of processes or descriptors
                 failed = f"could not start: {error}"
                 self._finish(running, AttemptEnding(AttemptState.INFRASTRUCTURE, failed))
-
-    def _claim(self) -> Claim | None:
-        now, lease_s = time.monotonic(), self._config.lease_s
-        if now >= self._next_expiry:
-            self._next_expiry = now + lease_s / 2
-            self._try_store(self._store.expire_leases)
-        claim = self._try_store(lambda: self._store.claim(self._name, lease_s, self._config.run_id))
-        if claim is not None:
-            self._queue.found()
-            self._tell_pool({"claimed": claim.rollout_id})
-        return claim
 
     def _listen(self) -> None:
         """Sleep until the agent or the pool says something, or something else is due."""

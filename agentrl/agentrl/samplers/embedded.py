@@ -34,6 +34,7 @@ class EmbeddedSampler:
     """Samples in this process. Every ``sample`` must come from the same event loop."""
 
     def __init__(self, base: BaseModel) -> None:
+        self.context_length = base.context_length
         self._eos_ids = base.eos_ids
         # Events of one engine round go to the event loop together: one wake-up, not one a token.
         self._round: list[tuple[asyncio.Queue[Event], Event]] = []
@@ -56,10 +57,6 @@ class EmbeddedSampler:
 
     def stats(self) -> dict[str, Any]:
         return {**asdict(self.engine.stats()), "why_not_lean": self.engine.why_not_lean}
-
-    @property
-    def context_length(self) -> int:
-        return self.engine.base.context_length
 
     def load_now(self, name: str, version: int, path: str) -> None:
         """Run ``load_adapter`` in this thread."""
