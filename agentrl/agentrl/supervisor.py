@@ -9,7 +9,8 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing import connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -22,11 +23,11 @@ _LONGEST_DELAY_S = 5.0
 _HEALTHY_AFTER_S = 10.0
 
 
+@dataclass(slots=True)
 class Backoff:
     """Delays between restarts: they double, and start over after a process that lived long."""
 
-    def __init__(self) -> None:
-        self._delay_s = _FIRST_DELAY_S
+    _delay_s: float = _FIRST_DELAY_S
 
     def after(self, lived_s: float) -> float:
         """Return the seconds to wait before replacing a process that lived ``lived_s``."""
@@ -35,6 +36,7 @@ class Backoff:
         return delay
 
 
+@dataclass(eq=False, repr=False)
 class SupervisedProcess:
     """A child process, which ``spawn`` starts, and ``supervise`` restarts until ``stop``.
 
@@ -42,7 +44,7 @@ class SupervisedProcess:
         name: for log messages.
         argv: the command.
         log: file to which its standard output and error are appended; None inherits ours.
-        env: its environment; None inherits ours. Secrets go here rather than into ``argv``.
+        env: its environment, by default a copy of ours. Secrets go here rather than into ``argv``.
         stdin: what it reads first from its standard input, which then stays open.
         pass_fds: file descriptors that it inherits at every start.
         grace_s: seconds between SIGTERM and SIGKILL in ``stop``.
@@ -51,35 +53,27 @@ class SupervisedProcess:
             whatever their code, because the cause may pass.
     """
 
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        log: Path | None,
-        env: Mapping[str, str] | None = None,
-        *,
-        stdin: bytes = b"",
-        pass_fds: Sequence[int] = (),
-        grace_s: float = 10.0,
-        cannot_start: int | None = None,
-    ) -> None:
-        self.name = name
-        self.log = log
-        self.env = dict(os.environ if env is None else env)
-        self.deaths = 0
-        """How often it ended by itself."""
-        self.restarts = 0
-        self.last_code: int | None = None
-        """Exit code of its last death; negative for a signal."""
-        self.could_not_start = False
-        self._argv = argv
-        self._stdin = stdin
-        self._pass_fds = pass_fds
-        self._grace_s = grace_s
-        self._cannot_start = cannot_start
+    name: str
+    argv: Sequence[str]
+    log: Path | None
+    env: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    _: KW_ONLY
+    stdin: bytes = b""
+    pass_fds: Sequence[int] = ()
+    grace_s: float = 10.0
+    cannot_start: int | None = None
+    deaths: int = field(default=0, init=False)
+    """How often it ended by itself."""
+    restarts: int = field(default=0, init=False)
+    last_code: int | None = field(default=None, init=False)
+    """Exit code of its last death; negative for a signal."""
+    could_not_start: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | ForkProcess
-        self._thread = threading.Thread(target=self._watch, name=f"supervise-{name}", daemon=True)
+        name = f"supervise-{self.name}"
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     @property
     def pid(self) -> int:
@@ -118,7 +112,7 @@ class SupervisedProcess:
         self.begin_stop()
         if self._thread.ident is None:
             self._thread.start()
-        self._thread.join(self._grace_s)
+        self._thread.join(self.grace_s)
         if self._thread.is_alive():
             self._process.kill()
             self._thread.join()
@@ -133,17 +127,17 @@ class SupervisedProcess:
     def _execute(self) -> subprocess.Popen[bytes]:
         with contextlib.nullcontext() if self.log is None else self.log.open("ab") as log:
             process = subprocess.Popen(
-                self._argv,
+                self.argv,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=self.env,
-                pass_fds=self._pass_fds,
+                pass_fds=self.pass_fds,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
             )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once
-            process.stdin.write(self._stdin)
+            process.stdin.write(self.stdin)
             process.stdin.flush()
         return process
 
@@ -157,7 +151,7 @@ class SupervisedProcess:
                 return
             self.last_code = code
             self.deaths += 1
-            if self.deaths == 1 and code == self._cannot_start:
+            if self.deaths == 1 and code == self.cannot_start:
                 self.could_not_start = True
                 return
             if self._stopping.wait(backoff.after(time.monotonic() - started)):

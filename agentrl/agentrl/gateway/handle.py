@@ -75,20 +75,19 @@ class GatewayHandle(SupervisedProcess):
         end_with_parent()
         run_gateway(self._plan, self._socket)
 
-    def health(self, timeout_s: float = 2.0) -> dict[str, Any] | None:
+    def health(self) -> dict[str, Any] | None:
         """Return the answer of /healthz; None while the gateway is not up."""
         with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
-            answer = self._client.get("/healthz", timeout=timeout_s)
+            answer = self._client.get("/healthz", timeout=2.0)
             if answer.status_code == 200:
                 return answer.json()
         return None
 
     def try_load_adapter(self, name: str, version: int, path: str) -> LoadProblem | None:
         """Have the gateway answer with an adapter version from now on; None: it does."""
+        adapter = {"name": name, "version": version, "path": path}
         try:
-            answer = self._client.post(
-                "/admin/adapters", json={"name": name, "version": version, "path": path}
-            )
+            answer = self._client.post("/admin/adapters", json=adapter)
         except httpx.HTTPError as error:
             return LoadProblem(f"{type(error).__name__}: {error}", refused=False)
         if answer.status_code == 200:

@@ -125,7 +125,6 @@ def run_gateway(plan: GatewayPlan, sock: socket.socket) -> None:
 
 
 def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
-    """Return the app, over a running sampler with its adapters."""
     import_gateway()
     import torch
 
@@ -161,7 +160,6 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         provider_models=others,
         operator_key=plan.operator_key,
         run_id=plan.run_id,
-        context_length=None,  # known once the sampler runs
         defaults=plan.sampler.model_dump(include={"max_tokens", "temperature"}),
         # While another model is evaluated, no unknown name may mean the base model.
         accept_any_model=own.accept_any_model and plan.answered_by is None,
@@ -180,7 +178,7 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
 
     ending.callback(sampler.stop)
     sampler.start()
-    deps.context_length = sampler.context_length
+    deps.context_length = sampler.context_length  # known once it runs
     if plan.vllm_url is None and plan.tinker is None:
         stopping = threading.Event()
         ending.callback(stopping.set)
@@ -221,13 +219,8 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
     if tinker is None and plan.vllm_url is None:
         from agentrl.samplers.embedded import EmbeddedSampler
 
-        base = load_base(
-            model.name,
-            device=model.device,
-            dtype=model.dtype,
-            load_in_4bit=model.load_in_4bit,
-            trust_remote_code=model.trust_remote_code,
-        )
+        how = {"device", "dtype", "load_in_4bit", "trust_remote_code"}
+        base = load_base(model.name, **model.model_dump(include=how))
         return EmbeddedSampler(base), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
     facts = load_facts(source, trust_remote_code=model.trust_remote_code)
@@ -235,11 +228,7 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         from agentrl.samplers.tinker import TinkerSampler
 
         sampler = TinkerSampler(
-            model.name,
-            base_url=tinker.base_url,
-            tokenizer=facts.tokenizer,
-            eos_ids=facts.eos_ids,
-            context_length=facts.context_length,
+            model.name, tinker.base_url, facts.tokenizer, facts.eos_ids, facts.context_length
         )
     else:
         from agentrl.samplers.vllm.sampler import VllmSampler

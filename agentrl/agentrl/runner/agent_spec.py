@@ -113,7 +113,6 @@ def _check_module(spec: str, parsed: AgentSpec) -> None:
 
 
 def _check_source(spec: str, path: Path, attribute: str) -> None:
-    """Check that the source parses and binds the name."""
     source = path.read_bytes()
     try:
         tree = ast.parse(source, str(path))

@@ -96,7 +96,12 @@ class Pool:
             self._fork(self._slots[0], self._run_scout)
         logger.info("pool %d: %d runners for %s", os.getpid(), len(self._slots), self.config.agent)
         while not self._stopping:
-            self._fork_due()
+            now = time.monotonic()
+            for slot in self._slots:
+                if slot.index and now < self._pioneer_until:
+                    break  # the first worker goes ahead
+                if slot.child is None and now >= slot.due:
+                    self._fork(slot, partial(run_worker, self.config, slot.index))
             self._wait(0.25)
         self._stop_workers()
 
@@ -157,14 +162,6 @@ class Pool:
         argv = [sys.executable, "-m", "agentrl.runner", str(read), module, *self._skip]
         os.execv(sys.executable, argv)
 
-    def _fork_due(self) -> None:
-        now = time.monotonic()
-        for slot in self._slots:
-            if slot.index and now < self._pioneer_until:
-                break  # the first worker goes ahead
-            if slot.child is None and now >= slot.due:
-                self._fork(slot, partial(run_worker, self.config, slot.index))
-
     def _fork(self, slot: _Slot, run: Callable[[socket.socket], NoReturn]) -> None:
         try:
             slot.child = ForkedChild(run, [child.socket for child in self._children])
@@ -205,10 +202,8 @@ class Pool:
                 self._pioneer_until = min(self._pioneer_until, time.monotonic() + _PIONEER_S)
             if "ended" in message:
                 self._pioneer_until = 0.0
-        if not child.alive:
-            self._bury(slot, child)
-
-    def _bury(self, slot: _Slot, child: ForkedChild) -> None:
+        if child.alive:
+            return
         code = child.kill()  # useless without its socket
         slot.child, slot.due = None, time.monotonic()
         if code != 0 and not self._stopping:

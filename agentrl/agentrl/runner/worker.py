@@ -46,8 +46,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _RunningAttempt:
-    """An attempt under way."""
-
     claim: Claim
     boot_id: str  # the gateway's, when the attempt began
     deadline: float  # when it is asked to end, or, once it was asked, killed
@@ -95,34 +93,29 @@ class Worker:
         return len(self._running) >= self._config.concurrency
 
     def _start_attempts(self) -> None:
+        config, lease_s = self._config, self._config.lease_s
         while not (self._stopping or self._retiring or self._full):
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
             if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
                 return
-            claim = self._claim()
+            now = time.monotonic()
+            if now >= self._next_expiry:
+                self._next_expiry = now + lease_s / 2
+                self._try_store(self._store.expire_leases)
+            claim = self._try_store(lambda: self._store.claim(self._name, lease_s, config.run_id))
             if claim is None:
                 return
-            deadline = time.monotonic() + self._config.timeout_s
-            running = _RunningAttempt(claim, boot_id, deadline)
+            self._queue.found()
+            self._tell_pool({"claimed": claim.rollout_id})
+            running = _RunningAttempt(claim, boot_id, time.monotonic() + config.timeout_s)
             self._running[claim.attempt_id] = running
             try:
                 if self._process is None:
-                    self._process = AgentProcess(self._config, self._known_modules, self._control)
+                    self._process = AgentProcess(config, self._known_modules, self._control)
                 self._process.send(asdict(claim))
             except OSError as error:  # out of processes or descriptors
                 failed = f"could not start: {error}"
                 self._finish(running, AttemptEnding(AttemptState.INFRASTRUCTURE, failed))
-
-    def _claim(self) -> Claim | None:
-        now, lease_s = time.monotonic(), self._config.lease_s
-        if now >= self._next_expiry:
-            self._next_expiry = now + lease_s / 2
-            self._try_store(self._store.expire_leases)
-        claim = self._try_store(lambda: self._store.claim(self._name, lease_s, self._config.run_id))
-        if claim is not None:
-            self._queue.found()
-            self._tell_pool({"claimed": claim.rollout_id})
-        return claim
 
     def _listen(self) -> None:
         """Sleep until the agent or the pool says something, or something else is due."""
@@ -134,12 +127,11 @@ class Worker:
             watched.append(self._control)
         readable, _, _ = select.select(watched, [], [], timeout_s)
         if self._control in readable:
+            said = b""
             with contextlib.suppress(ConnectionError):
                 said = self._control.recv(1024)
-                self._retiring |= b"retire" in said
-                self._stopping |= not said or b"stop" in said
-                return
-            self._stopping = True
+            self._retiring |= b"retire" in said
+            self._stopping |= not said or b"stop" in said
 
     def _take_reports(self) -> None:
         process = self._process
@@ -160,10 +152,10 @@ class Worker:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for running in self._running.values():
-            if running.cause is None and self._stopping:
+            if self._stopping:
                 stopped = "its runner was stopped"
                 self._cancel(running, AttemptEnding(AttemptState.INFRASTRUCTURE, stopped))
-            elif running.cause is None and now >= running.deadline:
+            elif now >= running.deadline:
                 timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
                 self._cancel(running, AttemptEnding(AttemptState.TIMEOUT, timeout))
         overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
@@ -188,7 +180,7 @@ class Worker:
                 self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
 
     def _cancel(self, running: _RunningAttempt, cause: AttemptEnding) -> None:
-        """Ask an attempt to end; soon it is killed."""
+        """Ask an attempt to end, once; soon it is killed."""
         if running.cause is not None or self._process is None:
             return
         running.cause, running.deadline = cause, time.monotonic() + _KILL_GRACE_S
@@ -245,8 +237,7 @@ class Worker:
         """Make an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
         if ending.state is AttemptState.INFRASTRUCTURE:
             return ending
-        reason = None
-        now = self._gateway.boot_id()
+        reason, now = None, self._gateway.boot_id()
         if now is None:
             reason = "the gateway does not answer"
         elif now != running.boot_id:

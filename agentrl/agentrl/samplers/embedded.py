@@ -34,6 +34,7 @@ class EmbeddedSampler:
     """Samples in this process. Every ``sample`` must come from the same event loop."""
 
     def __init__(self, base: BaseModel) -> None:
+        self.context_length = base.context_length
         self._eos_ids = base.eos_ids
         # Events of one engine round go to the event loop together: one wake-up, not one a token.
         self._round: list[tuple[asyncio.Queue[Event], Event]] = []
@@ -42,11 +43,8 @@ class EmbeddedSampler:
         self.stop = self.engine.stop
 
     def start(self) -> None:
-        if self.engine.why_not_lean:
-            log.warning(
-                "sampled by the model's own modules, not by the lean decoder: %s",
-                self.engine.why_not_lean,
-            )
+        if why := self.engine.why_not_lean:
+            log.warning("sampled by the model's own modules, not by the lean decoder: %s", why)
         self.engine.start()
 
     @property
@@ -59,10 +57,6 @@ class EmbeddedSampler:
 
     def stats(self) -> dict[str, Any]:
         return {**asdict(self.engine.stats()), "why_not_lean": self.engine.why_not_lean}
-
-    @property
-    def context_length(self) -> int:
-        return self.engine.base.context_length
 
     def load_now(self, name: str, version: int, path: str) -> None:
         """Run ``load_adapter`` in this thread."""

@@ -99,13 +99,11 @@ class TinkerSampler:
         self._swaps += 1
 
     def _client(self, path: str | None) -> SamplingClient:
-        """Make a client of saved weights, or of the base model."""
         assert self._service is not None, "sampling comes after start"
         base = self.model if path is None else None
         return self._service.create_sampling_client(path, base).result()
 
     async def _loaded(self, name: str | None) -> tuple[SamplingClient, int | None]:
-        """Return the client and version of an adapter, or of the base model."""
         if name not in self._adapters:
             raise RefusedError("unknown_adapter", f"no adapter {name!r} is loaded")
         adapter = self._adapters[name]

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,8 @@ def _routes(server: TinkerServer, models: list[str]) -> APIRouter:
     @routes.post("/forward_backward")
     async def forward_backward(http: Request) -> Json:
         request = ForwardBackwardRequest.FromString(await http.body())
-        made = await run_in_threadpool(
-            submit,
-            request.model_id,
-            request.seq_id or None,
-            lambda: server.forward_backward(request),
-        )
+        work = partial(server.forward_backward, request)
+        made = await run_in_threadpool(submit, request.model_id, request.seq_id or None, work)
         return made | {"model_id": request.model_id}
 
     def operation(path: str, work: Callable[[Json], Future[Answer]]) -> None:

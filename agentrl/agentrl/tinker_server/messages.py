@@ -3,7 +3,6 @@ and back: training data, log-probs and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,18 +71,12 @@ def sample_response(response: SampleResponse) -> bytes:
             logprobs=sequence.logprobs_np.tobytes(),
         )
         if sequence.topk_logprobs:
-            made.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk_logprobs))
+            pairs = np.asarray(sequence.topk_logprobs, dtype=np.float64)  # [length, k, 2]
+            top = made.topk_sampled_logprobs
+            top.length, top.k, _ = pairs.shape
+            top.token_ids = pairs[..., 0].astype(np.int32).tobytes()
+            top.logprobs = pairs[..., 1].astype(np.float32).tobytes()
     if response.prompt_logprobs is not None:
         values = [np.nan if value is None else value for value in response.prompt_logprobs]
         message.prompt_logprobs = np.asarray(values, dtype=np.float32).tobytes()
     return message.SerializeToString()
-
-
-def _topk(rows: Sequence[Sequence[tuple[int, float]]]) -> proto.TopkLogprobs:
-    pairs = np.asarray(rows, dtype=np.float64)  # [length, k, 2]
-    return proto.TopkLogprobs(
-        length=pairs.shape[0],
-        k=pairs.shape[1],
-        token_ids=pairs[..., 0].astype(np.int32).tobytes(),
-        logprobs=pairs[..., 1].astype(np.float32).tobytes(),
-    )

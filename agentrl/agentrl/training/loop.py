@@ -93,9 +93,8 @@ def update(
     for epoch in range(how.epochs):
         with timer("forward_backward"):
             # Normalized by the tokens of the whole step.
-            config = how.loss_config
             added = client.forward_backward(
-                batch.rows, how.loss, config, normalize_by=None, logprobs=False
+                batch.rows, how.loss, how.loss_config, normalize_by=None, logprobs=False
             )
             seen = run.result(added).stats
         with timer("optimizer"):

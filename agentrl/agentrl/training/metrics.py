@@ -88,7 +88,6 @@ def step_row(
 
 
 def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:
-    """Return the metrics of an adapter's update; nothing without one."""
     if not epochs:
         return {}
     first, last = epochs[0], epochs[-1]

@@ -64,8 +64,11 @@ def check_resume(
             if stored and stored != list(given):
                 difference = (
                     f"{len(stored)} tasks of {was.get(name)}, not the {len(given)} that are in "
-                    f"{now[name]} now{_first_difference(stored, given)}"
+                    f"{now[name]} now"
                 )
+                differ = [old != new for old, new in zip(stored, given, strict=False)]
+                if any(differ):
+                    difference += f" (the first that differs is number {differ.index(True) + 1})"
                 raise _refusal(folder, name, difference, "its rollouts belong to them")
     finally:
         store.close()
@@ -89,13 +92,6 @@ def _same(name: str, before: Any, after: Any) -> bool:
     if name == "run.store" and before and after and "://" not in before:
         return Path(before).absolute() == Path(after).absolute()
     return before == after
-
-
-def _first_difference(stored: Sequence[Json], given: Sequence[Json]) -> str:
-    for number, (one, other) in enumerate(zip(stored, given, strict=False), start=1):
-        if one != other:
-            return f" (the first that differs is number {number})"
-    return ""
 
 
 def _refusal(folder: RunFolder, name: str, difference: str, why: str) -> ConfigError:

@@ -100,25 +100,23 @@ class RolloutQueue:
         Raises:
             RunError: runners or gateway keep dying and no rollout finishes.
         """
-        overlapped = 0.0
+        overlapped, how = 0.0, self.config.rollouts
         if self._handed_over is not None and self._groups:
             ahead = self.session.store.rollouts(self.session.run_id, ids=_ids(self._groups))
             overlapped = seconds_of_running(ahead, self._handed_over)
         self._queue_up_to(step)
         rollouts: list[Rollout] = []
         filled = carried_over = resampled = 0
-        for rounds_left in range(self.config.rollouts.resample_zero_variance, -1, -1):
-            taken = self._wait_for(step, self.config.rollouts.batch_size - filled, on_progress)
+        for rounds_left in range(how.resample_zero_variance, -1, -1):
+            taken = self._wait_for(step, how.batch_size - filled, on_progress)
             carried_over += sum(group.planned_for < step for group in taken)
             for members in self._hand_over(step, taken):
                 rollouts += members
-                filled += not self.config.rollouts.resample_zero_variance or self.teaches(
-                    step, members
-                )
-            missing = self.config.rollouts.batch_size - filled
+                filled += not how.resample_zero_variance or self.teaches(step, members)
+            missing = how.batch_size - filled
             if not missing or not rounds_left:
                 break
-            first = self.config.rollouts.batch_size + resampled
+            first = how.batch_size + resampled
             self._queue(step, self._plan(step, range(first, first + missing)))
             resampled += missing
         # A resumed run repeats this step: what it did not take belongs to the next one.
@@ -177,33 +175,24 @@ class RolloutQueue:
         self._queue(step, now)
 
     def _plan(self, step: int, positions: Collection[int]) -> list[_Group]:
-        drawn = tasks_in_order(
-            self._tasks_drawn, len(positions), len(self.task_ids), self.config.run.seed
-        )
-        self._tasks_drawn += len(positions)
+        count, tasks = len(positions), len(self.task_ids)
+        drawn = tasks_in_order(self._tasks_drawn, count, tasks, self.config.run.seed)
+        self._tasks_drawn += count
         return [_Group(step, place, task) for place, task in zip(positions, drawn, strict=True)]
 
     def _queue(self, step: int, groups: Sequence[_Group]) -> None:
         """Queue groups during ``step``, hence with the adapter version of the step before."""
+        new: list[NewRollout] = []
+        size, seed = self.config.rollouts.group_size, self.config.run.seed
         for group in groups:
             group.version, group.step = step - 1, max(group.planned_for, step)
-        new = [
-            NewRollout(
-                self.task_ids[group.task],
-                group.group_id,
-                Purpose.TRAIN,
-                group.step,
-                index,
-                seed=rollout_seed(
-                    self.config.run.seed, "train", group.planned_for, group.position, index
-                ),
-            )
-            for group in groups
-            for index in range(self.config.rollouts.group_size)
-        ]
+            task_id, name = self.task_ids[group.task], group.group_id
+            for index in range(size):
+                own = rollout_seed(seed, "train", group.planned_for, group.position, index)
+                new.append(NewRollout(task_id, name, Purpose.TRAIN, group.step, index, seed=own))
         ids = iter(self.session.enqueue(new) if new else ())
         for group in groups:
-            group.ids = [next(ids) for _ in range(self.config.rollouts.group_size)]
+            group.ids = [next(ids) for _ in range(size)]
         self._groups += groups
 
     # ---- taking

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.config.algorithm import step_settings
@@ -139,12 +138,21 @@ class TrainingRun:
         """
         found = self.result(self._backend.service.restore_checkpoint(self.folder.checkpoints))
         step, meta = (found.checkpoint.step, found.checkpoint.meta) if found.checkpoint else (0, {})
-        if found.checkpoint is None:
-            self._check_fresh(found.torn)
-        else:
+        faults = {path.name: fault for path, fault in found.torn.items()}
+        made = [int(name.rpartition("-")[2]) for name in faults]
+        made += [row["step"] for row in self.metrics_log.rows() if REWARD in row]
+        if found.checkpoint is not None:
             self._queue.restore(meta["rollouts"])
-        for torn, fault in found.torn.items():
-            self.display.note(f"checkpoint {torn.name} was passed over: {fault}")
+        elif made:
+            why = "; ".join(f"{name}: {fault}" for name, fault in faults.items()) or "it is empty"
+            raise RunError(
+                f"{self.folder.root} had come to step {max(made)}, but no checkpoint in "
+                f"{self.folder.checkpoints} can be resumed ({why}). The run would begin at step 0 "
+                "again, over that history. Bring a checkpoint back, or start a new run, under "
+                "another --name"
+            )
+        for name, fault in faults.items():
+            self.display.note(f"checkpoint {name} was passed over: {fault}")
         # An evaluation of this step that was killed is made again.
         evaluated = step in self.metrics_log.held_out()
         why = "the run was resumed"
@@ -153,20 +161,6 @@ class TrainingRun:
         self.store.drop_adapters_after(self.run_id, step)
         self.metrics_log.go_back(step, meta.get("row"))
         return step
-
-    def _check_fresh(self, torn: Mapping[Path, str]) -> None:
-        """Refuse to begin at step 0 in a folder whose run has made steps."""
-        made = [row["step"] for row in self.metrics_log.rows() if REWARD in row]
-        made += [int(path.name.rpartition("-")[2]) for path in torn]
-        if not made:
-            return
-        faults = "; ".join(f"{path.name}: {fault}" for path, fault in torn.items())
-        raise RunError(
-            f"{self.folder.root} had come to step {max(made)}, but no checkpoint in "
-            f"{self.folder.checkpoints} can be resumed ({faults or 'it is empty'}). The run would "
-            "begin at step 0 again, over that history. Bring a checkpoint back, or start a new "
-            "run, under another --name"
-        )
 
     # ---- begin and end
 

@@ -69,12 +69,8 @@ class Session:
         self.store = Store((training and training.run.store) or str(folder.store))
         self.run_id = self._register(kind)
         paths = dict(adapter_paths or {})
-        self._vllm = planned_server(
-            config,
-            folder.logs / "vllm.log",
-            max_rank=training and training.learning.rank,
-            adapters=paths.values(),
-        )
+        log, max_rank = folder.logs / "vllm.log", training and training.learning.rank
+        self._vllm = planned_server(config, log, max_rank=max_rank, adapters=paths.values())
         own = bool(training or paths)
         self._plan = GatewayPlan.of(
             config,
@@ -185,17 +181,15 @@ class Session:
         """
         if self._vllm:
             self._vllm.wait(on_wait)
-        waiting, log_tail = Waiting(on_wait), self.gateway.log_tail
+        waiting, gateway = Waiting(on_wait), self.gateway
         limit = _READY_TIMEOUT_S + (self._plan.vllm_wait or 0)
-        while (health := self.gateway.health()) is None:
-            hopeless = self.gateway.could_not_start or self.gateway.restarts >= 2
-            if hopeless or waiting.seconds > limit:
+        while (health := gateway.health()) is None:
+            if gateway.could_not_start or gateway.restarts >= 2 or waiting.seconds > limit:
                 raise RunError(
-                    f"the gateway does not start; the end of {self.folder.logs / 'gateway.log'}:\n"
-                    f"{log_tail()}"
+                    f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
-                lambda: f"the gateway starts since {waiting.seconds:.0f} s: {log_tail(1)}"
+                lambda: f"the gateway starts since {waiting.seconds:.0f} s: {gateway.log_tail(1)}"
             )
             time.sleep(_POLL_S)
         return health

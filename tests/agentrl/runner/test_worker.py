@@ -55,7 +55,7 @@ def test_a_failing_agent_is_an_error(shared_harness: RunnerHarness) -> None:
     error, log = attempts["raises"].error, attempts["raises"].log
     assert error is not None
     assert "agents.py" in error
-    assert "attempt.py" not in error
+    assert "attempts.py" not in error
     assert error in Path(log or "").read_text()
 
 

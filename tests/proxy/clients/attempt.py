@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 
 from agentrl.runner import RunnerConfig
-from agentrl.runner.agent_process.attempt import run_attempt
+from agentrl.runner.agent_process.attempts import run_attempt
 from agentrl_tracer.schemas import Claim
 
 config = RunnerConfig.from_json(sys.argv[1])

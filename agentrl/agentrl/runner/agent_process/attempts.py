@@ -16,6 +16,7 @@ import contextlib
 import gc
 import io
 import logging
+import numbers
 import os
 import queue
 import signal
@@ -23,26 +24,30 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import asdict, replace
-from types import FrameType
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
-from agentrl.runner.agent_process.attempt import (
-    TRACE_CONTEXT,
-    load_traced_agent,
-    record_result,
-    run_attempt,
-    show_error,
-    workflow_span,
-)
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
 from agentrl.runner.agent_process.environment import attempt_environment, shared_environment
+from agentrl.runner.agent_process.loading import CommandFailed, LoadedAgent, load_agent
 from agentrl.runner.agent_spec import parse_agent
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, claim_from, send, take_messages
+from agentrl_tracer.context import current_rollout
+from agentrl_tracer.conventions import OUTPUT
+from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim
-from agentrl_tracer.tracing import attributed
+from agentrl_tracer.tracing import attributed, finish, rollout_tracing, tracing
 
+_TRACE_CONTEXT = ("TRACEPARENT", "TRACESTATE")
+_TRACEBACK_LINES = 12
+_LONGEST = 4000  # characters of an error, and of what the agent returned
 _log: ContextVar[TextIO | None] = ContextVar("agentrl_log", default=None)
 
 
@@ -59,7 +64,17 @@ def run_attempts(
     """
     try:
         os.setsid()  # a process group of its own: one signal reaches every process of the agent
-        _settle_in(config)
+        gc.freeze()  # the worker's objects are never garbage here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        pool_logger = logging.getLogger("agentrl.runner")
+        pool_logger.handlers.clear()  # the agent configures logging as it likes
+        pool_logger.propagate = True
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is not None:  # preloaded: else every attempt would draw the same numbers
+            numpy_random.seed()
+        sys.argv = [config.agent]
+        for name in _TRACE_CONTEXT:  # the trainer's own trace is not the agent's
+            os.environ.pop(name, None)
         messages = _hear_worker(worker_fd)
         if config.concurrency > 1:
             _run_concurrently(config, messages, worker_fd)
@@ -70,21 +85,6 @@ def run_attempts(
         _flush_output()
     finally:
         os._exit(1)
-
-
-def _settle_in(config: RunnerConfig) -> None:
-    """Undo what the process inherited from its worker."""
-    gc.freeze()  # the worker's objects are never garbage here
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    pool_logger = logging.getLogger("agentrl.runner")
-    pool_logger.handlers.clear()  # the agent configures logging as it likes
-    pool_logger.propagate = True
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:  # preloaded: else every attempt would draw the same numbers
-        numpy_random.seed()
-    sys.argv = [config.agent]
-    for name in TRACE_CONTEXT:  # the trainer's own trace is not the agent's
-        os.environ.pop(name, None)
 
 
 def _hear_worker(worker_fd: int) -> Iterator[dict[str, Any]]:
@@ -177,17 +177,13 @@ class _RoutedOutput(io.TextIOBase):
         return self._fallback.fileno()
 
 
+@dataclass(slots=True)
 class _ConcurrentAttempts:
-    """The attempts under way."""
-
-    def __init__(
-        self, config: RunnerConfig, messages: Iterator[dict[str, Any]], worker_fd: int
-    ) -> None:
-        self._config = config
-        self._messages = messages
-        self._worker_fd = worker_fd
-        self._reporting = threading.Lock()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+    _config: RunnerConfig
+    _messages: Iterator[dict[str, Any]]
+    _worker_fd: int
+    _reporting: threading.Lock = field(default_factory=threading.Lock)
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
 
     async def run(self) -> None:
         # A thread hears the worker: an agent that blocks the loop must not outlive its worker.
@@ -227,8 +223,8 @@ class _ConcurrentAttempts:
                 environment=attempt_environment(config, claim),
             ) as attribution:
                 try:
-                    agent = load_traced_agent(config)
-                    with workflow_span(agent, claim):
+                    agent = _load_traced_agent(config)
+                    with _workflow_span(agent, claim):
                         if agent.run_async is None:
                             raise TypeError(
                                 f"concurrency: {config.agent!r} is not async, so its rollouts "
@@ -236,12 +232,87 @@ class _ConcurrentAttempts:
                                 "concurrency at 1"
                             )
                         result = await agent.run_async(claim.task)
-                        record_result(result, rewarded=attribution.rewarded)
+                        _record_result(result, rewarded=attribution.rewarded)
                 except (KeyboardInterrupt, GeneratorExit):
                     raise
                 except BaseException as raised:  # CancelledError and SystemExit too
-                    error = show_error(raised)
+                    error = _show_error(raised)
                 complete = await asyncio.to_thread(attribution.finish)
         del self._tasks[claim.attempt_id]
         ending = AttemptEnding.of(error, complete=complete)
         self._report({"attempt": claim.attempt_id, **asdict(ending)})
+
+
+def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
+    """Run one attempt in this process."""
+    # Of the attempt before. A task may be too long for a variable.
+    for name in ("AGENTRL_TASK", *_TRACE_CONTEXT):
+        os.environ.pop(name, None)
+    os.environ.update(attempt_environment(config, claim))
+    active, rollout = rollout_tracing(), current_rollout()
+    assert active is not None
+    assert rollout is not None
+    active.attempt(rollout).finish_expected = True  # ``finish`` comes before the report
+    error: str | None = None
+    try:
+        agent = _load_traced_agent(config)
+        with _workflow_span(agent, claim):
+            carrier: dict[str, str] = {}
+            TraceContextTextMapPropagator().inject(carrier)
+            if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
+                os.environ["TRACEPARENT"] = carrier["traceparent"]
+            result = agent.run(claim.task)
+            _record_result(result, rewarded=active.attempt(rollout).rewarded)
+    except CommandFailed as failed:
+        error = str(failed)  # a traceback of this module would explain nothing
+        sys.stderr.write(f"{error}\n")
+    except BaseException as raised:
+        error = _show_error(raised)
+    return AttemptEnding.of(error, complete=finish())
+
+
+@cache  # loaded once for all attempts of a process
+def _load_traced_agent(config: RunnerConfig) -> LoadedAgent:
+    active = rollout_tracing()  # before the import: calls and threads are watched from then on
+    assert active is not None
+    agent = load_agent(config.agent)
+    # After the import: a provider that the user's module sets is kept, and ours joins it.
+    active.install_globally()
+    return agent
+
+
+def _workflow_span(agent: LoadedAgent, claim: Claim) -> AbstractContextManager[object]:
+    attributes = {
+        "gen_ai.operation.name": "invoke_workflow",
+        "gen_ai.workflow.name": agent.name,
+        "agentrl.rollout.id": claim.rollout_id,
+        "agentrl.attempt.id": claim.attempt_id,
+        "agentrl.task.id": claim.task_id,
+    }
+    return tracing(f"invoke_workflow {agent.name}", attributes)
+
+
+def _record_result(result: Any, *, rewarded: bool) -> None:
+    """Record what the agent returned; a number is its reward, unless it emitted one."""
+    if result is not None:
+        trace.get_current_span().set_attribute(OUTPUT, repr(result)[:_LONGEST])
+    if not rewarded and isinstance(result, numbers.Real) and not isinstance(result, bool):
+        emit_reward(float(result))
+
+
+def _show_error(raised: BaseException) -> str | None:
+    """Print the traceback, without the runner's own frames; return its last lines.
+
+    Returns None for a ``sys.exit`` that means success.
+    """
+    if isinstance(raised, SystemExit) and raised.code in (None, 0):
+        return None
+    frames: TracebackType | None = raised.__traceback__
+    ours = os.path.dirname(__file__) + os.sep
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(raised), raised, frames))
+    sys.stderr.write(text)
+    if isinstance(raised, SystemExit):
+        return f"SystemExit: {raised.code}"
+    return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])[-_LONGEST:]

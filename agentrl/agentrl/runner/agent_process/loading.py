@@ -147,8 +147,6 @@ def _run_command(argv: Sequence[str], task: Json) -> None:
         [_PLACEHOLDER.sub(value, word) for word in argv], stdin=subprocess.PIPE
     )
     process.communicate(json.dumps(task).encode() + b"\n")
-    code = process.returncode
-    if code < 0:
-        raise CommandFailed(f"the agent's command was killed by signal {-code}")
-    if code > 0:
-        raise CommandFailed(f"the agent's command exited with code {code}")
+    if code := process.returncode:
+        ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        raise CommandFailed(f"the agent's command {ended}")

@@ -131,9 +131,8 @@ def adapts_experts(folder: str | Path) -> bool:
 
     vLLM also knows another format, and must be told at its start and with each adapter.
     """
-    return any(
-        name.startswith("experts.") for name in _read_config(folder).get("target_parameters") or ()
-    )
+    targets = _read_config(folder).get("target_parameters") or ()
+    return any(name.startswith("experts.") for name in targets)
 
 
 def _read_config(folder: str | Path) -> dict[str, Any]:

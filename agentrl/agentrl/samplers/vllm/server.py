@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from agentrl.config.commands import ModelCommand
@@ -48,26 +48,23 @@ _MAX_LORAS = 4
 """Adapters in one batch: the current version, and older ones that still answer requests."""
 
 
-class VllmServer:
+class VllmServer(SupervisedProcess):
     """A supervised vLLM server on a socket that only this user can reach."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         """``command``: as ``vllm_command`` returns it."""
-        self.log = log
         # In the temporary folder, because a socket's path must be short.
         self._folder = Path(tempfile.gettempdir()) / f"agentrl-vllm-{secrets.token_hex(6)}"
-        self._socket = self._folder / "socket"
+        self._socket = str(self._folder / "socket")
         self.url = f"unix:{self._socket}"
-        self._command = command
-        self._process: SupervisedProcess | None = None
+        leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
+        super().__init__("vLLM", [*leash, *command, "--uds", self._socket], log)
 
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
         # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
-        env = {_CPU_CACHE_GIB: "4", **os.environ, **_ENVIRONMENT}
-        leash = [sys.executable, "-m", "agentrl.samplers.vllm.server"]
-        argv = [*leash, *self._command, "--uds", str(self._socket)]
-        self._process = SupervisedProcess("vLLM", argv, self.log, env).spawn().supervise()
+        self.env = {_CPU_CACHE_GIB: "4", **os.environ, **_ENVIRONMENT}
+        self.spawn().supervise()
 
     def wait(self, tell: Callable[[str], object]) -> None:
         """Return when the server accepts connections; ``tell`` receives notices until then.
@@ -75,8 +72,7 @@ class VllmServer:
         Raises:
             RuntimeError: it keeps dying, or takes too long; with the end of its log.
         """
-        assert self._process is not None
-        waiting, log_tail = Waiting(tell), self._process.log_tail
+        waiting, log_tail = Waiting(tell), self.log_tail
         while not self._listens():
             if self.restarts >= 2 or waiting.seconds > _START_TIMEOUT_S:
                 raise RuntimeError(f"vLLM does not start; the end of {self.log}:\n{log_tail()}")
@@ -85,15 +81,10 @@ class VllmServer:
 
     def _listens(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
-            return probe.connect_ex(str(self._socket)) == 0
-
-    @property
-    def restarts(self) -> int:
-        return self._process.restarts if self._process else 0
+            return probe.connect_ex(self._socket) == 0
 
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
+        super().stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -171,11 +162,11 @@ def _has_experts(model: str, trust: bool) -> bool:
         return False
 
 
-def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the server until it ends or has to; return its exit code, 128 + n for signal n."""
     path = argv[argv.index("--uds") + 1]
     Path(path).unlink(missing_ok=True)  # left by a server that was killed
-    env = dict(environment)
+    env = dict(os.environ)
     if argv[0] != sys.executable:
         env.pop("PYTHONPATH", None)  # it is our interpreter's, and would mix two environments
     server = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
