@@ -66,7 +66,7 @@ class SpanRouter(SpanProcessor):
         self._traces: dict[int, RolloutContext] = {}  # by trace id
         self._open: dict[int, _OpenSpan] = {}  # by span id
         # By span id, of queued spans: the batch processor hands on another span object.
-        self._owners: dict[int, RolloutContext] = {}
+        self.owners: dict[int, RolloutContext] = {}
         self._lock = threading.Lock()
         self._batch = BatchSpanProcessor(
             _Exporter(self),
@@ -86,7 +86,7 @@ class SpanRouter(SpanProcessor):
     def _reset_in_child(self) -> None:
         """Leave the parent's spans and connections to the parent."""
         self._lock = threading.Lock()
-        self._attempts, self._open, self._owners = {}, {}, {}
+        self._attempts, self._open, self.owners = {}, {}, {}
 
     def install_globally(self) -> None:
         """Receive the spans of all instrumentations, beside the application's own provider."""
@@ -174,7 +174,7 @@ class SpanRouter(SpanProcessor):
         with attempt.lock:
             attempt.ended += 1
             attempt.rewarded = attempt.rewarded or span.name == REWARD_SPAN
-        self._owners[context.span_id] = opened.rollout
+        self.owners[context.span_id] = opened.rollout
         self._batch.on_end(span)
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
@@ -188,17 +188,22 @@ class SpanRouter(SpanProcessor):
         """End the batch processor's thread."""
         self._batch.shutdown()
 
-    def send(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+
+class _Exporter(SpanExporter):
+    def __init__(self, router: SpanRouter) -> None:
+        self._router = router
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send each attempt's spans with its own key, and count those that arrive."""
         by_rollout: dict[RolloutContext, list[ReadableSpan]] = {}
         for span in spans:
             context = span.get_span_context()
-            owner = context and self._owners.pop(context.span_id, None)
+            owner = context and self._router.owners.pop(context.span_id, None)
             if owner:
                 by_rollout.setdefault(owner, []).append(span)
         outcome = SpanExportResult.SUCCESS
         for rollout, its_spans in by_rollout.items():
-            attempt = self.attempt(rollout)
+            attempt = self._router.attempt(rollout)
             result = attempt.exporter.export(its_spans)
             if result is SpanExportResult.SUCCESS:
                 with attempt.lock:
@@ -206,14 +211,6 @@ class SpanRouter(SpanProcessor):
             else:
                 outcome = result
         return outcome
-
-
-class _Exporter(SpanExporter):
-    def __init__(self, router: SpanRouter) -> None:
-        self._router = router
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        return self._router.send(spans)
 
 
 def _exporter(rollout: RolloutContext) -> OTLPSpanExporter:
