@@ -92,8 +92,8 @@ class CallStore(RewardStore):
         """Commit open and finished calls, the gateway's count, spans and rewards together.
 
         A call that finishes after its attempt was sealed is kept as ``late_call``; spans and
-        rewards that come after it are not kept. Returns the state of every attempt among finished
-        calls and deliveries as of this transaction, by attempt id.
+        rewards that come after it are not kept; what is delivered twice is kept once. Returns the
+        state of every attempt among finished calls and deliveries as of this transaction, by id.
 
         Args:
             wait: see ``Database.write_hot``.
@@ -115,17 +115,9 @@ class CallStore(RewardStore):
             for delivery in deliveries:
                 attempt_id = delivery.attempt_id
                 if attempt_id is None or states.get(attempt_id) is AttemptState.RUNNING:
-                    self._insert(c, delivery.spans, delivery.rewards)
+                    self.db.insert_records(c, t.spans, delivery.spans)
+                    insert_rewards(self.db, c, delivery.rewards)
         return states
-
-    def record_spans(self, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:
-        """Store spans and rewards; what is delivered twice is kept once."""
-        with self.db.write_hot() as c:
-            self._insert(c, spans, rewards)
-
-    def _insert(self, cursor: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
-        self.db.insert_records(cursor, t.spans, spans)
-        insert_rewards(self.db, cursor, rewards)
 
     def _attempt_states(self, c: Any, ids: Sequence[str]) -> dict[str, AttemptState | None]:
         """Return the states of the attempts that exist."""

@@ -126,8 +126,3 @@ class RunStore:
                     skip_reason=sa.func.coalesce(t.calls.c.skip_reason, SkipReason.GATEWAY_LOST),
                 )
             ).rowcount
-
-    def gateway_boots(self, run_id: str) -> list[str]:
-        """Return the boot ids of the run's gateways, oldest first."""
-        query = sa.select(t.gateways.c.boot_id).where(t.gateways.c.run_id == run_id)
-        return [row["boot_id"] for row in self.db.fetch(query.order_by(t.gateways.c.started_at))]
