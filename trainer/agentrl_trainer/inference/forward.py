@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 _CPU_TOKENS, _GPU_TOKENS = 4096, 16384
 """Tokens that are scored in one forward."""
-T = TypeVar("T")
 
 
 class Forward(Protocol):
@@ -163,8 +162,8 @@ class Scorer:
     def logprobs(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
         found = [[0.0] * len(row) for row in rows]
-        for batch, values in self._compute(rows, lambda compute, batch: compute(batch).tolist()):
-            where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
+        for batch, values in self._compute(rows):
+            where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
             for row, column, value in where:
                 found[batch.indices[row]][column + 1] = value
         return found
@@ -173,18 +172,14 @@ class Scorer:
         """Return (id, log-prob) of the ``count`` likeliest tokens at each position given the
         tokens before it, best first; empty for the first position."""
         found: list[list[tuple[int, float]]] = [[] for _ in row]
-        for batch, top in self._compute(
-            [row], lambda compute, batch: compute.likeliest(batch, count)
-        ):
+        for batch, top in self._compute([row], count):
             ids, values = (part.tolist() for part in top)
             where = zip(batch.columns.tolist(), ids, values, strict=True)
             for column, some_ids, some in where:
                 found[column + 1] = list(zip(some_ids, some, strict=True))
         return found
 
-    def _compute(
-        self, rows: Sequence[list[int]], of: Callable[[TokenLogprobs, MicroBatch], T]
-    ) -> list[tuple[MicroBatch, T]]:
+    def _compute(self, rows: Sequence[list[int]], top: int = 0) -> list[tuple[MicroBatch, Any]]:
         """Run the trainer's forward, then restore the sampler's attention in every config: the
         towers of a multimodal model may not support what its language model does."""
         found: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
@@ -195,17 +190,16 @@ class Scorer:
             # Constructed at first use, because it tries out what the model allows.
             self._logprobs = compute = self._logprobs or TokenLogprobs(self._base.model)
             batches = pack(
-                [_training_row(row) for row in rows],
+                [
+                    TrainingRow(row, [False] + [True] * (len(row) - 1), blank, blank)
+                    for row in rows
+                    for blank in [[0.0] * len(row)]
+                ],
                 token_budget=budget,
                 share=compute.why_padded is None,
             )
             moved = (batch.to(self._base.device) for batch in batches)
-            return [(batch, of(compute, batch)) for batch in moved]
+            return [(b, compute.likeliest(b, top) if top else compute(b)) for b in moved]
         finally:
             for config, attention in before:
                 config._attn_implementation_internal = attention
-
-
-def _training_row(row: list[int]) -> TrainingRow:
-    blank = [0.0] * len(row)
-    return TrainingRow(row, [False] + [True] * (len(row) - 1), blank, blank)
