@@ -159,9 +159,6 @@ class Lane:
             self.pool.touch(used)
         return length, source
 
-    def same_prompt(self, tokens: list[int]) -> Prefill | None:
-        return next((j for j in self.jobs if j.tokens == tokens), None)
-
     def worth_waiting(self, tokens: list[int], have: int) -> bool:
         """Whether a running prefill will soon offer a much longer prefix than ``have``."""
         want = have + 4 * MIN_PREFIX
