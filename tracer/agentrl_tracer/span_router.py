@@ -28,9 +28,6 @@ from agentrl_tracer.conventions import AGENT_NAME, REWARD_SPAN, ROLLOUT_HEADER, 
 from agentrl_tracer.instrumentation.crewai import flush_events
 from agentrl_tracer.provider import RolloutTracerProvider, install_globally
 
-_BATCH_DELAY_MS = 500
-_BATCH_SPANS = 512
-_EXPORT_TIMEOUT_S = 10
 _MAX_DEPTH = 64  # ancestors searched for an agent's name
 
 
@@ -70,9 +67,9 @@ class SpanRouter(SpanProcessor):
         self._lock = threading.Lock()
         self._batch = BatchSpanProcessor(
             _Exporter(self),
-            schedule_delay_millis=_BATCH_DELAY_MS,
+            schedule_delay_millis=500,
             max_queue_size=65536,
-            max_export_batch_size=_BATCH_SPANS,
+            max_export_batch_size=512,
         )
         # A plain Resource: Resource.create scans every installed package for detectors.
         resource = Resource({"service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl-agent")})
@@ -224,6 +221,6 @@ def _exporter(rollout: RolloutContext) -> OTLPSpanExporter:
         endpoint=f"{rollout.gateway}/rollouts/{rollout.rollout_id}/v1/traces",
         # The rollout header keeps our own HTTP patches from marking this request.
         headers={"authorization": f"Bearer {rollout.key}", ROLLOUT_HEADER: rollout.key},
-        timeout=_EXPORT_TIMEOUT_S,
+        timeout=10,
         session=session,
     )
