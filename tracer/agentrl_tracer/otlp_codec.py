@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 _STATUSES = ("unset", "ok", "error")
-_SDK_KINDS = {kind.name.lower(): kind for kind in SpanKind}
-_SDK_STATUSES = {status.name.lower(): status for status in StatusCode}
 _MAX_TIME = 2**63 - 1  # the store's integers are signed
 
 
@@ -83,8 +81,8 @@ def readable_span(span: Span) -> ReadableSpan:
             Event(event["name"], _known(event["attributes"]), event["time_ns"])
             for event in span.events
         ],
-        kind=_SDK_KINDS.get(span.kind, SpanKind.INTERNAL),
-        status=Status(_SDK_STATUSES.get(span.status, StatusCode.UNSET)),
+        kind=SpanKind.__members__.get(span.kind.upper(), SpanKind.INTERNAL),
+        status=Status(StatusCode.__members__.get(span.status.upper(), StatusCode.UNSET)),
         start_time=span.start_ns,
         end_time=span.end_ns,
     )
