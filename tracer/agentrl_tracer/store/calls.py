@@ -28,7 +28,6 @@ from agentrl_tracer.store.database import json_text
 from agentrl_tracer.store.rewards import RewardStore, insert_rewards
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
-_SPAN_COLUMNS = [t.spans.c[name] for name in Span.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
 _VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VERDICT))
@@ -172,7 +171,7 @@ class CallStore(RewardStore):
 
     def spans(self, rollout_id: str) -> list[Span]:
         """Return the rollout's spans in order of their start."""
-        query = sa.select(*_SPAN_COLUMNS).where(t.spans.c.rollout_id == rollout_id)
+        query = sa.select(t.spans).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
 
     def continuity(self, run_id: str) -> dict[str, Counter[str]]:

@@ -13,7 +13,6 @@ from agentrl_tracer.schemas import POLICY_REWARD_KEY, Reward
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.database import Database
 
-_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
 _ANY_REWARD = (
     sa.select(t.rewards.c.key).where(t.rewards.c.attempt_id == sa.bindparam("attempt")).limit(1)
 )
@@ -46,5 +45,5 @@ class RewardStore:
 
     def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
         """Return the rewards of these rollouts in order of creation."""
-        query = sa.select(*_COLUMNS).where(t.rewards.c.rollout_id.in_(rollout_ids))
+        query = sa.select(t.rewards).where(t.rewards.c.rollout_id.in_(rollout_ids))
         return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
