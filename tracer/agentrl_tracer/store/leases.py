@@ -15,14 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from agentrl_tracer.ids import new_id
-from agentrl_tracer.schemas import (
-    Attempt,
-    AttemptRef,
-    AttemptState,
-    Claim,
-    Purpose,
-    RolloutState,
-)
+from agentrl_tracer.schemas import Attempt, AttemptRef, AttemptState, Claim, Purpose, RolloutState
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rollouts import UPDATE_ROLLOUT, RolloutStore
 
