@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from agentrl_trainer.data.packing import MicroBatch, pack
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference.batched_forward import BatchedForward, LlamaCpuForward
-from agentrl_trainer.inference.kv_cache import KVPool, KVShape, Rows
+from agentrl_trainer.inference.kv_cache import KVPool
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.loading import BaseModel, ModelError
@@ -29,26 +29,13 @@ log = logging.getLogger(__name__)
 _CPU_TOKENS, _GPU_TOKENS = 4096, 16384
 """Tokens that are scored in one forward."""
 
+Forward: TypeAlias = BatchedForward | RowByRowForward
+"""One way of running a model over rows. Its class says when it applies.
 
-class Forward(Protocol):
-    """One way of running a model over rows. Its class says when it applies."""
-
-    @property
-    def shape(self) -> KVShape:
-        """What a token of a row costs in memory."""
-        ...
-
-    def new_rows(self, pool: KVPool) -> Rows: ...
-
-    def __call__(
-        self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits ``[batch, vocab]`` after the last token of each chunk.
-
-        Row i of ``rows``, which ``new_rows`` made, holds ``starts[i]`` tokens and gets
-        ``chunks[i]`` appended.
-        """
-        ...
+``shape`` is what a token of a row costs in memory. ``forward(rows, chunks, starts)`` returns logits
+``[batch, vocab]`` after the last token of each chunk: row i of ``rows``, which ``new_rows`` made,
+holds ``starts[i]`` tokens and gets ``chunks[i]`` appended.
+"""
 
 
 class _Strategy(NamedTuple):
@@ -56,7 +43,7 @@ class _Strategy(NamedTuple):
     """As in docs/models.md."""
     tolerance: float
     """Largest relative difference in float32 between its logits and a plain run's."""
-    construct: Callable[[BaseModel, dict[str, Any]], Any]  # a Forward
+    construct: Callable[[BaseModel, dict[str, Any]], Forward]
     """Raises ValueError for a model that it does not apply to."""
 
 
@@ -122,7 +109,7 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
             "with vLLM (sampler.kind).",
             base.name, model.config.model_type, name,
         )  # fmt: skip
-    return name, cast(Forward, forward), refused[0][1] if llama_cpu and refused else None
+    return name, forward, refused[0][1] if llama_cpu and refused else None
 
 
 def vocabulary(base: BaseModel) -> int:
