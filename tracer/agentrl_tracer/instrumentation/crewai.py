@@ -123,7 +123,15 @@ def _end(kind: str, _source: Any, event: Any) -> None:
     if found is None:
         return
     if kind == "llm":
-        found.span.set_attributes(_describe_answer(event))
+        usage: Mapping[str, Any] = getattr(event, "usage", None) or {}
+        finish = getattr(event, "finish_reason", None)
+        answer = {
+            RESPONSE_ID: getattr(event, "response_id", None),
+            "gen_ai.response.finish_reasons": None if finish is None else (finish,),
+            "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
+        }
+        found.span.set_attributes(_known(answer))
     error = getattr(event, "error", None)
     if error is not None:
         found.span.set_status(trace.StatusCode.ERROR, str(error)[:500])
@@ -172,23 +180,8 @@ def _describe(kind: str, source: Any, event: Any) -> tuple[str, dict[str, Any]]:
             asked = {key: getattr(event, key) for key in ("temperature", "top_p", "max_tokens")}
             more = {f"gen_ai.request.{key}": value for key, value in asked.items()}
             more |= {"gen_ai.request.model": name, AGENT_NAME: role}
-    return f"{operation} {name}" if name else operation, {
-        "gen_ai.operation.name": operation,
-        **more,
-    }
-
-
-def _describe_answer(event: Any) -> dict[str, Any]:
-    usage: Mapping[str, Any] = getattr(event, "usage", None) or {}
-    finish = getattr(event, "finish_reason", None)
-    return _known(
-        {
-            RESPONSE_ID: getattr(event, "response_id", None),
-            "gen_ai.response.finish_reasons": None if finish is None else (finish,),
-            "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
-            "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
-        }
-    )
+    attributes = {"gen_ai.operation.name": operation, **more}
+    return f"{operation} {name}" if name else operation, attributes
 
 
 def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
