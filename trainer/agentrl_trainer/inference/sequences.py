@@ -73,22 +73,17 @@ class StopStrings:
 
     def push(self, token_id: int) -> str | None:
         """Add a token; returns the earliest stop string that the text now contains."""
-        text = self._tail + self._decode(token_id)
+        if self._backend is not None:
+            new = self._stream.step(self._backend, token_id) or ""
+        else:  # a tokenizer written in Python cannot stream: decode everything again, O(n) a token
+            self._ids.append(token_id)
+            answer, new = str(self._tokenizer.decode(self._ids)), ""
+            if not answer.endswith("�"):  # of an incomplete character
+                new, self._seen = answer[self._seen :], len(answer)
+        text = self._tail + new
         hits = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
         self._tail = text[-self._keep :] if self._keep else ""
         return min(hits)[1] if hits else None
-
-    def _decode(self, token_id: int) -> str:
-        """The text that this token adds; empty while a character is incomplete."""
-        if self._backend is not None:
-            return self._stream.step(self._backend, token_id) or ""
-        # Tokenizers written in Python cannot stream: decode everything again, O(n) a token.
-        self._ids.append(token_id)
-        text = str(self._tokenizer.decode(self._ids))
-        if text.endswith("�"):
-            return ""
-        new, self._seen = text[self._seen :], len(text)
-        return new
 
 
 @dataclass(slots=True, eq=False)
