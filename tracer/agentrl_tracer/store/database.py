@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -133,13 +133,11 @@ class Database:
         file = None if self.is_remote else sa.make_url(self.url).database
         # PostgreSQL queues writers itself, and Windows has no flock.
         self._queue = WriterQueue(f"{file}-queue") if file and sys.platform != "win32" else None
+        self._turn = nullcontext if self._queue is None else self._queue.turn
         self._compiled: dict[Any, CompiledStatement] = {}
         self._no_wait: Any = None  # a connection that never waits for a lock
         self._no_wait_thread = 0  # the only thread that may use it
         self._migrate()
-
-    def _turn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._queue is None else self._queue.turn()
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:

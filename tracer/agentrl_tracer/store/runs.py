@@ -112,11 +112,8 @@ class RunStore:
         """
         same_run = t.calls.c.run_id == run_id if run_id else t.calls.c.run_id.is_(None)
         with self.db.write() as c:
-            c.execute(
-                t.gateways.insert().values(
-                    boot_id=boot_id, run_id=run_id, pid=pid, started_at=time.time(), proxied=0
-                )
-            )
+            row = {"boot_id": boot_id, "run_id": run_id, "pid": pid, "proxied": 0}
+            c.execute(t.gateways.insert(), {**row, "started_at": time.time()})
             return c.execute(
                 t.calls.update()
                 .where(same_run, t.calls.c.state == CallState.OPEN, t.calls.c.gateway != boot_id)
