@@ -24,8 +24,8 @@ from agentrl_tracer.schemas import (
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import json_text
-from agentrl_tracer.store.rewards import RewardStore, insert_rewards
+from agentrl_tracer.store.database import Database, json_text
+from agentrl_tracer.store.rewards import insert_rewards
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
@@ -77,7 +77,9 @@ class Delivery:
     rewards: Sequence[Reward] = ()
 
 
-class CallStore(RewardStore):
+class CallStore:
+    db: Database
+
     def write_calls(
         self,
         boot_id: str,
@@ -174,6 +176,11 @@ class CallStore(RewardStore):
         query = sa.select(t.spans).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
 
+    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
+        """Return the rewards of these rollouts in order of creation."""
+        query = sa.select(t.rewards).where(t.rewards.c.rollout_id.in_(rollout_ids))
+        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
+
     def continuity(self, run_id: str) -> dict[str, Counter[str]]:
         """Count how the prompts of each rollout began, by rollout id and by kind.
 
@@ -266,9 +273,5 @@ def _continues(call: Call, seq: int, prompt: list[int]) -> bool:
 
 
 def _call(row: Any) -> Call:
-    reason = row["skip_reason"]
-    types = {
-        "state": CallState(row["state"]),
-        "skip_reason": None if reason is None else SkipReason(reason),
-    }
-    return Call(**{**row, **types})
+    reason = row["skip_reason"] and SkipReason(row["skip_reason"])
+    return Call(**{**row, "state": CallState(row["state"]), "skip_reason": reason})
