@@ -40,9 +40,8 @@ def normalize_url(url: str) -> str:
     """Return an SQLAlchemy URL: a path means SQLite, ``postgres://`` the psycopg 3 driver."""
     if "://" not in url:
         return f"sqlite:///{Path(url).absolute()}"
-    for prefix in ("postgres://", "postgresql://"):
-        if url.startswith(prefix):
-            return "postgresql+psycopg://" + url.removeprefix(prefix)
+    if url.startswith(("postgres://", "postgresql://")):
+        return "postgresql+psycopg://" + url.partition("://")[2]
     return url
 
 
@@ -184,8 +183,7 @@ class Database:
         """Return a statement for ``write_hot``, made and compiled once for each key."""
         known = self._compiled.get(key)
         if known is None:
-            known = CompiledStatement(make(), names, self.engine.dialect)
-            self._compiled[key] = known
+            known = self._compiled[key] = CompiledStatement(make(), names, self.engine.dialect)
         return known
 
     def insert_records(self, cursor: Any, table: sa.Table, records: Sequence[Any]) -> None:
@@ -243,11 +241,7 @@ class Database:
             self._queue.close()
 
     def _migrate(self) -> None:
-        """Bring the schema to ``HEAD``.
-
-        Raises:
-            RuntimeError: the database was made by a newer agentrl.
-        """
+        """Bring the schema to ``HEAD``."""
         with self.read() as connection:
             if _revision(connection) == HEAD:
                 return  # usually: one query

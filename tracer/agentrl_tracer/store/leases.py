@@ -85,8 +85,7 @@ class LeaseStore(RolloutStore):
                 error=None, log=None, started_at=now, ended_at=None,
             )  # fmt: skip
             lease = {"lease_expires_at": claim.lease_expires_at, "heartbeat_at": now}
-            key_hash = {"key_hash": _hash(claim.key)}
-            c.execute(_INSERT_ATTEMPT, {**asdict(attempt), **lease, **key_hash})
+            c.execute(_INSERT_ATTEMPT, {**asdict(attempt), **lease, "key_hash": _hash(claim.key)})
         return claim
 
     def heartbeat(self, attempt_id: str, lease_s: float) -> bool:
