@@ -217,12 +217,8 @@ class RolloutStore:
 
 
 def _of_run(run_id: str, step: int | None, purpose: Purpose | None) -> list[sa.ColumnElement[bool]]:
-    conditions: list[sa.ColumnElement[bool]] = [t.rollouts.c.run_id == run_id]
-    if step is not None:
-        conditions.append(t.rollouts.c.step == step)
-    if purpose is not None:
-        conditions.append(t.rollouts.c.purpose == purpose)
-    return conditions
+    wanted = ((t.rollouts.c.step, step), (t.rollouts.c.purpose, purpose))
+    return [t.rollouts.c.run_id == run_id, *(column == x for column, x in wanted if x is not None)]
 
 
 def _decide(
