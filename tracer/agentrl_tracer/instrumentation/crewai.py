@@ -101,12 +101,9 @@ def flush_events() -> None:
 
 def _begin(parent: Callable[[], otel.Context | None], kind: str, source: Any, event: Any) -> None:
     name, attributes = _describe(kind, source, event)
-    span = trace.get_tracer("agentrl.crewai").start_span(
-        name,
-        parent(),
-        kind=trace.SpanKind.CLIENT if kind == "llm" else trace.SpanKind.INTERNAL,
-        attributes=_known(attributes),
-    )
+    tracer = trace.get_tracer("agentrl.crewai")
+    span_kind = trace.SpanKind.CLIENT if kind == "llm" else trace.SpanKind.INTERNAL
+    span = tracer.start_span(name, parent(), kind=span_kind, attributes=_known(attributes))
     operation = _Operation(kind, span, otel.get_current(), _current())
     otel.attach(otel.set_value(_OPERATION, operation, trace.set_span_in_context(span)))
 
