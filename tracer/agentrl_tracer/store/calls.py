@@ -59,10 +59,8 @@ _SIZES = sa.select(
 # and only client retries after a restart need this.
 _SAME_REQUESTS = (
     sa.select(*_CALL_COLUMNS)
-    .where(
-        _OF_ATTEMPT,
-        sa.cast(t.calls.c.request, sa.Text) == sa.bindparam("request", type_=sa.Text),
-    )
+    .where(_OF_ATTEMPT)
+    .where(sa.cast(t.calls.c.request, sa.Text) == sa.bindparam("request", type_=sa.Text))
     .order_by(t.calls.c.seq, t.calls.c.choice)
 )
 _PROMPTS = sa.select(t.calls.c.seq, t.calls.c.prompt_ids).where(_OF_ATTEMPT)
