@@ -22,15 +22,8 @@ from agentrl_tracer.store.rollouts import UPDATE_ROLLOUT, RolloutStore
 _INSERT_ATTEMPT = t.attempts.insert()
 _STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
 _BY_KEY = (
-    sa.select(
-        t.rollouts.c.run_id,
-        t.attempts.c.rollout_id,
-        t.attempts.c.id.label("attempt_id"),
-        t.attempts.c.state,
-        t.rollouts.c.purpose,
-        t.rollouts.c.seed,
-        t.rollouts.c.sampling,
-    )
+    sa.select(t.attempts.c.rollout_id, t.attempts.c.id.label("attempt_id"), t.attempts.c.state)
+    .add_columns(*(t.rollouts.c[name] for name in ("run_id", "purpose", "seed", "sampling")))
     .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
     .where(t.attempts.c.key_hash == sa.bindparam("key_hash"))
 )
