@@ -195,15 +195,12 @@ class RolloutStore:
             query = sa.select(column, sa.func.count()).where(*conditions).group_by(column)
             return {row[0]: row[1] for row in c.execute(query)}
 
+        by_policies = (t.rewards.c.rollout_id.in_(ids), t.rewards.c.key == POLICY_REWARD_KEY)
         with self.db.write() as c:
             return Outcomes(
                 rollouts=counts(t.rollouts.c.state, *mine),
                 attempts=counts(t.attempts.c.state, t.attempts.c.rollout_id.in_(ids)),
-                policy_rewards=counts(
-                    t.rewards.c.name,
-                    t.rewards.c.rollout_id.in_(ids),
-                    t.rewards.c.key == POLICY_REWARD_KEY,
-                ),
+                policy_rewards=counts(t.rewards.c.name, *by_policies),
             )
 
     def unfinished_ids(self, ids: Collection[str]) -> set[str]:
