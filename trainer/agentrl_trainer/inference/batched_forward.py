@@ -167,11 +167,8 @@ def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
     odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in allowed})
     if odd:
         raise ValueError(f"it has layers of {', '.join(odd)}")
-    base.model(
-        torch.zeros(1, 1, dtype=torch.long, device=base.device),
-        past_key_values=cache,
-        use_cache=True,
-    )
+    token = torch.zeros(1, 1, dtype=torch.long, device=base.device)
+    base.model(token, past_key_values=cache, use_cache=True)
     found = {
         (tuple(keys.shape), tuple(values.shape), keys.dtype)
         for keys, values, *_ in cache
