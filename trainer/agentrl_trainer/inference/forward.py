@@ -172,7 +172,6 @@ class Scorer:
         found: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
         configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values()
         before = [(c, c._attn_implementation_internal) for c in configs]
-        budget = _CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS
         try:
             # Constructed at first use, because it tries out what the model allows.
             self._logprobs = compute = self._logprobs or TokenLogprobs(self._base.model)
@@ -182,7 +181,7 @@ class Scorer:
                     for row in rows
                     for blank in [[0.0] * len(row)]
                 ],
-                token_budget=budget,
+                token_budget=_CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS,
                 share=compute.why_padded is None,
             )
             moved = (batch.to(self._base.device) for batch in batches)
