@@ -218,17 +218,13 @@ class Lane:
 
     def make_room(self, *, force: bool) -> bool:
         """Reserve room for one more token in every decoding row."""
-        return self.rows.reserve(
-            len(self.decoding), max(len(s.tokens) for s in self.decoding), force=force
-        )
+        longest = max(len(s.tokens) for s in self.decoding)
+        return self.rows.reserve(len(self.decoding), longest, force=force)
 
     def decode(self) -> torch.Tensor:
         """Logits ``[decoding, vocab]`` after each sequence's last token; make_room() first."""
-        return self.forward(
-            self.rows,
-            [s.tokens[-1:] for s in self.decoding],
-            [len(s.tokens) - 1 for s in self.decoding],
-        )
+        chunks = [s.tokens[-1:] for s in self.decoding]
+        return self.forward(self.rows, chunks, [len(s.tokens) - 1 for s in self.decoding])
 
     # -- leaving --------------------------------------------------------------------------------
 
