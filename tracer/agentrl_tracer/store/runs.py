@@ -60,9 +60,8 @@ class RunStore:
 
     def tasks(self, run_id: str, split: str) -> list[Json]:
         """Return the tasks of a split in order; none if there is no such run."""
-        query = sa.select(t.tasks.c.data).where(
-            t.tasks.c.run_id == run_id, t.tasks.c.split == split
-        )
+        query = sa.select(t.tasks.c.data).where(t.tasks.c.run_id == run_id)
+        query = query.where(t.tasks.c.split == split)
         return [row["data"] for row in self.db.fetch(query.order_by(t.tasks.c.index))]
 
     def publish_adapter(self, run_id: str, name: str, version: int, path: str, step: int) -> None:
