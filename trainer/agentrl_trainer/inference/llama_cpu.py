@@ -200,9 +200,8 @@ class LlamaCpuDecoder:
             # Rolling by half is rotate_half but for the sign, which is in ``sin``.
             qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
             q, k = qk[:, : self.queries], qk[:, self.queries :]
-            keys, values = rows.write(
-                index, k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
-            )
+            k, v = k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
+            keys, values = rows.write(index, k, v)
             hidden = out.plus(self._attend(q, keys, values, mask, blocks), hidden)
             gate, up = gate_up(before_mlp(hidden)).chunk(2, -1)
             hidden = down.plus(F.silu(gate).mul_(up), hidden)
