@@ -9,6 +9,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from store_records import record_spans
+
 from agentrl_tracer.otlp_codec import parse_traces, rewards_in
 from agentrl_tracer.store import Store
 
@@ -38,7 +40,7 @@ class FakeGateway:
                 spans = parse_traces(
                     body, self.headers["content-type"], ref.rollout_id, ref.attempt_id
                 )
-                store.record_spans(spans, rewards_in(spans))
+                record_spans(store, spans, rewards_in(spans))
                 self._answer(200, b"")
 
             def _answer(self, code: int, body: bytes) -> None:

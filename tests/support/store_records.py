@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from agentrl_tracer.schemas import Call, CallState, Claim, NewRollout, Policies, Purpose
+from agentrl_tracer.schemas import (
+    Call,
+    CallState,
+    Claim,
+    NewRollout,
+    Policies,
+    Purpose,
+    Reward,
+    Span,
+)
 from agentrl_tracer.store import Store
+from agentrl_tracer.store.calls import Delivery
 
 
 def start_run(store: Store, rollouts: int = 1, policies: Policies | None = None) -> str:
@@ -21,6 +32,11 @@ def claimed(store: Store, lease_s: float = 30.0) -> Claim:
     claim = store.claim("runner", lease_s)
     assert claim is not None
     return claim
+
+
+def record_spans(store: Store, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:
+    """Store spans and rewards as a gateway's delivery of no attempt."""
+    store.write_calls("boot", [], [], 0, [Delivery(None, spans, rewards)])
 
 
 def call_of(claim: Claim, name: str, **changes: object) -> Call:

@@ -63,11 +63,8 @@ def emit_reward(
     numbers = {key: _number(key, item) for key, item in named.items()}
     optional = {RESPONSE_ID: response_id, EVALUATION_EXPLANATION: explanation}
     common = {**(attributes or {}), **{k: v for k, v in optional.items() if v is not None}}
-    for key, number in numbers.items():
-        _emit_span(
-            active, REWARD_SPAN, span, common | {EVALUATION_NAME: key, EVALUATION_VALUE: number}
-        )
-    _deliver(active)
+    rewards = [common | {EVALUATION_NAME: k, EVALUATION_VALUE: v} for k, v in numbers.items()]
+    _emit_spans(active, REWARD_SPAN, span, rewards)
 
 
 def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None:
@@ -87,21 +84,18 @@ def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None
     if not isinstance(name, str) or not name:
         raise ValueError(f"emit: the name must be a non-empty string, got {name!r}")
     note = {NOTE_NAME: name, NOTE_DATA: json.dumps(data, default=str, ensure_ascii=False)}
-    _emit_span(active, NOTE_SPAN, span, note)
-    _deliver(active)
+    _emit_spans(active, NOTE_SPAN, span, [note])
 
 
-def _emit_span(
-    active: SpanRouter, name: str, under: trace.Span | None, attributes: dict[str, Any]
+def _emit_spans(
+    active: SpanRouter, name: str, under: trace.Span | None, spans: list[dict[str, Any]]
 ) -> None:
     context = trace.set_span_in_context(under) if under is not None else active.parent()
-    active.tracer.start_span(name, context, attributes=attributes).end()
-
-
-def _deliver(active: SpanRouter) -> None:
-    """Flush at once in a subprocess, where ``finish`` is not called."""
+    for attributes in spans:
+        active.tracer.start_span(name, context, attributes=attributes).end()
     rollout = current_rollout()
     assert rollout is not None
+    # In a subprocess ``finish`` is not called: flush at once.
     if not active.attempt(rollout).finish_expected and not active.flush(rollout):
         logger.warning(
             "agentrl: a reward, note or span did not reach the gateway; the rollout is retried"

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 _STATUSES = ("unset", "ok", "error")
-_SDK_KINDS = {kind.name.lower(): kind for kind in SpanKind}
-_SDK_STATUSES = {status.name.lower(): status for status in StatusCode}
 _MAX_TIME = 2**63 - 1  # the store's integers are signed
 
 
@@ -79,12 +77,9 @@ def readable_span(span: Span) -> ReadableSpan:
         parent=parent,
         resource=Resource(_known(span.resource)),
         attributes=_known(owner) | _known(span.attributes),
-        events=[
-            Event(event["name"], _known(event["attributes"]), event["time_ns"])
-            for event in span.events
-        ],
-        kind=_SDK_KINDS.get(span.kind, SpanKind.INTERNAL),
-        status=Status(_SDK_STATUSES.get(span.status, StatusCode.UNSET)),
+        events=[Event(e["name"], _known(e["attributes"]), e["time_ns"]) for e in span.events],
+        kind=SpanKind.__members__.get(span.kind.upper(), SpanKind.INTERNAL),
+        status=Status(StatusCode.__members__.get(span.status.upper(), StatusCode.UNSET)),
         start_time=span.start_ns,
         end_time=span.end_ns,
     )
@@ -152,12 +147,8 @@ def _span(span: Any, resource: Json, rollout_id: str | None, attempt_id: str | N
         status=_name(_STATUSES, span.status.code),
         attributes=_attributes(span.attributes),
         events=[
-            {
-                "name": event.name,
-                "time_ns": event.time_unix_nano,
-                "attributes": _attributes(event.attributes),
-            }
-            for event in span.events
+            {"name": e.name, "time_ns": e.time_unix_nano, "attributes": _attributes(e.attributes)}
+            for e in span.events
         ],
         resource=resource,
         rollout_id=rollout_id,

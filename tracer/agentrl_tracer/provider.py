@@ -50,12 +50,7 @@ class _DelegatingTracer(trace.Tracer):
     def __init__(self, provider: RolloutTracerProvider, args: Any, kwargs: Any) -> None:
         self._provider = provider
         self._own = provider.own_tracer(*args, **kwargs)
-
-        @functools.cache
-        def of(successor: TracerProvider) -> trace.Tracer:
-            return successor.get_tracer(*args, **kwargs)
-
-        self._of = of
+        self._of = functools.cache(lambda successor: successor.get_tracer(*args, **kwargs))
 
     def _tracer(self) -> trace.Tracer:
         successor = self._provider.successor

@@ -28,9 +28,6 @@ from agentrl_tracer.conventions import AGENT_NAME, REWARD_SPAN, ROLLOUT_HEADER, 
 from agentrl_tracer.instrumentation.crewai import flush_events
 from agentrl_tracer.provider import RolloutTracerProvider, install_globally
 
-_BATCH_DELAY_MS = 500
-_BATCH_SPANS = 512
-_EXPORT_TIMEOUT_S = 10
 _MAX_DEPTH = 64  # ancestors searched for an agent's name
 
 
@@ -66,13 +63,13 @@ class SpanRouter(SpanProcessor):
         self._traces: dict[int, RolloutContext] = {}  # by trace id
         self._open: dict[int, _OpenSpan] = {}  # by span id
         # By span id, of queued spans: the batch processor hands on another span object.
-        self._owners: dict[int, RolloutContext] = {}
+        self.owners: dict[int, RolloutContext] = {}
         self._lock = threading.Lock()
         self._batch = BatchSpanProcessor(
             _Exporter(self),
-            schedule_delay_millis=_BATCH_DELAY_MS,
+            schedule_delay_millis=500,
             max_queue_size=65536,
-            max_export_batch_size=_BATCH_SPANS,
+            max_export_batch_size=512,
         )
         # A plain Resource: Resource.create scans every installed package for detectors.
         resource = Resource({"service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl-agent")})
@@ -86,7 +83,7 @@ class SpanRouter(SpanProcessor):
     def _reset_in_child(self) -> None:
         """Leave the parent's spans and connections to the parent."""
         self._lock = threading.Lock()
-        self._attempts, self._open, self._owners = {}, {}, {}
+        self._attempts, self._open, self.owners = {}, {}, {}
 
     def install_globally(self) -> None:
         """Receive the spans of all instrumentations, beside the application's own provider."""
@@ -174,7 +171,7 @@ class SpanRouter(SpanProcessor):
         with attempt.lock:
             attempt.ended += 1
             attempt.rewarded = attempt.rewarded or span.name == REWARD_SPAN
-        self._owners[context.span_id] = opened.rollout
+        self.owners[context.span_id] = opened.rollout
         self._batch.on_end(span)
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
@@ -188,17 +185,22 @@ class SpanRouter(SpanProcessor):
         """End the batch processor's thread."""
         self._batch.shutdown()
 
-    def send(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+
+class _Exporter(SpanExporter):
+    def __init__(self, router: SpanRouter) -> None:
+        self._router = router
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send each attempt's spans with its own key, and count those that arrive."""
         by_rollout: dict[RolloutContext, list[ReadableSpan]] = {}
         for span in spans:
             context = span.get_span_context()
-            owner = context and self._owners.pop(context.span_id, None)
+            owner = context and self._router.owners.pop(context.span_id, None)
             if owner:
                 by_rollout.setdefault(owner, []).append(span)
         outcome = SpanExportResult.SUCCESS
         for rollout, its_spans in by_rollout.items():
-            attempt = self.attempt(rollout)
+            attempt = self._router.attempt(rollout)
             result = attempt.exporter.export(its_spans)
             if result is SpanExportResult.SUCCESS:
                 with attempt.lock:
@@ -206,14 +208,6 @@ class SpanRouter(SpanProcessor):
             else:
                 outcome = result
         return outcome
-
-
-class _Exporter(SpanExporter):
-    def __init__(self, router: SpanRouter) -> None:
-        self._router = router
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        return self._router.send(spans)
 
 
 def _exporter(rollout: RolloutContext) -> OTLPSpanExporter:
@@ -227,6 +221,6 @@ def _exporter(rollout: RolloutContext) -> OTLPSpanExporter:
         endpoint=f"{rollout.gateway}/rollouts/{rollout.rollout_id}/v1/traces",
         # The rollout header keeps our own HTTP patches from marking this request.
         headers={"authorization": f"Bearer {rollout.key}", ROLLOUT_HEADER: rollout.key},
-        timeout=_EXPORT_TIMEOUT_S,
+        timeout=10,
         session=session,
     )

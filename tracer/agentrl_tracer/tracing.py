@@ -22,7 +22,6 @@ from agentrl_tracer.span_router import SpanRouter
 
 logger = logging.getLogger("agentrl")
 
-
 _lock = threading.Lock()
 _active: SpanRouter | None = None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from store_records import record_spans
 
 from agentrl.console.trace_tree import rollout_tree
 from agentrl_tracer.schemas import (
@@ -40,7 +41,8 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
             rollout_id, second.attempt_id,
         )  # fmt: skip
 
-    store.record_spans(
+    record_spans(
+        store,
         [
             span("root-span", "s1", None),
             span("lost-parent", "s2", "nowhere"),

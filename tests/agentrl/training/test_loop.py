@@ -110,7 +110,8 @@ def test_gateway_runners_and_agents_are_killed_and_no_half_attempt_trains(tmp_pa
 
     run.accounting()
     with run.store() as store:
-        assert len(store.gateway_boots(run.run_id)) == 2
+        boots = sa.select(tables.gateways).where(tables.gateways.c.run_id == run.run_id)
+        assert len(store.db.fetch(boots)) == 2
         rollouts = store.rollouts(run.run_id)
         attempts = store.attempts([r.id for r in rollouts])
         calls = store.calls(rollout_ids=[r.id for r in rollouts])

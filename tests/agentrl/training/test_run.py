@@ -10,6 +10,7 @@ import pytest
 import torch
 from call_records import make
 from settings import nested
+from store_records import record_spans
 
 from agentrl.config.commands import TrainConfig
 from agentrl.timing import PhaseTimer
@@ -42,7 +43,7 @@ def test_what_is_older_than_max_staleness_is_dropped(
         )  # fmt: skip
         store.write_calls("boot", [], [one], 1, wait=True)
         earned = float(version % 2)
-        store.record_spans([], [Reward(key, claim.rollout_id, "reward", earned, key=key)])
+        record_spans(store, [], [Reward(key, claim.rollout_id, "reward", earned, key=key)])
         store.end_attempt(key, AttemptState.SUCCEEDED)
         version_of[one.id] = version
     config = TrainConfig(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from store_records import call_of, claimed, start_run
+from store_records import call_of, claimed, record_spans, start_run
 
 from agentrl_tracer.schemas import (
     AttemptState,
@@ -123,6 +123,6 @@ def test_same_requests_are_found_by_what_was_asked(store: Store, request_: Any) 
 
 def test_a_reward_delivered_twice_counts_once(store: Store, claim: Claim) -> None:
     reward = Reward(claim.attempt_id, claim.rollout_id, "reward", 1.0, key="span-1")
-    store.record_spans([], [reward])
-    store.record_spans([], [reward, replace(reward, key="span-2", value=0.5)])
+    record_spans(store, [], [reward])
+    record_spans(store, [], [reward, replace(reward, key="span-2", value=0.5)])
     assert [r.value for r in store.rewards([claim.rollout_id])] == [1.0, 0.5]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from store_records import claimed, start_run
+from store_records import claimed, record_spans, start_run
 
 from agentrl_tracer.schemas import (
     AttemptState,
@@ -69,7 +69,7 @@ def test_a_missing_reward_is_tried_again_and_an_emitted_one_is_not(store: Store)
     second = claimed(store)
     assert second.attempt_number == 2
     reward = Reward(second.attempt_id, second.rollout_id, "reward", 1.0, key="span")
-    store.record_spans([], [reward])
+    record_spans(store, [], [reward])
     assert store.end_attempt(second.attempt_id, AttemptState.SUCCEEDED) == RolloutState.SUCCEEDED
     outcomes = store.outcomes(run_id, step=1, purpose=Purpose.TRAIN)
     assert outcomes.attempts == {"no_reward": 1, "succeeded": 1}
@@ -81,7 +81,8 @@ def test_a_missing_reward_is_tried_again_and_an_emitted_one_is_not(store: Store)
 def test_a_policys_reward_stands_instead_of_what_was_emitted(store: Store) -> None:
     run_id = start_run(store, policies=Policies(on_error=-1.0))
     claim = claimed(store)
-    store.record_spans([], [Reward(claim.attempt_id, claim.rollout_id, "reward", 5.0, key="span")])
+    emitted = Reward(claim.attempt_id, claim.rollout_id, "reward", 5.0, key="span")
+    record_spans(store, [], [emitted])
     store.end_attempt(claim.attempt_id, AttemptState.ERROR, error="boom")
     rewards = store.rewards([claim.rollout_id])
     assert sorted(r.value for r in rewards) == [-1.0, 5.0]  # nothing recorded is lost

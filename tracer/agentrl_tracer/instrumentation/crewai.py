@@ -101,12 +101,9 @@ def flush_events() -> None:
 
 def _begin(parent: Callable[[], otel.Context | None], kind: str, source: Any, event: Any) -> None:
     name, attributes = _describe(kind, source, event)
-    span = trace.get_tracer("agentrl.crewai").start_span(
-        name,
-        parent(),
-        kind=trace.SpanKind.CLIENT if kind == "llm" else trace.SpanKind.INTERNAL,
-        attributes=_known(attributes),
-    )
+    tracer = trace.get_tracer("agentrl.crewai")
+    span_kind = trace.SpanKind.CLIENT if kind == "llm" else trace.SpanKind.INTERNAL
+    span = tracer.start_span(name, parent(), kind=span_kind, attributes=_known(attributes))
     operation = _Operation(kind, span, otel.get_current(), _current())
     otel.attach(otel.set_value(_OPERATION, operation, trace.set_span_in_context(span)))
 
@@ -123,7 +120,15 @@ def _end(kind: str, _source: Any, event: Any) -> None:
     if found is None:
         return
     if kind == "llm":
-        found.span.set_attributes(_describe_answer(event))
+        usage: Mapping[str, Any] = getattr(event, "usage", None) or {}
+        finish = getattr(event, "finish_reason", None)
+        answer = {
+            RESPONSE_ID: getattr(event, "response_id", None),
+            "gen_ai.response.finish_reasons": None if finish is None else (finish,),
+            "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
+        }
+        found.span.set_attributes(_known(answer))
     error = getattr(event, "error", None)
     if error is not None:
         found.span.set_status(trace.StatusCode.ERROR, str(error)[:500])
@@ -172,23 +177,8 @@ def _describe(kind: str, source: Any, event: Any) -> tuple[str, dict[str, Any]]:
             asked = {key: getattr(event, key) for key in ("temperature", "top_p", "max_tokens")}
             more = {f"gen_ai.request.{key}": value for key, value in asked.items()}
             more |= {"gen_ai.request.model": name, AGENT_NAME: role}
-    return f"{operation} {name}" if name else operation, {
-        "gen_ai.operation.name": operation,
-        **more,
-    }
-
-
-def _describe_answer(event: Any) -> dict[str, Any]:
-    usage: Mapping[str, Any] = getattr(event, "usage", None) or {}
-    finish = getattr(event, "finish_reason", None)
-    return _known(
-        {
-            RESPONSE_ID: getattr(event, "response_id", None),
-            "gen_ai.response.finish_reasons": None if finish is None else (finish,),
-            "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
-            "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
-        }
-    )
+    attributes = {"gen_ai.operation.name": operation, **more}
+    return f"{operation} {name}" if name else operation, attributes
 
 
 def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def mark_requests(agent_name: AgentName) -> None:
     """
     mark = functools.partial(_mark, agent_name)
     for module in ("httpx", "httpx2"):
-        on_import(module, functools.partial(_patch_httpx, mark))
-    on_import("requests", functools.partial(_patch_requests, mark))
+        on_import(module, functools.partial(_patch_send, mark, ("Client", "AsyncClient")))
+    on_import("requests", functools.partial(_patch_send, mark, ("Session",)))
     on_import("aiohttp", functools.partial(_patch_aiohttp, mark))
 
 
@@ -105,25 +105,16 @@ def _mark(agent_name: AgentName, url: str, headers: MutableMapping[str, str]) ->
 Mark = Callable[[str, MutableMapping[str, str]], str | None]
 
 
-def _patch_httpx(mark: Mark, module: ModuleType) -> None:
+def _patch_send(mark: Mark, clients: tuple[str, ...], module: ModuleType) -> None:
     def send(wrapped: Any, _client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         request = args[0] if args else kwargs["request"]
         moved = mark(str(request.url), request.headers)
         if moved is not None:
-            request.url = module.URL(moved)
+            request.url = type(request.url)(moved)
         return wrapped(*args, **kwargs)
 
-    for client in ("Client", "AsyncClient"):
+    for client in clients:
         wrapt.wrap_function_wrapper(module, f"{client}.send", send)
-
-
-def _patch_requests(mark: Mark, module: ModuleType) -> None:
-    def send(wrapped: Any, _session: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        request = args[0] if args else kwargs["request"]
-        request.url = mark(request.url, request.headers) or request.url
-        return wrapped(*args, **kwargs)
-
-    wrapt.wrap_function_wrapper(module, "Session.send", send)
 
 
 def _patch_aiohttp(mark: Mark, module: ModuleType) -> None:

@@ -107,10 +107,9 @@ def carry_into_subprocesses(flush: Callable[[], bool]) -> None:
 
     def flush_at_exit(util: ModuleType) -> None:
         # A forked child of multiprocessing ends without atexit, so its last batch would be lost.
-        def in_child(_: Any) -> None:
-            util.Finalize(None, last_flush, exitpriority=0)
-
-        util.register_after_fork(last_flush, in_child)
+        util.register_after_fork(
+            last_flush, lambda _: util.Finalize(None, last_flush, exitpriority=0)
+        )
 
     on_import("multiprocessing.util", flush_at_exit)
 

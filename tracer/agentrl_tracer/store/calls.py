@@ -24,11 +24,10 @@ from agentrl_tracer.schemas import (
     Span,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import json_text
-from agentrl_tracer.store.rewards import RewardStore, insert_rewards
+from agentrl_tracer.store.database import Database, json_text
+from agentrl_tracer.store.rewards import insert_rewards
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
-_SPAN_COLUMNS = [t.spans.c[name] for name in Span.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
 _VERDICT = ("trained_step", "skip_reason")
 _CALL_UPDATES = tuple(c.name for c in _CALL_COLUMNS if c.name not in ("id", *_VERDICT))
@@ -60,10 +59,8 @@ _SIZES = sa.select(
 # and only client retries after a restart need this.
 _SAME_REQUESTS = (
     sa.select(*_CALL_COLUMNS)
-    .where(
-        _OF_ATTEMPT,
-        sa.cast(t.calls.c.request, sa.Text) == sa.bindparam("request", type_=sa.Text),
-    )
+    .where(_OF_ATTEMPT)
+    .where(sa.cast(t.calls.c.request, sa.Text) == sa.bindparam("request", type_=sa.Text))
     .order_by(t.calls.c.seq, t.calls.c.choice)
 )
 _PROMPTS = sa.select(t.calls.c.seq, t.calls.c.prompt_ids).where(_OF_ATTEMPT)
@@ -78,7 +75,9 @@ class Delivery:
     rewards: Sequence[Reward] = ()
 
 
-class CallStore(RewardStore):
+class CallStore:
+    db: Database
+
     def write_calls(
         self,
         boot_id: str,
@@ -92,8 +91,8 @@ class CallStore(RewardStore):
         """Commit open and finished calls, the gateway's count, spans and rewards together.
 
         A call that finishes after its attempt was sealed is kept as ``late_call``; spans and
-        rewards that come after it are not kept. Returns the state of every attempt among finished
-        calls and deliveries as of this transaction, by attempt id.
+        rewards that come after it are not kept; what is delivered twice is kept once. Returns the
+        state of every attempt among finished calls and deliveries as of this transaction, by id.
 
         Args:
             wait: see ``Database.write_hot``.
@@ -115,17 +114,9 @@ class CallStore(RewardStore):
             for delivery in deliveries:
                 attempt_id = delivery.attempt_id
                 if attempt_id is None or states.get(attempt_id) is AttemptState.RUNNING:
-                    self._insert(c, delivery.spans, delivery.rewards)
+                    self.db.insert_records(c, t.spans, delivery.spans)
+                    insert_rewards(self.db, c, delivery.rewards)
         return states
-
-    def record_spans(self, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:
-        """Store spans and rewards; what is delivered twice is kept once."""
-        with self.db.write_hot() as c:
-            self._insert(c, spans, rewards)
-
-    def _insert(self, cursor: Any, spans: Sequence[Span], rewards: Sequence[Reward]) -> None:
-        self.db.insert_records(cursor, t.spans, spans)
-        insert_rewards(self.db, cursor, rewards)
 
     def _attempt_states(self, c: Any, ids: Sequence[str]) -> dict[str, AttemptState | None]:
         """Return the states of the attempts that exist."""
@@ -180,8 +171,13 @@ class CallStore(RewardStore):
 
     def spans(self, rollout_id: str) -> list[Span]:
         """Return the rollout's spans in order of their start."""
-        query = sa.select(*_SPAN_COLUMNS).where(t.spans.c.rollout_id == rollout_id)
+        query = sa.select(t.spans).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
+
+    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
+        """Return the rewards of these rollouts in order of creation."""
+        query = sa.select(t.rewards).where(t.rewards.c.rollout_id.in_(rollout_ids))
+        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
 
     def continuity(self, run_id: str) -> dict[str, Counter[str]]:
         """Count how the prompts of each rollout began, by rollout id and by kind.
@@ -275,9 +271,5 @@ def _continues(call: Call, seq: int, prompt: list[int]) -> bool:
 
 
 def _call(row: Any) -> Call:
-    reason = row["skip_reason"]
-    types = {
-        "state": CallState(row["state"]),
-        "skip_reason": None if reason is None else SkipReason(reason),
-    }
-    return Call(**{**row, **types})
+    reason = row["skip_reason"] and SkipReason(row["skip_reason"])
+    return Call(**{**row, "state": CallState(row["state"]), "skip_reason": reason})

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -39,9 +40,8 @@ def normalize_url(url: str) -> str:
     """Return an SQLAlchemy URL: a path means SQLite, ``postgres://`` the psycopg 3 driver."""
     if "://" not in url:
         return f"sqlite:///{Path(url).absolute()}"
-    for prefix in ("postgres://", "postgresql://"):
-        if url.startswith(prefix):
-            return "postgresql+psycopg://" + url.removeprefix(prefix)
+    if url.startswith(("postgres://", "postgresql://")):
+        return "postgresql+psycopg://" + url.partition("://")[2]
     return url
 
 
@@ -127,17 +127,16 @@ class Database:
         self.url = normalize_url(url)
         self.engine = open_engine(self.url, pooled=pooled)
         self.is_remote = not self.url.startswith("sqlite")
+        self.upsert = partial(upsert, self.is_remote)
         self._begin = None if self.is_remote else "BEGIN IMMEDIATE"  # psycopg begins by itself
         file = None if self.is_remote else sa.make_url(self.url).database
         # PostgreSQL queues writers itself, and Windows has no flock.
         self._queue = WriterQueue(f"{file}-queue") if file and sys.platform != "win32" else None
+        self._turn = nullcontext if self._queue is None else self._queue.turn
         self._compiled: dict[Any, CompiledStatement] = {}
         self._no_wait: Any = None  # a connection that never waits for a lock
         self._no_wait_thread = 0  # the only thread that may use it
-        migrate(self.engine)
-
-    def _turn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._queue is None else self._queue.turn()
+        self._migrate()
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -148,8 +147,9 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Single statements outside any transaction, which never wait for a writer."""
-        with _reading(self.engine) as connection:
-            yield connection
+        options = {"isolation_level": "AUTOCOMMIT"} if self.is_remote else {_ONE_READ: True}
+        with self.engine.connect() as connection:
+            yield connection.execution_options(**options)
 
     def execute(self, statement: sa.Executable, rows: Any = None) -> int:
         """Execute one statement in a transaction of its own; return how many rows it changed."""
@@ -160,12 +160,6 @@ class Database:
         """Return all rows of one query."""
         with self.read() as connection:
             return connection.execute(query, parameters).mappings().all()
-
-    def upsert(
-        self, table: sa.Table, update: tuple[str, ...] = (), keep: tuple[str, ...] = ()
-    ) -> sa.Executable:
-        """See ``statements.upsert``."""
-        return upsert(self.is_remote, table, update, keep)
 
     def look_up(self, statement: sa.Select[Any], **parameters: str) -> Any:
         """Return the first value of a select, or None; for lookups on every request.
@@ -189,8 +183,7 @@ class Database:
         """Return a statement for ``write_hot``, made and compiled once for each key."""
         known = self._compiled.get(key)
         if known is None:
-            known = CompiledStatement(make(), names, self.engine.dialect)
-            self._compiled[key] = known
+            known = self._compiled[key] = CompiledStatement(make(), names, self.engine.dialect)
         return known
 
     def insert_records(self, cursor: Any, table: sa.Table, records: Sequence[Any]) -> None:
@@ -247,6 +240,26 @@ class Database:
         if self._queue is not None:
             self._queue.close()
 
+    def _migrate(self) -> None:
+        """Bring the schema to ``HEAD``."""
+        with self.read() as connection:
+            if _revision(connection) == HEAD:
+                return  # usually: one query
+        # One IMMEDIATE transaction: when several processes open a new store at the same moment,
+        # one migrates, and the others wait and find nothing to do.
+        with self.engine.begin() as connection:
+            if self.is_remote:
+                connection.execute(sa.text("SELECT pg_advisory_xact_lock(727274)"))
+            revision = _revision(connection)
+            if revision is None:
+                # A new store is made from the tables, without importing alembic (0.3 s). A test
+                # holds tables and migrations together.
+                metadata.create_all(connection)
+                _VERSION.create(connection)
+                connection.execute(_VERSION.insert().values(version_num=HEAD))
+            elif revision != HEAD:
+                _upgrade(connection, revision)
+
 
 _VERSION = sa.Table(  # as alembic defines it
     "alembic_version",
@@ -254,31 +267,6 @@ _VERSION = sa.Table(  # as alembic defines it
     sa.Column("version_num", sa.String(32), nullable=False),
     sa.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
-
-
-def migrate(engine: sa.Engine) -> None:
-    """Bring the schema to ``HEAD``.
-
-    Raises:
-        RuntimeError: the database was made by a newer agentrl.
-    """
-    with _reading(engine) as connection:
-        if _revision(connection) == HEAD:
-            return  # usually: one query
-    # One IMMEDIATE transaction: when several processes open a new store at the same moment, one
-    # migrates, and the others wait and find nothing to do.
-    with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":
-            connection.execute(sa.text("SELECT pg_advisory_xact_lock(727274)"))
-        revision = _revision(connection)
-        if revision is None:
-            # A new store is made from the tables, without importing alembic (0.3 s). A test holds
-            # tables and migrations together.
-            metadata.create_all(connection)
-            _VERSION.create(connection)
-            connection.execute(_VERSION.insert().values(version_num=HEAD))
-        elif revision != HEAD:
-            _upgrade(connection, revision)
 
 
 def _upgrade(connection: sa.Connection, revision: str) -> None:
@@ -297,14 +285,6 @@ def _upgrade(connection: sa.Connection, revision: str) -> None:
             f"store {url!r} has schema {revision!r}, which this agentrl (schema {HEAD}) does not "
             "know: upgrade agentrl, or use another store"
         ) from error
-
-
-@contextmanager
-def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-    remote = engine.dialect.name != "sqlite"
-    options = {"isolation_level": "AUTOCOMMIT"} if remote else {_ONE_READ: True}
-    with engine.connect() as connection:
-        yield connection.execution_options(**options)
 
 
 def _revision(connection: sa.Connection) -> str | None:

@@ -15,29 +15,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from agentrl_tracer.ids import new_id
-from agentrl_tracer.schemas import (
-    Attempt,
-    AttemptRef,
-    AttemptState,
-    Claim,
-    Purpose,
-    RolloutState,
-)
+from agentrl_tracer.schemas import Attempt, AttemptRef, AttemptState, Claim, Purpose, RolloutState
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rollouts import UPDATE_ROLLOUT, RolloutStore
 
 _INSERT_ATTEMPT = t.attempts.insert()
 _STATE = sa.select(t.attempts.c.state).where(t.attempts.c.id == sa.bindparam("attempt_id"))
 _BY_KEY = (
-    sa.select(
-        t.rollouts.c.run_id,
-        t.attempts.c.rollout_id,
-        t.attempts.c.id.label("attempt_id"),
-        t.attempts.c.state,
-        t.rollouts.c.purpose,
-        t.rollouts.c.seed,
-        t.rollouts.c.sampling,
-    )
+    sa.select(t.attempts.c.rollout_id, t.attempts.c.id.label("attempt_id"), t.attempts.c.state)
+    .add_columns(*(t.rollouts.c[name] for name in ("run_id", "purpose", "seed", "sampling")))
     .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
     .where(t.attempts.c.key_hash == sa.bindparam("key_hash"))
 )
@@ -92,8 +78,7 @@ class LeaseStore(RolloutStore):
                 error=None, log=None, started_at=now, ended_at=None,
             )  # fmt: skip
             lease = {"lease_expires_at": claim.lease_expires_at, "heartbeat_at": now}
-            key_hash = {"key_hash": _hash(claim.key)}
-            c.execute(_INSERT_ATTEMPT, {**asdict(attempt), **lease, **key_hash})
+            c.execute(_INSERT_ATTEMPT, {**asdict(attempt), **lease, "key_hash": _hash(claim.key)})
         return claim
 
     def heartbeat(self, attempt_id: str, lease_s: float) -> bool:

@@ -1,9 +1,9 @@
-"""Store and read rewards: those that agents emit, and those that a policy gives."""
+"""Store rewards: those that agents emit, and those that a policy gives."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from agentrl_tracer.schemas import POLICY_REWARD_KEY, Reward
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.database import Database
 
-_COLUMNS = [t.rewards.c[name] for name in Reward.__dataclass_fields__]
 _ANY_REWARD = (
     sa.select(t.rewards.c.key).where(t.rewards.c.attempt_id == sa.bindparam("attempt")).limit(1)
 )
@@ -39,12 +38,3 @@ def set_policy_reward(
 
 def has_reward(connection: sa.Connection, attempt_id: str) -> bool:
     return connection.execute(_ANY_REWARD, {"attempt": attempt_id}).first() is not None
-
-
-class RewardStore:
-    db: Database
-
-    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
-        """Return the rewards of these rollouts in order of creation."""
-        query = sa.select(*_COLUMNS).where(t.rewards.c.rollout_id.in_(rollout_ids))
-        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]

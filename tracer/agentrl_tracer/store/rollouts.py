@@ -195,15 +195,12 @@ class RolloutStore:
             query = sa.select(column, sa.func.count()).where(*conditions).group_by(column)
             return {row[0]: row[1] for row in c.execute(query)}
 
+        by_policies = (t.rewards.c.rollout_id.in_(ids), t.rewards.c.key == POLICY_REWARD_KEY)
         with self.db.write() as c:
             return Outcomes(
                 rollouts=counts(t.rollouts.c.state, *mine),
                 attempts=counts(t.attempts.c.state, t.attempts.c.rollout_id.in_(ids)),
-                policy_rewards=counts(
-                    t.rewards.c.name,
-                    t.rewards.c.rollout_id.in_(ids),
-                    t.rewards.c.key == POLICY_REWARD_KEY,
-                ),
+                policy_rewards=counts(t.rewards.c.name, *by_policies),
             )
 
     def unfinished_ids(self, ids: Collection[str]) -> set[str]:
@@ -217,12 +214,8 @@ class RolloutStore:
 
 
 def _of_run(run_id: str, step: int | None, purpose: Purpose | None) -> list[sa.ColumnElement[bool]]:
-    conditions: list[sa.ColumnElement[bool]] = [t.rollouts.c.run_id == run_id]
-    if step is not None:
-        conditions.append(t.rollouts.c.step == step)
-    if purpose is not None:
-        conditions.append(t.rollouts.c.purpose == purpose)
-    return conditions
+    wanted = ((t.rollouts.c.step, step), (t.rollouts.c.purpose, purpose))
+    return [t.rollouts.c.run_id == run_id, *(column == x for column, x in wanted if x is not None)]
 
 
 def _decide(

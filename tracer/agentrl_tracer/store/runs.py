@@ -60,9 +60,8 @@ class RunStore:
 
     def tasks(self, run_id: str, split: str) -> list[Json]:
         """Return the tasks of a split in order; none if there is no such run."""
-        query = sa.select(t.tasks.c.data).where(
-            t.tasks.c.run_id == run_id, t.tasks.c.split == split
-        )
+        query = sa.select(t.tasks.c.data).where(t.tasks.c.run_id == run_id)
+        query = query.where(t.tasks.c.split == split)
         return [row["data"] for row in self.db.fetch(query.order_by(t.tasks.c.index))]
 
     def publish_adapter(self, run_id: str, name: str, version: int, path: str, step: int) -> None:
@@ -112,11 +111,8 @@ class RunStore:
         """
         same_run = t.calls.c.run_id == run_id if run_id else t.calls.c.run_id.is_(None)
         with self.db.write() as c:
-            c.execute(
-                t.gateways.insert().values(
-                    boot_id=boot_id, run_id=run_id, pid=pid, started_at=time.time(), proxied=0
-                )
-            )
+            row = {"boot_id": boot_id, "run_id": run_id, "pid": pid, "proxied": 0}
+            c.execute(t.gateways.insert(), {**row, "started_at": time.time()})
             return c.execute(
                 t.calls.update()
                 .where(same_run, t.calls.c.state == CallState.OPEN, t.calls.c.gateway != boot_id)
@@ -126,8 +122,3 @@ class RunStore:
                     skip_reason=sa.func.coalesce(t.calls.c.skip_reason, SkipReason.GATEWAY_LOST),
                 )
             ).rowcount
-
-    def gateway_boots(self, run_id: str) -> list[str]:
-        """Return the boot ids of the run's gateways, oldest first."""
-        query = sa.select(t.gateways.c.boot_id).where(t.gateways.c.run_id == run_id)
-        return [row["boot_id"] for row in self.db.fetch(query.order_by(t.gateways.c.started_at))]

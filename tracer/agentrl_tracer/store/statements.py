@@ -6,7 +6,7 @@ costs 92, most of it SQLite's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, cast
@@ -53,12 +53,9 @@ class CompiledStatement:
         self._order = None if order is None else [names.index(name) for name in order]
         if self._order == list(range(len(names))):
             self._order = []  # already in order
-        self._processors: list[tuple[int, Callable[[Any], Any]]] = []
-        for i, name in enumerate(names):
-            kind: Any = compiled.binds[name].type.dialect_impl(dialect)
-            process = kind.bind_processor(dialect)
-            if process is not None:
-                self._processors.append((i, process))
+        kinds: list[Any] = [compiled.binds[name].type.dialect_impl(dialect) for name in names]
+        processors = [kind.bind_processor(dialect) for kind in kinds]
+        self._processors = [(i, process) for i, process in enumerate(processors) if process]
 
     def parameters(self, row: Sequence[Any]) -> Any:
         """Convert a row to the driver's parameters."""

@@ -7,7 +7,6 @@ from agentrl_trainer.inference.requests import (
     RequestError,
     SampleParams,
     SampleRequest,
-    SamplerStats,
     Token,
     check_params,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "SampleParams",
     "SampleRequest",
     "SamplerEngine",
-    "SamplerStats",
     "Token",
     "check_params",
 ]

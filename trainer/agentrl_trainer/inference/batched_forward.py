@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentrl_trainer.inference.kv_cache import TIME_STEP, KVPool, KVRows, KVShape, Rows
 from agentrl_trainer.inference.llama_cpu import LlamaCpuDecoder
 from agentrl_trainer.models.loading import BaseModel
-from agentrl_trainer.models.prefix_attention import explicit
+from agentrl_trainer.models.prefix_attention import trie_attention
 
 ATTENTION = "agentrl_rows"
 BLOCK = 16
@@ -168,11 +167,8 @@ def _kv_shape(base: BaseModel, allowed: tuple[type, ...]) -> KVShape:
     odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in allowed})
     if odd:
         raise ValueError(f"it has layers of {', '.join(odd)}")
-    base.model(
-        torch.zeros(1, 1, dtype=torch.long, device=base.device),
-        past_key_values=cache,
-        use_cache=True,
-    )
+    token = torch.zeros(1, 1, dtype=torch.long, device=base.device)
+    base.model(token, past_key_values=cache, use_cache=True)
     found = {
         (tuple(keys.shape), tuple(values.shape), keys.dtype)
         for keys, values, *_ in cache
@@ -201,15 +197,9 @@ def _attention(
     heads of a group can stand in for query positions instead. Query ``[batch, heads, new, dim]``.
     """
     batch, heads, new, dim = query.shape
-    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if cap is not None or sinks is not None:
-        out = explicit(query, key, value, attention_mask, scaling, cap, sinks)
-        return out.transpose(1, 2), None
-    if new != 1 or kwargs.get("position_bias") is not None:
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return out, None
+    odd = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    if new != 1 or odd or kwargs.get("position_bias") is not None:
+        return trie_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     grouped = query.reshape(batch, key.shape[1], -1, dim)
     out = F.scaled_dot_product_attention(
         grouped, key, value, attn_mask=attention_mask, scale=scaling

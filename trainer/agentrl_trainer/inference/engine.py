@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -29,7 +29,6 @@ from agentrl_trainer.inference.grammar import Grammars
 from agentrl_trainer.inference.kv_cache import KVPool, default_budget
 from agentrl_trainer.inference.requests import (
     RequestError,
-    RequestErrorCode,
     SampleRequest,
     SamplerStats,
     Scored,
@@ -152,8 +151,17 @@ class SamplerEngine:
         Raises:
             RequestError: it can never be served, or the engine has stopped.
         """
-        params = request.params
-        limit = self._check(request)
+        params, prompt = request.params, request.prompt_ids
+        check_params(params)
+        self._check_row("the prompt", prompt, answer=True)
+        self._check_ids("logit_bias", [i for i, _ in params.logit_bias])
+        limit = min(len(prompt) + params.max_tokens, self.base.context_length)
+        if limit > self._pool.limit:
+            raise RequestError(
+                "kv_budget_exceeded",
+                f"prompt and answer may take {limit} tokens of key/value storage, more than the "
+                f"sampler's budget of {self._pool.limit}: lower max_tokens, or raise kv_tokens",
+            )
         if params.grammar is not None:  # compiled outside the lock, which stops the engine
             self.grammars.start(params.grammar)
         with self._changed:
@@ -228,35 +236,21 @@ class SamplerEngine:
         if self._stopping or self._died is not None:
             raise RequestError("engine_stopped", "the sampler is not running")
 
-    def _check(self, request: SampleRequest) -> int:
-        """Return the length at which the request's sequences end, prompt included."""
-        check_params(request.params)
-        prompt = request.prompt_ids
-        self._check_row("the prompt", prompt, answer=True)
-        self._check_ids("logit_bias", (i for i, _ in request.params.logit_bias))
-        limit = min(len(prompt) + request.params.max_tokens, self.base.context_length)
-        _require(
-            limit <= self._pool.limit,
-            "kv_budget_exceeded",
-            f"prompt and answer may take {limit} tokens of key/value storage, more than the "
-            f"sampler's budget of {self._pool.limit}: lower max_tokens, or raise kv_tokens",
-        )
-        return limit
-
     def _check_row(self, what: str, row: list[int], *, answer: bool = False) -> None:
-        _require(bool(row), "invalid_parameter", f"{what} has no tokens")
+        if not row:
+            raise RequestError("invalid_parameter", f"{what} has no tokens")
         self._check_ids(what, row)
-        _require(
-            len(row) + answer <= self.base.context_length,
-            "context_length_exceeded",
-            f"{what} has {len(row)} tokens and the model's context is {self.base.context_length}"
-            + (", answer included" if answer else ""),
-        )
+        if len(row) + answer > (context := self.base.context_length):
+            raise RequestError(
+                "context_length_exceeded",
+                f"{what} has {len(row)} tokens and the model's context is {context}"
+                + (", answer included" if answer else ""),
+            )
 
-    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
-        known = list(ids)
-        inside = not known or (min(known) >= 0 and max(known) < self._vocab)
-        _require(inside, "invalid_parameter", f"{what}: token ids must be in 0..{self._vocab - 1}")
+    def _check_ids(self, what: str, ids: list[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab):
+            message = f"{what}: token ids must be in 0..{self._vocab - 1}"
+            raise RequestError("invalid_parameter", message)
 
     def _sequence(
         self, request: SampleRequest, limit: int, index: int, key: tuple[int, ...]
@@ -305,14 +299,11 @@ class SamplerEngine:
             # A finalizer on this very thread may append: to the old list or the new one.
             commands, self._commands = self._commands, []
         for run, done in commands:
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                result = run()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(result)
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(run())
+                except Exception as error:
+                    done.set_exception(error)
         return True
 
     def _close(self) -> None:
@@ -329,8 +320,3 @@ class SamplerEngine:
         if self._after_round is not None:
             with contextlib.suppress(Exception):  # it may be what ended the thread
                 self._after_round()
-
-
-def _require(met: bool, code: RequestErrorCode, message: str) -> None:
-    if not met:
-        raise RequestError(code, message)

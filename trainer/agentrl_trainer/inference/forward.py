@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from agentrl_trainer.data.packing import MicroBatch, pack
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference.batched_forward import BatchedForward, LlamaCpuForward
-from agentrl_trainer.inference.kv_cache import KVPool, KVShape, Rows
+from agentrl_trainer.inference.kv_cache import KVPool
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.models.loading import BaseModel, ModelError
@@ -28,28 +28,14 @@ log = logging.getLogger(__name__)
 
 _CPU_TOKENS, _GPU_TOKENS = 4096, 16384
 """Tokens that are scored in one forward."""
-T = TypeVar("T")
 
+Forward: TypeAlias = BatchedForward | RowByRowForward
+"""One way of running a model over rows. Its class says when it applies.
 
-class Forward(Protocol):
-    """One way of running a model over rows. Its class says when it applies."""
-
-    @property
-    def shape(self) -> KVShape:
-        """What a token of a row costs in memory."""
-        ...
-
-    def new_rows(self, pool: KVPool) -> Rows: ...
-
-    def __call__(
-        self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits ``[batch, vocab]`` after the last token of each chunk.
-
-        Row i of ``rows``, which ``new_rows`` made, holds ``starts[i]`` tokens and gets
-        ``chunks[i]`` appended.
-        """
-        ...
+``shape`` is what a token of a row costs in memory. ``forward(rows, chunks, starts)`` returns logits
+``[batch, vocab]`` after the last token of each chunk: row i of ``rows``, which ``new_rows`` made,
+holds ``starts[i]`` tokens and gets ``chunks[i]`` appended.
+"""
 
 
 class _Strategy(NamedTuple):
@@ -57,7 +43,7 @@ class _Strategy(NamedTuple):
     """As in docs/models.md."""
     tolerance: float
     """Largest relative difference in float32 between its logits and a plain run's."""
-    construct: Callable[[BaseModel, dict[str, Any]], Any]  # a Forward
+    construct: Callable[[BaseModel, dict[str, Any]], Forward]
     """Raises ValueError for a model that it does not apply to."""
 
 
@@ -123,7 +109,7 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
             "with vLLM (sampler.kind).",
             base.name, model.config.model_type, name,
         )  # fmt: skip
-    return name, cast(Forward, forward), refused[0][1] if llama_cpu and refused else None
+    return name, forward, refused[0][1] if llama_cpu and refused else None
 
 
 def vocabulary(base: BaseModel) -> int:
@@ -163,8 +149,8 @@ class Scorer:
     def logprobs(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
         found = [[0.0] * len(row) for row in rows]
-        for batch, values in self._compute(rows, lambda compute, batch: compute(batch).tolist()):
-            where = zip(batch.rows.tolist(), batch.columns.tolist(), values, strict=True)
+        for batch, values in self._compute(rows):
+            where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
             for row, column, value in where:
                 found[batch.indices[row]][column + 1] = value
         return found
@@ -173,39 +159,33 @@ class Scorer:
         """Return (id, log-prob) of the ``count`` likeliest tokens at each position given the
         tokens before it, best first; empty for the first position."""
         found: list[list[tuple[int, float]]] = [[] for _ in row]
-        for batch, top in self._compute(
-            [row], lambda compute, batch: compute.likeliest(batch, count)
-        ):
+        for batch, top in self._compute([row], count):
             ids, values = (part.tolist() for part in top)
             where = zip(batch.columns.tolist(), ids, values, strict=True)
             for column, some_ids, some in where:
                 found[column + 1] = list(zip(some_ids, some, strict=True))
         return found
 
-    def _compute(
-        self, rows: Sequence[list[int]], of: Callable[[TokenLogprobs, MicroBatch], T]
-    ) -> list[tuple[MicroBatch, T]]:
+    def _compute(self, rows: Sequence[list[int]], top: int = 0) -> list[tuple[MicroBatch, Any]]:
         """Run the trainer's forward, then restore the sampler's attention in every config: the
         towers of a multimodal model may not support what its language model does."""
         found: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
         configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values()
         before = [(c, c._attn_implementation_internal) for c in configs]
-        budget = _CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS
         try:
             # Constructed at first use, because it tries out what the model allows.
             self._logprobs = compute = self._logprobs or TokenLogprobs(self._base.model)
             batches = pack(
-                [_training_row(row) for row in rows],
-                token_budget=budget,
+                [
+                    TrainingRow(row, [False] + [True] * (len(row) - 1), blank, blank)
+                    for row in rows
+                    for blank in [[0.0] * len(row)]
+                ],
+                token_budget=_CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS,
                 share=compute.why_padded is None,
             )
             moved = (batch.to(self._base.device) for batch in batches)
-            return [(batch, of(compute, batch)) for batch in moved]
+            return [(b, compute.likeliest(b, top) if top else compute(b)) for b in moved]
         finally:
             for config, attention in before:
                 config._attn_implementation_internal = attention
-
-
-def _training_row(row: list[int]) -> TrainingRow:
-    blank = [0.0] * len(row)
-    return TrainingRow(row, [False] + [True] * (len(row) - 1), blank, blank)

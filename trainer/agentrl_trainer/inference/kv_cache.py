@@ -257,9 +257,8 @@ class _RowLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
-        return self._rows.write(
-            self._index, key_states.transpose(1, 2), value_states.transpose(1, 2)
-        )
+        keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        return self._rows.write(self._index, keys, values)
 
     # The forward passes a 4D mask and positions, so most models never call these.
     def get_seq_length(self) -> int:

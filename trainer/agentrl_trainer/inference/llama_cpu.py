@@ -194,26 +194,19 @@ class LlamaCpuDecoder:
         for index, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
             qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
             x = qkv(before_attention(hidden)).view(batch * new, -1, self.dim)
-            q, k, v = self._rotated(x, of_heads, cos, sin)
-            keys, values = rows.write(
-                index, k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
-            )
+            qk, v = x[:, : self.queries + self.keys], x[:, self.queries + self.keys :]
+            if of_heads is not None:
+                qk = of_heads(qk)
+            # Rolling by half is rotate_half but for the sign, which is in ``sin``.
+            qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
+            q, k = qk[:, : self.queries], qk[:, self.queries :]
+            k, v = k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
+            keys, values = rows.write(index, k, v)
             hidden = out.plus(self._attend(q, keys, values, mask, blocks), hidden)
             gate, up = gate_up(before_mlp(hidden)).chunk(2, -1)
             hidden = down.plus(F.silu(gate).mul_(up), hidden)
         last = hidden.view(batch, new, -1)[:, -1]
         return self.products[-1](self._last_norm(last))
-
-    def _rotated(
-        self, x: Tensor, norm: RmsNorm | None, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B * T, heads, D] of ``x`` [B * T, H + 2 G, D]."""
-        qk = x[:, : self.queries + self.keys]
-        if norm is not None:
-            qk = norm(qk)
-        # Rolling by half is rotate_half but for the sign, which is in ``sin``.
-        qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
-        return qk[:, : self.queries], qk[:, self.queries :], x[:, self.queries + self.keys :]
 
     def _attend(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, blocks: list[tuple[int, int]]

@@ -118,10 +118,7 @@ def pick(
 
 
 def _sampled(
-    logits: torch.Tensor,
-    probs: torch.Tensor,
-    params: Sequence[SampleParams],
-    u: torch.Tensor,
+    logits: torch.Tensor, probs: torch.Tensor, params: Sequence[SampleParams], u: torch.Tensor
 ) -> torch.Tensor:
     """``probs``: the softmax of ``logits``. ``u``: one uniform number per row."""
     if all(p.temperature == 0 for p in params):

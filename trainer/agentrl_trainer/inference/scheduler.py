@@ -162,7 +162,7 @@ class Scheduler:
             if lane is None:
                 self.finish(seq, "error", f"adapter {seq.request.adapter!r} was unloaded")
                 continue
-            sibling = lane.same_prompt(seq.tokens)
+            sibling = next((job for job in lane.jobs if job.tokens == seq.tokens), None)
             if running and not lane.room_for(seq.tokens, joins=sibling is not None):
                 self.waiting.appendleft(seq)
                 break

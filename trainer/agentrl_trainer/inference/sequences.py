@@ -73,22 +73,17 @@ class StopStrings:
 
     def push(self, token_id: int) -> str | None:
         """Add a token; returns the earliest stop string that the text now contains."""
-        text = self._tail + self._decode(token_id)
+        if self._backend is not None:
+            new = self._stream.step(self._backend, token_id) or ""
+        else:  # a tokenizer written in Python cannot stream: decode everything again, O(n) a token
+            self._ids.append(token_id)
+            answer, new = str(self._tokenizer.decode(self._ids)), ""
+            if not answer.endswith("�"):  # of an incomplete character
+                new, self._seen = answer[self._seen :], len(answer)
+        text = self._tail + new
         hits = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
         self._tail = text[-self._keep :] if self._keep else ""
         return min(hits)[1] if hits else None
-
-    def _decode(self, token_id: int) -> str:
-        """The text that this token adds; empty while a character is incomplete."""
-        if self._backend is not None:
-            return self._stream.step(self._backend, token_id) or ""
-        # Tokenizers written in Python cannot stream: decode everything again, O(n) a token.
-        self._ids.append(token_id)
-        text = str(self._tokenizer.decode(self._ids))
-        if text.endswith("�"):
-            return ""
-        new, self._seen = text[self._seen :], len(text)
-        return new
 
 
 @dataclass(slots=True, eq=False)
@@ -159,9 +154,6 @@ class Lane:
             self.pool.touch(used)
         return length, source
 
-    def same_prompt(self, tokens: list[int]) -> Prefill | None:
-        return next((j for j in self.jobs if j.tokens == tokens), None)
-
     def worth_waiting(self, tokens: list[int], have: int) -> bool:
         """Whether a running prefill will soon offer a much longer prefix than ``have``."""
         want = have + 4 * MIN_PREFIX
@@ -226,17 +218,13 @@ class Lane:
 
     def make_room(self, *, force: bool) -> bool:
         """Reserve room for one more token in every decoding row."""
-        return self.rows.reserve(
-            len(self.decoding), max(len(s.tokens) for s in self.decoding), force=force
-        )
+        longest = max(len(s.tokens) for s in self.decoding)
+        return self.rows.reserve(len(self.decoding), longest, force=force)
 
     def decode(self) -> torch.Tensor:
         """Logits ``[decoding, vocab]`` after each sequence's last token; make_room() first."""
-        return self.forward(
-            self.rows,
-            [s.tokens[-1:] for s in self.decoding],
-            [len(s.tokens) - 1 for s in self.decoding],
-        )
+        chunks = [s.tokens[-1:] for s in self.decoding]
+        return self.forward(self.rows, chunks, [len(s.tokens) - 1 for s in self.decoding])
 
     # -- leaving --------------------------------------------------------------------------------
 

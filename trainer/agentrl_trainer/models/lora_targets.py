@@ -62,7 +62,9 @@ def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
     else:
         chosen, experts = _named(config.target_modules, _linears(model), stacks)
     expert_like = [p for p in chosen if mixture and _leaf(p) in _EXPERT_NAMES]
-    config.target_modules = _shortest([p for p in chosen if p not in expert_like], model)
+    wanted = {p for p in chosen if p not in expert_like}
+    others = {_leaf(p) for p, _ in own_modules(model) if p not in wanted}
+    config.target_modules = sorted({p if _leaf(p) in others else _leaf(p) for p in wanted})
     # Quantized weights are no matrices that could be targets by themselves: they are not adapted.
     quantized = bool(getattr(model, "is_quantized", False))
     as_weights = [] if quantized else [f"{p}.weight" for p in expert_like]
@@ -204,10 +206,3 @@ def _endings(chosen: Sequence[str], parts: int, weights: Set[str]) -> list[str]:
     short = {path: ".".join(path.split(".")[-parts:]) for path in chosen}
     clash = {end for end in short.values() if any(names(end, path) for path in others)}
     return list(dict.fromkeys(path if end in clash else end for path, end in short.items()))
-
-
-def _shortest(chosen: Sequence[str], model: Any) -> list[str]:
-    """Shorten paths to leaf names where all modules of the name are chosen."""
-    wanted = set(chosen)
-    others = {_leaf(p) for p, _ in own_modules(model) if p not in wanted}
-    return sorted({p if _leaf(p) in others else _leaf(p) for p in chosen})

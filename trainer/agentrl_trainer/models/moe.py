@@ -118,9 +118,11 @@ def keep_weights_unmerged(model: nn.Module) -> None:
         if not isinstance(wrapper, ParamWrapper) or id(wrapper) in inner:
             continue
         base = wrapper.get_base_layer()
+        # transformers' ``use_experts_implementation`` gives modules that it decorates these.
+        known = all(hasattr(base, name) for name in ("has_gate", "has_bias", "is_transposed"))
         if isinstance(base, nn.Linear):
             forward = _linear_forward
-        elif _has_standard_interface(base):
+        elif known and not getattr(base, "has_post_expert_norm", False):
             forward = _experts_forward
         else:
             continue
@@ -129,7 +131,6 @@ def keep_weights_unmerged(model: nn.Module) -> None:
 
 
 def _linear_forward(self: ParamWrapper, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a linear layer and its LoRA, as PEFT's own LoRA layer does."""
     out = self.base_layer(x, *args, **kwargs)
     if self.disable_adapters or self.merged:
         return out
@@ -177,12 +178,6 @@ def _experts_forward(
     out = product("down_proj", inner) * weights.flatten()[order, None]
     back = out[order.argsort()].view(*chosen.shape, -1)
     return back.sum(1).to(hidden.dtype)
-
-
-def _has_standard_interface(experts: nn.Module) -> bool:
-    """Tell whether transformers' ``use_experts_implementation`` decorates the module."""
-    known = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed"))
-    return known and not getattr(experts, "has_post_expert_norm", False)
 
 
 def _active(wrapper: ParamWrapper) -> list[tuple[Tensor, Tensor, float]]:
