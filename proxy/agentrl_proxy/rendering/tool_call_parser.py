@@ -55,7 +55,8 @@ class ReplyTemplate:
         from transformers.utils.chat_parsing import ResponseParser
 
         # The tools' schemas cast the arguments of notations without types.
-        schemas = tools if isinstance(tools, list) and not self.streams_calls else None
+        typed = isinstance(tools, list) and not self.streams_calls
+        schemas: Any = tools if typed else None
         return ResponseParser(self.loaded(bool(tools)), prefix=self.prefill, tools=schemas)
 
     def loaded(self, tools: bool) -> Any:
