@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import ApiError
@@ -74,12 +74,21 @@ class GatewayApp(FastAPI):
         if handler is None:
             await super().__call__(scope, receive, send)
             return
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         scope["app"] = self
         request = Request(scope, receive)
         try:
             response = await handler(request)
-            await response(scope, receive, send)
+            await response(scope, receive, sending)
         except Exception as error:
+            if started:  # an answer cannot begin again: the server logs and closes
+                raise
             refusal = await _any_error(request, error)
             await refusal(scope, receive, send)
 

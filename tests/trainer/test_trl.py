@@ -88,7 +88,7 @@ def test_a_missing_reward_leaves_the_group_as_in_trl(ask: Ask, trainer: str) -> 
     for group, earned in zip(mine, given, strict=True):
         reasons = [why is SkipReason.NO_REWARD for why in group.skipped]
         assert reasons == [math.isnan(reward) for reward in earned]
-    assert mine[1].skipped[2] is SkipReason.SMALL_GROUP  # nobody left to compare with
+    assert mine[1].skipped[2] is SkipReason.SMALL_GROUP  # no other member to compare with
 
 
 def test_whitening_over_the_step_is_trls(ask: Ask) -> None:

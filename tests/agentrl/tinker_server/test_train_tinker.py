@@ -109,7 +109,7 @@ def test_trusted_code_of_a_model_is_run_here(
 def test_a_service_that_fails_at_the_end_does_not_spoil_it() -> None:
     class Gone:
         def close(self) -> None:
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("connection refused")
 
     gone: Any = Gone()
     TrainingClients(gone, {}, 8, 1e-3, failures=(ConnectionError,)).close()

@@ -1,6 +1,6 @@
 """Many rollouts in one process, interleaved: run by test_propagation.py with claims on stdin.
 
-Clients are made when this module is imported, for nobody in particular; two more belong to the
+Clients are made when this module is imported, outside any rollout; two more belong to the
 first rollout by their base URL and key, as if it had cached them. Each rollout talks about its own
 number only.
 """

@@ -82,7 +82,7 @@ def _integers(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Iterator[Running]:
-    """One with a model of its own and somebody else's, which another gateway serves."""
+    """A gateway with its own model and one that another gateway serves."""
     folder = tmp_path_factory.mktemp("provider")
     with running(folder, renderer, {}, operator_key=KEY) as provider:
         provider.sampler.script = lambda *_: "ok"
@@ -93,7 +93,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Ite
             yield made
             import litellm
 
-            # Its connections are of the gateway's event loop, and closed by nobody.
+            # LiteLLM's connections belong to the gateway's event loop and are never closed.
             litellm.in_memory_llm_clients_cache.flush_cache()
             gc.collect()
 
@@ -188,7 +188,7 @@ def test_the_document_describes_the_routes(gateway: Running) -> None:
     assert described == routes - {("/openapi.json", "GET")}
     for path, method in described:
         if method == "POST" and path.startswith("/rollouts"):
-            answer = httpx.post(gateway.url + path.replace("{rollout_id}", "nobody"), timeout=60)
+            answer = httpx.post(gateway.url + path.replace("{rollout_id}", "unknown"), timeout=60)
             assert answer.status_code == 401, path
 
 

@@ -79,7 +79,7 @@ def test_a_key_that_litellm_finds_in_the_environment(
     assert response.status_code == 400
     assert "[key]" in response.json()["error"]["message"]
     assert_no_key(gateway, caplog.text, response.text, only_call(gateway).error or "")
-    assert Redaction([]).clean(SECRET) == SECRET  # nobody else's model, nobody's secrets
+    assert Redaction([]).clean(SECRET) == SECRET  # without provider models there are no secrets
 
 
 def test_a_request_cannot_lead_the_key_elsewhere(

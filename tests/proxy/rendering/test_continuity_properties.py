@@ -118,7 +118,7 @@ def reordered(message: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def value(message: dict[str, Any]) -> Any:
-    """What a message says, whoever spelled it."""
+    """Return a message by value: tool-call JSON parsed, ids left out."""
     calls = list[Any]()
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]

@@ -48,7 +48,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def both(start: Callable[..., Running], renderer: Renderer, tmp_path: Any) -> Iterator[Running]:
-    """One whose model ``answerer`` is somebody else's: another gateway's."""
+    """A gateway whose model ``answerer`` is served by another gateway."""
     with running(tmp_path / "provider", renderer, {}) as provider:
         base, key = provider.base_url(), str(provider.deps.operator_key)
         other = ProviderModel("openai/policy", base, key, num_retries=0)
@@ -70,7 +70,7 @@ def post(
 
 @contextlib.contextmanager
 def locked(gateway: Running) -> Iterator[None]:
-    """Somebody else writes into the store: whoever commits has to wait."""
+    """Another connection holds the store's write lock, so commits wait."""
     path = gateway.store.url.removeprefix("sqlite:///")
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -95,7 +95,7 @@ def test_a_client_that_leaves_during_the_commit(both: Running, model: str, strea
         with locked(gateway):
             with pytest.raises(httpx.TimeoutException):
                 post(gateway, path, asked, claim, timeout=0.5)
-            wait_until(lambda: gateway.stats["in_flight"] == 0)  # nobody is held up by the store
+            wait_until(lambda: gateway.stats["in_flight"] == 0)  # no request waits for the store
         wait_until(partial(completed, gateway, claim))
         again = [post(gateway, path, asked, claim, headers=RETRY) for _ in range(2)]
         calls = gateway.calls(claim)

@@ -36,7 +36,7 @@ def test_calls_of_a_rollout_are_limited(start: Any) -> None:
     assert gateway.stats["over_budget"] == 2
     with client(gateway, gateway.claims[1]) as api:  # another rollout has its own
         api.chat.completions.create(model="policy", messages=USER)
-    assert post(gateway.base_url() + CHAT, OPERATOR_KEY).status_code == 200  # nobody's has none
+    assert post(gateway.base_url() + CHAT, OPERATOR_KEY).status_code == 200  # no attempt, no budget
     assert gateway.store.accounting(gateway.run_id).adds_up
 
 

@@ -176,7 +176,7 @@ def test_turns_are_compared_with_the_same_turn_of_others() -> None:
     first, second = np.mean([0.5, 1.0, 0.25]), np.mean([1.0, 0.0, 0.5])
     assert found.advantages[0] == pytest.approx([0.5 - first, 1.0 - second])
     assert found.advantages[1] == pytest.approx([1.0 - first, 0.0 - second])
-    # Nobody else reached the third turn: the mean return from the start is its baseline.
+    # No other member reached the third turn: the mean return from the start is its baseline.
     assert found.advantages[3] == pytest.approx([0.25 - first, 0.5 - second, 1.0 - first])
     assert found.advantages[2] == []
     assert found.skipped == [None, None, NO, None]
@@ -216,7 +216,7 @@ def test_gigpo_by_hand() -> None:
     b = [1.0 - 0.5, 0.0 - 0.5]
     assert found.advantages[0] == pytest.approx([whole[0] + 0.5 * a[0], whole[0] + 0.5 * b[0]])
     assert found.advantages[1] == pytest.approx(
-        [whole[1] + 0.5 * a[1], whole[1] + 0.5 * b[1], whole[1]]  # nobody else saw "c"
+        [whole[1] + 0.5 * a[1], whole[1] + 0.5 * b[1], whole[1]]  # no other member saw "c"
     )
     assert found.skipped == [None, None]
 

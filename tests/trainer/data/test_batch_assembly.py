@@ -46,7 +46,7 @@ def test_advantages_reach_the_sampled_tokens() -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce", "turn", "gigpo", "gae"])
 def test_the_reasons_of_skipped_groups_add_up(estimator: str) -> None:
-    """Also of a group in which nobody earned anything, and of one that has shrunk to a member."""
+    """Also a group without any reward, and one that has shrunk to a member."""
     earned = {"used": (1, 0), "alike": (0, 0), "shrunk": (1, None), "silent": (None, None)}
     rollouts = [rollout(f"{group}{i}", group) for group in earned for i in range(2)]
     calls = [call_of(one.id, f"c-{one.id}") for one in rollouts]
@@ -130,7 +130,7 @@ def test_rewards_by_turn_go_to_the_turn_that_earned_them() -> None:
     assert turn_rewards(given, calls, ["c0", "c1", "c2", "c3"]) == [1, 4, 2, 8]
     # c1 and c2 do not train: what they earned is credited to what came before it.
     assert turn_rewards(given, calls, ["c0", "c3"]) == [7, 8]
-    # Before the first turn: to the first of a whole attempt, to nobody's in a branch of it.
+    # A reward before the first turn belongs to the first turn, and to none in a branch.
     assert turn_rewards(given, calls, ["c2", "c3"]) == [7, 8]
     assert turn_rewards(given, calls, ["c2", "c3"], whole=False) == [2, 8]
     assert turn_rewards(given, calls, []) == []

@@ -34,7 +34,7 @@ def rows(built: TrajectorySet) -> list[list[str]]:
         ({}, None),
         ({"skip_reason": SkipReason.SUPERSEDED}, SkipReason.SUPERSEDED),
         ({"adapter": None}, SkipReason.NOT_TRAINABLE_MODEL),
-        ({"adapter": "somebody-else"}, SkipReason.NOT_TRAINABLE_MODEL),
+        ({"adapter": "unknown"}, SkipReason.NOT_TRAINABLE_MODEL),
         ({"adapter": None, "state": CallState.ERROR}, SkipReason.NOT_TRAINABLE_MODEL),
         ({"state": CallState.OPEN}, SkipReason.LATE_CALL),
         ({"state": CallState.CANCELLED}, SkipReason.CLIENT_DISCONNECTED),
@@ -63,7 +63,7 @@ def test_one_call_by_itself(changes: dict[str, Any], reason: SkipReason | None) 
 
 
 def test_any_adapter_trains_unless_told_otherwise() -> None:
-    assert call_reason(make("a", [1], [2], adapter="whoever"), SkipRules(max_length=10)) is None
+    assert call_reason(make("a", [1], [2], adapter="any"), SkipRules(max_length=10)) is None
 
 
 def test_a_skipped_call_leaves_its_tokens_as_context() -> None:
