@@ -39,8 +39,7 @@ class SampledCall(OpenCall):
     constraint: Constraint | None
     adapter: str | None
     one_call: bool  # the answer ends where a second tool call begins
-    seq: int = 0  # in its attempt's order of calls
-    rows: list[Call] = field(default_factory=list[Call])
+    rows: list[Call]
     choices: list[Choice] = field(default_factory=list[Choice])
 
     @property
@@ -56,6 +55,7 @@ async def generate_response(
     Raises:
         ApiError: the sampler refused or failed; ``call.error`` says how.
     """
+    heading = call.client.heading
     try:
         call.choices = [_choice(deps, call, row.choice, write) for row in call.rows]
         scores = await _score(deps, call) if call.request.scored else None
@@ -64,37 +64,38 @@ async def generate_response(
         else:
             for i, choice in enumerate(call.choices):
                 choice.sampled.finish = FinishEvent(i, "length")
-        if call.heading.fingerprint is None:  # no token was sampled
-            version = adapter_version(deps, call.adapter)
-            call.heading.fingerprint = _fingerprint(call.adapter, version)
+        if heading.fingerprint is None:  # no token was sampled
+            version = deps.sampler.adapters.get(call.adapter or "")
+            heading.fingerprint = _fingerprint(call.adapter, version)
         for choice in call.choices:
             choice.read()
         sampled = sum(len(choice.sampled.ids) for choice in call.choices)
         usage = chat_objects.usage(len(call.prompt.ids), sampled)
         said = [choice.response(scores) for choice in call.choices]
-        response = chat_objects.completion(call.heading, said, usage)
+        response = chat_objects.completion(heading, said, usage)
         if call.request.return_token_ids:
-            response["prompt_token_ids"] = call.heading.prompt_ids = call.prompt.ids
+            response["prompt_token_ids"] = heading.prompt_ids = call.prompt.ids
         return response
     except Exception as error:
         refusal = _refusal(call, error)
         said = refusal.message if error is refusal else f"{type(error).__name__}: {error}"
         call.error = said.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
         if refusal.code == "sampler_error" and error is not refusal:
-            log.exception("sampling failed for %s", call.heading.id)
+            log.exception("sampling failed for %s", heading.id)
         raise refusal from None
 
 
 def _choice(
     deps: GatewayDependencies, call: SampledCall, index: int, write: Write | None
 ) -> Choice:
-    request, stop, parser = call.request, call.params.stop, PlainTextParser()
+    request, heading, stop = call.request, call.client.heading, call.params.stop
+    parser = PlainTextParser()
     if call.is_chat:
         parser = deps.renderer.parser(
             tools=request.tools or False, opened=call.prompt.opened, one_call=call.one_call
         )
     in_pieces = write is not None or call.one_call
-    return Choice(index, request, call.heading, deps.renderer, parser, stop, write, in_pieces)
+    return Choice(index, request, heading, deps.renderer, parser, stop, write, in_pieces)
 
 
 async def _score(deps: GatewayDependencies, call: SampledCall) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ async def _score(deps: GatewayDependencies, call: SampledCall) -> list[dict[str,
 
 
 async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
-    choices, tops = call.choices, call.params.top_logprobs > 0
+    choices, heading, tops = call.choices, call.client.heading, call.params.top_logprobs > 0
     unfinished = len(choices)
     failed: ApiError | None = None
     events = deps.sampler.sample(call.prompt.ids, call.params, call.adapter)
@@ -131,8 +132,8 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
                     failed = unavailable(said, "sampler_error")
             else:
                 sampled.add(event, tops=tops)
-                if call.heading.fingerprint is None:
-                    call.heading.fingerprint = _fingerprint(call.adapter, event.adapter_version)
+                if heading.fingerprint is None:
+                    heading.fingerprint = _fingerprint(call.adapter, event.adapter_version)
                 if not choice.in_pieces:
                     continue
                 await choice.push()
@@ -143,8 +144,9 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
             if not unfinished:
                 break
     finally:
-        if call.memory is not None and call.memory.spent is not None:
-            call.memory.spent.tokens += sum(len(one.sampled.ids) for one in choices)
+        memory = call.client.memory
+        if memory is not None and memory.spent is not None:
+            memory.spent.tokens += sum(len(one.sampled.ids) for one in choices)
         close = getattr(events, "aclose", None)  # cancels the sample, if it goes on
         if close is not None:
             await close()
@@ -152,10 +154,6 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
         raise unavailable("the sampler ended without finishing", "sampler_error")
     if failed is not None:
         raise failed
-
-
-def adapter_version(deps: GatewayDependencies, adapter: str | None) -> int | None:
-    return None if adapter is None else deps.sampler.adapters.get(adapter)
 
 
 def _fingerprint(adapter: str | None, version: int | None) -> str:

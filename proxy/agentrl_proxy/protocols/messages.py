@@ -19,8 +19,6 @@ from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
     SAMPLING,
-    ChatRequest,
-    translated_request,
 )
 from agentrl_proxy.protocols.chat_objects import Heading, heading_of
 from agentrl_proxy.protocols.fields import (
@@ -106,15 +104,6 @@ MESSAGES = Object(
     **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
     stream=BOOLEAN,
 )
-
-
-def messages_request(raw: dict[str, Any], *, counted: bool = False) -> ChatRequest:
-    """Check a request of ``/v1/messages`` or its ``count_tokens`` to our own model.
-
-    Raises:
-        ApiError: a field is wrong (400); it names the field.
-    """
-    return translated_request(*messages_as_chat(raw, counted=counted), raw)
 
 
 def messages_as_chat(
