@@ -13,8 +13,7 @@ from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import context_length_exceeded, invalid, model_not_found, unavailable
-from agentrl_proxy.generation.choices import Choice
-from agentrl_proxy.generation.response import SampledCall, generate_response
+from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import (
@@ -24,7 +23,7 @@ from agentrl_proxy.rendering.continuity import (
     render_prompt,
 )
 from agentrl_proxy.rendering.detokenizer import first_stop
-from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput
+from agentrl_proxy.rendering.structured_output import Constraints
 from agentrl_proxy.requests.attempts import AttemptMemory
 from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.recording import (
@@ -72,10 +71,7 @@ class ChatService:
         else:
             prompt = self.render(request, memory, adapter)
             client.heading.prompt_tokens = len(prompt.ids)
-            format, choice = request.response_format, request.tool_choice
-            tools, several = request.tools, request.parallel_tool_calls
-            output = StructuredOutput(format, choice, tools, several, prompt.opened)
-            constraint = await self._constraints.of(output)
+            constraint = await self._constraints.of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
                 "echo",

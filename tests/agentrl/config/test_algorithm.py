@@ -15,8 +15,7 @@ from agentrl.config.checks import correction_mode
 from agentrl.config.commands import TrainConfig
 from agentrl_trainer.learner.loss_options import (
     OPTIONS_OF,
-    CorrectionOptions,
-    KlOptions,
+    LossOptions,
     PpoOptions,
     ValueParams,
     parse_loss_options,
@@ -41,7 +40,7 @@ def test_a_losss_table_has_its_options_and_their_defaults() -> None:
     for name in losses:
         table: BaseModel = getattr(AlgorithmSettings(), name)
         defaults = {key: value or 0.0 for key, value in table.model_dump().items()}
-        assert defaults == asdict(OPTIONS_OF[name]())
+        assert asdict(OPTIONS_OF[name]()) == asdict(LossOptions()) | defaults
     # All but importance_sampling, which has none, and the one that is not for rewards.
     assert {*losses} == OPTIONS_OF.keys() - {"importance_sampling", "cross_entropy"}
 
@@ -101,9 +100,9 @@ def test_settings_reach_the_trainer() -> None:
     done = update_settings(config(given))
     assert done.epochs == 3
     options = parse_loss_options("ppo", done.loss_config)
-    assert options.own == PpoOptions(0.8, 1.28)
-    assert options.kl == KlOptions(0.1, "k2")
-    assert options.correction == CorrectionOptions("mask", "sequence")
+    kl: Any = {"kl_coef": 0.1, "kl_estimator": "k2"}
+    correction: Any = {"correction": "mask", "correction_level": "sequence"}
+    assert options == PpoOptions(**kl, **correction, clip_high_threshold=1.28)
     assert done.gae is not None
     assert (done.gae.discount, done.gae.trace, done.gae.whiten) == (0.99, 0.9, True)
     assert (done.gae.scaling.ddof, done.gae.scaling.epsilon) == (0, 1e-4)

@@ -7,8 +7,7 @@ the options of the loss itself, of the KL to a reference and of the off-policy c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -25,12 +24,21 @@ _CHECKS = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class NoOptions:
-    """The loss has no options of its own."""
+class LossOptions:
+    """What every loss takes: the KL to a reference policy, and the correction, importance weights
+    for tokens that another policy sampled."""
+
+    kl_coef: NonNegative = 0.0  # the weight of the KL; 0: off
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # what is reported and added to the loss's value
+    kl_gradient: Literal["unbiased", "direct"] = "unbiased"  # of the KL, or of its estimator
+    correction: Literal["none", "truncate", "mask"] = "none"  # beyond the bounds: at them, or 0
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    correction_low: LowRatio = 0.0
+    correction_high: HighRatio = 2.0
 
 
 @checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class ClipOptions:
+class ClipOptions(LossOptions):
     """Bounds of the importance ratio, absolute as in Tinker's API."""
 
     clip_low_threshold: LowRatio = 0.8
@@ -58,12 +66,12 @@ class GspoOptions(ClipOptions):
 
 
 @checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class DroOptions:
+class DroOptions(LossOptions):
     beta: NonNegative = 0.05  # weight of the squared log-ratio
 
 
 @checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class DppoOptions:
+class DppoOptions(LossOptions):
     """Bounds of the change of a token's probability."""
 
     divergence: Literal["tv", "kl"] = "tv"  # total variation or KL, against all other tokens
@@ -71,44 +79,16 @@ class DppoOptions:
     divergence_high: Positive = 0.2  # of tokens with positive advantage
 
 
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class KlOptions:
-    """The KL to a reference policy, which any loss may add."""
-
-    kl_coef: NonNegative = 0.0  # its weight; 0: off
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # what is reported and added to the loss's value
-    kl_gradient: Literal["unbiased", "direct"] = "unbiased"  # of the KL, or of its estimator
-
-
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class CorrectionOptions:
-    """Importance weights for tokens that another policy sampled, which any loss may apply."""
-
-    correction: Literal["none", "truncate", "mask"] = "none"  # beyond the bounds: at them, or 0
-    correction_level: Literal["token", "sequence", "geometric"] = "token"
-    correction_low: LowRatio = 0.0
-    correction_high: HighRatio = 2.0
-
-
-OPTIONS_OF: dict[str, type[Any]] = {
-    "cross_entropy": NoOptions,
-    "importance_sampling": NoOptions,
+OPTIONS_OF: dict[str, type[LossOptions]] = {
+    "cross_entropy": LossOptions,
+    "importance_sampling": LossOptions,
     "ppo": PpoOptions,
     "cispo": ClipOptions,
     "dro": DroOptions,
     "gspo": GspoOptions,
     "dppo": DppoOptions,
 }
-"""By loss, the class of the options that belong to it alone."""
-
-
-@plain_dataclass(frozen=True, slots=True)
-class LossOptions:
-    """All options of one loss."""
-
-    own: Any  # of the loss's class in OPTIONS_OF
-    kl: KlOptions
-    correction: CorrectionOptions
+"""By loss, the class of its options."""
 
 
 def parse_loss_options(loss: str, config: LossConfig) -> LossOptions:
@@ -119,14 +99,12 @@ def parse_loss_options(loss: str, config: LossConfig) -> LossOptions:
     """
     if loss not in OPTIONS_OF:
         raise ValueError(f"unknown loss {loss!r}: choose one of {sorted(OPTIONS_OF)}")
-    kinds: tuple[Any, ...] = (OPTIONS_OF[loss], KlOptions, CorrectionOptions)
-    known = [[field.name for field in fields(kind)] for kind in kinds]
-    if unknown := set(config).difference(*known):
-        takes = sorted(set[str]().union(*known))
-        raise ValueError(f"unknown options of {loss}: {sorted(unknown)}; it takes {takes}")
-    given = [{name: config[name] for name in names if name in config} for names in known]
+    kind: Any = OPTIONS_OF[loss]
+    known = {field.name for field in fields(kind)}
+    if unknown := config.keys() - known:
+        raise ValueError(f"unknown options of {loss}: {sorted(unknown)}; it takes {sorted(known)}")
     try:
-        return LossOptions(*(kind(**own) for kind, own in zip(kinds, given, strict=True)))
+        return kind(**config)
     except ValidationError as error:
         said = "; ".join(": ".join(map(str, (*e["loc"], e["msg"]))) for e in error.errors())
         raise ValueError(f"options of {loss}: {said}") from None
@@ -140,7 +118,7 @@ class ValueParams:
     clip: NonNegative = 0.2  # how far a prediction may move in a step; 0: the plain squared error
 
 
-@plain_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AdamParams:
     """AdamW's parameters, with Tinker's names and defaults."""
 

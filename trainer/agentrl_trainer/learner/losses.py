@@ -30,13 +30,11 @@ from torch import Tensor
 
 from agentrl_trainer.learner.loss_options import (
     ClipOptions,
-    CorrectionOptions,
     DppoOptions,
     DroOptions,
     GspoOptions,
-    KlOptions,
     LossConfig,
-    NoOptions,
+    LossOptions,
     PpoOptions,
     parse_loss_options,
 )
@@ -104,25 +102,25 @@ class Loss:
         options = parse_loss_options(self.name, config)
         drift = logprobs - sampling
         against = sampling if proximal is None else proximal
-        corrects = options.correction.correction != "none"
+        corrects = options.correction != "none"
         if corrects and proximal is None:
             against = logprobs.detach()  # the step's first update: its policy is the proximal one
         tokens = Tokens(logprobs, logprobs - against, advantages, sequences)
-        term, clipped = self.formula(tokens, options.own)
+        term, clipped = self.formula(tokens, options)
         sums = token_sums(logprobs, drift)
         if clipped is not None:
             sums["clipped"] = clipped.sum()
         if corrects:
             gap = (against - sampling).detach()
-            correction, dropped = correction_weights(gap, sequences, options.correction)
+            correction, dropped = correction_weights(gap, sequences, options)
             term = term * correction
             sums["correction"] = correction.sum()
             sums["dropped"] = dropped.sum()
-        if options.kl.kl_coef:
+        if options.kl_coef:
             if reference is None:
-                raise ValueError("kl_coef needs the reference policy's log-probs of the tokens")
-            kl = kl_penalty(logprobs, reference, drift, options.kl)
-            term = term + options.kl.kl_coef * kl
+                raise ValueError("kl_coef needs the reference's log-probs: Learner.with_reference")
+            kl = kl_penalty(logprobs, reference, drift, options)
+            term = term + options.kl_coef * kl
             sums["kl_reference"] = kl.detach().sum()
         if weights is not None:
             term = term * weights
@@ -132,14 +130,14 @@ class Loss:
 # ---- the formulas
 
 
-def cross_entropy(tokens: Tokens, options: NoOptions) -> tuple[Tensor, None]:
+def cross_entropy(tokens: Tokens, options: LossOptions) -> tuple[Tensor, None]:
     """Weight the negative log-likelihood, -sum w * lp: maximum likelihood where the weights are 1
     (https://tinker-docs.thinkingmachines.ai/losses). Advantages are the weights; ``sampling`` only
     enters metrics."""
     return -(tokens.lp * tokens.advantages), None
 
 
-def importance_sampling(tokens: Tokens, options: NoOptions) -> tuple[Tensor, None]:
+def importance_sampling(tokens: Tokens, options: LossOptions) -> tuple[Tensor, None]:
     """Compute the policy gradient's objective for tokens sampled from q: PPO without its clip,
     L^CPI of arXiv:1707.06347, equation 6, after Kakade and Langford 2002 ("Approximately optimal
     approximate reinforcement learning"). Tinker's name and sum
@@ -239,7 +237,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def correction_weights(
-    gap: Tensor, sequences: Tensor | None, options: CorrectionOptions
+    gap: Tensor, sequences: Tensor | None, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute importance weights for tokens that another policy sampled, bounded at the tail.
 
@@ -264,7 +262,7 @@ def correction_weights(
     return weight.clamp(options.correction_low, options.correction_high), beyond
 
 
-def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: KlOptions) -> Tensor:
+def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: LossOptions) -> Tensor:
     """Estimate KL(policy || reference) for each token, from a token that q sampled.
 
     With d = log reference - lp (http://joschu.net/blog/kl-approx.html):
@@ -305,8 +303,8 @@ def _per_sequence(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Ten
 def token_sums(lp: Tensor, log_ratio: Tensor) -> Sums:
     """Sum what every loss reports.
 
-    ``kl_k1`` and ``kl_k3`` sum to estimates of KL(q || policy) from tokens sampled by q
-    (http://joschu.net/blog/kl-approx.html); k3 is never negative.
+    ``kl_k3`` estimates KL(q || policy) from tokens sampled by q, and is never negative
+    (http://joschu.net/blog/kl-approx.html).
     """
     lp, log_ratio = lp.detach(), log_ratio.detach()
     ratio, difference = log_ratio.exp(), log_ratio.abs()
@@ -317,7 +315,6 @@ def token_sums(lp: Tensor, log_ratio: Tensor) -> Sums:
         "ratio": ratio.sum(),
         "ratio_max": ratio.max() if len(lp) else zero,
         "clipped": zero,
-        "kl_k1": -log_ratio.sum(),
         # expm1 keeps the digits that exp(x) - 1 would lose where trainer and sampler agree.
         "kl_k3": (log_ratio.expm1() - log_ratio).sum(),
         "difference": difference.sum(),
