@@ -179,8 +179,8 @@ def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
 
 
 def _share(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
-    packed = pack_trie([row.tokens for row in chunk])
-    return _micro_batch(source, chunk, [packed.tokens], packed.paths, packed.trie)
+    tokens, paths, trie = pack_trie([row.tokens for row in chunk])
+    return _micro_batch(source, chunk, [tokens], paths, trie)
 
 
 def _pad(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
