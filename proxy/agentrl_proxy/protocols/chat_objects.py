@@ -16,7 +16,7 @@ import orjson
 
 from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall
+from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 
@@ -150,14 +150,7 @@ def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str,
         out["reasoning_content"] = reply.reasoning
     if calls := (*reply.tool_calls, *withdrawn):
         out["content"] = reply.content or None
-        out["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
+        out["tool_calls"] = [call.as_dict() for call in calls]
     return out
 
 
@@ -177,15 +170,8 @@ def reply_delta(reply: ParsedReply) -> dict[str, Any]:
     if reply.content:
         delta["content"] = reply.content
     if reply.pieces:
-        delta["tool_calls"] = [_call_piece(piece) for piece in reply.pieces]
+        delta["tool_calls"] = reply.pieces
     return delta
-
-
-def _call_piece(piece: CallPiece) -> dict[str, Any]:
-    if piece.id is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 def last_chunk(dialect: Dialect, heading: Heading, whole: dict[str, Any]) -> bytes:

@@ -137,9 +137,7 @@ class Renderer:
 
     def parse(self, ids: Sequence[int], *, tools: bool = True) -> ParsedReply:
         """Parse response ids into content, tool calls and reasoning."""
-        parser = self.parser(tools=tools)
-        parser.feed(self.decode(ids))
-        return parser.finish()
+        return self.parser(tools=tools).finish(self.decode(ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be part of a character."""
