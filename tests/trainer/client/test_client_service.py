@@ -11,7 +11,7 @@ from client_data import RL_ROW, TINY, grad_norm, logprobs, reinforced, supervise
 
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
-from agentrl_trainer.client.saved import read_state
+from agentrl_trainer.client.local_base import read_state
 from agentrl_trainer.data.training_row import with_extra
 from agentrl_trainer.learner.loss_options import ValueParams
 
