@@ -22,7 +22,6 @@ from agentrl_proxy.rendering.continuity import (
     remember_reply,
     render_prompt,
 )
-from agentrl_proxy.rendering.detokenizer import first_stop
 from agentrl_proxy.rendering.structured_output import Constraints
 from agentrl_proxy.requests.attempts import AttemptMemory
 from agentrl_proxy.requests.lifecycle import ClientRequest
@@ -178,9 +177,8 @@ class ChatService:
     ) -> None:
         renderer, stop, ids = self.deps.renderer, call.params.stop, choice.sampled.ids
         try:
-            cut = choice.sampled.cut_at_call or (
-                bool(stop) and first_stop(renderer.decode(ids), stop) is not None
-            )
+            whole = renderer.decode(ids) if stop else ""
+            cut = choice.sampled.cut_at_call or any(one in whole for one in stop)
             remember_reply(
                 renderer, memory.conversations, call.prompt, message, ids, choice.text, cut=cut
             )

@@ -109,7 +109,8 @@ MESSAGES = Object(
 def messages_as_chat(
     raw: dict[str, Any], provider_model: str | None = None, *, counted: bool = False
 ) -> tuple[dict[str, Any], MessagesDialect]:
-    """Translate a request to the fields of chat completions, and make its answer's dialect.
+    """Translate a request of ``/v1/messages`` or its ``count_tokens`` to the fields of chat
+    completions, and make its answer's dialect.
 
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.

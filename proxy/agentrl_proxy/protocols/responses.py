@@ -101,7 +101,8 @@ RESPONSES = Object(
 def responses_as_chat(
     raw: dict[str, Any], provider_model: str | None = None
 ) -> tuple[dict[str, Any], ResponsesDialect]:
-    """Translate a request to the fields of chat completions, and make its answer's dialect.
+    """Translate a request of ``/v1/responses`` to the fields of chat completions, and make its
+    answer's dialect.
 
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.

@@ -20,7 +20,6 @@ from agentrl_proxy.protocols.chat import (
     PROVIDER_CHAT,
     ChatRequest,
     chat_request,
-    include_usage,
     translated_request,
 )
 from agentrl_proxy.protocols.chat_objects import ChatDialect, Dialect
@@ -44,18 +43,17 @@ def chat_parts(raw: dict[str, Any], provider: ProviderModel | None) -> Parts:
     if provider is None:
         return [chat_request(raw)]
     check_body(PROVIDER_CHAT, raw, ours=False)
-    dialect = ChatDialect(include_usage=include_usage(raw))
-    return [ProviderRequest(raw, raw, dialect, raw.get("n") or 1)]
+    return [ProviderRequest(raw, raw, ChatDialect(raw), raw.get("n") or 1)]
 
 
 def translated_parts(
-    as_chat: Callable[[dict[str, Any], str | None], tuple[dict[str, Any], Dialect]],
+    as_chat: Callable[..., tuple[dict[str, Any], Dialect]],
     raw: dict[str, Any],
     provider: ProviderModel | None,
 ) -> Parts:
     """Read a request that ``as_chat`` translates to the fields of chat completions."""
     if provider is None:
-        return [translated_request(*as_chat(raw, None), raw)]
+        return [translated_request(as_chat, raw)]
     return [ProviderRequest(raw, *as_chat(raw, provider.model))]
 
 
@@ -73,8 +71,7 @@ def completion_parts(
                       code="unsupported_parameter")  # fmt: skip
     prompts = [raw["prompt"]] if isinstance(raw["prompt"], str) else raw["prompt"]
     check_choices(len(prompts), n)
-    echoed = prompts if echo else []
-    dialect = CompletionDialect(include_usage=include_usage(raw), n=n, echoed=echoed)
+    dialect = CompletionDialect(raw, n, prompts if echo else [])
     chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
     if logprobs is not None:
         in_text = provider.model.startswith("text-completion-")  # there logprobs is a number

@@ -108,7 +108,7 @@ def test_fields_that_become_those_of_a_chat() -> None:
         "tools": TOOLS,
         "tool_choice": {"type": "function", "name": "search"},
     }
-    chat = translated_request(*responses_as_chat(body), body)
+    chat = translated_request(responses_as_chat, body)
     made = [(message["role"], message.get("content")) for message in chat.messages]
     assert made[0] == ("developer", "d")
     assert [role for role, _ in made] == ["developer", "user", "assistant", "tool", "tool"]
