@@ -177,8 +177,8 @@ def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
 
 def _micro_batch(source: Sequence[TrainingRow], chunk: Sequence[_Row], share: bool) -> MicroBatch:
     if share:
-        packed = pack_trie([row.tokens for row in chunk])
-        input_ids, places, trie = [packed.tokens], packed.paths, packed.trie
+        tokens, places, trie = pack_trie([row.tokens for row in chunk])
+        input_ids = [tokens]
     else:
         width = max(len(row.tokens) for row in chunk)
         input_ids = [row.tokens + [0] * (width - len(row.tokens)) for row in chunk]
