@@ -12,6 +12,7 @@ dilute the normalization of the step. Three granularities:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,6 +29,14 @@ class GroupAdvantages:
     """
 
     advantages: list[float | None]
+    skipped: list[SkipReason | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAdvantages:
+    """The same with an advantage for each turn of a member."""
+
+    advantages: list[list[float]]
     skipped: list[SkipReason | None]
 
 
@@ -151,9 +160,8 @@ def group_advantages(rewards: Sequence[float | None], settings: CreditSettings) 
         ValueError: the estimator is unknown, or does not go with ``normalize_std`` or the rewards.
     """
     estimator, normalize_std = settings.estimator, settings.normalize_std
-    if estimator not in ESTIMATORS:
+    if (how := ESTIMATORS.get(estimator)) is None:
         raise ValueError(f"unknown estimator {estimator!r}: choose one of {sorted(ESTIMATORS)}")
-    how = ESTIMATORS[estimator]
     if normalize_std and not how.scales:
         raise ValueError(
             f"normalize_std does not apply to {estimator!r}: it has "
@@ -178,23 +186,19 @@ def whiten_groups(groups: Sequence[GroupAdvantages], scaling: Scaling) -> list[G
 
     Skipped members have no part in mean and deviation. A step of one rollout is returned as it is.
     """
+    members = [zip(group.advantages, group.skipped, strict=True) for group in groups]
     training = [
-        advantage
-        for group in groups
-        for advantage, reason in zip(group.advantages, group.skipped, strict=True)
-        if advantage is not None and reason is None
+        value for group in members for value, reason in group if value is not None and not reason
     ]
     if len(training) < 2:
         return list(groups)
     mean, divisor = _mean(training), scaling.divisor(training)
+
+    def whitened(value: float | None, reason: SkipReason | None) -> float | None:
+        return value if value is None or reason else (value - mean) / divisor
+
     return [
-        replace(
-            group,
-            advantages=[
-                value if value is None or reason else (value - mean) / divisor
-                for value, reason in zip(group.advantages, group.skipped, strict=True)
-            ],
-        )
+        replace(group, advantages=list(map(whitened, group.advantages, group.skipped)))
         for group in groups
     ]
 
@@ -202,22 +206,11 @@ def whiten_groups(groups: Sequence[GroupAdvantages], scaling: Scaling) -> list[G
 # ---- one number a turn
 
 
-@dataclass(frozen=True, slots=True)
-class TurnAdvantages:
-    """For each member, an advantage for each of its turns, and why it does not train (or None)."""
-
-    advantages: list[list[float]]
-    skipped: list[SkipReason | None]
-
-
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Sum the rewards from each turn on: G_k = r_k + discount * G_k+1 (Sutton and Barto 2018,
     Reinforcement Learning, equation 3.9)."""
-
-    def add(later: float, now: float) -> float:
-        return now + discount * later
-
-    return [*accumulate(reversed(rewards), add)][::-1]
+    backwards = accumulate(reversed(rewards), lambda later, now: now + discount * later)
+    return [*backwards][::-1]
 
 
 def turn_advantages(
@@ -254,18 +247,15 @@ def state_advantages(
     """
     earned = [math.fsum(r) for r in rewards if r is not None]
     returns = [discounted_returns(r or (), settings.discount) for r in rewards]
-    met: dict[Hashable, list[float]] = {}
+    met: defaultdict[Hashable, list[float]] = defaultdict(list)
     for member, own in zip(returns, states, strict=True):
         for value, state in zip(member, own if member else (), strict=True):
-            met.setdefault(state, []).append(value)
-    advantages = [
-        [
-            _relative(math.fsum(reward or ()), earned, settings.divide)
-            + settings.step_weight * _relative(value, met[state], settings.divide)
-            for value, state in zip(member, own, strict=False)
-        ]
-        for reward, member, own in zip(rewards, returns, states, strict=True)
-    ]
+            met[state].append(value)
+    advantages: list[list[float]] = []
+    for reward, member, own in zip(rewards, returns, states, strict=True):
+        whole = _relative(math.fsum(reward or ()), earned, settings.divide) if earned else 0.0
+        steps = (_relative(v, met[s], settings.divide) for v, s in zip(member, own, strict=False))
+        advantages.append([whole + settings.step_weight * step for step in steps])
     return _judged_turns(rewards, advantages, settings.min_group)
 
 

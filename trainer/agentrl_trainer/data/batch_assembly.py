@@ -31,7 +31,6 @@ from agentrl_trainer.data.rewards import by_rollout, rollout_rewards, turn_rewar
 from agentrl_trainer.data.skip_reasons import (
     GROUP_REASONS,
     SkipRules,
-    count_group_reasons,
     importance_weight,
     losing_reason,
     member_reason,
@@ -90,8 +89,11 @@ class StepBatch:
         statistics over trained tokens."""
         scores = [reward for reward in self.rewards.values() if reward is not None]
         advantages = [a for row in self.rows for a in compress(row.advantages, row.mask)]
-        skipped = count_group_reasons(self.groups.values())
-        used = sum(None in members for members in self.groups.values())
+        skipped = Counter(
+            next(reason for reason in GROUP_REASONS if reason in members)
+            for members in self.groups.values()
+            if None not in members
+        )
         return {
             "reward/mean": fmean(scores) if scores else float("nan"),
             "reward/std": pstdev(scores) if scores else float("nan"),
@@ -99,8 +101,8 @@ class StepBatch:
             "advantage/max": max(advantages, default=0.0),
             "advantage/min": min(advantages, default=0.0),
             "advantage/std": Scaling(0, 0.0).divisor(advantages) if advantages else 0.0,
-            "groups/used": used,
-            "groups/skipped": len(self.groups) - used,
+            "groups/used": len(self.groups) - skipped.total(),
+            "groups/skipped": skipped.total(),
             **{f"groups/{reason}": skipped[reason] for reason in GROUP_REASONS},
             **{f"off_policy/{how}": count for how, count in sorted(self.off_policy.items())},
         }
