@@ -50,10 +50,6 @@ class Scaling:
     ddof: int = 1
     epsilon: float = 1e-6
 
-    def __post_init__(self) -> None:
-        if self.ddof not in (0, 1) or not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"ddof must be 0 or 1, epsilon finite and not negative: {self}")
-
     def divisor(self, values: Sequence[float]) -> float:
         """Return std + epsilon; 1 if there are too few values for a deviation."""
         if len(values) <= self.ddof:
@@ -84,13 +80,12 @@ class Estimator:
     """How scores become advantages.
 
     ``compares``: the baseline is the rest of the group, so that one member alone, or members with
-    equal rewards, carry no signal. ``scales``: may be divided by the group's standard deviation.
-    ``whitens``: is divided by the standard deviation of the whole step (``whiten_groups``).
+    equal rewards, carry no signal. ``whitens``: is divided by the standard deviation of the whole
+    step (``whiten_groups``).
     """
 
     advantages: Callable[[Sequence[float]], list[float]]
     compares: bool
-    scales: bool = False
     whitens: bool = False
 
 
@@ -137,11 +132,11 @@ def reinforce(scores: Sequence[float]) -> list[float]:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(grpo, compares=True, scales=True),
+    "grpo": Estimator(grpo, compares=True),
     # Dr. GRPO, arXiv:2503.20783: the same advantages, never scaled; its other half is the constant
     # length normalization.
     "dr_grpo": Estimator(grpo, compares=True),
-    "rloo": Estimator(rloo, compares=True, scales=True),
+    "rloo": Estimator(rloo, compares=True),
     # REINFORCE++-baseline, arXiv:2501.03262: the group's mean, then the step's deviation.
     "reinforce++": Estimator(grpo, compares=True, whitens=True),
     "maxrl": Estimator(maxrl, compares=True),
@@ -157,22 +152,15 @@ def group_advantages(rewards: Sequence[float | None], settings: CreditSettings) 
     """Compute the advantages of one group. Rewards that are None or not finite count as missing.
 
     Raises:
-        ValueError: the estimator is unknown, or does not go with ``normalize_std`` or the rewards.
+        ValueError: the estimator does not go with the rewards.
     """
-    estimator, normalize_std = settings.estimator, settings.normalize_std
-    if (how := ESTIMATORS.get(estimator)) is None:
-        raise ValueError(f"unknown estimator {estimator!r}: choose one of {sorted(ESTIMATORS)}")
-    if normalize_std and not how.scales:
-        raise ValueError(
-            f"normalize_std does not apply to {estimator!r}: it has "
-            + ("a normalization of its own" if how.compares else "no group baseline")
-        )
+    how = ESTIMATORS[settings.estimator]
     known = [None if r is None or not math.isfinite(r) else r for r in rewards]
     scores = [r for r in known if r is not None]
     teaches = not (how.compares and scores and _all_equal(scores))
     reason = group_reason(len(scores), settings.min_group, compares=how.compares, teaches=teaches)
     values = [0.0] * len(scores) if reason else how.advantages(scores)
-    if normalize_std and not reason:
+    if settings.normalize_std and not reason:
         divisor = settings.scaling.divisor(scores)
         values = [value / divisor for value in values]
     scored = iter(values)

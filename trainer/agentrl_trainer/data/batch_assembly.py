@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean, pstdev
 from typing import Literal
@@ -38,7 +38,7 @@ from agentrl_trainer.data.skip_reasons import (
     temperature_of,
 )
 from agentrl_trainer.data.state_grouping import anchor_states
-from agentrl_trainer.data.training_row import TrainingRow, to_training_row
+from agentrl_trainer.data.training_row import TrainingRow, to_training_row, with_extra
 from agentrl_trainer.data.trajectories import Trajectory, build_trajectories, call_order
 
 LengthNormalization = Literal["token", "sequence", "constant", "rollout"]
@@ -190,7 +190,7 @@ def normalize_lengths(
     for row, owner in zip(rows, owners, strict=True):
         of_owner[owner] += row.trained
     total = of_owner.total()
-    result: list[TrainingRow] = []
+    weights: list[list[float]] = []
     for row, owner in zip(rows, owners, strict=True):
         share = {
             "sequence": len(rows) * row.trained,
@@ -198,9 +198,8 @@ def normalize_lengths(
             "constant": len(of_owner) * constant,
         }[how]
         before = row.extra.get("weights", [1.0] * len(row.tokens))
-        weights = [weight * total / share for weight in before]
-        result.append(replace(row, extra={**row.extra, "weights": weights}))
-    return result
+        weights.append([weight * total / share for weight in before])
+    return with_extra(rows, weights=weights)
 
 
 def _split_by_winner(rollout: Rollout, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
