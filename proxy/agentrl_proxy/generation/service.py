@@ -164,12 +164,15 @@ class ChatService:
         deps, request, constraint, prompt = self.deps, call.request, call.constraint, call.prompt
         adapter = call.adapter
         params = {**_recorded_params(call.params), "continued": prompt.continued}
-        not_enforced = request.grammar_fields
+        not_enforced: list[str] = []
         if constraint is not None:
             params["constrained"] = constraint.kind
-            not_enforced = list(constraint.not_enforced)
-        if call.one_call:
-            not_enforced.remove("parallel_tool_calls")
+            not_enforced += constraint.not_enforced
+        elif request.tools:  # what only a grammar can enforce
+            if not request.parallel_tool_calls and not call.one_call:
+                not_enforced.append("parallel_tool_calls")
+            if any(tool["function"].get("strict") for tool in request.tools):
+                not_enforced.append("strict")
         if prompt.branched is not None:
             params["branched"] = prompt.branched.value
         if not_enforced:

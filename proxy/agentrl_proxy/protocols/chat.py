@@ -209,16 +209,6 @@ class ChatRequest:
     first_choice: int = 0  # index in the response of this prompt's first choice
     scored: bool = False  # the answer has the log-probs of the prompt's tokens, too
 
-    @property
-    def grammar_fields(self) -> list[str]:
-        """The request's fields about tool calls that only a grammar can enforce."""
-        found: list[str] = []
-        if self.tools and not self.parallel_tool_calls:
-            found.append("parallel_tool_calls")
-        if any(tool["function"].get("strict") for tool in self.tools or ()):
-            found.append("strict")
-        return found
-
 
 def chat_request(raw: dict[str, Any]) -> ChatRequest:
     """Check a chat request.

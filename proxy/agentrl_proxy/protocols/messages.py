@@ -14,13 +14,12 @@ import orjson
 
 from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import translation
-from agentrl_proxy.protocols.blocks import BlockEvents, event
 from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
     SAMPLING,
 )
-from agentrl_proxy.protocols.chat_objects import Heading, heading_of
+from agentrl_proxy.protocols.chat_objects import BlockEvents, Heading, event, heading_of
 from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     JSON_SCHEMA,
