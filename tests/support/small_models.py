@@ -24,7 +24,6 @@ from transformers import (
 from agentrl_trainer.inference import (
     Event,
     Finished,
-    Handle,
     SampleParams,
     SamplerEngine,
     SampleRequest,
@@ -140,7 +139,7 @@ class Asked:
         self.first = threading.Event()
         self._left = params.n
         self._done = threading.Event()
-        self.handle: Handle = engine.submit(SampleRequest(prompt, params, adapter, self._event))
+        self.cancel = engine.submit(SampleRequest(prompt, params, adapter, self._event))
 
     def _event(self, event: Event) -> None:
         answer = self.answers[event.index]
