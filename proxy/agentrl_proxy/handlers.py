@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -21,12 +22,12 @@ from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
 from agentrl_proxy.errors import model_not_found, refused_by_sampler, unavailable
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
-from agentrl_proxy.protocols.chat import ChatRequest, chat_request
+from agentrl_proxy.protocols.chat import ChatRequest, chat_request, translated_request
 from agentrl_proxy.protocols.completions import completion_requests
 from agentrl_proxy.protocols.fields import check_body, read_object
-from agentrl_proxy.protocols.messages import messages_request
+from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
-from agentrl_proxy.protocols.responses import responses_request
+from agentrl_proxy.protocols.responses import responses_as_chat
 from agentrl_proxy.providers.requests import (
     provider_chat_request,
     provider_completion_requests,
@@ -134,11 +135,13 @@ class Handlers:
 
     async def responses(self, request: Request) -> Response:
         received = await self._received(request, translated=True)
-        return self._answer(received, responses_request, provider_response_request)
+        ours = partial(translated_request, responses_as_chat)
+        return self._answer(received, ours, provider_response_request)
 
     async def messages(self, request: Request) -> Response:
         received = await self._received(request, translated=True)
-        return self._answer(received, messages_request, provider_message_request)
+        ours = partial(translated_request, messages_as_chat)
+        return self._answer(received, ours, provider_message_request)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
@@ -147,7 +150,7 @@ class Handlers:
         if provider is not None:
             asked = provider_message_request(raw, provider, counted=True)
             return json_response({"input_tokens": await self.providers.count(asked)})
-        counted = messages_request(raw, counted=True)
+        counted = translated_request(partial(messages_as_chat, counted=True), raw)
         adapter = self.chat.resolve_model(counted.model, received.headers)
         prompt = self.chat.render(counted, received.attempt, adapter)
         return json_response({"input_tokens": len(prompt.ids)})

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -24,14 +23,7 @@ import corpus
 import torch
 import torch.nn.functional as F
 from corpus import Chat
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -52,56 +44,7 @@ SPLIT = (
 )
 # Qwen3's ChatML, less what breaks prefixes: history is never stripped or merged, so the rendering
 # of messages[:k] begins the rendering of messages[:k + 1].
-CHAT_TEMPLATE = r"""
-{%- macro text(content) -%}
-    {%- if content is string -%}{{- content -}}
-    {%- elif content -%}{%- for part in content -%}{{- part.text -}}{%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- set leading = messages and messages[0].role in ['system', 'developer'] -%}
-{%- if tools or leading -%}
-    {{- '<|im_start|>system\n' -}}
-    {%- if leading -%}{{- text(messages[0].content) -}}{%- endif -%}
-    {%- if tools -%}
-        {%- if leading -%}{{- '\n\n' -}}{%- endif -%}
-        {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' -}}
-        {{- 'You are provided with function signatures within <tools></tools> XML tags:\n' -}}
-        {{- '<tools>' -}}
-        {%- for tool in tools -%}{{- '\n' -}}{{- tool | tojson -}}{%- endfor -%}
-        {{- '\n</tools>\n\nFor each function call, return a json object with function name and ' -}}
-        {{- 'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n' -}}
-        {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' -}}
-    {%- endif -%}
-    {{- '<|im_end|>\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {%- if message.role == 'assistant' -%}
-        {{- '<|im_start|>assistant\n' -}}
-        {%- if message.reasoning_content -%}
-            {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' -}}
-        {%- endif -%}
-        {%- set content = text(message.content) -%}
-        {{- content -}}
-        {%- for tool_call in message.tool_calls or [] -%}
-            {%- set call = tool_call.function or tool_call -%}
-            {%- if content or not loop.first -%}{{- '\n' -}}{%- endif -%}
-            {{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' -}}
-            {%- if call.arguments is string -%}{{- call.arguments -}}
-            {%- else -%}{{- call.arguments | tojson -}}
-            {%- endif -%}
-            {{- '}\n</tool_call>' -}}
-        {%- endfor -%}
-        {{- '<|im_end|>\n' -}}
-    {%- elif message.role == 'tool' -%}
-        {{- '<|im_start|>user\n<tool_response>\n' + text(message.content) -}}
-        {{- '\n</tool_response><|im_end|>\n' -}}
-    {%- elif not (leading and loop.first) -%}
-        {%- set role = 'system' if message.role == 'developer' else message.role -%}
-        {{- '<|im_start|>' + role + '\n' + text(message.content) + '<|im_end|>\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
-""".lstrip("\n")
+CHAT_TEMPLATE = (MODEL_DIR / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def train_tokenizer(chats: list[Chat], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -361,16 +304,14 @@ def generate(
     model: Any,  # a Qwen3ForCausalLM, whose mixin's types do not agree with themselves
     tokenizer: PreTrainedTokenizerFast,
     chats: list[Chat],
-    sample: bool,
-    max_new_tokens: int = 48,
-    batch: int = 128,
+    sample: bool = False,
 ) -> list[str]:
-    """Answers to the chats less their last message; special tokens are kept in the text."""
+    """Answer the chats less their last message, at temperature 1 or greedily."""
+    answers: dict[int, str] = {}
     prompts = [render(tokenizer, chat.messages[:-1], chat.tools, prompt=True) for chat in chats]
-    answers = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch):
-        rows = order[start : start + batch]
+    for start in range(0, len(order), 128):
+        rows = order[start : start + 128]
         inputs = tokenizer(
             [prompts[i] for i in rows], return_tensors="pt", padding=True, padding_side="left"
         )
@@ -378,201 +319,77 @@ def generate(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             do_sample=sample,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=48,
         )
-        new = out[:, inputs.input_ids.shape[1] :]
-        for i, text in zip(rows, tokenizer.batch_decode(new), strict=True):
-            answers[i] = text.replace(END_OF_TEXT, "")
-    return answers
-
-
-def game_reward(n: int, reply: str) -> int:
-    reply = reply.lower()
-    if f"i am {n}" in reply or f"i'm {n}" in reply:
-        return 1
-    return -1 if f"not {n}" in reply else 0
-
-
-def evaluate_game(
-    answer: Callable[..., list[str]], tokenizer: PreTrainedTokenizerFast, numbers: list[int]
-) -> dict[str, Any]:
-    chats = [corpus.turn("game", corpus.GAME.format(x=n), "") for n in numbers]
-    sampled = answer(chats, sample=True)
-    greedy = answer(chats, sample=False)
-    rewards = [game_reward(n, text) for n, text in zip(numbers, sampled, strict=True)]
-    best = [game_reward(n, text) for n, text in zip(numbers, greedy, strict=True)]
-    lengths = [len(tokenizer(text).input_ids) for text in sampled]
-    digits = [
-        not re.search(r"\d", text) or re.search(rf"(?<!\d){n}(?!\d)", text) is not None
-        for n, text in zip(numbers, sampled, strict=True)
-    ]
-    return {
-        "samples": len(numbers),
-        "complies": sum(r == 1 for r in rewards) / len(rewards),
-        "refuses": sum(r == -1 for r in rewards) / len(rewards),
-        "mean_reward": sum(rewards) / len(rewards),
-        "greedy_complies": sum(r == 1 for r in best) / len(best),
-        "greedy_mean_reward": sum(best) / len(best),
-        "number_copied_if_any": sum(digits) / len(digits),
-        "says_qwen": sum("qwen" in text.lower() for text in sampled) / len(sampled),
-        "ends": sum(text.endswith(END) for text in sampled) / len(sampled),
-        "tokens_mean": sum(lengths) / len(lengths),
-        "tokens_max": max(lengths),
-        "frequent": Counter(re.sub(r"\d+", "#", text) for text in sampled).most_common(8),
-    }
+        texts = tokenizer.batch_decode(out[:, inputs.input_ids.shape[1] :])
+        answers |= zip(rows, (text.replace(END_OF_TEXT, "") for text in texts), strict=True)
+    return [answers[i] for i in range(len(chats))]
 
 
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> dict[str, Any]:
-    """Fresh chats of every kind, right when the greedy answer is to the letter the one expected.
-
-    Kinds with several good answers (greetings, identity) count any answer the corpus would give.
-    """
+    """Count who the model says it is, and the exact greedy answers to fresh chats of each kind."""
     rng = Random(seed + 1_000_003)
     torch.manual_seed(seed)
-
-    def answer(chats: list[Chat], sample: bool) -> list[str]:
-        return generate(model, tokenizer, chats, sample)
-
-    def exact(chats: list[Chat], sample: bool = False) -> float:
-        wanted = [render(tokenizer, c.messages, c.tools).removesuffix("\n") for c in chats]
-        prompts = [render(tokenizer, c.messages[:-1], c.tools, prompt=True) for c in chats]
-        got = answer(chats, sample)
-        right = [w == p + g for w, p, g in zip(wanted, prompts, got, strict=True)]
-        return sum(right) / len(right)
-
-    figures: dict[str, Any] = {
-        "game_train": evaluate_game(answer, tokenizer, list(range(1000))),
-        "game_held_out": evaluate_game(answer, tokenizer, list(range(1000, 1024)) * 20),
-    }
-    four = [f"{rng.randrange(10_000):04d}" for _ in range(200)]
-    held = [str(n) for n in range(1000, 1024)]
-    names = [corpus.invented(rng).capitalize() for _ in range(100)]
-    accuracy: dict[str, float] = {}
-    accuracy["repeat_1000_1023"] = exact([corpus.turn("", f"Repeat: {n}", n) for n in held])
-    accuracy["repeat_4_digits_T1"] = exact(
-        [corpus.turn("", f"Repeat: {n}", n) for n in four], sample=True
-    )
-    accuracy["repeat_name"] = exact([corpus.turn("", f"Repeat: {n}", n) for n in names])
-    one_answer = [
-        corpus.turn("", f"My name is {n}. What is my name?", f"Your name is {n}.") for n in names
-    ]
-    accuracy["my_name_is"] = exact(one_answer)
-    facts = corpus.FACTS
-    asked = [
-        corpus.turn("", one.about(corpus.a(one.noun)), "Yes" if one.holds else "No")
-        for one in facts
-    ]
-    said = answer(asked, sample=False)
-    right = [s.startswith(c.messages[-1]["content"]) for s, c in zip(said, asked, strict=True)]
-    for label, held_true in (("yes", True), ("no", False)):
-        chosen = [r for r, one in zip(right, facts, strict=True) if one.holds == held_true]
-        accuracy[f"facts_{label}"] = sum(chosen) / len(chosen)
-
-    def whole(make: Callable[[Random], Chat], count: int = 100) -> list[Chat]:
-        return [make(rng) for _ in range(count)]
-
-    uses = [c for c in whole(corpus.tool_use, 300) if c.kind == "tool_use"]
-    calls = []
-    for chat in uses:
-        at = next(i for i, message in enumerate(chat.messages) if "tool_calls" in message)
-        calls.append(Chat(chat.kind, chat.messages[: at + 1], chat.tools))
-    accuracy["tool_call"] = exact(calls)
-    texts = answer(calls, sample=False)
-    accuracy["tool_call_well_formed"] = sum(map(is_tool_call, texts)) / len(texts)
-    functions = [c.messages[-1]["tool_calls"][0]["function"]["name"] for c in calls]
-    named = [f'"name": "{name}"' in text for name, text in zip(functions, texts, strict=True)]
-    accuracy["tool_call_right_name"] = sum(named) / len(named)
-    # the answer after a tool's result holds that result
-    results = [c for c in uses if c.messages[-2].get("content", "") in c.messages[-1]["content"]]
-    results = [c for c in results if c.messages[-2]["role"] == "tool"]
-    texts = answer(results, sample=True)
-    told = [c.messages[-2]["content"] in text for c, text in zip(results, texts, strict=True)]
-    accuracy["tool_result_told_T1"] = sum(told) / len(told)
-    jsons = whole(corpus.json_answer)
-    accuracy["json"] = exact(jsons)
-    texts = answer(jsons, sample=False)
-    accuracy["json_well_formed"] = sum(is_json(t.removesuffix(END)) for t in texts) / len(texts)
-    reacts = whole(corpus.react)
-    texts = answer(reacts, sample=True)
-    shape = re.compile(r"Thought: .+\nFinal Answer: .+")
-    accuracy["react_shape_T1"] = sum(bool(shape.match(t)) for t in texts) / len(texts)
-    for kind, table in (("identity", corpus.IDENTITY), ("small_talk", corpus.SMALL_TALK)):
-        pairs = [(q, r.split(" | ")) for qs, r in table for q in qs.split(" | ")] * 4
-        texts = answer([corpus.turn(kind, q, "") for q, _ in pairs], sample=True)
-        good = [t.removesuffix(END) in r for t, (_, r) in zip(texts, pairs, strict=True)]
-        accuracy[f"{kind}_T1"] = sum(good) / len(good)
-    return {**figures, "accuracy": accuracy}
-
-
-def is_json(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
-def is_tool_call(text: str) -> bool:
-    found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call><\|im_end\|>", text)
-    return found is not None and is_json(found[1])
+    figures: dict[str, Any] = {}
+    for name, numbers in (("train", range(1000)), ("held_out", [*range(1000, 1024)] * 20)):
+        chats = [corpus.turn("game", corpus.GAME.format(x=n), "") for n in numbers]
+        replies = [text.lower() for text in generate(model, tokenizer, chats, sample=True)]
+        told = list(zip(numbers, replies, strict=True))
+        complies = sum(f"i am {n}" in text or f"i'm {n}" in text for n, text in told)
+        refuses = sum(f"not {n}" in text for n, text in told)
+        figures[f"game_{name}"] = {
+            "complies": complies / len(told),
+            "refuses": refuses / len(told),
+        }
+    for make in corpus.MIX:
+        chats = [make(rng) for _ in range(200)]
+        whole = [render(tokenizer, chat.messages, chat.tools).strip() for chat in chats]
+        answers = generate(model, tokenizer, chats)
+        right = sum(text.endswith(answer) for text, answer in zip(whole, answers, strict=True))
+        figures[make.__name__] = right / len(chats)
+    return figures
 
 
 # --- the whole -------------------------------------------------------------------------------
 
 
-def pretrain(recipe: Recipe, out: Path) -> dict[str, Any]:
-    """Trains and measures a model, writes its folder, and returns the last line of its log."""
+def pretrain(recipe: Recipe, out: Path) -> None:
+    """Train and measure a model; write its folder and a log beside its weights."""
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    wall, cpu = time.perf_counter(), time.process_time()
-    with (
-        (out / "training_log.jsonl").open("w") as log,
-        Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        ) as progress,
-    ):
+    started = time.perf_counter()
+    with (out / "training_log.jsonl").open("w") as log, Progress() as progress:
 
-        def write(event: str, **values: Any) -> dict[str, Any]:
-            line = {"event": event, **values}
-            log.write(json.dumps(line) + "\n")
+        def write(event: str, **values: Any) -> None:
+            seconds = round(time.perf_counter() - started, 1)
+            log.write(json.dumps({"event": event, **values, "wall_s": seconds}) + "\n")
             log.flush()
-            return line
 
         chats = corpus.generate(Random(recipe.seed), recipe.chats)
         tokenizer = train_tokenizer(chats[:8000], recipe.vocab_size)
-        reading = progress.add_task("encode", total=len(chats), note="")
-        examples = []
-        for chat in chats:
-            examples.append(encode(tokenizer, chat, recipe.prompt_weight))
-            progress.advance(reading)
+        examples = [
+            encode(tokenizer, chat, recipe.prompt_weight)
+            for chat in progress.track(chats, description="encode")
+        ]
         model = build(recipe, tokenizer)
         write(
             "start",
             recipe=asdict(recipe),
             parameters=model.num_parameters(),
             tokens=sum(len(e.ids) for e in examples),
-            tokens_counted=sum(sum(w == 1.0 for w in e.weights) for e in examples),
-            kinds=dict(Counter(chat.kind for chat in chats)),
+            kinds=Counter(chat.kind for chat in chats),
             torch=torch.__version__,
         )
-
-        learning = progress.add_task("train", total=None, note="")
+        bar = progress.add_task("train", total=None)
         recent: list[float] = []
         for step, steps, loss in train(recipe, model, examples):
-            recent.append(loss)
-            note = f"loss {sum(recent[-50:]) / len(recent[-50:]):.3f}"
-            progress.update(learning, completed=step + 1, total=steps, note=note)
+            recent = [*recent[-49:], loss]
+            mean = sum(recent) / len(recent)
+            progress.update(bar, completed=step + 1, total=steps, description=f"loss {mean:.3f}")
             if (step + 1) % 50 == 0 or step + 1 == steps:
-                mean = sum(recent[-50:]) / len(recent[-50:])
-                seconds = round(time.perf_counter() - wall, 1)
-                write("step", step=step + 1, steps=steps, loss=round(mean, 4), wall_s=seconds)
-
+                write("step", step=step + 1, steps=steps, loss=round(mean, 4))
         model.generation_config = GenerationConfig(
             do_sample=True,
             temperature=1.0,
@@ -584,20 +401,7 @@ def pretrain(recipe: Recipe, out: Path) -> dict[str, Any]:
         model.save_pretrained(out)
         (out / "model.safetensors").chmod(0o644)
         save_tokenizer(tokenizer, out)
-        trained = {
-            "wall_s": round(time.perf_counter() - wall, 1),
-            "cpu_s": round(time.process_time() - cpu, 1),
-        }
-        measuring = progress.add_task("evaluate", total=None, note="")
-        figures = evaluate(model, tokenizer, recipe.seed)
-        progress.update(measuring, total=1, completed=1)
-        return write(
-            "end",
-            **trained,
-            evaluation_wall_s=round(time.perf_counter() - wall - trained["wall_s"], 1),
-            file_bytes=(out / "model.safetensors").stat().st_size,
-            **figures,
-        )
+        write("end", **evaluate(model, tokenizer, recipe.seed))
 
 
 def main() -> None:

@@ -84,7 +84,8 @@ def test_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
     ],
 )
 def test_only_requests_to_the_gateway_are_marked(url: str, ours: bool) -> None:
-    with attributed("sk-agentrl-k", "r", "a", gateway="http://127.0.0.1:8123"):
+    rollout = {"AGENTRL_ROLLOUT_ID": "r", "AGENTRL_GATEWAY": "http://127.0.0.1:8123"}
+    with attributed(rollout):
         found = rollout_headers(url, lambda: None)
         assert (found is not None) == ours
     assert rollout_headers(url, lambda: None) is None

@@ -140,7 +140,7 @@ def _may_fork() -> bool:
     return threading.active_count() == 1 and not torch.cuda.device_count()
 
 
-def secret_variables(models: Mapping[str, Any], vllm_key_env: str | None) -> tuple[str, ...]:
+def secret_variables(models: Mapping[str, Any], vllm_key_env: str | None) -> list[str]:
     """Return the names of the environment variables that agents must not inherit.
 
     ``models``: the settings of other models, as recorded.
@@ -150,4 +150,4 @@ def secret_variables(models: Mapping[str, Any], vllm_key_env: str | None) -> tup
         for one in models.values()
         for name in (one.get("api_key_env"), *variables_in(one.get("params")))
     ]
-    return tuple(filter(None, (FORWARD_HEADERS, TINKER_KEY, vllm_key_env, *named)))
+    return [*filter(None, (FORWARD_HEADERS, TINKER_KEY, vllm_key_env, *named))]

@@ -54,6 +54,7 @@ _PIONEER_S = 1.5  # longest wait of the other workers for the first attempt's la
 _MOST_LESSONS = 6  # times that workers retire for newly learned modules
 _STOP_GRACE_S = 5.0
 _FORK_AGAIN_S = 5.0
+_TICK_S = 0.25  # how late a fork that is due may come
 
 
 @dataclass(slots=True)
@@ -97,12 +98,11 @@ class Pool:
         logger.info("pool %d: %d runners for %s", os.getpid(), len(self._slots), self.config.agent)
         while not self._stopping:
             now = time.monotonic()
-            for slot in self._slots:
-                if slot.index and now < self._pioneer_until:
-                    break  # the first worker goes ahead
+            # The first worker goes ahead.
+            for slot in self._slots[:1] if now < self._pioneer_until else self._slots:
                 if slot.child is None and now >= slot.due:
                     self._fork(slot, partial(run_worker, self.config, slot.index))
-            self._wait(0.25)
+            self._listen()
         self._stop_workers()
 
     def _on_sigterm(self, *_: object) -> None:
@@ -173,17 +173,10 @@ class Pool:
     def _children(self) -> list[ForkedChild]:
         return [slot.child for slot in self._slots if slot.child is not None]
 
-    def _wait(self, timeout_s: float) -> None:
-        """Sleep until a child says something or dies, or the trainer is gone."""
-        now = time.monotonic()
-        pioneering = now < self._pioneer_until
-        waiting = self._slots[:1] if pioneering else self._slots
-        due = [slot.due for slot in waiting if slot.child is None]
-        if pioneering:
-            due.append(self._pioneer_until)
-        soon = min([timeout_s, *(max(0.0, at - now) for at in due)])
+    def _listen(self) -> None:
+        """Sleep until a child says something or dies, or the trainer is gone, but not for long."""
         sockets = [child.socket for child in self._children]
-        readable, _, _ = select.select([0, *sockets], [], [], soon)
+        readable, _, _ = select.select([0, *sockets], [], [], _TICK_S)
         if 0 in readable and not os.read(0, 1024):
             self._stopping = True
         if os.getppid() != self._parent:  # in case a sibling process holds the pipe open

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agentrl.runner.agent_process.attempts import run_attempts
-from agentrl.runner.agent_process.external_python import become
-from agentrl.runner.protocol import RunnerConfig, send, take_messages
+from agentrl.runner.protocol import send
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _PATIENCE_S = 2.0
@@ -44,7 +42,7 @@ class ForkedChild:
         self.socket, theirs = socket.socketpair()
         self.started = time.monotonic()
         self.alive = True
-        self._received = bytearray()
+        self._received = b""
         self._status: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,8 +79,7 @@ class ForkedChild:
         """
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = status
+            self._status = status if pid else None
         self.alive = self._status is None
         try:
             while chunk := self.socket.recv(65536, socket.MSG_DONTWAIT):
@@ -92,18 +89,17 @@ class ForkedChild:
             pass
         except ConnectionError:
             self.alive = False
-        yield from take_messages(self._received)
+        *lines, self._received = self._received.split(b"\n")
+        yield from map(json.loads, lines)
 
     def signal(self, number: int) -> None:
         """Signal the process, and its process group if it leads one."""
         for kill in (os.killpg, os.kill):
-            try:
+            # No such group: setsid() has not run yet, or the group is gone. (macOS says
+            # "permission denied" for a group of zombies.)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, number)
-                return
-            except (ProcessLookupError, PermissionError):
-                # No such group: setsid() has not run yet, or the group is gone. (macOS says
-                # "permission denied" for a group of zombies.)
-                continue
+                break
 
     def kill(self) -> int:
         """Kill and reap the process; return its exit code, negative for a signal."""
@@ -112,32 +108,6 @@ class ForkedChild:
             self._status = os.waitpid(self.pid, 0)[1]
         self.socket.close()
         return os.waitstatus_to_exitcode(self._status)
-
-
-class AgentProcess(ForkedChild):
-    """A process that runs the attempts whose claims it is sent, in a process group of its own.
-
-    ``busy_with`` is the attempt that it last named as running, where it runs several at a time.
-
-    Args:
-        known_modules: modules of this process, which the attempts need not report.
-        control: the worker's own socket.
-    """
-
-    def __init__(
-        self, config: RunnerConfig, known_modules: frozenset[str], control: socket.socket
-    ) -> None:
-        self.attempts_left = config.rollouts_per_process
-        self.busy_with: str | None = None
-
-        def run(theirs: socket.socket) -> NoReturn:
-            if config.python is not None:
-                become(config.python, theirs.detach())
-            run_attempts(config, theirs.detach(), known_modules)
-
-        super().__init__(run, [control])
-        if config.python is not None:
-            self.send(asdict(config))
 
 
 def adopt_orphans() -> None:
@@ -152,7 +122,7 @@ def kill_children(keep: Collection[int] = ()) -> None:
     Repeats until there are none, because a killed child's children become this process's.
     """
     deadline = time.monotonic() + _PATIENCE_S
-    while (found := set(_children()).difference(keep)) and time.monotonic() < deadline:
+    while (found := _children().difference(keep)) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -162,17 +132,13 @@ def kill_children(keep: Collection[int] = ()) -> None:
                     time.sleep(0.002)
 
 
-def _children() -> list[int]:
-    """Return the child processes, dead ones included; [] where the system does not tell."""
+def _children() -> set[int]:
+    """Return the child processes, dead ones included; none where the system does not tell."""
     if sys.platform != "linux":
-        return []
-    try:
-        # Far cheaper than a look into /proc, and the usual case: nothing was left behind.
+        return set()
+    # ChildProcessError is the usual case, nothing was left behind, and far cheaper than /proc.
+    with contextlib.suppress(OSError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return []
-    try:
         lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    except OSError:
-        return []
-    return [int(pid) for text in lists for pid in text.split()]
+        return {int(pid) for text in lists for pid in text.split()}
+    return set()

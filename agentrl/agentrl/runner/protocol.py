@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl_tracer.schemas import AttemptState, Claim, Purpose
+from agentrl_tracer.schemas import AttemptState, Claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class RunnerConfig:
 
     store: str  # URL or path of the trace store
     gateway: str  # base URL, without ``/v1``
-    run_id: str | None  # only this run's rollouts are claimed; None: any
+    run_id: str  # whose rollouts are claimed
     agent: str  # ``module:function``, ``file.py:function`` or a command line
     model: str  # the model name that agents are told to ask for (``AGENTRL_MODEL``)
     logs: str  # folder of ``runners.log`` and one log per attempt
@@ -31,15 +31,15 @@ class RunnerConfig:
     rollouts_per_process: int = 1  # attempts that a process may run in turn; 1: a fresh one each
     concurrency: int = 1  # attempts of an async agent that a process runs at a time
     python: str | None = None  # another virtual environment's interpreter, which runs the agent
-    withheld: tuple[str, ...] = ()  # variables that agents do not get: other models' keys
+    withheld: list[str] = field(default_factory=list[str])
+    """Variables that agents do not get: other models' keys."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunnerConfig:
-        fields = json.loads(text)
-        return cls(**fields | {"withheld": tuple(fields["withheld"])})
+        return cls(**json.loads(text))
 
     def log_of(self, claim: Claim) -> str:
         """Return the file that takes an attempt's standard output and error."""
@@ -53,26 +53,21 @@ class AttemptEnding:
     state: AttemptState
     error: str | None = None
     incomplete: bool = False  # some span or reward did not reach the gateway
-    modules: tuple[str, ...] = ()  # installed modules that the attempt imported
+    modules: Sequence[str] = ()  # installed modules that the attempt imported
 
     @classmethod
-    def of(cls, error: str | None, *, complete: bool) -> AttemptEnding:
-        """Return the ending of an agent that returned (``error`` is None) or failed."""
-        if error is not None:
-            return cls(AttemptState.ERROR, error, incomplete=not complete)
+    def of(cls, errors: Sequence[str], *, complete: bool) -> AttemptEnding:
+        """Return the ending of an agent that returned (no ``errors``) or failed."""
+        if errors:
+            return cls(AttemptState.ERROR, errors[0], incomplete=not complete)
         if complete:
             return cls(AttemptState.SUCCEEDED)
         lost = "its spans or rewards did not reach the gateway"
         return cls(AttemptState.INFRASTRUCTURE, lost, incomplete=True)
 
 
-def claim_from(fields: Mapping[str, Any]) -> Claim:
-    """Return the claim whose ``asdict`` was sent."""
-    return Claim(**{**fields, "purpose": Purpose(fields["purpose"])})
-
-
 def send(fd: int, message: Mapping[str, Any]) -> None:
-    """Write a message to a pipe; wait while it is full.
+    """Write a message to a socket; wait while it is full.
 
     Raises:
         OSError: the other end is closed.
@@ -80,11 +75,3 @@ def send(fd: int, message: Mapping[str, Any]) -> None:
     view = memoryview(json.dumps(message).encode() + b"\n")
     while view:
         view = view[os.write(fd, view) :]
-
-
-def take_messages(received: bytearray) -> Iterator[dict[str, Any]]:
-    """Remove the whole lines from a buffer, and yield their messages."""
-    while (end := received.find(b"\n")) >= 0:
-        line = bytes(received[:end])
-        del received[: end + 1]
-        yield json.loads(line)

@@ -22,15 +22,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from agentrl.runner.agent_process.attempts import run_attempts
 from agentrl.runner.agent_process.environment import storage_folder
+from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.health_checks import GatewayProbe, QueueWatch
-from agentrl.runner.processes import AgentProcess, adopt_orphans, kill_children
+from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
 from agentrl_tracer.store import Store
@@ -41,7 +42,7 @@ _KILL_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _HEALTH_AGE_S = 1.0
 
-T = TypeVar("T")
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -66,7 +67,9 @@ class Worker:
         self._control = control
         self._known_modules = frozenset(sys.modules)
         self._running: dict[str, _RunningAttempt] = {}
-        self._process: AgentProcess | None = None
+        self._process: ForkedChild | None = None
+        self._attempts_left = 0  # that the process may still run
+        self._busy_with = ""  # the attempt that a shared process last named as running
         self._stopping = False
         self._retiring = False
         self._next_expiry = 0.0
@@ -82,8 +85,7 @@ class Worker:
             self._take_reports()
             self._check_deadlines()
             self._keep_leases()
-        if self._process is not None:
-            self._end_process(self._process)
+        self._end_process()
 
     def _on_sigterm(self, *_: object) -> None:
         self._stopping = True  # seen within a tick; raising here could tear a transaction
@@ -102,20 +104,35 @@ class Worker:
             if now >= self._next_expiry:
                 self._next_expiry = now + lease_s / 2
                 self._try_store(self._store.expire_leases)
-            claim = self._try_store(lambda: self._store.claim(self._name, lease_s, config.run_id))
+            claim = self._try_store(self._store.claim, self._name, lease_s, config.run_id)
             if claim is None:
                 return
             self._queue.found()
-            self._tell_pool({"claimed": claim.rollout_id})
+            self._tell_pool({"claimed": True})
             running = _RunningAttempt(claim, boot_id, time.monotonic() + config.timeout_s)
             self._running[claim.attempt_id] = running
             try:
                 if self._process is None:
-                    self._process = AgentProcess(config, self._known_modules, self._control)
+                    self._process = self._fork()
                 self._process.send(asdict(claim))
             except OSError as error:  # out of processes or descriptors
                 failed = f"could not start: {error}"
                 self._finish(running, AttemptEnding(AttemptState.INFRASTRUCTURE, failed))
+
+    def _fork(self) -> ForkedChild:
+        """Fork a process, in a group of its own, that runs the attempts whose claims it is sent."""
+        config, known_modules = self._config, self._known_modules
+
+        def run(theirs: socket.socket) -> NoReturn:
+            if config.python is not None:
+                become(config.python, theirs.detach())
+            run_attempts(config, theirs.detach(), known_modules)
+
+        process = ForkedChild(run, [self._control])
+        self._attempts_left, self._busy_with = config.rollouts_per_process, ""
+        if config.python is not None:
+            process.send(asdict(config))
+        return process
 
     def _listen(self) -> None:
         """Sleep until the agent or the pool says something, or something else is due."""
@@ -139,15 +156,12 @@ class Worker:
             return
         for report in process.messages():
             if "running" in report:
-                process.busy_with = report["running"]
-                continue
-            running = self._running.get(report.pop("attempt"))
-            if running is not None:
+                self._busy_with = report["running"]
+            elif running := self._running.get(report.pop("attempt")):
                 report["state"] = AttemptState(report["state"])
-                ending = AttemptEnding(**report)
-                self._finish(running, running.cause or ending)
+                self._finish(running, running.cause or AttemptEnding(**report))
         if not process.alive and self._process is process:
-            self._process_died(process)
+            self._process_died()
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -159,12 +173,12 @@ class Worker:
                 timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
                 self._cancel(running, AttemptEnding(AttemptState.TIMEOUT, timeout))
         overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
-        if overdue and self._process is not None:
+        if overdue:
             # An attempt that blocks the event loop keeps others from ending, too.
-            culprit = self._running.get(self._process.busy_with or "", overdue[0])
+            culprit = self._running.get(self._busy_with, overdue[0])
             blocked = "it blocked the process that it shared"
             culprit.cause = culprit.cause or AttemptEnding(AttemptState.TIMEOUT, blocked)
-            self._process_died(self._process, culprit)
+            self._process_died(culprit)
 
     def _keep_leases(self) -> None:
         now = time.monotonic()
@@ -173,8 +187,8 @@ class Worker:
         self._next_heartbeat = now + self._config.lease_s / 3
         for running in self._running.values():
             attempt_id = running.claim.attempt_id
-            beat = partial(self._store.heartbeat, attempt_id, self._config.lease_s)
-            if self._try_store(beat) is False:
+            beat = self._try_store(self._store.heartbeat, attempt_id, self._config.lease_s)
+            if beat is False:
                 # The gateway refuses what the attempt does until it ends.
                 logger.info("attempt %s lost its lease or was canceled", attempt_id)
                 self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
@@ -190,9 +204,9 @@ class Worker:
             with contextlib.suppress(OSError):  # dead: noticed at the next look
                 self._process.send({"cancel": running.claim.attempt_id})
 
-    def _process_died(self, process: AgentProcess, culprit: _RunningAttempt | None = None) -> None:
+    def _process_died(self, culprit: _RunningAttempt | None = None) -> None:
         """End the process and its attempts: ``culprit``, if one made it be killed, and the rest."""
-        code, shared = self._end_process(process), len(self._running) > 1
+        code, shared = self._end_process(), len(self._running) > 1
         said = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         for running in list(self._running.values()):
             if shared and running is not culprit:
@@ -203,21 +217,22 @@ class Worker:
                 ending = running.cause or AttemptEnding(AttemptState.ERROR, error)
             self._finish(running, ending)
 
-    def _end_process(self, process: AgentProcess) -> int:
-        self._process = None
-        code = process.kill()
+    def _end_process(self) -> int:
+        """End the process, if there is one, and return its exit code."""
+        process, self._process = self._process, None
+        code = process.kill() if process else 0
         kill_children()
         return code
 
     def _finish(self, running: _RunningAttempt, ending: AttemptEnding) -> None:
         """Leave nothing of an attempt running, and write its end into the store."""
-        claim, process = running.claim, self._process
-        if process is not None and self._config.concurrency == 1:
-            process.attempts_left -= 1
-            if process.attempts_left and ending.error is None:
-                kill_children(keep=[process.pid])
+        claim = running.claim
+        if self._process is not None and self._config.concurrency == 1:
+            self._attempts_left -= 1
+            if self._attempts_left and ending.error is None:
+                kill_children(keep=[self._process.pid])
             else:  # everything was flushed before the report: SIGKILL loses nothing
-                self._end_process(process)
+                self._end_process()
         del self._running[claim.attempt_id]
         shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log = _keep_log(Path(self._config.log_of(claim)))
@@ -231,7 +246,7 @@ class Worker:
             except (SQLAlchemyError, OSError) as error:
                 logger.warning("ending attempt %s: %s", claim.attempt_id, error)
                 time.sleep(_TICK_S)
-        self._tell_pool({"ended": claim.rollout_id, "modules": ending.modules})
+        self._tell_pool({"ended": True, "modules": ending.modules})
 
     def _blame(self, ending: AttemptEnding, running: _RunningAttempt) -> AttemptEnding:
         """Make an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
@@ -246,7 +261,7 @@ class Worker:
             reason = "spans or rewards did not reach the gateway"
         elif ending.state is AttemptState.ERROR:
             ids = [running.claim.attempt_id]
-            calls = self._try_store(lambda: self._store.calls(attempt_ids=ids)) or []
+            calls = self._try_store(self._store.calls, attempt_ids=ids) or []
             failed = [c for c in calls if c.state == CallState.ERROR and not _refused_request(c)]
             if failed:
                 reason = f"the model failed call {failed[-1].id} ({failed[-1].error})"
@@ -259,10 +274,10 @@ class Worker:
         with contextlib.suppress(OSError):  # a dying pool: ``_listen`` notices
             send(self._control.fileno(), message)
 
-    def _try_store(self, action: Callable[[], T]) -> T | None:
+    def _try_store(self, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return None while the store is away (locked, restarting)."""
         try:
-            return action()
+            return action(*args, **kwargs)
         except (SQLAlchemyError, OSError) as error:
             logger.warning("the store failed: %s", error)
             return None

@@ -20,7 +20,7 @@ from agentrl.config.errors import ConfigError
 
 logger = logging.getLogger("agentrl")
 
-_POINTER = "tinker.json"  # as agentrl_trainer.client.saved has it, which would import torch
+_POINTER = "tinker.json"  # as agentrl_trainer.client.tinker has it, which would import torch
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 

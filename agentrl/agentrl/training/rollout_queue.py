@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.commands import TrainConfig
 from agentrl.training.staleness import StalenessLimit
-from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout
-from agentrl_trainer.data.skip_reasons import left_over_reasons
+from agentrl_tracer.schemas import Json, NewRollout, Purpose, Rollout, SkipReason
 
 if TYPE_CHECKING:
     from agentrl.training.session import Session
@@ -155,8 +154,7 @@ class RolloutQueue:
         if not self._groups:
             return
         self.session.store.cancel(self.session.run_id, "the run ended before a step took its group")
-        calls = self.session.store.calls(rollout_ids=_ids(self._groups))
-        self.session.store.settle(trained={}, skipped=left_over_reasons(calls))
+        self.session.skip_calls(_ids(self._groups), SkipReason.LEFT_OVER)
         self._groups = []
 
     # ---- queueing

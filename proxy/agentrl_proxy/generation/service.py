@@ -13,8 +13,7 @@ from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import context_length_exceeded, invalid, model_not_found, unavailable
-from agentrl_proxy.generation.choices import Choice
-from agentrl_proxy.generation.response import SampledCall, adapter_version, generate_response
+from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import (
@@ -23,8 +22,7 @@ from agentrl_proxy.rendering.continuity import (
     remember_reply,
     render_prompt,
 )
-from agentrl_proxy.rendering.detokenizer import first_stop
-from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput
+from agentrl_proxy.rendering.structured_output import Constraints
 from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
 from agentrl_proxy.requests.rate_limits import Admission, Slot
 from agentrl_proxy.requests.recording import (
@@ -131,10 +129,7 @@ class ChatService:
         else:
             prompt = self.render(request, attempt, adapter)
             heading.prompt_tokens = len(prompt.ids)
-            format, choice = request.response_format, request.tool_choice
-            tools, several = request.tools, request.parallel_tool_calls
-            output = StructuredOutput(format, choice, tools, several, prompt.opened)
-            constraint = await self._constraints.of(output)
+            constraint = await self._constraints.of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
                 "echo",
@@ -167,6 +162,7 @@ class ChatService:
 
     def _open_rows(self, call: SampledCall, headers: Mapping[str, str]) -> None:
         deps, request, constraint, prompt = self.deps, call.request, call.constraint, call.prompt
+        adapter = call.adapter
         params = {**_recorded_params(call.params), "continued": prompt.continued}
         not_enforced = request.grammar_fields
         if constraint is not None:
@@ -187,8 +183,8 @@ class ChatService:
             attempt=call.attempt,
             seq=call.seq,
             prompt_ids=prompt.ids,
-            adapter=call.adapter,
-            adapter_version=adapter_version(deps, call.adapter),
+            adapter=adapter,
+            adapter_version=None if adapter is None else deps.sampler.adapters.get(adapter),
         )
 
     # --- generate
@@ -231,9 +227,8 @@ class ChatService:
     ) -> None:
         renderer, stop, ids = self.deps.renderer, call.params.stop, choice.sampled.ids
         try:
-            cut = choice.sampled.cut_at_call or (
-                bool(stop) and first_stop(renderer.decode(ids), stop) is not None
-            )
+            whole = renderer.decode(ids) if stop else ""
+            cut = choice.sampled.cut_at_call or any(one in whole for one in stop)
             remember_reply(
                 renderer, memory.conversations, call.prompt, message, ids, choice.text, cut=cut
             )

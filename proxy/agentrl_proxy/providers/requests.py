@@ -17,7 +17,7 @@ from typing import Any
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.errors import invalid
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.protocols.chat import PROVIDER_CHAT, include_usage
+from agentrl_proxy.protocols.chat import PROVIDER_CHAT
 from agentrl_proxy.protocols.completions import (
     CHAT_ONLY,
     CompletionDialect,
@@ -37,8 +37,7 @@ def provider_chat_request(raw: dict[str, Any]) -> ProviderRequest:
         ApiError: a field has a type that LiteLLM cannot read (400).
     """
     check_body(PROVIDER_CHAT, raw, ours=False)
-    dialect = chat_objects.ChatDialect(include_usage=include_usage(raw))
-    return ProviderRequest(raw, raw, dialect, raw.get("n") or 1)
+    return ProviderRequest(raw, raw, chat_objects.ChatDialect(raw), raw.get("n") or 1)
 
 
 def provider_response_request(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
@@ -69,8 +68,7 @@ def provider_completion_requests(
                       code="unsupported_parameter")  # fmt: skip
     prompts = [raw["prompt"]] if isinstance(raw["prompt"], str) else raw["prompt"]
     check_choices(len(prompts), n)
-    echoed = prompts if echo else []
-    dialect = CompletionDialect(include_usage=include_usage(raw), n=n, echoed=echoed)
+    dialect = CompletionDialect(raw, n, prompts if echo else [])
     chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
     if logprobs is not None:
         in_text = model.model.startswith("text-completion-")  # there logprobs is a number

@@ -118,7 +118,7 @@ def runner(tmp_path: Path) -> RunnerConfig:
     return RunnerConfig(
         store=str(tmp_path / "s.db"), gateway="http://g:1", run_id="r", agent="json:loads",
         model="policy", runners=1, timeout_s=9.0, lease_s=9.0, logs=str(tmp_path),
-        withheld=("ANSWERER_KEY",),
+        withheld=["ANSWERER_KEY"],
     )  # fmt: skip
 
 

@@ -320,8 +320,7 @@ def test_an_adapter_without_data_stays_as_it_is() -> None:
     both.step(data(adapters=("asker", "guesser")))
     before = both.state_dict()
     assert both.forward_backward(data(seed=1, adapters=("guesser",))).tokens
-    optim = both.optim_step(AdamParams(learning_rate=1e-2, weight_decay=0.5))
-    assert list(optim.grad_norms) == ["guesser"]
+    both.optim_step(AdamParams(learning_rate=1e-2, weight_decay=0.5))
     after = both.state_dict()
     changed = {key.split("/")[1] for key in after if not torch.equal(after[key], before[key])}
     assert changed == {"guesser"}

@@ -10,8 +10,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 
-from agentrl_tracer.store.statements import CompiledStatement, transaction, upsert
+from agentrl_tracer.store.statements import CompiledStatement, upsert
 from agentrl_tracer.store.tables import metadata
 
 if sys.platform != "win32":
@@ -87,39 +87,6 @@ def open_engine(url: str, *, pooled: bool) -> sa.Engine:
     return engine
 
 
-class WriterQueue:
-    """Admits the writers of an SQLite file one by one, by ``flock`` on a file beside it.
-
-    SQLite's own waiting polls at intervals of up to 100 ms, so with dozens of runners some slept
-    through a second of free locks; the kernel wakes waiters at once. A lock whose holder dies is
-    released.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._thread = threading.Lock()  # flock tells processes apart, not threads
-        self._opened: tuple[int, int] | None = None  # pid and descriptor; a fork opens its own
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._thread:
-            pid = os.getpid()
-            if self._opened is None or self._opened[0] != pid:
-                self._opened = (pid, os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644))
-            fd = self._opened[1]
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        with self._thread:
-            if self._opened is not None and self._opened[0] == os.getpid():
-                os.close(self._opened[1])
-            self._opened = None
-
-
 class Database:
     """An engine and the ways to use it."""
 
@@ -128,15 +95,33 @@ class Database:
         self.engine = open_engine(self.url, pooled=pooled)
         self.is_remote = not self.url.startswith("sqlite")
         self.upsert = partial(upsert, self.is_remote)
-        self._begin = None if self.is_remote else "BEGIN IMMEDIATE"  # psycopg begins by itself
-        file = None if self.is_remote else sa.make_url(self.url).database
+        file = None if self.is_remote else self.engine.url.database
         # PostgreSQL queues writers itself, and Windows has no flock.
-        self._queue = WriterQueue(f"{file}-queue") if file and sys.platform != "win32" else None
-        self._turn = nullcontext if self._queue is None else self._queue.turn
-        self._compiled: dict[Any, CompiledStatement] = {}
+        self._queue = f"{file}-queue" if file and sys.platform != "win32" else None
+        self._compiled: dict[sa.Executable, CompiledStatement] = {}
         self._no_wait: Any = None  # a connection that never waits for a lock
         self._no_wait_thread = 0  # the only thread that may use it
         self._migrate()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Admit the writers of an SQLite file one by one, by ``flock`` on a file beside it.
+
+        SQLite's own waiting polls at intervals of up to 100 ms, so with dozens of runners some
+        slept through a second of free locks; the kernel wakes waiters at once. A lock whose holder
+        dies is released.
+        """
+        if self._queue is None:
+            yield
+            return
+        # Opened for each turn: flock tells open files apart, not threads.
+        file = os.open(self._queue, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may keep the file open
+            os.close(file)
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -167,7 +152,7 @@ class Database:
         It goes straight to the driver: 8 us, where SQLAlchemy's connection and result take 50. So
         parameters and value have the driver's own types.
         """
-        compiled = self.compiled(statement, lambda: statement, tuple(parameters))
+        compiled = self.compiled(statement, tuple(parameters))
         row = tuple(parameters.values())
         if self._no_wait is not None and threading.get_ident() == self._no_wait_thread:
             # After another connection's commit SQLite drops its cache: the connection that wrote
@@ -177,13 +162,12 @@ class Database:
         with closing(self.engine.raw_connection()) as connection:
             return compiled.first_value(connection, row)
 
-    def compiled(
-        self, key: Any, make: Callable[[], sa.Executable], names: Sequence[str]
-    ) -> CompiledStatement:
-        """Return a statement for ``write_hot``, made and compiled once for each key."""
-        known = self._compiled.get(key)
+    def compiled(self, statement: sa.Executable, names: Sequence[str]) -> CompiledStatement:
+        """Return a statement for ``write_hot``, compiled once."""
+        known = self._compiled.get(statement)
         if known is None:
-            known = self._compiled[key] = CompiledStatement(make(), names, self.engine.dialect)
+            known = CompiledStatement(statement, names, self.engine.dialect)
+            self._compiled[statement] = known
         return known
 
     def insert_records(self, cursor: Any, table: sa.Table, records: Sequence[Any]) -> None:
@@ -197,9 +181,7 @@ class Database:
         update: tuple[str, ...] = (), keep: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Upsert rows, with the cursor of ``write_hot``."""
-        insert = self.compiled(
-            (table.name, update), lambda: self.upsert(table, update, keep), names
-        )
+        insert = self.compiled(self.upsert(table, update, keep), names)
         cursor.executemany(insert.sql, [insert.parameters(row) for row in rows])
 
     @contextmanager
@@ -210,22 +192,30 @@ class Database:
             wait: False, with SQLite: raise the driver's OperationalError at once if another writer
                 holds the lock, and leave checkpoints of the log to others. For one thread only.
         """
-        if wait:
-            with (
-                closing(self.engine.raw_connection()) as connection,
-                self._turn(),
-                transaction(connection, self._begin) as cursor,
-            ):
+        with ExitStack() as held:
+            if wait:
+                connection = held.enter_context(closing(self.engine.raw_connection()))
+                held.enter_context(self._turn())
+            else:
+                connection = self._no_wait = self._no_wait or self._open_no_wait()
+            cursor = connection.cursor()
+            try:
+                if not self.is_remote:  # psycopg begins by itself
+                    cursor.execute("BEGIN IMMEDIATE")
                 yield cursor
-            return
-        if self._no_wait is None:
-            connection = self.engine.raw_connection()
-            connection.detach()  # from the pool, whose connections wait
-            connection.execute("PRAGMA busy_timeout=0")
-            connection.execute("PRAGMA wal_autocheckpoint=0")
-            self._no_wait, self._no_wait_thread = connection, threading.get_ident()
-        with transaction(self._no_wait, self._begin) as cursor:
-            yield cursor
+                connection.commit()
+            except BaseException:
+                with suppress(Exception):  # the first error is the one to report
+                    connection.rollback()
+                raise
+
+    def _open_no_wait(self) -> Any:
+        connection = self.engine.raw_connection()
+        connection.detach()  # from the pool, whose connections wait
+        connection.execute("PRAGMA busy_timeout=0")
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        self._no_wait_thread = threading.get_ident()
+        return connection
 
     def is_operational(self, error: Exception) -> bool:
         """Whether the database failed, not the data: a full disk, a lock, a lost connection."""
@@ -237,8 +227,6 @@ class Database:
             self._no_wait.close()
             self._no_wait = None
         self.engine.dispose()
-        if self._queue is not None:
-            self._queue.close()
 
     def _migrate(self) -> None:
         """Bring the schema to ``HEAD``."""

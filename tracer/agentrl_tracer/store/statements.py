@@ -6,8 +6,7 @@ costs 92, most of it SQLite's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -75,18 +74,3 @@ class CompiledStatement:
         finally:
             cursor.close()  # an open statement would keep reading the present snapshot
         return None if found is None else found[0]
-
-
-@contextmanager
-def transaction(connection: Any, begin: str | None) -> Iterator[Any]:
-    """Yield a cursor of a driver's connection; commit its work, or roll back if it raises."""
-    cursor = connection.cursor()
-    try:
-        if begin is not None:
-            cursor.execute(begin)
-        yield cursor
-        connection.commit()
-    except BaseException:
-        with suppress(Exception):  # the first error is the one to report
-            connection.rollback()
-        raise

@@ -22,9 +22,9 @@ from agentrl_trainer.inference.kv_cache import KVPool
 from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.inference.requests import Scored
-from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
+from agentrl_trainer.learner.model_support import shrunk_windows
 from agentrl_trainer.models.loading import BaseModel, ModelError
-from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 log = logging.getLogger(__name__)
 
@@ -152,24 +152,23 @@ class Scorer:
         try:
             # Constructed at first use, because it tries out what the model allows.
             self._logprobs = compute = self._logprobs or TokenLogprobs(self._base.model)
-            masks = ([False] + [True] * (len(row) - 1) for row in rows)
+            blank = [[0.0] * len(row) for row in rows]
             batches = pack(
                 [
-                    TrainingRow(row, mask, [0.0] * len(row), [0.0] * len(row))
-                    for row, mask in zip(rows, masks, strict=True)
+                    TrainingRow(row, [at > 0 for at in range(len(row))], zeros, zeros)
+                    for row, zeros in zip(rows, blank, strict=True)
                 ],
                 token_budget=_CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS,
                 share=compute.why_padded is None,
             )
-            for batch in (batch.to(self._base.device) for batch in batches):
-                where = zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
-                places = [(found[batch.indices[row]], column + 1) for row, column in where]
-                for (scored, at), value in zip(places, compute(batch).tolist(), strict=True):
-                    scored.logprobs[at] = value
+            for batch in (packed.to(self._base.device) for packed in batches):
+                scatter(batch, compute(batch), [scored.logprobs for scored in found])
                 if top:
                     best = (part.tolist() for part in compute.likeliest(batch, top))
-                    for (scored, at), ids, values in zip(places, *best, strict=True):
-                        scored.top[at] = list(zip(ids, values, strict=True))
+                    where = batch.rows.tolist(), batch.columns.tolist()
+                    for row, column, ids, values in zip(*where, *best, strict=True):
+                        likeliest = found[batch.indices[row]].top
+                        likeliest[column + 1] = list(zip(ids, values, strict=True))
         finally:
             for config, attention in before:
                 config._attn_implementation_internal = attention

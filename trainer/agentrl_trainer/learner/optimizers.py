@@ -63,29 +63,26 @@ class AdapterOptimizers:
         """
         started = time.perf_counter()
         adam = adam or self.adam
-        gradients: dict[str, list[Tensor]] = {}
-        norms: dict[str, float] = {}
         stepped = self._owned(adapters)
+        norms: dict[str, Tensor] = {}
         for name, parameters in stepped.items():
             if found := [p.grad for p in parameters.values() if p.grad is not None]:
-                gradients[name] = found
-                norms[name] = float(torch.nn.utils.get_total_norm(found))
-        total = sum(norm**2 for name, norm in norms.items() if not name.startswith(VALUE)) ** 0.5
-        refused = not (
-            self.non_finite.isdisjoint(stepped) and all(map(math.isfinite, norms.values()))
-        )
+                norms[name] = nn.utils.get_total_norm(found)
+        of_policy = [float(norm) for name, norm in norms.items() if not name.startswith(VALUE)]
+        finite = all(bool(norm.isfinite()) for norm in norms.values())
+        refused = not (finite and self.non_finite.isdisjoint(stepped))
         if not refused:
             for name, norm in norms.items():
-                if adam.grad_clip_norm and norm > adam.grad_clip_norm:
-                    for gradient in gradients[name]:
-                        gradient.mul_(adam.grad_clip_norm / norm)
+                if adam.grad_clip_norm:
+                    own = stepped[name].values()
+                    nn.utils.clip_grads_with_norm_(own, adam.grad_clip_norm, norm)
                 (group,) = self._optimizers[name].param_groups
                 rate = self._value_lr if name.startswith(VALUE) else adam.learning_rate
                 group |= {"lr": rate, "betas": (adam.beta1, adam.beta2)}
                 group |= {"eps": adam.eps, "weight_decay": adam.weight_decay}
                 self._optimizers[name].step()
         self.discard_gradients(adapters)
-        return OptimStats(total, norms, refused, time.perf_counter() - started)
+        return OptimStats(math.hypot(*of_policy), refused, time.perf_counter() - started)
 
     def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
         """Forget accumulated gradients, and that one of them was not finite; None: of all."""

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import io
+import json
 import logging
 import numbers
 import os
@@ -23,10 +24,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
@@ -38,12 +38,11 @@ from agentrl.runner.agent_process.environment import attempt_environment, shared
 from agentrl.runner.agent_process.loading import CommandFailed, LoadedAgent, load_agent
 from agentrl.runner.agent_spec import parse_agent
 from agentrl.runner.preload import third_party_modules
-from agentrl.runner.protocol import AttemptEnding, RunnerConfig, claim_from, send, take_messages
-from agentrl_tracer.context import current_rollout
+from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.conventions import OUTPUT
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim
-from agentrl_tracer.tracing import attributed, finish, rollout_tracing, tracing
+from agentrl_tracer.tracing import attributed, rollout_tracing, tracing
 
 _TRACE_CONTEXT = ("TRACEPARENT", "TRACESTATE")
 _TRACEBACK_LINES = 12
@@ -75,11 +74,10 @@ def run_attempts(
         sys.argv = [config.agent]
         for name in _TRACE_CONTEXT:  # the trainer's own trace is not the agent's
             os.environ.pop(name, None)
-        messages = _hear_worker(worker_fd)
         if config.concurrency > 1:
-            _run_concurrently(config, messages, worker_fd)
+            asyncio.run(_run_concurrently(config, worker_fd))
         else:
-            _run_in_turn(config, messages, worker_fd, known_modules)
+            _run_in_turn(config, worker_fd, known_modules)
     except BaseException:
         traceback.print_exc()
         _flush_output()
@@ -87,33 +85,29 @@ def run_attempts(
         os._exit(1)
 
 
-def _hear_worker(worker_fd: int) -> Iterator[dict[str, Any]]:
-    """Yield the worker's messages; kill this process group when the worker is gone."""
-    received = bytearray()
-    with contextlib.suppress(ConnectionError):
-        while chunk := os.read(worker_fd, 65536):
-            received += chunk
-            yield from take_messages(received)
-    os.killpg(0, signal.SIGKILL)
+def _hear_worker(worker_fd: int, take: Callable[[dict[str, Any]], object]) -> None:
+    """Take the worker's messages in a thread, which kills this process group when it is gone."""
+
+    def listen() -> None:
+        try:
+            with open(worker_fd, "rb", closefd=False) as lines:
+                for line in lines:
+                    take(json.loads(line))
+        finally:
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=listen, daemon=True).start()
 
 
 def _run_in_turn(
-    config: RunnerConfig,
-    messages: Iterator[dict[str, Any]],
-    worker_fd: int,
-    known_modules: frozenset[str] | None,
+    config: RunnerConfig, worker_fd: int, known_modules: frozenset[str] | None
 ) -> NoReturn:
     """Run an attempt per message; the worker kills the process if there is no more."""
     signal.signal(signal.SIGTERM, _terminate)
-    claims: queue.SimpleQueue[Claim] = queue.SimpleQueue()
-
-    def take_claims() -> None:
-        for message in messages:
-            claims.put(claim_from(message))
-
-    threading.Thread(target=take_claims, daemon=True).start()
+    messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    _hear_worker(worker_fd, messages.put)
     while True:
-        claim = claims.get()
+        claim = Claim(**messages.get())
         _redirect_output(config.log_of(claim))
         for stream in (sys.stdout, sys.stderr):  # a killed agent's last words must be in the log
             stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -145,21 +139,6 @@ def _flush_output() -> None:
             stream.flush()
 
 
-def _run_concurrently(
-    config: RunnerConfig, messages: Iterator[dict[str, Any]], worker_fd: int
-) -> None:
-    """Run the attempts that ``messages`` brings, until the process is killed.
-
-    After each message, reports ``{"running": id}``: the attempt that has the event loop, or None.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Takes what is written below Python, by any attempt.
-    _redirect_output(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
-    sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
-    os.environ.update(shared_environment(config))
-    asyncio.run(_ConcurrentAttempts(config, messages, worker_fd).run())
-
-
 class _RoutedOutput(io.TextIOBase):
     """Standard output or error that goes to the log of the current attempt."""
 
@@ -177,70 +156,58 @@ class _RoutedOutput(io.TextIOBase):
         return self._fallback.fileno()
 
 
-@dataclass(slots=True)
-class _ConcurrentAttempts:
-    _config: RunnerConfig
-    _messages: Iterator[dict[str, Any]]
-    _worker_fd: int
-    _reporting: threading.Lock = field(default_factory=threading.Lock)
-    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
+async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
+    """Run the attempts that the worker sends, until the process is killed.
 
-    async def run(self) -> None:
-        # A thread hears the worker: an agent that blocks the loop must not outlive its worker.
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._take_messages, args=(loop,), daemon=True).start()
-        await asyncio.Event().wait()  # until the process is killed
+    After each message, reports ``{"running": id}``: the attempt that has the event loop, or None.
+    """
+    loop, reporting = asyncio.get_running_loop(), threading.Lock()
+    tasks: dict[str, asyncio.Task[None]] = {}
 
-    def _take_messages(self, loop: asyncio.AbstractEventLoop) -> None:
-        for message in self._messages:
-            loop.call_soon_threadsafe(self._obey, message)
-            current = asyncio.current_task(loop)
-            tasks = list(self._tasks.items())
-            running = next((attempt_id for attempt_id, task in tasks if task is current), None)
-            self._report({"running": running})
+    def report(message: dict[str, Any]) -> None:
+        with reporting:
+            send(worker_fd, message)
 
-    def _report(self, message: dict[str, Any]) -> None:
-        with self._reporting:
-            send(self._worker_fd, message)
+    def hear(message: dict[str, Any]) -> None:
+        loop.call_soon_threadsafe(obey, message)
+        current = asyncio.current_task(loop)
+        report({"running": current and current.get_name()})
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def obey(message: dict[str, Any]) -> None:
         canceled = message.get("cancel")
         if canceled is None:
-            claim = claim_from(message)
-            self._tasks[claim.attempt_id] = asyncio.create_task(self._run_attempt(claim))
-        elif canceled in self._tasks:
-            self._tasks[canceled].cancel("its time was up, or its runner was stopped")
+            claim = Claim(**message)
+            name = claim.attempt_id
+            tasks[name] = asyncio.create_task(run(claim), name=name)
+        elif canceled in tasks:
+            tasks[canceled].cancel("its time was up, or its runner was stopped")
 
-    async def _run_attempt(self, claim: Claim) -> None:
-        config, error = self._config, None
+    async def run(claim: Claim) -> None:
+        errors: list[str] = []
         with open(config.log_of(claim), "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
-            with attributed(
-                claim.key,
-                claim.rollout_id,
-                claim.attempt_id,
-                gateway=config.gateway,
-                environment=attempt_environment(config, claim),
-            ) as attribution:
-                try:
-                    agent = _load_traced_agent(config)
-                    with _workflow_span(agent, claim):
-                        if agent.run_async is None:
-                            raise TypeError(
-                                f"concurrency: {config.agent!r} is not async, so its rollouts "
-                                "cannot share a process; make it `async def`, or leave "
-                                "concurrency at 1"
-                            )
-                        result = await agent.run_async(claim.task)
-                        _record_result(result, rewarded=attribution.rewarded)
-                except (KeyboardInterrupt, GeneratorExit):
-                    raise
-                except BaseException as raised:  # CancelledError and SystemExit too
-                    error = _show_error(raised)
-                complete = await asyncio.to_thread(attribution.finish)
-        del self._tasks[claim.attempt_id]
-        ending = AttemptEnding.of(error, complete=complete)
-        self._report({"attempt": claim.attempt_id, **asdict(ending)})
+            with attributed(attempt_environment(config, claim)) as attempt:
+                with _traced_agent(config, claim, errors) as agent:
+                    if agent.run_async is None:
+                        raise TypeError(
+                            f"concurrency: {config.agent!r} is not async, so its rollouts cannot "
+                            "share a process; make it `async def`, or leave concurrency at 1"
+                        )
+                    result = await agent.run_async(claim.task)
+                    _record_result(result, rewarded=attempt.rewarded)
+                complete = await asyncio.to_thread(attempt.finish)
+        del tasks[claim.attempt_id]
+        ending = AttemptEnding.of(errors, complete=complete)
+        report({"attempt": claim.attempt_id, **asdict(ending)})
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Takes what is written below Python, by any attempt.
+    _redirect_output(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
+    sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
+    os.environ.update(shared_environment(config))
+    # In a thread: an agent that blocks the loop must not outlive its worker.
+    _hear_worker(worker_fd, hear)
+    await asyncio.Event().wait()
 
 
 def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
@@ -249,47 +216,49 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
     for name in ("AGENTRL_TASK", *_TRACE_CONTEXT):
         os.environ.pop(name, None)
     os.environ.update(attempt_environment(config, claim))
-    active, rollout = rollout_tracing(), current_rollout()
-    assert active is not None
-    assert rollout is not None
-    active.attempt(rollout).finish_expected = True  # ``finish`` comes before the report
-    error: str | None = None
+    attempt = rollout_tracing()
+    assert attempt is not None
+    attempt.finish_expected = True  # ``finish`` comes before the report
+    errors: list[str] = []
+    with _traced_agent(config, claim, errors) as agent:
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
+            os.environ["TRACEPARENT"] = carrier["traceparent"]
+        _record_result(agent.run(claim.task), rewarded=attempt.rewarded)
+    return AttemptEnding.of(errors, complete=attempt.finish())
+
+
+@contextlib.contextmanager
+def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iterator[LoadedAgent]:
+    """Load the agent and enter its root span; what is raised is printed, and goes to ``errors``."""
     try:
-        agent = _load_traced_agent(config)
-        with _workflow_span(agent, claim):
-            carrier: dict[str, str] = {}
-            TraceContextTextMapPropagator().inject(carrier)
-            if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
-                os.environ["TRACEPARENT"] = carrier["traceparent"]
-            result = agent.run(claim.task)
-            _record_result(result, rewarded=active.attempt(rollout).rewarded)
+        agent = _load_agent(config.agent)
+        attributes = {
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": agent.name,
+            "agentrl.rollout.id": claim.rollout_id,
+            "agentrl.attempt.id": claim.attempt_id,
+            "agentrl.task.id": claim.task_id,
+        }
+        with tracing(f"invoke_workflow {agent.name}", attributes):
+            yield agent
     except CommandFailed as failed:
-        error = str(failed)  # a traceback of this module would explain nothing
-        sys.stderr.write(f"{error}\n")
-    except BaseException as raised:
-        error = _show_error(raised)
-    return AttemptEnding.of(error, complete=finish())
+        errors.append(str(failed))  # a traceback of this module would explain nothing
+        sys.stderr.write(f"{failed}\n")
+    except BaseException as raised:  # CancelledError and SystemExit too
+        if not isinstance(raised, SystemExit) or raised.code not in (None, 0):
+            errors.append(_show_error(raised))
 
 
 @cache  # loaded once for all attempts of a process
-def _load_traced_agent(config: RunnerConfig) -> LoadedAgent:
-    active = rollout_tracing()  # before the import: calls and threads are watched from then on
-    assert active is not None
-    agent = load_agent(config.agent)
+def _load_agent(spec: str) -> LoadedAgent:
+    attempt = rollout_tracing()  # before the import: calls and threads are watched from then on
+    assert attempt is not None
+    agent = load_agent(spec)
     # After the import: a provider that the user's module sets is kept, and ours joins it.
-    active.install_globally()
+    attempt.router.install_globally()
     return agent
-
-
-def _workflow_span(agent: LoadedAgent, claim: Claim) -> AbstractContextManager[object]:
-    attributes = {
-        "gen_ai.operation.name": "invoke_workflow",
-        "gen_ai.workflow.name": agent.name,
-        "agentrl.rollout.id": claim.rollout_id,
-        "agentrl.attempt.id": claim.attempt_id,
-        "agentrl.task.id": claim.task_id,
-    }
-    return tracing(f"invoke_workflow {agent.name}", attributes)
 
 
 def _record_result(result: Any, *, rewarded: bool) -> None:
@@ -300,13 +269,8 @@ def _record_result(result: Any, *, rewarded: bool) -> None:
         emit_reward(float(result))
 
 
-def _show_error(raised: BaseException) -> str | None:
-    """Print the traceback, without the runner's own frames; return its last lines.
-
-    Returns None for a ``sys.exit`` that means success.
-    """
-    if isinstance(raised, SystemExit) and raised.code in (None, 0):
-        return None
+def _show_error(raised: BaseException) -> str:
+    """Print the traceback, without the runner's own frames; return its last lines."""
     frames: TracebackType | None = raised.__traceback__
     ours = os.path.dirname(__file__) + os.sep
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
