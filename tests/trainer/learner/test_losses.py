@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentrl_trainer.learner.loss_options import LossOptions, parse_loss_options
+from agentrl_trainer.learner.loss_options import KlOptions, flat_name, parse_loss_options
 from agentrl_trainer.learner.losses import LOSSES, Sums, add_sums, kl_penalty
 
 N = 40
@@ -76,30 +75,30 @@ def obvious(
     o: Any = parse_loss_options(name, config)
     frozen = lps if frozen is None else frozen
     sequences = [0] * len(lps) if sequences is None else sequences
-    olds = proximal or (qs if o.correction == "none" else frozen)
+    olds = proximal or (qs if o.correction.mode == "none" else frozen)
     members = [[j for j, s in enumerate(sequences) if s == one] for one in sequences]
     total = 0.0
     for i, (lp, a) in enumerate(zip(lps, advantages, strict=True)):
         mean_gap = sum(frozen[j] - olds[j] for j in members[i]) / len(members[i])
-        term = obvious_term(name, o, lp, frozen[i], olds[i], a, mean_gap)
-        if o.correction != "none":
+        term = obvious_term(name, o.own, lp, frozen[i], olds[i], a, mean_gap)
+        if o.correction.mode != "none":
             gaps = [olds[j] - qs[j] for j in members[i]]
             mean = sum(gaps) / len(gaps)
             exponents = {"token": olds[i] - qs[i], "sequence": sum(gaps), "geometric": mean}
-            w = math.exp(exponents[o.correction_level])
-            if o.correction == "truncate":
-                w = clip(w, o.correction_low, o.correction_high)
-            term *= w if o.correction_low <= w <= o.correction_high else 0.0
-        if o.kl_coef:
+            w = math.exp(exponents[o.correction.level])
+            if o.correction.mode == "truncate":
+                w = clip(w, o.correction.low, o.correction.high)
+            term *= w if o.correction.low <= w <= o.correction.high else 0.0
+        if o.kl.coef:
             assert reference is not None
-            if o.kl_gradient == "direct":
-                kl = K[o.kl_estimator](reference[i] - lp)
+            if o.kl.gradient == "direct":
+                kl = K[o.kl.estimator](reference[i] - lp)
             else:
                 d = reference[i] - frozen[i]
                 # Plus a term whose value is 0 and whose slope is r * (lp - reference).
                 slope = min(math.exp(frozen[i] - qs[i]), 5.0) * -d
-                kl = K[o.kl_estimator](d) + slope * (lp - frozen[i])
-            term += o.kl_coef * kl
+                kl = K[o.kl.estimator](d) + slope * (lp - frozen[i])
+            term += o.kl.coef * kl
         total += term * (1.0 if weights is None else weights[i])
     return total
 
@@ -182,7 +181,13 @@ def test_defaults() -> None:
         "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
         "dppo": {"divergence": "tv", "divergence_low": 0.2, "divergence_high": 0.2},
     }.items():
-        assert asdict(parse_loss_options(name, {})) == {**shared, **own}
+        parts = parse_loss_options(name, {})
+        found = {
+            flat_name(part, option): value
+            for part in ("own", "kl", "correction")
+            for option, value in getattr(parts, part)
+        }
+        assert found == {**shared, **own}
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -236,7 +241,7 @@ def test_the_expected_gradient_of_the_penalty_is_that_of_the_kl(
     exact = gradient_of((policy.exp() * (policy - reference)).sum(), logits)
     sampler = (logits.detach() + shift * move).log_softmax(0)
     lp = logits.log_softmax(0)
-    penalty = kl_penalty(lp, reference, lp.detach() - sampler, LossOptions(kl_estimator=estimator))
+    penalty = kl_penalty(lp, reference, lp.detach() - sampler, KlOptions(estimator=estimator))
     assert gradient_of((sampler.exp() * penalty).sum(), logits) == pytest.approx(exact)
 
 
@@ -246,7 +251,7 @@ def test_the_penaltys_importance_weight_is_at_most_5(ratio: float, weight: float
     (lp,) = tensors([-1.0])
     lp.requires_grad_(True)
     drift = torch.tensor([ratio], dtype=torch.float64).log()
-    penalty = kl_penalty(lp, lp.detach() - 0.5, drift, LossOptions())
+    penalty = kl_penalty(lp, lp.detach() - 0.5, drift, KlOptions())
     assert gradient_of(penalty.sum(), lp) == pytest.approx([0.5 * weight])
 
 
