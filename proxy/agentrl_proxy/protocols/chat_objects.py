@@ -8,7 +8,7 @@ the others. Does not know how tokens are sampled or recorded.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,8 +73,9 @@ class ChatDialect:
     names: Names = ()
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, *, include_usage: bool) -> None:
-        self._include_usage = include_usage
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        options: Mapping[str, Any] = request.get("stream_options") or {}
+        self._include_usage = bool(options.get("include_usage"))
 
     def chunk(self, heading: Heading, choice: dict[str, Any]) -> bytes:
         said = heading.fields(self.chunk_kind)

@@ -19,8 +19,6 @@ from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
     SAMPLING,
-    ChatRequest,
-    translated_request,
 )
 from agentrl_proxy.protocols.chat_objects import Heading, heading_of
 from agentrl_proxy.protocols.fields import (
@@ -108,19 +106,11 @@ MESSAGES = Object(
 )
 
 
-def messages_request(raw: dict[str, Any], *, counted: bool = False) -> ChatRequest:
-    """Check a request of ``/v1/messages`` or its ``count_tokens`` to our own model.
-
-    Raises:
-        ApiError: a field is wrong (400); it names the field.
-    """
-    return translated_request(*messages_as_chat(raw, counted=counted), raw)
-
-
 def messages_as_chat(
     raw: dict[str, Any], provider_model: str | None = None, *, counted: bool = False
 ) -> tuple[dict[str, Any], MessagesDialect]:
-    """Translate a request to the fields of chat completions, and make its answer's dialect.
+    """Translate a request of ``/v1/messages`` or its ``count_tokens`` to the fields of chat
+    completions, and make its answer's dialect.
 
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.

@@ -18,9 +18,7 @@ from agentrl_proxy.protocols.chat import (
     MAX_TOP_LOGPROBS,
     SAMPLING,
     SCHEMA_FORMAT,
-    ChatRequest,
     tool_choice,
-    translated_request,
 )
 from agentrl_proxy.protocols.chat_objects import Heading, entries_of, heading_of
 from agentrl_proxy.protocols.fields import (
@@ -100,19 +98,11 @@ RESPONSES = Object(
 )
 
 
-def responses_request(raw: dict[str, Any]) -> ChatRequest:
-    """Check a request of ``/v1/responses`` to our own model.
-
-    Raises:
-        ApiError: a field is wrong (400); it names the field.
-    """
-    return translated_request(*responses_as_chat(raw), raw)
-
-
 def responses_as_chat(
     raw: dict[str, Any], provider_model: str | None = None
 ) -> tuple[dict[str, Any], ResponsesDialect]:
-    """Translate a request to the fields of chat completions, and make its answer's dialect.
+    """Translate a request of ``/v1/responses`` to the fields of chat completions, and make its
+    answer's dialect.
 
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.

@@ -21,8 +21,8 @@ from agentrl_trainer.inference.batched_forward import BatchedForward, LlamaCpuFo
 from agentrl_trainer.inference.kv_cache import KVPool
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
 from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
+from agentrl_trainer.learner.model_support import shrunk_windows
 from agentrl_trainer.models.loading import BaseModel, ModelError
-from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 log = logging.getLogger(__name__)
 

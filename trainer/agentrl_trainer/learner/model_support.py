@@ -5,20 +5,33 @@ does not apply: the whole model on padded rows (``why_not_causal``), its decoder
 embedding one by one (``why_not_by_parts``), the decoder on token tries (``why_no_tries``), and
 tries under flex_attention (``why_no_flex``). Model families are too many to know them by name, and
 their code may raise anything.
+
+Trials are over short rows. So attention windows are shrunk meanwhile: one of 4,096 tokens would
+have no effect there, and a way that ignores it would pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl_trainer.models.prefix_attention import ATTENTION, Trie, pack_trie, trie_attention
-from agentrl_trainer.models.shrink_windows import shrunk_windows
+
+_WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",  # Llama 4
+    "index_topk",  # DeepSeek 3.2: keys that a query sees
+    "floor_scale",  # Llama 4: positions from which on queries are scaled
+    "keep_window_size",  # Doge
+    "window_size",
+)
+_SHORT = 8
 
 
 def decoder_states(model: PreTrainedModel, input_ids: Tensor, trie: Trie | None = None) -> Tensor:
@@ -87,13 +100,13 @@ def why_no_tries(model: PreTrainedModel) -> str | None:
     before = cast(str, model.config._attn_implementation)
     long = _probe(model).tolist()
     rows = sorted([long, [*long[:7], *long[2:4]], [*long[:7], *long[5:11]], long[3:6]])
-    packed = pack_trie(rows)
-    alone = [torch.tensor([row], device=model.device) for row in (*rows, packed.tokens)]
+    tokens, paths, trie = pack_trie(rows)
+    alone = [torch.tensor([row], device=model.device) for row in (*rows, tokens)]
     try:
         with shrunk_windows(model):
             expected = [decoder_states(model, row) for row in alone[:-1]]
-            found = decoder_states(model, alone[-1], packed.trie.to(model.device))
-        pairs = zip(packed.paths, expected, strict=True)
+            found = decoder_states(model, alone[-1], trie.to(model.device))
+        pairs = zip(paths, expected, strict=True)
         if not any(_differ(found[path], states, 1e-4) for path, states in pairs):
             return None
         why = "a trie's hidden states differ from those of rows"
@@ -111,7 +124,7 @@ def why_no_flex(model: PreTrainedModel) -> str:
     if model.device.type != "cuda":
         return "flex_attention has no gradients here"
     config = model.config.get_text_config()
-    trie = pack_trie([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]]).trie
+    *_, trie = pack_trie([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]])
     trie = trie.to(model.device)
     random = torch.Generator("cpu").manual_seed(0)
     found: list[list[Tensor]] = []
@@ -132,6 +145,39 @@ def why_no_flex(model: PreTrainedModel) -> str:
     if any(_differ(b, a, 2e-3, floor=1.0) for a, b in zip(*found, strict=True)):
         return "flex_attention computes something else"
     return ""
+
+
+@contextlib.contextmanager
+def shrunk_windows(model: nn.Module) -> Iterator[None]:
+    """Set windows and the like to 8 tokens, in modules, configurations and stored masks (GPT-Neo).
+
+    For comparisons only, and for one thread: the model computes something else meanwhile.
+    """
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+
+    def change(own: dict[str, Any], name: str, value: Any) -> None:
+        changed.append((own, name, own[name]))
+        own[name] = value
+
+    found = {id(x): vars(x) for m in model.modules() for x in (m, getattr(m, "config", None)) if x}
+    for own in found.values():
+        for name in own.keys() & _WINDOWS:
+            value = own[name]
+            if isinstance(value, (int, float)) and value > _SHORT:
+                change(own, name, type(value)(_SHORT))
+    for module in model.modules():
+        masks = vars(module)["_buffers"]
+        for name, mask in list(masks.items()):
+            if mask is None or mask.dtype != torch.bool or mask.ndim < 2:
+                continue
+            square = mask.shape[-1] == mask.shape[-2] > _SHORT
+            if square and not bool(mask[..., -1, 0].any()):  # the last does not see the first
+                change(masks, name, mask & torch.ones_like(mask).triu(1 - _SHORT))
+    try:
+        yield
+    finally:
+        for own, name, value in changed:
+            own[name] = value
 
 
 def _probe(model: PreTrainedModel) -> Tensor:
