@@ -46,8 +46,7 @@ class SampledCall(OpenCall):
     constraint: Constraint | None
     adapter: str | None
     one_call: bool  # the answer ends where a second tool call begins
-    seq: int = 0  # in its attempt's order of calls
-    rows: list[Call] = field(default_factory=list[Call])
+    rows: list[Call]
     choices: list[Choice] = field(default_factory=list["Choice"])
 
     @property
@@ -63,6 +62,7 @@ async def generate_response(
     Raises:
         ApiError: the sampler refused or failed; ``call.error`` says how.
     """
+    heading = call.client.heading
     try:
         call.choices = [Choice(row.choice, call, deps.renderer, write) for row in call.rows]
         scores = await _score(deps, call) if call.request.scored else None
@@ -71,23 +71,23 @@ async def generate_response(
         else:
             for i, choice in enumerate(call.choices):
                 choice.sampled.finish = FinishEvent(i, "length")
-        if call.heading.fingerprint is None:  # no token was sampled
-            call.heading.fingerprint = _fingerprint(call.adapter, call.rows[0].adapter_version)
+        if heading.fingerprint is None:  # no token was sampled
+            heading.fingerprint = _fingerprint(call.adapter, call.rows[0].adapter_version)
         for choice in call.choices:
             choice.read()
         sampled = sum(len(choice.sampled.ids) for choice in call.choices)
         usage = chat_objects.usage(len(call.prompt.ids), sampled)
         said = [choice.response(scores) for choice in call.choices]
-        response = chat_objects.completion(call.heading, said, usage)
+        response = chat_objects.completion(heading, said, usage)
         if call.request.return_token_ids:
-            response["prompt_token_ids"] = call.heading.prompt_ids = call.prompt.ids
+            response["prompt_token_ids"] = heading.prompt_ids = call.prompt.ids
         return response
     except Exception as error:
         refusal = _refusal(call, error)
         said = refusal.message if error is refusal else f"{type(error).__name__}: {error}"
         call.error = said.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
         if refusal.code == "sampler_error" and error is not refusal:
-            log.exception("sampling failed for %s", call.heading.id)
+            log.exception("sampling failed for %s", heading.id)
         raise refusal from None
 
 
@@ -108,7 +108,7 @@ async def _score(deps: GatewayDependencies, call: SampledCall) -> list[dict[str,
 
 
 async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
-    choices, tops = call.choices, call.params.top_logprobs > 0
+    choices, heading, tops = call.choices, call.client.heading, call.params.top_logprobs > 0
     unfinished = len(choices)
     failed: ApiError | None = None
     events = deps.sampler.sample(call.prompt.ids, call.params, call.adapter)
@@ -125,8 +125,8 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
                     failed = unavailable(said, "sampler_error")
             else:
                 sampled.add(event, tops=tops)
-                if call.heading.fingerprint is None:
-                    call.heading.fingerprint = _fingerprint(call.adapter, event.adapter_version)
+                if heading.fingerprint is None:
+                    heading.fingerprint = _fingerprint(call.adapter, event.adapter_version)
                 if not choice.in_pieces:
                     continue
                 await choice.push()
@@ -137,8 +137,9 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
             if not unfinished:
                 break
     finally:
-        if call.memory is not None and call.memory.spent is not None:
-            call.memory.spent.tokens += sum(len(one.sampled.ids) for one in choices)
+        memory = call.client.memory
+        if memory is not None and memory.spent is not None:
+            memory.spent.tokens += sum(len(one.sampled.ids) for one in choices)
         close = getattr(events, "aclose", None)  # cancels the sample, if it goes on
         if close is not None:
             await close()
@@ -255,7 +256,7 @@ class Choice:
         delta = chat_objects.reply_delta(self.parser.remainder(self.reply))
         if not self._begun:
             delta = {"role": "assistant", "content": said["message"]["content"], **delta}
-        last = chat_objects.last_chunk(self._call.request.dialect, self._call.heading, said)
+        last = chat_objects.last_chunk(self._call.request.dialect, self._call.client.heading, said)
         if delta or self._entries(self._sent):
             return [self._chunk(delta), last]
         return [last]
@@ -265,7 +266,7 @@ class Choice:
         entries = self._entries(self._sent)
         self._sent = len(self.sampled.ids)
         choice = chat_objects.choice(self._index, None, entries, delta=delta)
-        return self._call.request.dialect.chunk(self._call.heading, choice)
+        return self._call.request.dialect.chunk(self._call.client.heading, choice)
 
     def _entries(self, start: int, *, hidden: bool = False) -> list[dict[str, Any]] | None:
         """Return the log-probs of the tokens from ``start`` on, if the request wants them."""

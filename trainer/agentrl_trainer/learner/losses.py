@@ -30,11 +30,13 @@ from torch import Tensor
 
 from agentrl_trainer.learner.loss_options import (
     ClipOptions,
+    CorrectionOptions,
     DppoOptions,
     DroOptions,
     GspoOptions,
+    KlOptions,
     LossConfig,
-    LossOptions,
+    Options,
     PpoOptions,
     parse_loss_options,
 )
@@ -102,25 +104,25 @@ class Loss:
         options = parse_loss_options(self.name, config)
         drift = logprobs - sampling
         against = sampling if proximal is None else proximal
-        corrects = options.correction != "none"
+        corrects = options.correction.mode != "none"
         if corrects and proximal is None:
             against = logprobs.detach()  # the step's first update: its policy is the proximal one
         tokens = Tokens(logprobs, logprobs - against, advantages, sequences)
-        term, clipped = self.formula(tokens, options)
+        term, clipped = self.formula(tokens, options.own)
         sums = token_sums(logprobs, drift)
         if clipped is not None:
             sums["clipped"] = clipped.sum()
         if corrects:
             gap = (against - sampling).detach()
-            correction, dropped = correction_weights(gap, sequences, options)
+            correction, dropped = correction_weights(gap, sequences, options.correction)
             term = term * correction
             sums["correction"] = correction.sum()
             sums["dropped"] = dropped.sum()
-        if options.kl_coef:
+        if options.kl.coef:
             if reference is None:
                 raise ValueError("kl_coef needs the reference's log-probs: Learner.with_reference")
-            kl = kl_penalty(logprobs, reference, drift, options)
-            term = term + options.kl_coef * kl
+            kl = kl_penalty(logprobs, reference, drift, options.kl)
+            term = term + options.kl.coef * kl
             sums["kl_reference"] = kl.detach().sum()
         if weights is not None:
             term = term * weights
@@ -130,14 +132,14 @@ class Loss:
 # ---- the formulas
 
 
-def cross_entropy(tokens: Tokens, options: LossOptions) -> tuple[Tensor, None]:
+def cross_entropy(tokens: Tokens, options: Options) -> tuple[Tensor, None]:
     """Weight the negative log-likelihood, -sum w * lp: maximum likelihood where the weights are 1
     (https://tinker-docs.thinkingmachines.ai/losses). Advantages are the weights; ``sampling`` only
     enters metrics."""
     return -(tokens.lp * tokens.advantages), None
 
 
-def importance_sampling(tokens: Tokens, options: LossOptions) -> tuple[Tensor, None]:
+def importance_sampling(tokens: Tokens, options: Options) -> tuple[Tensor, None]:
     """Compute the policy gradient's objective for tokens sampled from q: PPO without its clip,
     L^CPI of arXiv:1707.06347, equation 6, after Kakade and Langford 2002 ("Approximately optimal
     approximate reinforcement learning"). Tinker's name and sum
@@ -237,7 +239,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def correction_weights(
-    gap: Tensor, sequences: Tensor | None, options: LossOptions
+    gap: Tensor, sequences: Tensor | None, options: CorrectionOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute importance weights for tokens that another policy sampled, bounded at the tail.
 
@@ -252,17 +254,17 @@ def correction_weights(
 
     Returns the weights and where a bound took effect.
     """
-    if options.correction_level != "token":
+    if options.level != "token":
         gap, count = _per_sequence(gap, sequences)
-        gap = gap / count if options.correction_level == "geometric" else gap
+        gap = gap / count if options.level == "geometric" else gap
     weight = gap.exp()
-    beyond = (weight < options.correction_low) | (weight > options.correction_high)
-    if options.correction == "mask":
+    beyond = (weight < options.low) | (weight > options.high)
+    if options.mode == "mask":
         return weight.masked_fill(beyond, 0.0), beyond
-    return weight.clamp(options.correction_low, options.correction_high), beyond
+    return weight.clamp(options.low, options.high), beyond
 
 
-def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: LossOptions) -> Tensor:
+def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: KlOptions) -> Tensor:
     """Estimate KL(policy || reference) for each token, from a token that q sampled.
 
     With d = log reference - lp (http://joschu.net/blog/kl-approx.html):
@@ -274,13 +276,13 @@ def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: LossOption
     over q, up to 5) since q sampled; ``direct`` differentiates the estimator, as GRPO did.
     """
     d = reference - lp
-    if options.kl_estimator == "k1":
+    if options.estimator == "k1":
         value = -d
-    elif options.kl_estimator == "k2":
+    elif options.estimator == "k2":
         value = d.square() / 2
     else:
         value = d.expm1() - d
-    if options.kl_gradient == "direct":
+    if options.gradient == "direct":
         return value
     weight = drift.detach().exp().clamp(max=5.0)
     surrogate = weight * -d.detach() * lp

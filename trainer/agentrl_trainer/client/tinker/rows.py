@@ -43,10 +43,10 @@ def native_config(
     if loss not in NATIVE or any("proximal" in row.extra for row in rows):
         return None
     options = parse_loss_options(loss, config)
-    corrects = options.correction != "none"
-    if options.kl_coef or corrects or getattr(options, "dual_clip_threshold", 0.0):
+    dual = getattr(options.own, "dual_clip_threshold", 0.0)
+    if options.kl.coef or options.correction.mode != "none" or dual:
         return None
-    return {name: float(getattr(options, name)) for name in NATIVE[loss]}
+    return {name: float(getattr(options.own, name)) for name in NATIVE[loss]}
 
 
 def folded(row: TrainingRow, divisor: float) -> Datum:
