@@ -9,7 +9,8 @@ from typing import Any
 
 from fake_gateway import FakeGateway, until
 
-from agentrl.runner import RunnerConfig, start_pool
+from agentrl.runner.pool_client import start_pool
+from agentrl.runner.protocol import RunnerConfig
 from agentrl.supervisor import SupervisedProcess
 from agentrl_tracer.schemas import Attempt, NewRollout, Policies, Purpose
 from agentrl_tracer.store import Store

@@ -32,8 +32,7 @@ from agentrl.runner.agent_process.environment import (
     attempt_environment,
     direct_to_gateway,
 )
-from agentrl.runner.agent_process.loading import load_agent
-from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.agent_spec import load_agent, parse_agent
 from agentrl.runner.preload import (
     StartedThreads,
     installed_roots,

@@ -38,7 +38,7 @@ from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
 
-_KILL_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
+_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _HEALTH_AGE_S = 1.0
 
@@ -72,7 +72,6 @@ class Worker:
         self._busy_with = ""  # the attempt that a shared process last named as running
         self._stopping = False
         self._retiring = False
-        self._next_expiry = 0.0
         self._next_heartbeat = 0.0
 
     def run(self) -> None:
@@ -100,10 +99,6 @@ class Worker:
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
             if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
                 return
-            now = time.monotonic()
-            if now >= self._next_expiry:
-                self._next_expiry = now + lease_s / 2
-                self._try_store(self._store.expire_leases)
             claim = self._try_store(self._store.claim, self._name, lease_s, config.run_id)
             if claim is None:
                 return
@@ -116,8 +111,8 @@ class Worker:
                     self._process = self._fork()
                 self._process.send(asdict(claim))
             except OSError as error:  # out of processes or descriptors
-                failed = f"could not start: {error}"
-                self._finish(running, AttemptEnding(AttemptState.INFRASTRUCTURE, failed))
+                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not start: {error}")
+                self._finish(running, ending)
 
     def _fork(self) -> ForkedChild:
         """Fork a process, in a group of its own, that runs the attempts whose claims it is sent."""
@@ -167,11 +162,10 @@ class Worker:
         now = time.monotonic()
         for running in self._running.values():
             if self._stopping:
-                stopped = "its runner was stopped"
-                self._cancel(running, AttemptEnding(AttemptState.INFRASTRUCTURE, stopped))
+                self._cancel(running, AttemptState.INFRASTRUCTURE, "its runner was stopped")
             elif now >= running.deadline:
                 timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
-                self._cancel(running, AttemptEnding(AttemptState.TIMEOUT, timeout))
+                self._cancel(running, AttemptState.TIMEOUT, timeout)
         overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
         if overdue:
             # An attempt that blocks the event loop keeps others from ending, too.
@@ -185,19 +179,20 @@ class Worker:
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + self._config.lease_s / 3
+        self._try_store(self._store.expire_leases)
         for running in self._running.values():
             attempt_id = running.claim.attempt_id
             beat = self._try_store(self._store.heartbeat, attempt_id, self._config.lease_s)
             if beat is False:
                 # The gateway refuses what the attempt does until it ends.
                 logger.info("attempt %s lost its lease or was canceled", attempt_id)
-                self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
+                self._cancel(running, AttemptState.CANCELLED, "its lease was lost")
 
-    def _cancel(self, running: _RunningAttempt, cause: AttemptEnding) -> None:
+    def _cancel(self, running: _RunningAttempt, state: AttemptState, error: str) -> None:
         """Ask an attempt to end, once; soon it is killed."""
         if running.cause is not None or self._process is None:
             return
-        running.cause, running.deadline = cause, time.monotonic() + _KILL_GRACE_S
+        running.cause, running.deadline = AttemptEnding(state, error), time.monotonic() + _GRACE_S
         if self._config.concurrency == 1:
             self._process.signal(signal.SIGTERM)
         else:

@@ -17,7 +17,7 @@ from runner_harness import RunnerHarness
 from settings import nested
 
 from agentrl.config.commands import TrainConfig
-from agentrl.runner import RunnerConfig
+from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import RolloutState
 
 AGENT = "import time\ndef agent(task):\n    time.sleep(0.2)\n    return task['n']\n"

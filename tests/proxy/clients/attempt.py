@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from agentrl.runner import RunnerConfig
+from agentrl.runner.protocol import RunnerConfig
 from agentrl.runner.agent_process.attempts import run_attempt
 from agentrl_tracer.schemas import Claim
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
@@ -35,8 +36,7 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from agentrl.runner.agent_process.environment import attempt_environment, shared_environment
-from agentrl.runner.agent_process.loading import CommandFailed, LoadedAgent, load_agent
-from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.context import current_rollout
@@ -281,7 +281,7 @@ def _record_result(result: Any, *, rewarded: bool) -> None:
 def _show_error(raised: BaseException) -> str:
     """Print the traceback, without the runner's own frames; return its last lines."""
     frames: TracebackType | None = raised.__traceback__
-    ours = os.path.dirname(__file__) + os.sep
+    ours = str(Path(__file__).parents[1]) + os.sep
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(raised), raised, frames))
