@@ -158,6 +158,4 @@ async def _sweep(handlers: Handlers) -> None:
 def _warm_up(renderer: Renderer) -> None:
     """Import and compile what the first reply would otherwise wait for."""
     for tools in (False, True):
-        parser = renderer.parser(tools=tools)
-        parser.feed("<")
-        parser.finish()
+        renderer.parser(tools=tools).finish("<")

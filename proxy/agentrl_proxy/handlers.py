@@ -9,36 +9,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
+from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import model_not_found, refused_by_sampler, unavailable
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
-from agentrl_proxy.protocols.chat import ChatRequest, chat_request
-from agentrl_proxy.protocols.completions import completion_requests
 from agentrl_proxy.protocols.fields import check_body, read_object
-from agentrl_proxy.protocols.messages import messages_request
+from agentrl_proxy.protocols.messages import messages_as_chat
 from agentrl_proxy.protocols.models import ADAPTER, model_card, model_list
-from agentrl_proxy.protocols.responses import responses_request
+from agentrl_proxy.protocols.responses import responses_as_chat
 from agentrl_proxy.providers.requests import (
-    provider_chat_request,
-    provider_completion_requests,
-    provider_message_request,
-    provider_response_request,
+    Reader,
+    chat_parts,
+    completion_parts,
+    translated_parts,
 )
 from agentrl_proxy.providers.service import ProviderRequest, ProviderService
 from agentrl_proxy.requests.attempts import AttemptMemories
 from agentrl_proxy.requests.auth import Credentials, ask
-from agentrl_proxy.requests.client_retries import ClientRetries, identify
-from agentrl_proxy.requests.lifecycle import ClientRequest, Service
+from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.rate_limits import Admission
+from agentrl_proxy.requests.recording import agent_name
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
@@ -48,17 +47,6 @@ from agentrl_proxy.telemetry.otlp_export import ExportingSink
 from agentrl_tracer.schemas import AttemptRef, AttemptState
 
 log = logging.getLogger("agentrl.proxy")
-
-
-@dataclass(frozen=True, slots=True)
-class _Received:
-    """A model request whose caller is known and whose body is a JSON object."""
-
-    attempt: AttemptRef | None
-    body: bytes
-    raw: dict[str, Any]
-    headers: Mapping[str, str]
-    provider: ProviderModel | None  # that it names
 
 
 class Handlers:
@@ -73,10 +61,9 @@ class Handlers:
         self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
         self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
-        admission = Admission(deps, self.stats)
-        self.chat = ChatService(deps, self.attempts, self.stats, admission)
-        self.providers = ProviderService(deps, self.attempts, self.stats, admission)
-        self.retries = ClientRetries(deps.store, self.attempts)
+        self.admission = Admission(deps, self.stats)
+        self.chat = ChatService(deps, self.stats)
+        self.providers = ProviderService(deps, self.stats)
 
     # --- about the gateway
 
@@ -106,13 +93,13 @@ class Handlers:
         return json_response(openapi.document(self.version))
 
     async def models(self, request: Request) -> Response:
-        await self._caller(request)
+        await self.credentials.caller(request.headers, request.path_params.get("rollout_id"))
         names = sorted({*self.deps.models, *self.deps.provider_models})
         return json_response(model_list(names, anthropic=speaks_anthropic(request)))
 
     async def model(self, request: Request) -> Response:
         """Describe a listed model. ``accept_any_model`` lists no further names."""
-        await self._caller(request)
+        await self.credentials.caller(request.headers, request.path_params.get("rollout_id"))
         name = request.path_params["model"]
         if name not in self.deps.models and name not in self.deps.provider_models:
             raise model_not_found(name)
@@ -121,90 +108,75 @@ class Handlers:
     # --- model requests
 
     async def chat_completions(self, request: Request) -> Response:
-        received = await self._received(request)
-        return self._answer(received, chat_request, lambda raw, _: provider_chat_request(raw))
+        return await self._answer(request, chat_parts)
 
     async def completions(self, request: Request) -> Response:
-        received, deps = await self._received(request), self.deps
-        return self._answer(
-            received,
-            lambda raw: completion_requests(raw, deps.renderer, deps.context_length),
-            provider_completion_requests,
-        )
+        return await self._answer(request, partial(completion_parts, self.deps))
 
     async def responses(self, request: Request) -> Response:
-        received = await self._received(request, translated=True)
-        return self._answer(received, responses_request, provider_response_request)
+        return await self._answer(request, partial(translated_parts, responses_as_chat))
 
     async def messages(self, request: Request) -> Response:
-        received = await self._received(request, translated=True)
-        return self._answer(received, messages_request, provider_message_request)
+        return await self._answer(request, partial(translated_parts, messages_as_chat))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the prompt tokens of a Messages request. Nothing is sampled."""
-        received = await self._received(request, translated=True)
-        raw, provider = received.raw, received.provider
-        if provider is not None:
-            asked = provider_message_request(raw, provider, counted=True)
-            return json_response({"input_tokens": await self.providers.count(asked)})
-        counted = messages_request(raw, counted=True)
-        adapter = self.chat.resolve_model(counted.model, received.headers)
-        prompt = self.chat.render(counted, received.attempt, adapter)
-        return json_response({"input_tokens": len(prompt.ids)})
-
-    async def _received(self, request: Request, *, translated: bool = False) -> _Received:
-        """Check a model request's key and read its body.
-
-        Args:
-            translated: whether LiteLLM is needed to read its fields.
-        """
-        attempt = await self._caller(request)
-        body = await self.bodies.read(request)
+        attempt, headers, body = await self._received(request)
         raw = read_object(body)
-        if translated:
+        await translation.load()
+        as_chat = partial(messages_as_chat, counted=True)
+        [asked] = translated_parts(as_chat, raw, self.providers.model_of(raw))
+        if isinstance(asked, ProviderRequest):
+            return json_response({"input_tokens": await self.providers.count(asked)})
+        adapter = self.chat.resolve_model(asked.model, agent_name(headers))
+        memory = None if attempt is None else self.attempts.of(attempt)
+        return json_response({"input_tokens": len(self.chat.render(asked, memory, adapter).ids)})
+
+    async def _answer(self, request: Request, read: Reader) -> Response:
+        """Answer with our own model or the provider's that the request names."""
+        attempt, headers, body = await self._received(request)
+        raw = read_object(body)
+        if read is not chat_parts:
             await translation.load()
-        return _Received(attempt, body, raw, request.headers, self.providers.model_of(raw))
-
-    def _answer(
-        self,
-        received: _Received,
-        ours: Callable[[dict[str, Any]], ChatRequest | list[ChatRequest]],
-        providers: Callable[
-            [dict[str, Any], ProviderModel], ProviderRequest | list[ProviderRequest]
-        ],
-    ) -> Response:
-        """Answer with our own model or the provider's that the request names.
-
-        Args:
-            ours, providers: check the request; a text completion's makes one for each prompt.
-        """
-        raw, headers, provider = received.raw, received.headers, received.provider
-        asked = ours(raw) if provider is None else providers(raw, provider)
-        service: Service = self.chat if provider is None else self.providers
-        parts = asked if isinstance(asked, list) else [asked]
-        dialect, n = parts[0].dialect, parts[0].n
-        tracked = identify(raw, received.body, dialect, headers, len(parts), n)
+        provider = self.providers.model_of(raw)
+        parts = read(raw, provider)
         work = ClientRequest(
-            self.retries, self.stats, service, parts, tracked, received.attempt, headers
+            self.admission,
+            self.chat if provider is None else self.providers,
+            parts,
+            len(parts) * parts[0].n if provider is None else 0,
+            raw,
+            body,
+            headers,
+            None if attempt is None else self.attempts.of(attempt),
         )
         return WorkResponse(work, stream=bool(raw.get("stream")))
+
+    async def _received(
+        self, request: Request, *, may_be_sealed: bool = False
+    ) -> tuple[AttemptRef | None, Mapping[str, str], bytes]:
+        """Check a request's key and read its body. Return its attempt, headers and body."""
+        # A look-up in starlette's headers goes through all of them; the first of a name counts.
+        pairs = reversed(request.scope["headers"])
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+        rollout_id = request.path_params.get("rollout_id")
+        attempt = await self.credentials.caller(headers, rollout_id, may_be_sealed=may_be_sealed)
+        return attempt, headers, await self.bodies.read(request.receive, headers)
 
     # --- spans, rewards, adapters
 
     async def traces(self, request: Request) -> Response:
-        attempt = await self._caller(request, may_be_sealed=True)
-        body = await self.bodies.read(request)
-        content_type = request.headers.get("content-type", "")
+        attempt, headers, body = await self._received(request, may_be_sealed=True)
+        content_type = headers.get("content-type", "")
         return await otlp_ingest.traces(self.deps.writer, attempt, body, content_type)
 
     async def rewards(self, request: Request) -> Response:
-        attempt = await self._caller(request, may_be_sealed=True)
-        body = await self.bodies.read(request)
-        return await otlp_ingest.reward(self.deps.writer, attempt, body, request.headers)
+        attempt, headers, body = await self._received(request, may_be_sealed=True)
+        return await otlp_ingest.reward(self.deps.writer, attempt, body, headers)
 
     async def load_adapter(self, request: Request) -> Response:
         await self.credentials.operator_only(request.headers)
-        body = read_object(await self.bodies.read(request))
+        body = read_object(await self.bodies.read(request.receive, request.headers))
         check_body(ADAPTER, body)
         name, version, path = body["name"], body["version"], body["path"]
         try:
@@ -218,21 +190,13 @@ class Handlers:
             raise unavailable(text, "adapter_not_loaded") from error
         return json_response({"name": name, "version": version})
 
-    # --- inside
-
     async def forget_sealed(self) -> None:
         """Drop the memory of attempts that the store says are over."""
         store = self.deps.store
         for attempt_id in self.attempts.quiet():
             if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
-                self.attempts.forget(attempt_id)
+                self.attempts.pop(attempt_id, None)
             await asyncio.sleep(0)  # there may be thousands
-
-    async def _caller(self, request: Request, *, may_be_sealed: bool = False) -> AttemptRef | None:
-        rollout_id = request.path_params.get("rollout_id")
-        return await self.credentials.caller(
-            request.headers, rollout_id, may_be_sealed=may_be_sealed
-        )
 
     def _count_overload(self) -> None:
         self.stats.overloaded += 1

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call, CallState, Purpose, Reward, Rollout, RolloutState
+from agentrl_trainer.data.training_row import TrainingRow, to_training_row
 from agentrl_trainer.data.trajectories import TrajectorySet
 
 
@@ -44,28 +45,27 @@ def reward(of: str, value: float, attempt: str = "a") -> Reward:
     return Reward(f"{of}-{attempt}", of, "reward", value, key=f"{of}{attempt}{value}")
 
 
-def check_invariants(calls: list[Call], built: TrajectorySet) -> None:
-    trained: dict[str, int] = {}
+def check_invariants(calls: list[Call], built: TrajectorySet) -> list[TrainingRow]:
+    """Return the rows of the trajectories, each with advantage 1 at what trains."""
+    assert {trajectory.adapter for trajectory in built.trajectories} <= {c.adapter for c in calls}
+    trained = [call for trajectory in built.trajectories for call in trajectory.call_ids]
+    assert sorted([*trained, *built.skipped]) == sorted(call.id for call in calls)
+    rows: list[TrainingRow] = []
     for trajectory in built.trajectories:
-        size = len(trajectory.tokens)
-        assert len(trajectory.mask) == len(trajectory.logprobs) == size
-        by_id = {call.id: call for call in calls}
-        expected_mask = [False] * size
-        for turn in trajectory.turns:
-            call = by_id[turn.call_id]
-            trained[call.id] = trained.get(call.id, 0) + 1
-            assert call.adapter == trajectory.adapter
-            assert trajectory.tokens[: turn.start] == call.prompt_ids
-            assert trajectory.tokens[turn.start : turn.end] == call.response_ids
-            assert trajectory.logprobs[turn.start : turn.end] == call.response_logprobs
-            assert not any(expected_mask[turn.start : turn.end]), "turns overlap"
-            expected_mask[turn.start : turn.end] = [True] * (turn.end - turn.start)
-        assert trajectory.mask == expected_mask
-        untrained = zip(trajectory.mask, trajectory.logprobs, strict=True)
-        assert not any(logprob for on, logprob in untrained if not on)
-    assert set(trained.values()) <= {1}, "a call trains twice"
-    assert trained.keys() | built.skipped.keys() == {call.id for call in calls}
-    assert not trained.keys() & built.skipped.keys()
+        row = to_training_row(trajectory, dict.fromkeys(trajectory.call_ids, 1.0))
+        mask = [False] * len(row.tokens)
+        for call in trajectory.calls:
+            start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.response_ids)
+            assert call.adapter == row.adapter
+            assert row.tokens[:end] == call.prompt_ids + call.response_ids
+            assert row.logprobs[start:end] == call.response_logprobs
+            assert not any(mask[start:end]), "turns overlap"
+            mask[start:end] = [True] * (end - start)
+        assert row.mask == mask
+        assert row.advantages == mask
+        assert not any(logprob for on, logprob in zip(mask, row.logprobs, strict=True) if not on)
+        rows.append(row)
+    return rows
 
 
 @st.composite

@@ -29,14 +29,14 @@ def start_run(store: Store, rollouts: int = 1, policies: Policies | None = None)
 
 
 def claimed(store: Store, lease_s: float = 30.0) -> Claim:
-    claim = store.claim("runner", lease_s)
+    claim = store.claim("runner", lease_s, store.runs()[-1]["id"])
     assert claim is not None
     return claim
 
 
 def record_spans(store: Store, spans: Sequence[Span], rewards: Sequence[Reward] = ()) -> None:
     """Store spans and rewards as a gateway's delivery of no attempt."""
-    store.write_calls("boot", [], [], 0, [Delivery(None, spans, rewards)])
+    store.write_calls("boot", [], [Delivery(None, spans, rewards)], 0)
 
 
 def call_of(claim: Claim, name: str, **changes: object) -> Call:

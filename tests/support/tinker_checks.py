@@ -181,7 +181,7 @@ def operations_after_prepare_come_after_it(url: str, folder: Path) -> None:
         settings = UpdateSettings("ppo", {"correction": "truncate"}, epochs=2)
         client.forward_backward([row()], "importance_sampling", normalize_by=None).result()
         # The worker is kept busy, so that it cannot be quick enough by chance.
-        client._worker.submit(lambda: time.sleep(0.5))  # type: ignore[attr-defined]
+        client._service.responses.submit(lambda: time.sleep(0.5))  # type: ignore[attr-defined]
         prepared = client.prepare([row()], settings)
         stepped = client.optim_step(ADAM)
         after = client.forward([row()], "cross_entropy")

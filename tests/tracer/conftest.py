@@ -55,4 +55,4 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         monkeypatch.setattr(tracing, "_active", None)
         yield server
         if tracing._active is not None:
-            tracing._active.close()
+            tracing._active.batch.shutdown()

@@ -18,8 +18,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agentrl_tracer.tracing import finish, rollout_tracing, tracing
-from agentrl_tracer.context import current_rollout
+from agentrl_tracer.tracing import rollout_tracing, tracing
 from agentrl import emit, emit_reward
 
 early = trace.get_tracer("early")
@@ -28,12 +27,12 @@ provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(theirs))
 
 def ours():
-    active = rollout_tracing()
-    active.attempt(current_rollout()).finish_expected = True
-    active.install_globally()
+    attempt = rollout_tracing()
+    attempt.finish_expected = True
+    attempt.router.install_globally()
 
 def done():
-    assert finish()
+    assert rollout_tracing().finish()
     json.dump([s.name for s in theirs.get_finished_spans()], sys.stdout)
 """
 

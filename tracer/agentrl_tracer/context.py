@@ -20,10 +20,8 @@ class RolloutContext:
     attempt_id: str
     gateway: str  # base URL without /v1
     key: str = field(repr=False)
-    environment: Mapping[str, str] = field(
-        default_factory=dict[str, str], repr=False, compare=False, hash=False
-    )
-    """Variables for the attempt's subprocesses where rollouts share a process environment."""
+    environment: Mapping[str, str] = field(repr=False, compare=False)
+    """The variables that name the rollout, and others for its subprocesses."""
 
 
 chosen: ContextVar[RolloutContext | None] = ContextVar("agentrl_rollout", default=None)
@@ -32,12 +30,14 @@ chosen: ContextVar[RolloutContext | None] = ContextVar("agentrl_rollout", defaul
 
 def current_rollout() -> RolloutContext | None:
     """Return the rollout of the calling code; None outside training."""
-    if (rollout := chosen.get()) is not None:
-        return rollout
-    env = os.environ
-    rollout_id, gateway = env.get("AGENTRL_ROLLOUT_ID"), env.get("AGENTRL_GATEWAY")
+    return chosen.get() or rollout_in(os.environ)
+
+
+def rollout_in(environment: Mapping[str, str]) -> RolloutContext | None:
+    """Return the rollout that environment variables name."""
+    get = environment.get
+    rollout_id, gateway = get("AGENTRL_ROLLOUT_ID"), get("AGENTRL_GATEWAY")
     if not rollout_id or not gateway:
         return None
-    return RolloutContext(
-        rollout_id, env.get("AGENTRL_ATTEMPT_ID", ""), gateway, env.get("AGENTRL_KEY", "")
-    )
+    attempt_id, key = get("AGENTRL_ATTEMPT_ID", ""), get("AGENTRL_KEY", "")
+    return RolloutContext(rollout_id, attempt_id, gateway, key, environment)

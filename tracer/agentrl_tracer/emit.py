@@ -14,20 +14,8 @@ from typing import Any, SupportsFloat
 
 from opentelemetry import trace
 
-from agentrl_tracer.context import current_rollout
-from agentrl_tracer.conventions import (
-    EVALUATION_EXPLANATION,
-    EVALUATION_NAME,
-    EVALUATION_VALUE,
-    NOTE_DATA,
-    NOTE_NAME,
-    NOTE_SPAN,
-    RESPONSE_ID,
-    REWARD_NAME,
-    REWARD_SPAN,
-)
-from agentrl_tracer.span_router import SpanRouter
-from agentrl_tracer.tracing import logger, rollout_tracing
+from agentrl_tracer import conventions as wire
+from agentrl_tracer.tracing import AttemptTracing, logger, rollout_tracing
 
 
 def emit_reward(
@@ -56,15 +44,18 @@ def emit_reward(
     Raises:
         ValueError: inside a rollout, when the value is NaN, infinite or no number.
     """
-    active = rollout_tracing()
-    if active is None:
+    attempt = rollout_tracing()
+    if attempt is None:
         return
-    named = value if isinstance(value, Mapping) else {name or REWARD_NAME: value}
+    named = value if isinstance(value, Mapping) else {name or wire.REWARD_NAME: value}
     numbers = {key: _number(key, item) for key, item in named.items()}
-    optional = {RESPONSE_ID: response_id, EVALUATION_EXPLANATION: explanation}
+    optional = {wire.RESPONSE_ID: response_id, wire.EVALUATION_EXPLANATION: explanation}
     common = {**(attributes or {}), **{k: v for k, v in optional.items() if v is not None}}
-    rewards = [common | {EVALUATION_NAME: k, EVALUATION_VALUE: v} for k, v in numbers.items()]
-    _emit_spans(active, REWARD_SPAN, span, rewards)
+    rewards = [
+        {**common, wire.EVALUATION_NAME: key, wire.EVALUATION_VALUE: number}
+        for key, number in numbers.items()
+    ]
+    _emit_spans(attempt, wire.REWARD_SPAN, span, rewards)
 
 
 def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None:
@@ -78,25 +69,24 @@ def emit(name: str, data: Any = None, *, span: trace.Span | None = None) -> None
     Raises:
         ValueError: inside a rollout, when the name is empty or no string.
     """
-    active = rollout_tracing()
-    if active is None:
+    attempt = rollout_tracing()
+    if attempt is None:
         return
     if not isinstance(name, str) or not name:
         raise ValueError(f"emit: the name must be a non-empty string, got {name!r}")
-    note = {NOTE_NAME: name, NOTE_DATA: json.dumps(data, default=str, ensure_ascii=False)}
-    _emit_spans(active, NOTE_SPAN, span, [note])
+    text = json.dumps(data, default=str, ensure_ascii=False)
+    _emit_spans(attempt, wire.NOTE_SPAN, span, [{wire.NOTE_NAME: name, wire.NOTE_DATA: text}])
 
 
 def _emit_spans(
-    active: SpanRouter, name: str, under: trace.Span | None, spans: list[dict[str, Any]]
+    attempt: AttemptTracing, name: str, under: trace.Span | None, spans: list[dict[str, Any]]
 ) -> None:
-    context = trace.set_span_in_context(under) if under is not None else active.parent()
+    router = attempt.router
+    context = router.parent() if under is None else trace.set_span_in_context(under)
     for attributes in spans:
-        active.tracer.start_span(name, context, attributes=attributes).end()
-    rollout = current_rollout()
-    assert rollout is not None
+        router.tracer.start_span(name, context, attributes=attributes).end()
     # In a subprocess ``finish`` is not called: flush at once.
-    if not active.attempt(rollout).finish_expected and not active.flush(rollout):
+    if not attempt.finish_expected and not attempt.flush():
         logger.warning(
             "agentrl: a reward, note or span did not reach the gateway; the rollout is retried"
         )

@@ -16,21 +16,14 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
-from agentrl_tracer.conventions import (
-    EVALUATION_EXPLANATION,
-    EVALUATION_NAME,
-    EVALUATION_VALUE,
-    RESPONSE_ID,
-    REWARD_NAME,
-    REWARD_SPAN,
-)
+from agentrl_tracer import conventions as wire
 from agentrl_tracer.schemas import Json, Reward, Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-_KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
-_STATUSES = ("unset", "ok", "error")
+_KINDS = dict(enumerate(("unspecified", "internal", "server", "client", "producer", "consumer")))
+_STATUSES = dict(enumerate(("unset", "ok", "error")))
 _MAX_TIME = 2**63 - 1  # the store's integers are signed
 
 
@@ -95,24 +88,24 @@ def rewards_in(spans: Iterable[Span]) -> list[Reward]:
     Raises:
         ValueError: a reward span without a finite number, or outside a rollout.
     """
-    return [_reward(span) for span in spans if span.name == REWARD_SPAN]
+    return [_reward(span) for span in spans if span.name == wire.REWARD_SPAN]
 
 
 def _reward(span: Span) -> Reward:
-    value = span.attributes.get(EVALUATION_VALUE)
+    value = span.attributes.get(wire.EVALUATION_VALUE)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{EVALUATION_VALUE} must be a finite number, got {value!r}")
+        raise ValueError(f"{wire.EVALUATION_VALUE} must be a finite number, got {value!r}")
     if span.rollout_id is None or span.attempt_id is None:
         raise ValueError("a reward must come with the key of the rollout it is for")
     return Reward(
         attempt_id=span.attempt_id,
         rollout_id=span.rollout_id,
-        name=_text(span.attributes.get(EVALUATION_NAME)) or REWARD_NAME,
+        name=_text(span.attributes.get(wire.EVALUATION_NAME)) or wire.REWARD_NAME,
         value=float(value),
         key=span.span_id,
         span_id=span.parent_span_id,
-        response_id=_text(span.attributes.get(RESPONSE_ID)),
-        explanation=_text(span.attributes.get(EVALUATION_EXPLANATION)),
+        response_id=_text(span.attributes.get(wire.RESPONSE_ID)),
+        explanation=_text(span.attributes.get(wire.EVALUATION_EXPLANATION)),
         created_at=span.start_ns / 1e9,
     )
 
@@ -141,10 +134,10 @@ def _span(span: Any, resource: Json, rollout_id: str | None, attempt_id: str | N
         span_id=span.span_id.hex(),
         parent_span_id=span.parent_span_id.hex() or None,
         name=_text(span.name) or "",
-        kind=_name(_KINDS, span.kind),
+        kind=_KINDS.get(span.kind, str(span.kind)),
         start_ns=min(span.start_time_unix_nano, _MAX_TIME),
         end_ns=min(span.end_time_unix_nano, _MAX_TIME),
-        status=_name(_STATUSES, span.status.code),
+        status=_STATUSES.get(span.status.code, str(span.status.code)),
         attributes=_attributes(span.attributes),
         events=[
             {"name": e.name, "time_ns": e.time_unix_nano, "attributes": _attributes(e.attributes)}
@@ -154,10 +147,6 @@ def _span(span: Any, resource: Json, rollout_id: str | None, attempt_id: str | N
         rollout_id=rollout_id,
         attempt_id=attempt_id,
     )
-
-
-def _name(names: tuple[str, ...], number: int) -> str:
-    return names[number] if 0 <= number < len(names) else str(number)
 
 
 def _attributes(pairs: Iterable[Any]) -> Json:

@@ -8,17 +8,58 @@ our span processor joins that provider. Either way both sides get every span.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+_lock = threading.Lock()
 
 
 class RolloutTracerProvider(TracerProvider):
-    """A provider that delegates to its ``successor`` once it has one."""
+    """A provider that delegates to its ``successor`` once it has one.
 
-    successor: TracerProvider | None = None
+    Args:
+        processor: gets the spans of both.
+    """
+
+    def __init__(self, processor: SpanProcessor) -> None:
+        # A plain Resource: Resource.create scans every installed package for detectors.
+        resource = Resource({"service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl-agent")})
+        # ALWAYS_ON: the application's OTEL_TRACES_SAMPLER must not drop rewards.
+        super().__init__(sampler=ALWAYS_ON, resource=resource)
+        self.successor: TracerProvider | None = None
+        self._processor = processor
+        self.add_span_processor(processor)
+
+    def install_globally(self) -> None:
+        """Become the global provider, or join the one that is already set."""
+        with _lock:
+            existing = trace.get_tracer_provider()
+            if existing is self or self.successor is existing:
+                return
+            if isinstance(existing, TracerProvider):
+                self._hand_over(existing)
+                return
+            trace.set_tracer_provider(self)
+            original = trace.set_tracer_provider
+
+            def set_tracer_provider(tracer_provider: trace.TracerProvider) -> None:
+                in_charge = trace.get_tracer_provider() is self and self.successor is None
+                if not in_charge or not isinstance(tracer_provider, TracerProvider):
+                    original(tracer_provider)  # warns that a provider is set already
+                elif tracer_provider is not self:
+                    self._hand_over(tracer_provider)
+
+            trace.set_tracer_provider = set_tracer_provider
+
+    def _hand_over(self, theirs: TracerProvider) -> None:
+        theirs.add_span_processor(self._processor)
+        self.successor = theirs
 
     def get_tracer(self, *args: Any, **kwargs: Any) -> trace.Tracer:
         return _DelegatingTracer(self, args, kwargs)
@@ -61,35 +102,3 @@ class _DelegatingTracer(trace.Tracer):
 
     def start_as_current_span(self, *args: Any, **kwargs: Any) -> Any:
         return self._tracer().start_as_current_span(*args, **kwargs)
-
-
-_lock = threading.Lock()
-
-
-def install_globally(ours: RolloutTracerProvider, processor: SpanProcessor) -> None:
-    """Make ``ours`` the global provider, or add ``processor`` to the one that is already set."""
-    with _lock:
-        existing = trace.get_tracer_provider()
-        if existing is ours or ours.successor is existing:
-            return
-        if isinstance(existing, TracerProvider):
-            _hand_over(ours, existing, processor)
-            return
-        trace.set_tracer_provider(ours)
-        original = trace.set_tracer_provider
-
-        def set_tracer_provider(tracer_provider: trace.TracerProvider) -> None:
-            in_charge = trace.get_tracer_provider() is ours and ours.successor is None
-            if not in_charge or not isinstance(tracer_provider, TracerProvider):
-                original(tracer_provider)  # warns that a provider is set already
-            elif tracer_provider is not ours:
-                _hand_over(ours, tracer_provider, processor)
-
-        trace.set_tracer_provider = set_tracer_provider
-
-
-def _hand_over(
-    ours: RolloutTracerProvider, theirs: TracerProvider, processor: SpanProcessor
-) -> None:
-    theirs.add_span_processor(processor)
-    ours.successor = theirs

@@ -6,6 +6,7 @@ Unix epoch (float); span times are nanoseconds (int), as in OTLP.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -212,7 +213,7 @@ class Reward:
     span_id: str | None = None
     response_id: str | None = None
     explanation: str | None = None
-    created_at: float = 0.0
+    created_at: float = field(default_factory=time.time)
 
 
 POLICY_REWARD_KEY = "policy"

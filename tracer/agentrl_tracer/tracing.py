@@ -1,6 +1,8 @@
-"""Trace the agent's process: root spans, attribution to attempts, and the final flush.
+"""Trace the agent's process, and send each span under the key of the attempt that it belongs to.
 
-Outside a rollout nothing is installed and every function returns at once.
+Outside a rollout nothing is installed and every function returns at once. Spans are batched with a
+short delay, which costs a thirtieth of exporting them one at a time. A batch is lost when its
+process dies by a signal or ``os._exit``, so a rollout ends with a flush.
 """
 
 from __future__ import annotations
@@ -8,17 +10,30 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_tracer.context import RolloutContext, chosen, current_rollout
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from agentrl_tracer.context import RolloutContext, chosen, current_rollout, rollout_in
+from agentrl_tracer.conventions import AGENT_NAME, REWARD_SPAN, ROLLOUT_HEADER, UNFINISHED
+from agentrl_tracer.instrumentation.crewai import flush_events
 from agentrl_tracer.instrumentation.registry import instrument_frameworks
-from agentrl_tracer.propagation.http import mark_requests
-from agentrl_tracer.propagation.processes import carry_into_subprocesses, carry_into_threads
-from agentrl_tracer.span_router import SpanRouter
+from agentrl_tracer.propagation import (
+    carry_into_subprocesses,
+    carry_into_threads,
+    mark_requests,
+)
+from agentrl_tracer.provider import RolloutTracerProvider
 
 logger = logging.getLogger("agentrl")
 
@@ -26,16 +41,18 @@ _lock = threading.Lock()
 _active: SpanRouter | None = None
 
 
-def rollout_tracing() -> SpanRouter | None:
-    """Return this process's tracing, created at the first call; None outside a rollout."""
+def rollout_tracing() -> AttemptTracing | None:
+    """Return the tracing of the running attempt; None outside a rollout."""
     global _active
-    if current_rollout() is None:
+    rollout = current_rollout()
+    if rollout is None:
         return None
     with _lock:
         if _active is None:
             _active = SpanRouter()
             _install_patches()
-        return _active
+        router = _active
+    return router.attempt(rollout)
 
 
 @functools.cache
@@ -50,56 +67,25 @@ def _install_patches() -> None:
 @contextmanager
 def tracing(name: str, attributes: dict[str, Any] | None = None) -> Iterator[None]:
     """Run the agent under its rollout's root span, which records an exception that passes."""
-    active, rollout = rollout_tracing(), current_rollout()
-    if active is None or rollout is None:
+    attempt = rollout_tracing()
+    if attempt is None:
         yield
         return
-    with active.root_span(rollout, name, attributes):
+    router = attempt.router
+    with router.tracer.start_as_current_span(name, router.parent(), attributes=attributes) as span:
+        attempt.root = span.get_span_context()
+        router.traces[attempt.root.trace_id] = attempt.rollout
         yield
 
 
 def flush() -> bool:
     """Send the rollout's queued spans and rewards; True if all arrived or there is no rollout."""
-    rollout = current_rollout()
-    return _active is None or rollout is None or _active.flush(rollout)
-
-
-def finish() -> bool:
-    """End the rollout and send everything; False if some span or reward did not arrive."""
-    rollout = current_rollout()
-    return _active is None or rollout is None or _active.finish(rollout)
-
-
-@dataclass(frozen=True, slots=True)
-class Attribution:
-    """An attempt that shares its process with others."""
-
-    rollout: RolloutContext
-    _tracing: SpanRouter
-
-    @property
-    def rewarded(self) -> bool:
-        """Whether the agent has emitted a reward in this process."""
-        return self._tracing.attempt(self.rollout).rewarded
-
-    def finish(self) -> bool:
-        """End the attempt and send everything; blocks, so call it in a thread from an event loop.
-
-        Returns:
-            False when some span or reward did not arrive: the attempt is incomplete.
-        """
-        return self._tracing.finish(self.rollout)
+    attempt = rollout_tracing()
+    return attempt is None or attempt.flush()
 
 
 @contextmanager
-def attributed(
-    key: str,
-    rollout_id: str,
-    attempt_id: str,
-    *,
-    gateway: str | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Attribution]:
+def attributed(environment: Mapping[str, str]) -> Iterator[AttemptTracing]:
     """Attribute what runs inside, threads and subprocesses included, to one attempt.
 
     Enter it in the attempt's own task or thread, run the agent inside, and call ``finish`` before
@@ -108,21 +94,180 @@ def attributed(
     ``OPENAI_API_KEY`` to an invalid key: a call that escapes is then refused, not misattributed.
 
     Args:
-        gateway: base URL without ``/v1``; ``AGENTRL_GATEWAY`` by default.
-        environment: variables that the attempt's subprocesses get.
-
-    Raises:
-        ValueError: no gateway is known.
+        environment: variables that the attempt's subprocesses get. ``AGENTRL_ROLLOUT_ID``,
+            ``AGENTRL_ATTEMPT_ID``, ``AGENTRL_GATEWAY`` and ``AGENTRL_KEY`` name the attempt.
     """
-    gateway = gateway or os.environ.get("AGENTRL_GATEWAY")
-    if not gateway:
-        raise ValueError("attributed: pass gateway=, or set AGENTRL_GATEWAY")
-    rollout = RolloutContext(rollout_id, attempt_id, gateway.rstrip("/"), key, environment or {})
-    token = chosen.set(rollout)
+    token = chosen.set(rollout_in(environment))
     try:
-        active = rollout_tracing()
-        assert active is not None
-        active.attempt(rollout).finish_expected = True
-        yield Attribution(rollout, active)
+        attempt = rollout_tracing()
+        assert attempt is not None
+        attempt.finish_expected = True
+        yield attempt
     finally:
         chosen.reset(token)
+
+
+@dataclass(eq=False, slots=True)
+class AttemptTracing:
+    """One attempt's spans. The attempt is complete when all that ended have arrived."""
+
+    router: SpanRouter
+    rollout: RolloutContext
+    exporter: OTLPSpanExporter
+    root: trace.SpanContext | None = None
+    ended: int = 0
+    arrived: int = 0
+    rewarded: bool = False  # a reward span has ended
+    finish_expected: bool = False  # ``finish`` will be called, so a reward need not leave at once
+
+    def flush(self) -> bool:
+        """Send queued spans. False: some span of the attempt did not arrive."""
+        self.router.force_flush()
+        return self.arrived == self.ended
+
+    def finish(self) -> bool:
+        """End the attempt's open spans and send everything; blocks, so not on an event loop.
+
+        The gateway refuses spans that still come, because the attempt is sealed.
+
+        Returns:
+            False when some span or reward did not arrive: the attempt is incomplete.
+        """
+        if "crewai" in sys.modules:
+            flush_events()
+        for span, owner in list(self.router.open.values()):
+            if owner is self:
+                span.set_attribute(UNFINISHED, True)
+                span.end()
+        arrived = self.flush()
+        self.router.forget(self)
+        return arrived
+
+
+class SpanRouter(SpanProcessor):
+    """The process's tracing: assigns spans to attempts, in our provider and in an application's.
+
+    A span belongs to the rollout of its trace, else to the rollout current at its start. Spans of
+    no rollout are not exported.
+    """
+
+    def __init__(self) -> None:
+        self._attempts: dict[str, AttemptTracing] = {}  # by attempt id
+        self.traces: dict[int, RolloutContext] = {}  # by trace id
+        self.open: dict[int | None, tuple[Span, AttemptTracing]] = {}  # by span id
+        # By span id, of queued spans: the batch processor hands on another span object.
+        self._owners: dict[int, AttemptTracing] = {}
+        self._lock = threading.Lock()
+        self.batch = BatchSpanProcessor(
+            _Exporter(self._owners),
+            schedule_delay_millis=500,
+            max_queue_size=65536,
+            max_export_batch_size=512,
+        )
+        provider = RolloutTracerProvider(self)
+        self.tracer = provider.own_tracer("agentrl")
+        self.install_globally = provider.install_globally
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset_in_child)
+
+    def _reset_in_child(self) -> None:
+        """Leave the parent's spans and connections to the parent."""
+        self._lock = threading.Lock()
+        for known in (self._attempts, self.open, self._owners):
+            known.clear()
+
+    def attempt(self, rollout: RolloutContext) -> AttemptTracing:
+        with self._lock:
+            known = self._attempts.get(rollout.attempt_id)
+            if known is None:
+                known = AttemptTracing(self, rollout, _exporter(rollout))
+                self._attempts[rollout.attempt_id] = known
+            return known
+
+    def parent(self) -> Context | None:
+        """Return a new span's context: the current span, the rollout's root, or TRACEPARENT."""
+        if trace.get_current_span().get_span_context().is_valid:
+            return None  # OpenTelemetry's default
+        rollout = current_rollout()
+        root = None if rollout is None else self.attempt(rollout).root
+        if root is not None:
+            return trace.set_span_in_context(trace.NonRecordingSpan(root))
+        carrier = {"traceparent": os.environ.get("TRACEPARENT", "")}
+        return TraceContextTextMapPropagator().extract(carrier)
+
+    def agent_name(self) -> str | None:
+        """Return the agent name of the nearest open span, from the current one up, that has one."""
+        here: int | None = trace.get_current_span().get_span_context().span_id
+        while opened := self.open.get(here):
+            span = opened[0]
+            name = (span.attributes or {}).get(AGENT_NAME)
+            if isinstance(name, str) and name:
+                return name
+            here = None if span.parent is None else span.parent.span_id
+        return None
+
+    def forget(self, attempt: AttemptTracing) -> None:
+        with self._lock:
+            for trace_id in [t for t, r in list(self.traces.items()) if r == attempt.rollout]:
+                del self.traces[trace_id]
+            self._attempts.pop(attempt.rollout.attempt_id, None)
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        context = span.get_span_context()
+        rollout = (context and self.traces.get(context.trace_id)) or current_rollout()
+        if rollout is not None and context is not None:
+            self.open[context.span_id] = span, self.attempt(rollout)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        context = span.get_span_context()
+        opened = context and self.open.pop(context.span_id, None)
+        if not opened or context is None:
+            return
+        attempt = opened[1]
+        with self._lock:
+            attempt.ended += 1
+            attempt.rewarded = attempt.rewarded or span.name == REWARD_SPAN
+        self._owners[context.span_id] = attempt
+        self.batch.on_end(span)
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self.batch.force_flush(timeout_millis)
+
+    def shutdown(self) -> None:
+        """Flush only: an application may shut its provider down while rollouts go on."""
+        self.force_flush()
+
+
+class _Exporter(SpanExporter):
+    """Sends each attempt's spans with its own key, and counts those that arrive."""
+
+    def __init__(self, owners: dict[int, AttemptTracing]) -> None:
+        self._owners = owners
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        by_attempt: dict[AttemptTracing, list[ReadableSpan]] = {}
+        for span in spans:
+            context = span.get_span_context()
+            owner = context and self._owners.pop(context.span_id, None)
+            if owner:
+                by_attempt.setdefault(owner, []).append(span)
+        for attempt, its_spans in by_attempt.items():
+            if attempt.exporter.export(its_spans) is SpanExportResult.SUCCESS:
+                attempt.arrived += len(its_spans)
+        return SpanExportResult.SUCCESS  # of no use to the batch processor
+
+
+def _exporter(rollout: RolloutContext) -> OTLPSpanExporter:
+    import requests  # slow, so only once there is a rollout
+
+    session = requests.Session()
+    # No ~/.netrc, whose password would replace the key, and no proxies. With TLS the environment
+    # may name the certificate authority to trust.
+    session.trust_env = rollout.gateway.startswith("https:")
+    return OTLPSpanExporter(
+        endpoint=f"{rollout.gateway}/rollouts/{rollout.rollout_id}/v1/traces",
+        # The rollout header keeps our own HTTP patches from marking this request.
+        headers={"authorization": f"Bearer {rollout.key}", ROLLOUT_HEADER: rollout.key},
+        timeout=10,
+        session=session,
+    )

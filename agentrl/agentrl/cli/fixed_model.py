@@ -11,8 +11,7 @@ from agentrl.config.settings import AdapterSettings
 from agentrl.console.output import console
 from agentrl.runs.folder import RunFolder, adapter_folders
 from agentrl.training.session import Session
-from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout
-from agentrl_trainer.data.skip_reasons import evaluation_reasons
+from agentrl_tracer.schemas import Call, Json, NewRollout, Rollout, SkipReason
 
 
 def execute(
@@ -44,7 +43,6 @@ def execute(
             planned,
             lambda done, _: progress.update(bar, completed=done, description="rollouts"),
         )
-    calls = store.calls(rollout_ids=[rollout.id for rollout in rollouts])
-    store.settle(trained={}, skipped=evaluation_reasons(calls))
+    calls = session.skip_calls([rollout.id for rollout in rollouts], SkipReason.EVALUATION)
     store.end_run(session.run_id, "finished")
     return session, rollouts, calls

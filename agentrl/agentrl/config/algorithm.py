@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.checks import correction_mode, length_normalization
 from agentrl_trainer.data.advantages import Scaling
 from agentrl_trainer.data.batch_assembly import StepSettings
-from agentrl_trainer.learner.loss_options import ValueParams
+from agentrl_trainer.learner.loss_options import ValueParams, flat_name
 from agentrl_trainer.learner.prepare_batch import Gae, UpdateSettings
 
 if TYPE_CHECKING:
@@ -42,13 +42,18 @@ def step_settings(
 def update_settings(config: TrainConfig) -> UpdateSettings:
     """How datums become updates, with the options of the loss and those that every loss has."""
     algorithm, gae = config.algorithm, config.algorithm.gae
-    loss: dict[str, Any] = dict(getattr(algorithm, algorithm.loss, ()))
-    loss |= {f"kl_{name}": value for name, value in algorithm.kl if name != "reference"}
-    loss |= {f"correction_{name}": value for name, value in algorithm.correction if name != "mode"}
-    loss["correction"] = correction_mode(config)
+    parts: dict[str, dict[str, Any]] = {
+        "own": dict(getattr(algorithm, algorithm.loss, ())),
+        "kl": algorithm.kl.model_dump(exclude={"reference"}),
+        "correction": {**dict(algorithm.correction), "mode": correction_mode(config)},
+    }
     return UpdateSettings(
         loss=algorithm.loss,
-        loss_config={name: value for name, value in loss.items() if value is not None},
+        loss_config={
+            flat_name(part, name): value
+            for part, options in parts.items()
+            for name, value in options.items()
+        },
         epochs=config.learning.epochs,
         reference=None if algorithm.kl.reference is None else REFERENCE,
         gae=Gae(gae.discount, gae.gae_lambda, whiten=gae.normalize_std, scaling=_scaling(gae))

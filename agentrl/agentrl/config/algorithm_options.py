@@ -1,17 +1,26 @@
 """The settings of the algorithm, with a table of options for each loss and estimator.
 
-The defaults of a loss's table are those of ``agentrl_trainer.learner.loss_options``.
+The table of a loss is the class that the trainer reads, of ``loss_options``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from agentrl.config.fields import Count, Names, NonNegative, Positive, Share, Table
+from agentrl_trainer.learner.loss_options import (
+    ClipOptions,
+    CorrectionOptions,
+    DppoOptions,
+    DroOptions,
+    GspoOptions,
+    KlOptions,
+    PpoOptions,
+)
 
 RewardLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo"]
 Estimator = Literal[
@@ -22,39 +31,6 @@ Estimator = Literal[
 def table_of(choice: str) -> str:
     """Name the table that holds the options of a loss or an estimator."""
     return choice.replace("++", "_plus_plus")
-
-
-class ClipSettings(Table):
-    clip_low_threshold: Share = 0.8
-    """Lower bound of the ratio."""
-    clip_high_threshold: Annotated[float, Field(ge=1)] = 1.2
-    """Upper bound of the ratio."""
-
-
-class PpoSettings(ClipSettings):
-    dual_clip_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the ratio of tokens with negative advantage; 3 is usual."""
-
-
-class GspoSettings(ClipSettings):
-    clip_low_threshold: Share = 1 - 0.0003
-    """Lower bound of the ratio."""
-    clip_high_threshold: Annotated[float, Field(ge=1)] = 1 + 0.0004
-    """Upper bound of the ratio."""
-
-
-class DroSettings(Table):
-    beta: NonNegative = 0.05
-    """Weight of the squared log-ratio."""
-
-
-class DppoSettings(Table):
-    divergence: Literal["tv", "kl"] = "tv"
-    """Total variation or KL, of the sampled token against all others."""
-    divergence_low: Positive = 0.2
-    """Bound on a falling probability with negative advantage."""
-    divergence_high: Positive = 0.2
-    """Bound on a rising probability with positive advantage."""
 
 
 class DeviationSettings(Table):
@@ -92,30 +68,14 @@ class GaeSettings(DeviationSettings):
     """How far a prediction may move in a step; 0 is off."""
 
 
-class KlSettings(Table):
-    """The penalty on the KL divergence from a reference policy."""
-
-    coef: NonNegative = 0.0
-    """Weight of the KL to the reference; 0 is off."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator that is reported."""
-    gradient: Literal["unbiased", "direct"] = "unbiased"
-    """Gradient of the KL itself, or of its estimator as in GRPO."""
+class KlSettings(KlOptions):
     reference: Path | None = None
     """PEFT folder of the reference adapter; by default the base model."""
 
 
-class CorrectionSettings(Table):
-    """Importance weights for tokens that another policy sampled."""
-
-    mode: Literal["none", "truncate", "mask"] | None = None
+class CorrectionSettings(CorrectionOptions):
+    mode: Literal["none", "truncate", "mask"] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """By default none; truncate with a max_staleness, unless stale is drop."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """Weight of each token, or of its sequence (product or geometric mean)."""
-    low: Share = 0.0
-    """Lower bound of the importance weight."""
-    high: Annotated[float, Field(ge=1)] = 2.0
-    """Upper bound of the importance weight."""
 
 
 class AlgorithmSettings(Table):
@@ -136,11 +96,11 @@ class AlgorithmSettings(Table):
     weight those whose weight is known, or skip them."""
     skip_agents: Names = Field(default_factory=list[str])
     """Agents whose calls never train, such as title or summar* (patterns)."""
-    ppo: PpoSettings = PpoSettings()
-    cispo: ClipSettings = ClipSettings()
-    dro: DroSettings = DroSettings()
-    gspo: GspoSettings = GspoSettings()
-    dppo: DppoSettings = DppoSettings()
+    ppo: PpoOptions = PpoOptions()
+    cispo: ClipOptions = ClipOptions()
+    dro: DroOptions = DroOptions()
+    gspo: GspoOptions = GspoOptions()
+    dppo: DppoOptions = DppoOptions()
     grpo: GroupSettings = GroupSettings()
     rloo: GroupSettings = GroupSettings()
     reinforce_plus_plus: DeviationSettings = DeviationSettings()
@@ -155,7 +115,7 @@ class AlgorithmSettings(Table):
         for what, value in self._unchosen():
             if given := getattr(self, table_of(value)).model_fields_set:
                 raise ValueError(
-                    f"algorithm.{table_of(value)}.{min(given)}: has no effect with {what} "
+                    f"{table_of(value)}.{min(given)}: has no effect with {what} "
                     f'{getattr(self, what)!r}; set algorithm.{what} = "{value}", or leave it out'
                 )
         return self

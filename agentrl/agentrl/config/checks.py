@@ -87,13 +87,9 @@ def check_train(config: TrainConfig) -> None:
         for key in ("std_ddof", "std_epsilon"):
             needs[f"{table}.{key}"] = False, f"{table}.normalize_std"
     _check_effect(config, needs)
-    dual, high = algorithm.ppo.dual_clip_threshold, algorithm.ppo.clip_high_threshold
     compares = estimator not in ("reinforce", "gae")  # the rollouts of a group
     size, least = rollouts.group_size, max(2, rollouts.min_group)
     _refuse(
-        (dual is not None and dual <= high,
-         f"algorithm.ppo.dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 is "
-         "usual"),
         (algorithm.off_policy != "train" and config.sampler.temperature == 0,
          f"sampler.temperature: 0 and algorithm.off_policy {algorithm.off_policy!r} would skip "
          "every answer, all of them greedy; raise the temperature, or set off_policy to train"),

@@ -39,8 +39,10 @@ def _explain_one(problem: ErrorDetails, command: type[BaseModel]) -> str:
             return f"{name}: is a table now; write {' or '.join(RENAMED[name])}"
         inside = next(one.name for one in settings_of(command) if one.name.startswith(f"{name}."))
         return f"{name}: is a table of settings, such as {inside}"
-    if setting is None:  # the check of a whole table, which names its settings itself
-        return said if problem["type"] == "value_error" else f"{name}: {said}"
+    if setting is None and problem["type"] == "value_error":
+        return f"{name}.{said}" if name else said  # the check of a table names its settings
+    if setting is None:
+        return f"{name}: {said}"
     if problem["type"] == "missing":
         return f"{name}: is missing. {setting.meaning}"
     # A user may have written a key into these.

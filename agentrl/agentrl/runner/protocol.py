@@ -21,7 +21,7 @@ class RunnerConfig:
 
     store: str  # URL or path of the trace store
     gateway: str  # base URL, without ``/v1`` and a slash at its end
-    run_id: str | None  # only this run's rollouts are claimed; None: any
+    run_id: str  # whose rollouts are claimed
     agent: str  # ``module:function``, ``file.py:function`` or a command line
     model: str  # the model name that agents are told to ask for (``AGENTRL_MODEL``)
     logs: str  # folder of ``runners.log`` and one log per attempt

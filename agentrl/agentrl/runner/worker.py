@@ -33,7 +33,7 @@ from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.health_checks import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
-from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
+from agentrl_tracer.schemas import AttemptState, CallState, Claim
 from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
@@ -65,7 +65,7 @@ class Worker:
         self._gateway = GatewayProbe(config.gateway)
         self._queue = QueueWatch(store.url)
         self._control = control
-        self._known_modules = frozenset(sys.modules)
+        self._known_modules = len(sys.modules)
         self._running: dict[str, _RunningAttempt] = {}
         self._process: ForkedChild | None = None
         self._attempts_left = 0  # that the process may still run
@@ -231,39 +231,39 @@ class Worker:
         del self._running[claim.attempt_id]
         shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log = _keep_log(Path(self._config.log_of(claim)))
-        if ending.error is not None:
-            ending = self._blame(ending, running)
+        state, error = ending.state, ending.error
+        if error is not None and (reason := self._fault_of_gateway(running, ending)):
+            state, error = AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {error}"
         deadline = time.monotonic() + self._config.lease_s
         while time.monotonic() < deadline:  # then the lease is lost, and the rollout runs again
             try:
-                self._store.end_attempt(claim.attempt_id, ending.state, error=ending.error, log=log)
+                self._store.end_attempt(claim.attempt_id, state, error=error, log=log)
                 break
-            except (SQLAlchemyError, OSError) as error:
-                logger.warning("ending attempt %s: %s", claim.attempt_id, error)
+            except (SQLAlchemyError, OSError) as failure:
+                logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
                 time.sleep(_TICK_S)
         self._tell_pool({"ended": True, "modules": ending.modules})
 
-    def _blame(self, ending: AttemptEnding, running: _RunningAttempt) -> AttemptEnding:
-        """Make an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
+    def _fault_of_gateway(self, running: _RunningAttempt, ending: AttemptEnding) -> str | None:
+        """Return how the gateway, not the agent, made an attempt fail; None: it did not."""
         if ending.state is AttemptState.INFRASTRUCTURE:
-            return ending
-        reason, now = None, self._gateway.boot_id()
-        if now is None:
-            reason = "the gateway does not answer"
-        elif now != running.boot_id:
-            reason = "the gateway was restarted meanwhile"
-        elif ending.incomplete:
-            reason = "spans or rewards did not reach the gateway"
-        elif ending.state is AttemptState.ERROR:
+            return None  # it says more already
+        boot_id = self._gateway.boot_id()
+        if boot_id is None:
+            return "the gateway does not answer"
+        if boot_id != running.boot_id:
+            return "the gateway was restarted meanwhile"
+        if ending.incomplete:
+            return "spans or rewards did not reach the gateway"
+        if ending.state is AttemptState.ERROR:
             ids = [running.claim.attempt_id]
-            calls = self._try_store(self._store.calls, attempt_ids=ids) or []
-            failed = [c for c in calls if c.state == CallState.ERROR and not _refused_request(c)]
-            if failed:
-                reason = f"the model failed call {failed[-1].id} ({failed[-1].error})"
-        if reason is None:
-            return ending
-        error = f"{reason}; the agent: {ending.error}"
-        return AttemptEnding(AttemptState.INFRASTRUCTURE, error, modules=ending.modules)
+            for call in reversed(self._try_store(self._store.calls, attempt_ids=ids) or []):
+                status = call.params.get("provider_status", 0)
+                # The agent's fault: another model's provider refused the request itself.
+                refused = 400 <= status < 500 and status not in (408, 429)
+                if call.state == CallState.ERROR and not refused:
+                    return f"the model failed call {call.id} ({call.error})"
+        return None
 
     def _tell_pool(self, message: dict[str, object]) -> None:
         with contextlib.suppress(OSError):  # a dying pool: ``_listen`` notices
@@ -276,12 +276,6 @@ class Worker:
         except (SQLAlchemyError, OSError) as error:
             logger.warning("the store failed: %s", error)
             return None
-
-
-def _refused_request(call: Call) -> bool:
-    """Tell whether another model's provider refused the agent's request itself."""
-    status = call.params.get("provider_status", 0)
-    return 400 <= status < 500 and status not in (408, 429)
 
 
 def _keep_log(log: Path) -> str | None:

@@ -25,7 +25,7 @@ from agentrl_trainer.client import (
     TrainingClient,
 )
 from agentrl_trainer.client.futures import map_future
-from agentrl_trainer.client.saved import SAMPLERS, STATES
+from agentrl_trainer.client.training import SAMPLERS, STATES
 from agentrl_trainer.models.loading import resolve_model
 
 log = logging.getLogger(__name__)

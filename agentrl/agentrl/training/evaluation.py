@@ -15,13 +15,12 @@ from statistics import NormalDist, fmean, pvariance
 from typing import TYPE_CHECKING
 
 from agentrl.config.settings import EvaluationSettings
-from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_REWARD
+from agentrl.runs.metric_names import HELD_OUT
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import note_failed_rollouts, seconds_row
 from agentrl.training.rollout_queue import rollout_seed
-from agentrl_tracer.schemas import NewRollout, Purpose
+from agentrl_tracer.schemas import NewRollout, Purpose, SkipReason
 from agentrl_trainer.data.rewards import rollout_rewards
-from agentrl_trainer.data.skip_reasons import evaluation_reasons
 
 if TYPE_CHECKING:
     from agentrl.training.run import TrainingRun
@@ -50,7 +49,7 @@ def plan_evaluation(
 
 def evaluate_if_due(run: TrainingRun, step: int) -> None:
     """Run the held-out tasks after ``step``, if they are due and were not run before a resume."""
-    how, display, store = run.config.evaluation, run.display, run.store
+    how, display = run.config.evaluation, run.display
     if not run.eval_ids or (step % how.every and step != run.steps):
         return
     if (known := run.metrics_log.held_out().get(step)) is not None:
@@ -63,8 +62,8 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
             lambda done, total: display.phase("evaluation", done, total),
         )
         ids = [rollout.id for rollout in rollouts]
-        store.settle(trained={}, skipped=evaluation_reasons(store.calls(rollout_ids=ids)))
-        scores = rollout_rewards(rollouts, store.rewards(ids)).values()
+        run.session.skip_calls(ids, SkipReason.EVALUATION)
+        scores = rollout_rewards(rollouts, run.store.rewards(ids)).values()
         if not run.config.rollouts.max_staleness:
             # What it leaves in the sampler's prefix cache would change the last bits of later
             # log-probs, and a run that is resumed here does not evaluate again.
@@ -74,7 +73,7 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
     # A rollout without a reward is no success.
     accuracy = sum(score >= how.success_reward for score in earned) / len(rollouts)
     mean = fmean(earned) if earned else math.nan
-    row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean, **seconds_row(timer)}
+    row = {"step": step, HELD_OUT: accuracy, "eval/reward": mean, **seconds_row(timer)}
     run.metrics_log.log(step, row)
     display.evaluated(step, accuracy)
     note_failed_rollouts(rollouts, "evaluations", display.note)

@@ -21,7 +21,7 @@ from agentrl.samplers.vllm.server import planned_server
 from agentrl.supervisor import SupervisedProcess
 from agentrl.timing import Waiting
 from agentrl.training.rollout_queue import CheckProgress, OnProgress
-from agentrl_tracer.schemas import NewRollout, Policies, Rollout
+from agentrl_tracer.schemas import Call, NewRollout, Policies, Rollout, SkipReason
 from agentrl_tracer.store import Store
 
 if TYPE_CHECKING:
@@ -237,6 +237,12 @@ class Session:
 
         self.wait(check, on_progress)
         return self.store.rollouts(self.run_id, ids=ids)
+
+    def skip_calls(self, rollout_ids: Sequence[str], reason: SkipReason) -> list[Call]:
+        """Judge all calls of rollouts that no step trains on; return the calls."""
+        calls = self.store.calls(rollout_ids=rollout_ids)
+        self.store.settle(trained={}, skipped={call.id: reason for call in calls})
+        return calls
 
     def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
         """Queue rollouts for the runners; return their ids."""

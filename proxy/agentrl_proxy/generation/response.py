@@ -1,4 +1,8 @@
-"""Generate the response of an accepted call: sample its choices, parse and describe them."""
+"""Generate the response of an accepted call: sample its choices, parse and describe them.
+
+A token's text is held back inside a character, a stop string or a tool call's delimiter. The last
+chunks are made separately, because they leave only once the answer is durable.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import ApiError, invalid, refused_by_sampler, unavailable
-from agentrl_proxy.generation.choices import Choice
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest
 from agentrl_proxy.rendering.continuity import Prompt
+from agentrl_proxy.rendering.detokenizer import Detokenizer, whole_text
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
 from agentrl_proxy.rendering.structured_output import Constraint
-from agentrl_proxy.rendering.tool_call_parser import PlainTextParser
+from agentrl_proxy.rendering.tool_call_parser import PLAIN_TEXT, ReplyParser
 from agentrl_proxy.requests.lifecycle import OpenCall
+from agentrl_proxy.requests.recording import Sampled
 from agentrl_proxy.sampler import (
     ContextLengthError,
     DecodingParams,
@@ -39,9 +46,8 @@ class SampledCall(OpenCall):
     constraint: Constraint | None
     adapter: str | None
     one_call: bool  # the answer ends where a second tool call begins
-    seq: int = 0  # in its attempt's order of calls
-    rows: list[Call] = field(default_factory=list[Call])
-    choices: list[Choice] = field(default_factory=list[Choice])
+    rows: list[Call]
+    choices: list[Choice] = field(default_factory=list["Choice"])
 
     @property
     def is_chat(self) -> bool:
@@ -56,45 +62,33 @@ async def generate_response(
     Raises:
         ApiError: the sampler refused or failed; ``call.error`` says how.
     """
+    heading = call.client.heading
     try:
-        call.choices = [_choice(deps, call, row.choice, write) for row in call.rows]
+        call.choices = [Choice(row.choice, call, deps.renderer, write) for row in call.rows]
         scores = await _score(deps, call) if call.request.scored else None
         if call.params.max_tokens:
             await _sample(deps, call)
         else:
             for i, choice in enumerate(call.choices):
                 choice.sampled.finish = FinishEvent(i, "length")
-        if call.heading.fingerprint is None:  # no token was sampled
-            version = adapter_version(deps, call.adapter)
-            call.heading.fingerprint = _fingerprint(call.adapter, version)
+        if heading.fingerprint is None:  # no token was sampled
+            heading.fingerprint = _fingerprint(call.adapter, call.rows[0].adapter_version)
         for choice in call.choices:
             choice.read()
         sampled = sum(len(choice.sampled.ids) for choice in call.choices)
         usage = chat_objects.usage(len(call.prompt.ids), sampled)
         said = [choice.response(scores) for choice in call.choices]
-        response = chat_objects.completion(call.heading, said, usage)
+        response = chat_objects.completion(heading, said, usage)
         if call.request.return_token_ids:
-            response["prompt_token_ids"] = call.heading.prompt_ids = call.prompt.ids
+            response["prompt_token_ids"] = heading.prompt_ids = call.prompt.ids
         return response
     except Exception as error:
         refusal = _refusal(call, error)
         said = refusal.message if error is refusal else f"{type(error).__name__}: {error}"
         call.error = said.replace("\0", "\ufffd")  # PostgreSQL takes no NUL
         if refusal.code == "sampler_error" and error is not refusal:
-            log.exception("sampling failed for %s", call.heading.id)
+            log.exception("sampling failed for %s", heading.id)
         raise refusal from None
-
-
-def _choice(
-    deps: GatewayDependencies, call: SampledCall, index: int, write: Write | None
-) -> Choice:
-    request, stop, parser = call.request, call.params.stop, PlainTextParser()
-    if call.is_chat:
-        parser = deps.renderer.parser(
-            tools=request.tools or False, opened=call.prompt.opened, one_call=call.one_call
-        )
-    in_pieces = write is not None or call.one_call
-    return Choice(index, request, call.heading, deps.renderer, parser, stop, write, in_pieces)
 
 
 async def _score(deps: GatewayDependencies, call: SampledCall) -> list[dict[str, Any]]:
@@ -114,7 +108,7 @@ async def _score(deps: GatewayDependencies, call: SampledCall) -> list[dict[str,
 
 
 async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
-    choices, tops = call.choices, call.params.top_logprobs > 0
+    choices, heading, tops = call.choices, call.client.heading, call.params.top_logprobs > 0
     unfinished = len(choices)
     failed: ApiError | None = None
     events = deps.sampler.sample(call.prompt.ids, call.params, call.adapter)
@@ -131,8 +125,8 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
                     failed = unavailable(said, "sampler_error")
             else:
                 sampled.add(event, tops=tops)
-                if call.heading.fingerprint is None:
-                    call.heading.fingerprint = _fingerprint(call.adapter, event.adapter_version)
+                if heading.fingerprint is None:
+                    heading.fingerprint = _fingerprint(call.adapter, event.adapter_version)
                 if not choice.in_pieces:
                     continue
                 await choice.push()
@@ -143,8 +137,9 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
             if not unfinished:
                 break
     finally:
-        if call.memory is not None and call.memory.spent is not None:
-            call.memory.spent.tokens += sum(len(one.sampled.ids) for one in choices)
+        memory = call.client.memory
+        if memory is not None and memory.spent is not None:
+            memory.spent.tokens += sum(len(one.sampled.ids) for one in choices)
         close = getattr(events, "aclose", None)  # cancels the sample, if it goes on
         if close is not None:
             await close()
@@ -152,10 +147,6 @@ async def _sample(deps: GatewayDependencies, call: SampledCall) -> None:
         raise unavailable("the sampler ended without finishing", "sampler_error")
     if failed is not None:
         raise failed
-
-
-def adapter_version(deps: GatewayDependencies, adapter: str | None) -> int | None:
-    return None if adapter is None else deps.sampler.adapters.get(adapter)
 
 
 def _fingerprint(adapter: str | None, version: int | None) -> str:
@@ -180,3 +171,106 @@ def _refusal(call: SampledCall, error: Exception) -> ApiError:
         case _:
             message = f"the sampler failed: {type(error).__name__}: {error}"
             return unavailable(message, "sampler_error")
+
+
+class Choice:
+    """One choice of an answer that is being generated: its tokens, its text, and its chunks.
+
+    Args:
+        index: in the response.
+        write: sends the chunks of a stream.
+    """
+
+    def __init__(
+        self, index: int, call: SampledCall, renderer: Renderer, write: Write | None
+    ) -> None:
+        self._index, self._call, self._renderer, self._write = index, call, renderer, write
+        self._tokens = Detokenizer(renderer.decode_raw, call.params.stop)
+        self.in_pieces = write is not None or call.one_call
+        """Whether its text is read while it is sampled; else when it is whole."""
+        self.parser = ReplyParser(PLAIN_TEXT, tools=False)
+        if call.is_chat:
+            self.parser = renderer.parser(
+                tools=call.request.tools or False, opened=call.prompt.opened, one_call=call.one_call
+            )
+        self.sampled = Sampled()
+        self.text = ""
+        self.reply = ParsedReply()
+        self.withdrawn: list[ToolCall] = []
+        """Calls that a stream has begun, and the reply does not have."""
+        self._sent = 0  # log-probs of the ids before this have been sent
+        self._begun = False
+
+    async def push(self) -> None:
+        """Read the newest token; send the text that it completes."""
+        token_id = self.sampled.ids[-1]
+        if self._renderer.is_hidden(token_id):
+            return
+        if piece := self._tokens.push(token_id):
+            reply = self.parser.feed(piece)
+            if self._write is not None and (delta := chat_objects.reply_delta(reply)):
+                if not self._begun:
+                    first = {"content": None} if "tool_calls" in delta else {}
+                    delta = {"role": "assistant", **first, **delta}
+                await self._write(self._chunk(delta))
+
+    def read(self) -> None:
+        """Parse the reply, whose tokens are all there."""
+        renderer, parser = self._renderer, self.parser
+        visible = [i for i in self.sampled.ids if not renderer.is_hidden(i)]
+        self.text = whole_text(renderer.decode_raw, visible, self._call.params.stop)
+        self.reply = parser.finish(self._tokens.finish() if self.in_pieces else self.text)
+        if parser.ended_at >= 0:
+            self.text, self.sampled.cut_at_call = parser.text, True
+        if self._write is not None:
+            self.withdrawn = parser.withdrawn
+
+    def response(self, prompt_logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """Return the choice as it stands in a chat completion.
+
+        Args:
+            prompt_logprobs: of the prompt's tokens; then special tokens have entries, too.
+        """
+        finish = self.sampled.finish
+        reason = "stop" if finish is None else finish.reason
+        if self.reply.tool_calls and reason == "stop":
+            reason = "tool_calls"
+        entries = self._entries(0, hidden=prompt_logprobs is not None)
+        message = chat_objects.message(self.reply, self.withdrawn)
+        said = chat_objects.choice(self._index, reason, entries, message=message)
+        if finish is not None and finish.stop_string is not None:
+            said["stop_reason"] = finish.stop_string  # vLLM's field
+        if prompt_logprobs is not None:
+            said["prompt_logprobs"] = prompt_logprobs
+        if self._call.request.return_token_ids:
+            said["token_ids"] = self.sampled.ids
+        return said
+
+    def last_chunks(self, said: dict[str, Any]) -> list[bytes]:
+        """Return the chunks with what was held back and the finish reason.
+
+        Args:
+            said: the choice in the whole answer.
+        """
+        delta = chat_objects.reply_delta(self.parser.remainder(self.reply))
+        if not self._begun:
+            delta = {"role": "assistant", "content": said["message"]["content"], **delta}
+        last = chat_objects.last_chunk(self._call.request.dialect, self._call.client.heading, said)
+        if delta or self._entries(self._sent):
+            return [self._chunk(delta), last]
+        return [last]
+
+    def _chunk(self, delta: dict[str, Any]) -> bytes:
+        self._begun = True
+        entries = self._entries(self._sent)
+        self._sent = len(self.sampled.ids)
+        choice = chat_objects.choice(self._index, None, entries, delta=delta)
+        return self._call.request.dialect.chunk(self._call.client.heading, choice)
+
+    def _entries(self, start: int, *, hidden: bool = False) -> list[dict[str, Any]] | None:
+        """Return the log-probs of the tokens from ``start`` on, if the request wants them."""
+        if not self._call.request.logprobs:
+            return None
+        one = self.sampled
+        parts = (one.ids[start:], one.logprobs[start:], one.tops[start:])
+        return chat_objects.logprob_entries(self._renderer, *parts, hidden=hidden)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.errors import context_length_exceeded, invalid, model_not_found, unavailable
-from agentrl_proxy.generation.choices import Choice
-from agentrl_proxy.generation.response import SampledCall, adapter_version, generate_response
+from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import ChatRequest, sampling_value
 from agentrl_proxy.rendering.continuity import (
@@ -23,13 +22,11 @@ from agentrl_proxy.rendering.continuity import (
     remember_reply,
     render_prompt,
 )
-from agentrl_proxy.rendering.detokenizer import first_stop
-from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput
-from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
-from agentrl_proxy.requests.rate_limits import Admission, Slot
+from agentrl_proxy.rendering.structured_output import Constraints
+from agentrl_proxy.requests.attempts import AttemptMemory
+from agentrl_proxy.requests.lifecycle import ClientRequest
 from agentrl_proxy.requests.recording import (
     Sampled,
-    agent_name,
     derived_seed,
     finished_call,
     latest_state,
@@ -38,7 +35,7 @@ from agentrl_proxy.requests.recording import (
 from agentrl_proxy.sampler import DecodingParams, PromptScorer
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
-from agentrl_tracer.schemas import AttemptRef, AttemptState, CallState, SkipReason
+from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -51,90 +48,29 @@ class ChatService:
     """The Service (requests/lifecycle.py) whose parts are ChatRequests."""
 
     deps: GatewayDependencies
-    attempts: AttemptMemories
     stats: GatewayStats
-    admission: Admission
 
     def __post_init__(self) -> None:
         self._constraints = Constraints(self.deps.renderer)
 
     # --- accept
 
-    async def accept(
-        self,
-        request: ChatRequest,
-        heading: chat_objects.Heading,
-        attempt: AttemptRef | None,
-        headers: Mapping[str, str],
-    ) -> SampledCall:
-        slot = self.admission.enter(request.n)
-        try:
-            call = await self._prepare(request, heading, attempt, headers, slot)
-            await self._take_place(call)
-            self._open_rows(call, headers)
-        except BaseException:
-            slot.leave()
-            raise
-        stats, prompt = self.stats, call.prompt
-        stats.accepted += call.params.n
-        stats.constrained += call.constraint is not None
-        stats.continued += prompt.continued
-        stats.rendered += not prompt.continued
-        if prompt.branched is not None:
-            reason = prompt.branched.value
-            stats.branched[reason] = stats.branched.get(reason, 0) + 1
-        return call
-
-    def resolve_model(self, model: str, headers: Mapping[str, str]) -> str | None:
-        """Return the adapter for a requested model or its agent; None is the base model."""
-        deps = self.deps
-        if model in deps.models:
-            return deps.models[model]
-        if (adapter := deps.agents.get(agent_name(headers) or "")) is not None:
-            return adapter
-        if deps.accept_any_model:
-            return deps.default_adapter
-        raise model_not_found(model)
-
-    def render(
-        self, request: ChatRequest, attempt: AttemptRef | None, adapter: str | None
-    ) -> Prompt:
-        """Render a request's prompt, continuing a conversation of the attempt."""
-        memory = self._memory(attempt)
-        conversations = None if memory is None else memory.conversations
-        return render_prompt(
-            self.deps.renderer, conversations, request.messages, request.tools, adapter
-        )
-
-    def _memory(self, attempt: AttemptRef | None) -> AttemptMemory | None:
-        return None if attempt is None else self.attempts.get(attempt.attempt_id)
-
-    async def _prepare(
-        self,
-        request: ChatRequest,
-        heading: chat_objects.Heading,
-        attempt: AttemptRef | None,
-        headers: Mapping[str, str],
-        slot: Slot,
-    ) -> SampledCall:
-        """Find what the request is sampled from and how."""
-        deps, sampler = self.deps, self.deps.sampler
-        adapter = self.resolve_model(request.model, headers)
+    async def accept(self, request: ChatRequest, client: ClientRequest) -> SampledCall:
+        deps, sampler, stats, memory = self.deps, self.deps.sampler, self.stats, client.memory
+        adapter = self.resolve_model(request.model, client.agent)
         if not sampler.healthy:
             raise unavailable("the sampler is not available", "sampler_unavailable")
-        if adapter is not None and adapter not in sampler.adapters:
+        version = None if adapter is None else sampler.adapters.get(adapter)
+        if adapter is not None and version is None:
             raise unavailable(f"adapter {adapter!r} is not loaded", "adapter_not_loaded")
         constraint = None
         if request.prompt_ids is not None:
             key = ConversationKey(b"", b"", adapter)
             prompt = Prompt(request.prompt_ids, [], key, continues=None)
         else:
-            prompt = self.render(request, attempt, adapter)
-            heading.prompt_tokens = len(prompt.ids)
-            format, choice = request.response_format, request.tool_choice
-            tools, several = request.tools, request.parallel_tool_calls
-            output = StructuredOutput(format, choice, tools, several, prompt.opened)
-            constraint = await self._constraints.of(output)
+            prompt = self.render(request, memory, adapter)
+            client.heading.prompt_tokens = len(prompt.ids)
+            constraint = await self._constraints.of(request, opened=prompt.opened)
         if request.scored and not isinstance(sampler, PromptScorer):
             raise invalid(
                 "echo",
@@ -142,53 +78,63 @@ class ChatService:
                 "give; send one of them",
                 code="unsupported_parameter",
             )
+        attempt = None if memory is None else memory.attempt
         rollout = {} if attempt is None else attempt.sampling or {}
-        grammar = None if constraint is None else constraint.grammar
-        params = _decoding_params(deps, request, rollout, len(prompt.ids), grammar)
-        one_call = constraint is None and bool(request.tools) and not request.parallel_tool_calls
-        one_call, memory = one_call and deps.renderer.tells_calls_apart, self._memory(attempt)
-        return SampledCall(
-            attempt, memory, heading, slot, request, prompt, params, constraint, adapter, one_call
+        values = _sampling_values(deps, request, rollout, len(prompt.ids))
+        room, seq = await client.take_turn(request.n, len(prompt.ids))
+        if room is not None:
+            values["max_tokens"] = min(values["max_tokens"], room)
+        if attempt is not None and "seed" not in values:
+            values["seed"] = derived_seed(attempt.seed, seq)
+        params = DecodingParams(
+            n=request.n,
+            top_logprobs=request.top_logprobs,
+            logit_bias=request.logit_bias,
+            grammar=None if constraint is None else constraint.grammar,
+            **values,
         )
-
-    async def _take_place(self, call: SampledCall) -> None:
-        """Take the request's place in its attempt's order and budget, and its seed."""
-        attempt, memory, params = call.attempt, call.memory, call.params
-        if attempt is None or memory is None:
-            return
-        prompt_tokens = len(call.prompt.ids)
-        room = await self.admission.within_budget(attempt, memory, params.n, prompt_tokens)
-        if room is not None and room < params.max_tokens:
-            params = replace(params, max_tokens=room)
-        call.seq = await memory.take_seq(self.deps.store, attempt.attempt_id)
-        if params.seed is None:
-            params = replace(params, seed=derived_seed(attempt.seed, call.seq))
-        call.params = params
-
-    def _open_rows(self, call: SampledCall, headers: Mapping[str, str]) -> None:
-        deps, request, constraint, prompt = self.deps, call.request, call.constraint, call.prompt
-        params = {**_recorded_params(call.params), "continued": prompt.continued}
+        one_call = constraint is None and bool(request.tools) and not request.parallel_tool_calls
+        one_call = one_call and deps.renderer.tells_calls_apart
+        recorded = {**_recorded_params(params), "continued": prompt.continued}
         not_enforced = request.grammar_fields
         if constraint is not None:
-            params["constrained"] = constraint.kind
+            recorded["constrained"] = constraint.kind
             not_enforced = list(constraint.not_enforced)
-        if call.one_call:
+        if one_call:
             not_enforced.remove("parallel_tool_calls")
-        if prompt.branched is not None:
-            params["branched"] = prompt.branched.value
         if not_enforced:
-            params["not_enforced"] = not_enforced
-        call.rows = open_calls(
-            deps,
-            request,
-            call.heading.id,
-            headers,
-            params,
-            attempt=call.attempt,
-            seq=call.seq,
-            prompt_ids=prompt.ids,
-            adapter=call.adapter,
-            adapter_version=adapter_version(deps, call.adapter),
+            recorded["not_enforced"] = not_enforced
+        if prompt.branched is not None:
+            reason = recorded["branched"] = prompt.branched.value
+            stats.branched[reason] = stats.branched.get(reason, 0) + 1
+        rows = open_calls(
+            client, request, seq, recorded, prompt_ids=prompt.ids, adapter=adapter,
+            adapter_version=version,
+        )  # fmt: skip
+        stats.accepted += params.n
+        stats.constrained += constraint is not None
+        stats.continued += prompt.continued
+        stats.rendered += not prompt.continued
+        return SampledCall(client, request, prompt, params, constraint, adapter, one_call, rows)
+
+    def resolve_model(self, model: str, agent: str | None) -> str | None:
+        """Return the adapter for a requested model or its agent; None is the base model."""
+        deps = self.deps
+        if model in deps.models:
+            return deps.models[model]
+        if (adapter := deps.agents.get(agent or "")) is not None:
+            return adapter
+        if deps.accept_any_model:
+            return deps.default_adapter
+        raise model_not_found(model)
+
+    def render(
+        self, request: ChatRequest, memory: AttemptMemory | None, adapter: str | None
+    ) -> Prompt:
+        """Render a request's prompt, continuing a conversation of the attempt."""
+        conversations = None if memory is None else memory.conversations
+        return render_prompt(
+            self.deps.renderer, conversations, request.messages, request.tools, adapter
         )
 
     # --- generate
@@ -218,7 +164,7 @@ class ChatService:
 
     def answered(self, call: SampledCall, response: dict[str, Any]) -> None:
         """Remember the conversation for its next turn."""
-        memory = call.memory
+        memory = call.client.memory
         if memory is None or not call.is_chat:
             return
         for choice, said in zip(call.choices, response["choices"], strict=True):
@@ -231,27 +177,22 @@ class ChatService:
     ) -> None:
         renderer, stop, ids = self.deps.renderer, call.params.stop, choice.sampled.ids
         try:
-            cut = choice.sampled.cut_at_call or (
-                bool(stop) and first_stop(renderer.decode(ids), stop) is not None
-            )
+            whole = renderer.decode(ids) if stop else ""
+            cut = choice.sampled.cut_at_call or any(one in whole for one in stop)
             remember_reply(
                 renderer, memory.conversations, call.prompt, message, ids, choice.text, cut=cut
             )
         except Exception:  # the answer is durable: nothing may fail it
-            log.exception("%s will not be continued", call.heading.id)
+            log.exception("%s will not be continued", call.client.heading.id)
 
     def last_chunks(self, call: SampledCall, response: dict[str, Any]) -> list[bytes]:
         pairs = zip(call.choices, response["choices"], strict=True)
         return [chunk for choice, said in pairs for chunk in choice.last_chunks(said)]
 
 
-def _decoding_params(
-    deps: GatewayDependencies,
-    request: ChatRequest,
-    rollout: Mapping[str, Any],
-    prompt_tokens: int,
-    grammar: str | None,
-) -> DecodingParams:
+def _sampling_values(
+    deps: GatewayDependencies, request: ChatRequest, rollout: Mapping[str, Any], prompt_tokens: int
+) -> dict[str, Any]:
     """Take each value from the first source that sets it: the rollout's ``force``, the request, the
     rollout, the gateway's defaults.
 
@@ -262,7 +203,6 @@ def _decoding_params(
         ApiError: the prompt leaves no room, or a value is out of range (400).
     """
     context_length, vocab_size = deps.context_length, deps.renderer.vocab_size
-    n, tops, biases = request.n, request.top_logprobs, request.logit_bias
     room = None if context_length is None else context_length - prompt_tokens
     if context_length is not None and prompt_tokens >= context_length:
         param = "messages" if request.prompt_ids is None else "prompt"
@@ -281,9 +221,9 @@ def _decoding_params(
         # max_tokens is a limit, so an answer that fits is better than a refusal.
         values["max_tokens"] = min(values.get("max_tokens", room), room)
     values.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
-    if any(token_id >= vocab_size for token_id, _ in biases):
+    if any(token_id >= vocab_size for token_id, _ in request.logit_bias):
         raise invalid("logit_bias", f"logit_bias: token ids go from 0 to {vocab_size - 1}")
-    return DecodingParams(n=n, top_logprobs=tops, logit_bias=biases, grammar=grammar, **values)
+    return values
 
 
 def _recorded_params(params: DecodingParams) -> dict[str, Any]:

@@ -35,18 +35,20 @@ class BlockEvents(ABC):
             out += self._switch(self.text_kind) + self._extend(delta["content"], choice)
         for call in delta.get("tool_calls") or ():
             if "id" in call:  # the first piece of a call
-                out += self._close() + self._open(self.call_kind, call)
+                out += self._open(self.call_kind, call)
             if arguments := call["function"].get("arguments"):
                 out += self._extend(arguments, choice)
         return out
 
     def _switch(self, kind: str) -> bytes:
         """Open a block of this kind unless one is open."""
-        return b"" if self._kind == kind else self._close() + self._open(kind)
+        return b"" if self._kind == kind else self._open(kind)
 
     def _open(self, kind: str, said: dict[str, Any] | None = None) -> bytes:
+        """Close the open block and begin another; ``said`` is the first piece of a tool call."""
+        out = self._close()
         self._kind = kind
-        return self._opened(said)
+        return out + self._opened(said or {})
 
     def _close(self) -> bytes:
         if not self._kind:
@@ -65,8 +67,8 @@ class BlockEvents(ABC):
         """Write the reasoning of a delta, which may have none."""
 
     @abstractmethod
-    def _opened(self, said: dict[str, Any] | None) -> bytes:
-        """Write how a block begins; ``said`` is the first piece of a tool call."""
+    def _opened(self, said: dict[str, Any]) -> bytes:
+        """Write how the open block begins."""
 
     @abstractmethod
     def _extend(self, text: str, choice: dict[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ Knows OpenAI's field names, their types and ranges. Does not know templates or t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -242,7 +242,7 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         model=raw["model"],
         messages=raw["messages"],
         tools=tools if tools and choice != "none" else None,
-        dialect=ChatDialect(include_usage=include_usage(raw)),
+        dialect=ChatDialect(raw),
         logprobs=bool(get("logprobs")),
         top_logprobs=get("top_logprobs") or 0,
         n=get("n") or 1,
@@ -258,17 +258,18 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
     )
 
 
-def include_usage(raw: Mapping[str, Any]) -> bool:
-    """Return whether a stream ends with its usage."""
-    return bool((raw.get("stream_options") or {}).get("include_usage"))
+def translated_request(
+    as_chat: Callable[[dict[str, Any]], tuple[dict[str, Any], Dialect]], raw: dict[str, Any]
+) -> ChatRequest:
+    """Check a request of another protocol to our own model.
 
-
-def translated_request(chat: dict[str, Any], dialect: Dialect, raw: dict[str, Any]) -> ChatRequest:
-    """Check a request of another protocol that was translated to a chat request.
+    Args:
+        as_chat: translates it, and makes its answer's dialect.
 
     Raises:
         ApiError: a field is wrong (400); it names the field as the dialect does.
     """
+    chat, dialect = as_chat(raw)
     try:
         request = chat_request(chat)
     except ApiError as error:

@@ -8,7 +8,7 @@ the others. Does not know how tokens are sampled or recorded.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import orjson
 
 from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.reply import CallPiece, ParsedReply, ToolCall
+from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 
@@ -73,8 +73,9 @@ class ChatDialect:
     names: Names = ()
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, *, include_usage: bool) -> None:
-        self._include_usage = include_usage
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        options: Mapping[str, Any] = request.get("stream_options") or {}
+        self._include_usage = bool(options.get("include_usage"))
 
     def chunk(self, heading: Heading, choice: dict[str, Any]) -> bytes:
         said = heading.fields(self.chunk_kind)
@@ -150,14 +151,7 @@ def message(reply: ParsedReply, withdrawn: Sequence[ToolCall] = ()) -> dict[str,
         out["reasoning_content"] = reply.reasoning
     if calls := (*reply.tool_calls, *withdrawn):
         out["content"] = reply.content or None
-        out["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
+        out["tool_calls"] = [call.as_dict() for call in calls]
     return out
 
 
@@ -177,15 +171,8 @@ def reply_delta(reply: ParsedReply) -> dict[str, Any]:
     if reply.content:
         delta["content"] = reply.content
     if reply.pieces:
-        delta["tool_calls"] = [_call_piece(piece) for piece in reply.pieces]
+        delta["tool_calls"] = reply.pieces
     return delta
-
-
-def _call_piece(piece: CallPiece) -> dict[str, Any]:
-    if piece.id is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 def last_chunk(dialect: Dialect, heading: Heading, whole: dict[str, Any]) -> bytes:

@@ -22,7 +22,6 @@ from agentrl_proxy.protocols.chat import (
     STREAM_OPTIONS,
     ChatRequest,
     chat_request,
-    include_usage,
 )
 from agentrl_proxy.protocols.chat_objects import ChatDialect
 from agentrl_proxy.protocols.fields import (
@@ -122,11 +121,8 @@ def completion_requests(
     if context_length is not None and longest >= context_length:  # before any prompt is accepted
         raise context_length_exceeded(longest, context_length, "prompt")
     check_choices(len(prompts), common.n)
-    dialect = CompletionDialect(
-        include_usage=include_usage(raw),
-        n=common.n,
-        echoed=[renderer.decode_raw(ids) for ids in prompts] if echo else [],
-    )
+    echoed = [renderer.decode_raw(ids) for ids in prompts] if echo else []
+    dialect = CompletionDialect(raw, common.n, echoed)
     common = replace(common, messages=[], raw=raw, dialect=dialect, scored=scored)
     return [
         replace(common, prompt_ids=ids, first_choice=i * common.n) for i, ids in enumerate(prompts)
@@ -185,8 +181,8 @@ class CompletionDialect(ChatDialect):
     id_prefix = "cmpl-"
     chunk_kind = "text_completion"
 
-    def __init__(self, *, include_usage: bool, n: int, echoed: list[str]) -> None:
-        super().__init__(include_usage=include_usage)
+    def __init__(self, request: Mapping[str, Any], n: int, echoed: list[str]) -> None:
+        super().__init__(request)
         self._n = n
         self._echoed = echoed
         self._offsets: dict[int, int] = {}  # of begun choices: characters with log-probs so far

@@ -19,8 +19,6 @@ from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
     SAMPLING,
-    ChatRequest,
-    translated_request,
 )
 from agentrl_proxy.protocols.chat_objects import Heading, heading_of
 from agentrl_proxy.protocols.fields import (
@@ -108,19 +106,11 @@ MESSAGES = Object(
 )
 
 
-def messages_request(raw: dict[str, Any], *, counted: bool = False) -> ChatRequest:
-    """Check a request of ``/v1/messages`` or its ``count_tokens`` to our own model.
-
-    Raises:
-        ApiError: a field is wrong (400); it names the field.
-    """
-    return translated_request(*messages_as_chat(raw, counted=counted), raw)
-
-
 def messages_as_chat(
     raw: dict[str, Any], provider_model: str | None = None, *, counted: bool = False
 ) -> tuple[dict[str, Any], MessagesDialect]:
-    """Translate a request to the fields of chat completions, and make its answer's dialect.
+    """Translate a request of ``/v1/messages`` or its ``count_tokens`` to the fields of chat
+    completions, and make its answer's dialect.
 
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.
@@ -188,11 +178,6 @@ def _with_error_text(block: dict[str, Any]) -> dict[str, Any]:
 _EMPTY: dict[str, dict[str, Any]] = {  # how blocks begin
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
-}
-_DELTAS = {  # by the block's type: the delta's type, and its field
-    "thinking": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "tool_use": ("input_json_delta", "partial_json"),
 }
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -274,24 +259,26 @@ class MessagesDialect(BlockEvents):
         out = b""
         for block in _thoughts(delta):
             if block["type"] == "redacted_thinking":  # it comes whole
-                out += self._close() + self._open("redacted_thinking", block) + self._close()
-                continue
-            if block.get("thinking"):
-                out += self._switch("thinking") + self._extend(block["thinking"], {})
+                out += self._open("redacted_thinking", block) + self._close()
+            for name in ("thinking", "signature"):
+                if said := block.get(name):
+                    out += self._switch("thinking") + self._delta(f"{name}_delta", name, said)
             if block.get("signature"):  # it ends the block
-                said = {"type": "signature_delta", "signature": block["signature"]}
-                out += self._switch("thinking")
-                out += event("content_block_delta", index=self._index, delta=said) + self._close()
+                out += self._close()
         return out
 
-    def _opened(self, said: dict[str, Any] | None) -> bytes:
-        block = _EMPTY.get(self._kind) or said or {}
+    def _opened(self, said: dict[str, Any]) -> bytes:
+        block = _EMPTY.get(self._kind, said)
         if self._kind == "tool_use":
-            block = {**self._tool_use(block), "input": {}}
+            block = {**self._tool_use(said), "input": {}}
         return event("content_block_start", index=self._index, content_block=block)
 
     def _extend(self, text: str, choice: dict[str, Any]) -> bytes:
-        kind, name = _DELTAS[self._kind]
+        if self._kind == "tool_use":
+            return self._delta("input_json_delta", "partial_json", text)
+        return self._delta("text_delta", "text", text)
+
+    def _delta(self, kind: str, name: str, text: str) -> bytes:
         return event("content_block_delta", index=self._index, delta={"type": kind, name: text})
 
     def _closed(self) -> bytes:

@@ -6,10 +6,11 @@ Knows paths, answers and statuses. The requests' schemas come from each protocol
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from agentrl_proxy.protocols.chat import CHAT, MESSAGE
 from agentrl_proxy.protocols.completions import COMPLETION
-from agentrl_proxy.protocols.fields import TEXT, Object, Schema, Value
+from agentrl_proxy.protocols.fields import ANYTHING, TEXT, Object, Schema
 from agentrl_proxy.protocols.messages import COUNT, MESSAGES
 from agentrl_proxy.protocols.models import ADAPTER
 from agentrl_proxy.protocols.responses import RESPONSES
@@ -20,8 +21,8 @@ _ANTHROPIC = "https://docs.anthropic.com/en/api"
 _REWARDS: Schema = {  # one, or several by name
     "anyOf": [{"type": "number"}, {"type": "object", "additionalProperties": {"type": "number"}}]
 }
-_VALUE = Value(lambda _: True, "", _REWARDS)
-REWARD = Object(["value"], value=_VALUE, name=TEXT, response_id=TEXT, explanation=TEXT)
+_VALUE = replace(ANYTHING, schema=_REWARDS)
+_REWARD = Object(["value"], value=_VALUE, name=TEXT, response_id=TEXT, explanation=TEXT)
 
 
 def _answer(**properties: Schema) -> Schema:
@@ -42,7 +43,7 @@ SCHEMAS: dict[str, Schema] = {
     "CountTokensRequest": {**COUNT.schema, "description": f"{_ANTHROPIC}/messages-count-tokens"},
     "Message": _answer(id=_TEXT, content=_LIST),
     "TokenCount": _answer(input_tokens=_INTEGER),
-    "RewardRequest": REWARD.schema,
+    "RewardRequest": _REWARD.schema,
     "Reward": _answer(name=_TEXT, value=_REWARDS, key=_TEXT),
     "AdapterRequest": ADAPTER.schema,
     "Adapter": _answer(name=_TEXT, version=_INTEGER),
@@ -73,29 +74,26 @@ def _content(name: str) -> Schema:
     return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
 
 
-def _path(path: str, summary: str, request: str | None, answer: str) -> Schema:
-    operation: Schema = {
-        "summary": summary,
-        "responses": {
-            "200": {"description": "done", **_content(answer)},
-            "default": {"description": "an error", **_content("Error")},
-        },
-    }
-    if request is not None:
-        operation["requestBody"] = {"required": True, **_content(request)}
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": _TEXT}
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]
-    return {"parameters": parameters, "get" if request is None else "post": operation}
-
-
 def document(version: str) -> Schema:
     """Return the OpenAPI document. Paths under ``/v1`` exist for each rollout, too."""
     paths: dict[str, Schema] = {}
     for path, summary, request, answer in _OPERATIONS:
+        operation: Schema = {
+            "summary": summary,
+            "responses": {
+                "200": {"description": "done", **_content(answer)},
+                "default": {"description": "an error", **_content("Error")},
+            },
+        }
+        if request is not None:
+            operation["requestBody"] = {"required": True, **_content(request)}
         for prefix in ("", "/rollouts/{rollout_id}") if path.startswith("/v1/") else ("",):
-            paths[prefix + path] = _path(prefix + path, summary, request, answer)
+            parameters = [
+                {"name": name, "in": "path", "required": True, "schema": _TEXT}
+                for name in re.findall(r"\{(\w+)\}", prefix + path)
+            ]
+            method = "get" if request is None else "post"
+            paths[prefix + path] = {"parameters": parameters, method: operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "agentrl gateway", "version": version},

@@ -18,9 +18,7 @@ from agentrl_proxy.protocols.chat import (
     MAX_TOP_LOGPROBS,
     SAMPLING,
     SCHEMA_FORMAT,
-    ChatRequest,
     tool_choice,
-    translated_request,
 )
 from agentrl_proxy.protocols.chat_objects import Heading, entries_of, heading_of
 from agentrl_proxy.protocols.fields import (
@@ -100,19 +98,11 @@ RESPONSES = Object(
 )
 
 
-def responses_request(raw: dict[str, Any]) -> ChatRequest:
-    """Check a request of ``/v1/responses`` to our own model.
-
-    Raises:
-        ApiError: a field is wrong (400); it names the field.
-    """
-    return translated_request(*responses_as_chat(raw), raw)
-
-
 def responses_as_chat(
     raw: dict[str, Any], provider_model: str | None = None
 ) -> tuple[dict[str, Any], ResponsesDialect]:
-    """Translate a request to the fields of chat completions, and make its answer's dialect.
+    """Translate a request of ``/v1/responses`` to the fields of chat completions, and make its
+    answer's dialect.
 
     Args:
         provider_model: LiteLLM's name of the model that answers; None for our own.
@@ -176,11 +166,11 @@ _NAMES: Names = [
     (r"^response_format(\.json_schema)?\b", "text.format"),
     (r"^(tools\[\d+\])\.function\b", r"\1"),
 ]
-# By an item's type: the events of its text, those of its part, and the part's place.
-_EVENTS: dict[str, tuple[str, str | None, dict[str, int]]] = {
-    "reasoning": ("reasoning_summary_text", "reasoning_summary_part", {"summary_index": 0}),
-    "message": ("output_text", "content_part", {"content_index": 0}),
-    "function_call": ("function_call_arguments", None, {}),
+# By an item's type: its id's prefix, the events of its text and of its part, the part's place.
+_ITEMS: dict[str, tuple[str, str, str, dict[str, int]]] = {
+    "reasoning": ("rs", "reasoning_summary_text", "reasoning_summary_part", {"summary_index": 0}),
+    "message": ("msg", "output_text", "content_part", {"content_index": 0}),
+    "function_call": ("fc", "function_call_arguments", "", {}),
 }
 
 
@@ -199,9 +189,8 @@ class ResponsesDialect(BlockEvents):
             for name, default in _REPEATED.items()
         } | _ALWAYS
         self._sequence = 0
-        self._call: dict[str, Any] = {}  # the open tool call
-        self._text = ""  # of the open item
-        self._logprobs: list[dict[str, Any]] = []
+        self._item: dict[str, Any] = {}  # the open item
+        self._said: dict[str, Any] = {}  # its part; a tool call has none, and is itself extended
 
     def end(self, response: dict[str, Any]) -> bytes:
         out = self._close()
@@ -220,7 +209,7 @@ class ResponsesDialect(BlockEvents):
         if thought:
             items.append(_item("reasoning", heading, thought))
         if message["content"] or not (calls or items):
-            items.append(_item("message", heading, message["content"], entries_of(choice)))
+            items.append(_item("message", heading, message["content"] or "", entries_of(choice)))
         for i, call in enumerate(calls):
             arguments = call["function"]["arguments"]
             items.append(_item("function_call", heading, arguments, call={"index": i, **call}))
@@ -251,52 +240,40 @@ class ResponsesDialect(BlockEvents):
         thought = delta.get("reasoning_content")
         return self._switch("reasoning") + self._extend(thought, {}) if thought else b""
 
-    def _opened(self, said: dict[str, Any] | None) -> bytes:
-        self._call, self._text, self._logprobs = said or {}, "", []
-        item = {**self._item(), "status": "in_progress"}
-        parts = {"reasoning": "summary", "message": "content"}.get(self._kind)
-        part = item[parts][0] if parts else None
-        if parts:
-            item[parts] = []
-        out = self._event("response.output_item.added", output_index=self._index, item=item)
-        return out + self._part_event("added", part)
+    def _opened(self, said: dict[str, Any]) -> bytes:
+        assert self._heading is not None
+        self._item = self._said = _item(self._kind, self._heading, call=said)
+        added = {**self._item, "status": "in_progress"}
+        if parts := {"reasoning": "summary", "message": "content"}.get(self._kind):
+            [self._said], added[parts] = self._item[parts], []
+        out = self._event("response.output_item.added", output_index=self._index, item=added)
+        return out + self._part_event("added")
 
     def _extend(self, text: str, choice: dict[str, Any]) -> bytes:
-        self._text += text
         said: dict[str, Any] = {"delta": text}
+        self._said["arguments" if self._kind == "function_call" else "text"] += text
         if self._kind == "message":
-            entries = entries_of(choice) or []
-            self._logprobs += entries
-            said["logprobs"] = entries
+            said["logprobs"] = entries_of(choice) or []
+            self._said["logprobs"] += said["logprobs"]
         return self._text_event("delta", said)
 
     def _closed(self) -> bytes:
-        item, part = self._item(), None
-        if self._kind == "function_call":
-            out = self._text_event("done", {k: item[k] for k in ("name", "arguments")})
-        else:
-            [part] = item["summary" if self._kind == "reasoning" else "content"]
-            said = {k: part[k] for k in ("text", "logprobs") if k in part}
-            out = self._text_event("done", said)
-        out += self._part_event("done", part)
-        return out + self._event("response.output_item.done", output_index=self._index, item=item)
+        names = ("name", "arguments", "text", "logprobs")
+        said = {name: self._said[name] for name in names if name in self._said}
+        out = self._text_event("done", said) + self._part_event("done")
+        done = {"output_index": self._index, "item": self._item}
+        return out + self._event("response.output_item.done", **done)
 
     def _text_event(self, name: str, said: dict[str, Any]) -> bytes:
-        return self._event(f"response.{_EVENTS[self._kind][0]}.{name}", **self._place(), **said)
+        return self._item_event(_ITEMS[self._kind][1], name, said)
 
-    def _part_event(self, name: str, part: dict[str, Any] | None) -> bytes:
-        if part is None:
-            return b""
-        return self._event(f"response.{_EVENTS[self._kind][1]}.{name}", **self._place(), part=part)
+    def _part_event(self, name: str) -> bytes:
+        part = _ITEMS[self._kind][2]
+        return self._item_event(part, name, {"part": self._said}) if part else b""
 
-    def _place(self) -> dict[str, Any]:
-        assert self._heading is not None
-        item_id = _item_id(self._kind, self._heading, self._call)
-        return {"item_id": item_id, "output_index": self._index, **_EVENTS[self._kind][2]}
-
-    def _item(self) -> dict[str, Any]:
-        assert self._heading is not None
-        return _item(self._kind, self._heading, self._text, self._logprobs, call=self._call)
+    def _item_event(self, what: str, name: str, said: dict[str, Any]) -> bytes:
+        place = {"item_id": self._item["id"], "output_index": self._index, **_ITEMS[self._kind][3]}
+        return self._event(f"response.{what}.{name}", **place, **said)
 
     # --- objects
 
@@ -317,31 +294,23 @@ class ResponsesDialect(BlockEvents):
         }
 
 
-def _item_id(kind: str, heading: Heading, call: dict[str, Any]) -> str:
-    own = heading.id.removeprefix(ResponsesDialect.id_prefix)
-    if kind == "function_call":
-        return f"fc_{own}_{call['index']}"
-    return f"rs_{own}" if kind == "reasoning" else f"msg_{own}"
-
-
 def _item(
     kind: str,
     heading: Heading,
-    text: str,
+    text: str = "",
     logprobs: list[dict[str, Any]] | None = None,
     *,
     call: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    call = call or {}
-    item: dict[str, Any] = {"id": _item_id(kind, heading, call), "type": kind}
+    own = f"{_ITEMS[kind][0]}_{heading.id.removeprefix(ResponsesDialect.id_prefix)}"
+    item: dict[str, Any] = {"id": own, "type": kind, "status": "completed"}
+    if call:
+        item |= {"id": f"{own}_{call['index']}", "call_id": call["id"]}
+        return item | {"name": call["function"]["name"], "arguments": text}
     if kind == "reasoning":
-        item["summary"] = [{"type": "summary_text", "text": text}]
-    elif kind == "message":
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
-        item |= {"role": "assistant", "content": [part]}
-    else:
-        item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": text}
-    return item | {"status": "completed"}
+        return item | {"summary": [{"type": "summary_text", "text": text}]}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
+    return item | {"role": "assistant", "content": [part]}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

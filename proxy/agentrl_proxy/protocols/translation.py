@@ -9,10 +9,12 @@ parallel tool calls, so responses.py and messages.py write them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from agentrl_proxy.errors import invalid
 
@@ -62,27 +64,20 @@ def chat_of_messages(
     ours = ("model", "stream", "thinking") if provider_model is None else ("model", "stream")
     known = {k: v for k, v in raw.items() if k not in ours}
     model, provider = _target(provider_model)
-    try:
+    with _reading("messages"):
         chat, names = _litellm()[0].translate_completion_input_params_with_tool_mapping(
             {**known, "model": model}, custom_llm_provider=provider
         )
-    except Exception as error:  # it trusts its input, so it can raise anything
-        raise _unreadable("messages", error) from error
     return {**chat, "model": raw["model"]}, names
 
 
 def chat_of_response(raw: dict[str, Any], provider_model: str | None = None) -> dict[str, Any]:
     """Translate a Responses request; arguments and errors as with ``chat_of_messages``."""
     model, provider = _target(provider_model)
-    try:
+    with _reading("input"):
         chat = _litellm()[1].transform_responses_api_request_to_chat_completion_request(
-            model=model,
-            input=raw["input"],
-            responses_api_request=cast(Any, raw),
-            custom_llm_provider=provider,
+            model=model, input=raw["input"], responses_api_request=raw, custom_llm_provider=provider
         )
-    except Exception as error:
-        raise _unreadable("input", error) from error
     return {**chat, "model": raw["model"]}
 
 
@@ -98,6 +93,10 @@ def _target(provider_model: str | None) -> tuple[str, str | None]:
     return provider_model, provider if slash else None
 
 
-def _unreadable(field: str, error: Exception) -> Exception:
-    text = f"{field} could not be read: {type(error).__name__}: {error}"
-    return invalid(field, text[:500])
+@contextlib.contextmanager
+def _reading(field: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # LiteLLM trusts its input, so it can raise anything
+        text = f"{field} could not be read: {type(error).__name__}: {error}"
+        raise invalid(field, text[:500]) from error

@@ -1,8 +1,7 @@
-"""Read requests to providers' models, in any of the protocols, as chat requests for LiteLLM.
+"""Read requests for our own model or a provider's, in any of the protocols.
 
-Knows how each protocol's request becomes chat fields, and which dialect writes the answer. All
-protocols go the way of our own model's: the same translation, ``acompletion``, our own dialects. So
-ids, usage, records and the order of events are the same, too.
+Both are read as chat requests: the same translation, our own dialects. LiteLLM gets a provider's by
+``acompletion``. So ids, usage, records and the order of events are the same, too.
 
 LiteLLM 1.105.3's other entrances do less: ``aresponses`` and ``anthropic_messages`` rewrite ids and
 lose usage; ``atext_completion`` sends any ``openai/`` model to ``/v1/completions``, which chat
@@ -12,55 +11,58 @@ prompt, to the letter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
 from agentrl_proxy.errors import invalid
-from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.protocols.chat import PROVIDER_CHAT, include_usage
+from agentrl_proxy.protocols.chat import (
+    PROVIDER_CHAT,
+    ChatRequest,
+    chat_request,
+    translated_request,
+)
+from agentrl_proxy.protocols.chat_objects import ChatDialect, Dialect
 from agentrl_proxy.protocols.completions import (
     CHAT_ONLY,
     CompletionDialect,
     check_choices,
     check_completion,
+    completion_requests,
 )
 from agentrl_proxy.protocols.fields import check_body
-from agentrl_proxy.protocols.messages import messages_as_chat
-from agentrl_proxy.protocols.responses import responses_as_chat
 from agentrl_proxy.providers.service import ProviderRequest
 
+Parts = list[ChatRequest] | list[ProviderRequest]
+Reader = Callable[[dict[str, Any], ProviderModel | None], Parts]
+"""Returns a checked request's parts, for our own model (None) or a provider's. Raises an ApiError
+(400) that names the wrong field."""
 
-def provider_chat_request(raw: dict[str, Any]) -> ProviderRequest:
-    """Read a request of ``/v1/chat/completions``.
 
-    Raises:
-        ApiError: a field has a type that LiteLLM cannot read (400).
-    """
+def chat_parts(raw: dict[str, Any], provider: ProviderModel | None) -> Parts:
+    if provider is None:
+        return [chat_request(raw)]
     check_body(PROVIDER_CHAT, raw, ours=False)
-    dialect = chat_objects.ChatDialect(include_usage=include_usage(raw))
-    return ProviderRequest(raw, raw, dialect, raw.get("n") or 1)
+    return [ProviderRequest(raw, raw, ChatDialect(raw), raw.get("n") or 1)]
 
 
-def provider_response_request(raw: dict[str, Any], model: ProviderModel) -> ProviderRequest:
-    """Read a request of ``/v1/responses``; raises like ``provider_chat_request``."""
-    return ProviderRequest(raw, *responses_as_chat(raw, model.model))
+def translated_parts(
+    as_chat: Callable[..., tuple[dict[str, Any], Dialect]],
+    raw: dict[str, Any],
+    provider: ProviderModel | None,
+) -> Parts:
+    """Read a request that ``as_chat`` translates to the fields of chat completions."""
+    if provider is None:
+        return [translated_request(as_chat, raw)]
+    return [ProviderRequest(raw, *as_chat(raw, provider.model))]
 
 
-def provider_message_request(
-    raw: dict[str, Any], model: ProviderModel, *, counted: bool = False
-) -> ProviderRequest:
-    """Read a request of ``/v1/messages`` or its ``count_tokens``; raises like the others."""
-    return ProviderRequest(raw, *messages_as_chat(raw, model.model, counted=counted))
-
-
-def provider_completion_requests(
-    raw: dict[str, Any], model: ProviderModel
-) -> list[ProviderRequest]:
-    """Read a request of ``/v1/completions``: a request for each prompt.
-
-    Raises:
-        ApiError: a field is wrong, or unsupported with providers (400).
-    """
+def completion_parts(
+    deps: GatewayDependencies, raw: dict[str, Any], provider: ProviderModel | None
+) -> Parts:
+    """Read a request of ``/v1/completions``: a part for each prompt."""
+    if provider is None:
+        return completion_requests(raw, deps.renderer, deps.context_length)
     check_completion(raw, ours=False)
     echo, logprobs, n = bool(raw.get("echo")), raw.get("logprobs"), raw.get("n") or 1
     if echo and logprobs is not None:
@@ -69,11 +71,10 @@ def provider_completion_requests(
                       code="unsupported_parameter")  # fmt: skip
     prompts = [raw["prompt"]] if isinstance(raw["prompt"], str) else raw["prompt"]
     check_choices(len(prompts), n)
-    echoed = prompts if echo else []
-    dialect = CompletionDialect(include_usage=include_usage(raw), n=n, echoed=echoed)
+    dialect = CompletionDialect(raw, n, prompts if echo else [])
     chat = {k: v for k, v in raw.items() if k not in CHAT_ONLY | {"logprobs"}}
     if logprobs is not None:
-        in_text = model.model.startswith("text-completion-")  # there logprobs is a number
+        in_text = provider.model.startswith("text-completion-")  # there logprobs is a number
         chat |= {"logprobs": logprobs} if in_text else {"logprobs": True, "top_logprobs": logprobs}
     chats = [{**chat, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
     return [ProviderRequest(raw, one, dialect, n, i * n) for i, one in enumerate(chats)]

@@ -32,13 +32,11 @@ from agentrl_proxy.providers import litellm_setup
 from agentrl_proxy.providers.failures import api_error
 from agentrl_proxy.providers.redaction import Redaction
 from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
-from agentrl_proxy.requests.attempts import AttemptMemories
-from agentrl_proxy.requests.lifecycle import OpenCall
-from agentrl_proxy.requests.rate_limits import Admission
+from agentrl_proxy.requests.lifecycle import ClientRequest, OpenCall
 from agentrl_proxy.requests.recording import latest_state, open_calls
 from agentrl_proxy.server.sse import Write
 from agentrl_proxy.stats import GatewayStats
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
+from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -71,7 +69,7 @@ class ProviderCall(OpenCall):
     request: ProviderRequest
     fields: dict[str, Any]  # LiteLLM's arguments
     rows: list[Call]  # one per choice
-    forced: frozenset[str]  # fields that the rollout's settings force
+    forced: set[str]  # fields that the rollout's settings force
     params: dict[str, Any] = field(  # added to the rows' params
         default_factory=lambda: {"usage_unknown": "the answer did not come to its end"}
     )
@@ -88,9 +86,7 @@ class ProviderService:
     """Answers for the models of the configuration's ``models`` table."""
 
     deps: GatewayDependencies
-    attempts: AttemptMemories
     stats: GatewayStats
-    admission: Admission
 
     def __post_init__(self) -> None:
         self._models = self.deps.provider_models
@@ -116,44 +112,22 @@ class ProviderService:
         name = raw.get("model")
         return self._models.get(name) if isinstance(name, str) else None
 
-    async def accept(
-        self,
-        request: ProviderRequest,
-        heading: chat_objects.Heading,
-        attempt: AttemptRef | None,
-        headers: Mapping[str, str],
-    ) -> ProviderCall:
-        model, slot = self._models[request.name], self.admission.enter(0)
-        try:
-            memory = None if attempt is None else self.attempts.get(attempt.attempt_id)
-            seq, forced = 0, dict[str, Any]()
-            if attempt is not None and memory is not None:
-                # Its tokens are known only when the provider has answered.
-                await self.admission.within_budget(attempt, memory, request.n, 0)
-                seq = await memory.take_seq(self.deps.store, attempt.attempt_id)
-                if model.is_policy:
-                    forced = (attempt.sampling or {}).get("force") or {}
-            chat = {**request.chat, **forced}
-            fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
-            if request.n == 1:
-                fields.pop("n", None)
-            rows = open_calls(
-                self.deps,
-                request,
-                heading.id,
-                headers,
-                {"n": request.n} | {k: chat[k] for k in _RECORDED if chat.get(k) is not None},
-                attempt=attempt,
-                seq=seq,
-                skip_reason=SkipReason.NOT_TRAINABLE_MODEL,
-            )
-        except BaseException:
-            slot.leave()
-            raise
+    async def accept(self, request: ProviderRequest, client: ClientRequest) -> ProviderCall:
+        # Its tokens are known only when the provider has answered.
+        _, seq = await client.take_turn(request.n, 0)
+        forced = dict[str, Any]()
+        if client.memory is not None and self._models[request.name].is_policy:
+            forced = (client.memory.attempt.sampling or {}).get("force") or {}
+        chat = {**request.chat, **forced}
+        fields = {key: chat[key] for key in _PASSED_ON & chat.keys() if chat[key] is not None}
+        if request.n == 1:
+            fields.pop("n", None)
+        params = {"n": request.n} | {k: chat[k] for k in _RECORDED if chat.get(k) is not None}
+        skip_reason = SkipReason.NOT_TRAINABLE_MODEL
+        rows = open_calls(client, request, seq, params, skip_reason=skip_reason)
         self.stats.accepted += request.n
         self.stats.other_models += request.n
-        settings = frozenset(forced.keys() & fields.keys())
-        return ProviderCall(attempt, memory, heading, slot, request, fields, rows, settings)
+        return ProviderCall(client, request, fields, rows, forced.keys() & fields.keys())
 
     async def generate(self, call: ProviderCall, write: Write | None) -> dict[str, Any]:
         request = call.request
@@ -180,11 +154,12 @@ class ProviderService:
             )
             if status is not None:
                 call.params["provider_status"] = status
-            log.warning("%s: %s", call.heading.id, refusal.message)
+            log.warning("%s: %s", call.client.heading.id, refusal.message)
             call.error = refusal.message
             raise refusal from None  # the cause would quote the provider to the log
-        if call.memory is not None and call.memory.spent is not None:
-            call.memory.spent.tokens += response["usage"].get("total_tokens", 0)
+        memory = call.client.memory
+        if memory is not None and memory.spent is not None:
+            memory.spent.tokens += response["usage"].get("total_tokens", 0)
         return response
 
     def last_chunks(self, call: ProviderCall, response: dict[str, Any]) -> list[bytes]:
@@ -198,7 +173,7 @@ class ProviderService:
         self, call: ProviderCall, state: CallState, response: dict[str, Any] | None = None
     ) -> AttemptState | None:
         if response is None and call.streamed is not None:  # it broke off: keep what has come
-            response = chat_objects.completion(call.heading, call.streamed.choices, {})
+            response = chat_objects.completion(call.client.heading, call.streamed.choices, {})
         choices = {one["index"]: one for one in (response or {}).get("choices", ())}
         not_enforced = call.params.get("not_enforced", ())
         rows: list[Call] = []
@@ -283,8 +258,8 @@ async def _relay(chunks: Any, call: ProviderCall, streamed: StreamedAnswer, writ
             choice = streamed.add(chunk.model_dump(exclude_none=True))
             if choice is None or not (choice["delta"] or choice["finish_reason"]):
                 continue
-            call.heading.fingerprint = streamed.said.get("system_fingerprint")
-            data = call.request.dialect.chunk(call.heading, choice)
+            call.client.heading.fingerprint = streamed.said.get("system_fingerprint")
+            data = call.request.dialect.chunk(call.client.heading, choice)
             if streamed.held or choice["finish_reason"]:
                 streamed.held.append(data)
             elif data:
@@ -305,7 +280,7 @@ def _chat_completion(
         answer: LiteLLM's response or stream.
         said: its fields.
     """
-    call.heading.fingerprint = said.get("system_fingerprint")
+    call.client.heading.fingerprint = said.get("system_fingerprint")
     usage = said.get("usage") or {}
     if not usage.get("total_tokens"):  # LiteLLM's zeros for a usage that was not reported
         usage = {}
@@ -322,4 +297,4 @@ def _chat_completion(
     }
     del call.params["usage_unknown"]
     call.params |= {key: value for key, value in notes.items() if value is not None}
-    return chat_objects.completion(call.heading, choices, usage)
+    return chat_objects.completion(call.client.heading, choices, usage)

@@ -25,7 +25,7 @@ class Detokenizer:
         self._context = 0  # decoding starts here, so that a word's leading space is kept
         self._done = 0  # ids before this are in the text
         self._held = ""  # decoded text that may begin a stop string
-        self.stopped_by: str | None = None
+        self._stopped = False
 
     def push(self, token_id: int) -> str:
         """Take a token; return the text that is now certain, often empty."""
@@ -53,16 +53,15 @@ class Detokenizer:
         return new
 
     def _release(self, new: str, *, final: bool) -> str:
-        if self.stopped_by is not None:
+        if self._stopped:
             return ""
         if not self._stop:
             return new
         text = self._held + new
-        cut = first_stop(text, self._stop)
-        if cut is not None:
-            at, self.stopped_by = cut
-            self._held = ""
-            return text[:at]
+        cut = _cut(text, self._stop)
+        if cut != text:
+            self._stopped = True
+            return cut
         held_from = len(text) if final else max(len(text) - self._longest_stop + 1, 0)
         while not any(stop.startswith(text[held_from:]) for stop in self._stop):
             held_from += 1  # "" begins each stop string
@@ -70,10 +69,9 @@ class Detokenizer:
         return text[:held_from]
 
 
-def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Return where the earliest stop string begins, and that string."""
-    found = [(at, s) for s in stop if (at := text.find(s)) >= 0]
-    return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=None)
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first stop string."""
+    return text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)]
 
 
 def whole_text(
@@ -84,5 +82,4 @@ def whole_text(
     if _REPLACEMENT in text:  # the number of marks for invalid bytes depends on the pieces
         tokens = Detokenizer(decode, stop)
         return "".join([*(tokens.push(i) for i in ids), tokens.finish()])
-    cut = first_stop(text, stop)
-    return text if cut is None else text[: cut[0]]
+    return _cut(text, stop)

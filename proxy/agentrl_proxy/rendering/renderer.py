@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from agentrl_proxy.errors import invalid
@@ -52,7 +53,9 @@ class Renderer:
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         if end_ids and end_ids[0] in special:
             self._stop_ids |= {end_ids[0]}
-        self._texts: dict[int, str] = {}  # of single tokens
+        self._text_of = cache(lambda token_id: self._decoded([token_id]))
+        self.token_bytes = cache(self._bytes_of)
+        """The bytes of a token, which may be part of a character, by its id."""
         self._hidden = self._hidden_ids(special, template)
         self._format = ReplyTemplate(template, self.generation_prompt)
         self.tells_calls_apart = self._format.streams_calls  # before the reply ends
@@ -60,7 +63,6 @@ class Renderer:
         self.vocab_size = len(tokenizer)
         self._unopened = ReplyTemplate(template, "")
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
-        self._token_bytes: dict[int, bytes] = {}
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as templates expect them: text contents, tool arguments as values."""
@@ -115,14 +117,11 @@ class Renderer:
         return self.decode_raw([i for i in ids if i not in hidden])
 
     def decode_raw(self, ids: Sequence[int]) -> str:
-        if len(ids) != 1:
-            return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-        (token_id,) = ids  # half of what a stream decodes is its last token
-        text = self._texts.get(token_id)
-        if text is None:
-            decode = self.tokenizer.backend_tokenizer.decode
-            text = self._texts[token_id] = decode(ids, skip_special_tokens=False)
-        return text
+        # Half of what a stream decodes is its last token.
+        return self._text_of(ids[0]) if len(ids) == 1 else self._decoded(ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
     def parser(self, *, tools: Tools, opened: bool = True, one_call: bool = False) -> ReplyParser:
         """Return a parser for one reply.
@@ -137,21 +136,13 @@ class Renderer:
 
     def parse(self, ids: Sequence[int], *, tools: bool = True) -> ParsedReply:
         """Parse response ids into content, tool calls and reasoning."""
-        parser = self.parser(tools=tools)
-        parser.feed(self.decode(ids))
-        return parser.finish()
+        return self.parser(tools=tools).finish(self.decode(ids))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, which may be part of a character."""
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            token = self.tokenizer.backend_tokenizer.id_to_token(token_id) or ""
-            if self._byte_level and token_id not in self.tokenizer.added_tokens_decoder:
-                known = bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
-            else:
-                known = self.decode_raw([token_id]).encode() if token else b""
-            self._token_bytes[token_id] = known
-        return known
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self.tokenizer.backend_tokenizer.id_to_token(token_id) or ""
+        if self._byte_level and token_id not in self.tokenizer.added_tokens_decoder:
+            return bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
+        return self.decode_raw([token_id]).encode() if token else b""
 
     def _written(self, messages: list[Message], **settings: Any) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -36,36 +36,21 @@ class ToolCall:
     # Tool results refer to it, and a stream needs it before the call is complete.
     id: str = field(default_factory=new_call_id, compare=False)
 
-
-@dataclass(frozen=True, slots=True)
-class CallPiece:
-    """The next piece of a streamed call. Its first piece has the id and the name."""
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-
-
-def joined(pieces: list[CallPiece]) -> list[CallPiece]:
-    """Merge pieces into one for each call: SDKs expect no two of one index in a chunk."""
-    calls: dict[int, CallPiece] = {}
-    for piece in pieces:
-        first = calls.get(piece.index)
-        if first is not None:
-            piece = replace(first, arguments=first.arguments + piece.arguments)
-        calls[piece.index] = piece
-    return list(calls.values())
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call as chat completions have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(slots=True)
 class ParsedReply:
-    """A whole reply, or a piece of one, whose calls are in ``pieces``."""
+    """A whole reply, or a piece of one, whose calls are in ``pieces`` as chat completion chunks
+    have them: the first piece of a call has its id and name."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    pieces: list[CallPiece] = field(default_factory=list[CallPiece])
+    pieces: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 class CallReader:

@@ -26,32 +26,21 @@ import json
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from agentrl_proxy.errors import invalid
-from agentrl_proxy.rendering.renderer import Message, Renderer
+from agentrl_proxy.rendering.renderer import Renderer
+from agentrl_proxy.rendering.reply import ToolCall
+
+if TYPE_CHECKING:
+    from agentrl_proxy.protocols.chat import ChatRequest
 
 _MOST_REMEMBERED = 256
 # Allows pretty-printed JSON, but no endless whitespace, into which small models fall.
 _WHITESPACE = r"(\n[ \t]{0,32}| )?"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """What a request says about the form of its answer."""
-
-    response_format: dict[str, Any] | None
-    """Of type json_object or json_schema; None for text."""
-    tool_choice: str
-    """auto, required, or one tool's name as ``function:name``."""
-    tools: list[dict[str, Any]] | None
-    parallel_tool_calls: bool
-    turn_opened: bool
-    """Whether the prompt ends with the template's generation prompt. DeepSeek's templates write
-    none after a tool's result, so no reasoning is open then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +59,30 @@ class Constraints:
         self._renderer = renderer
         self._known: dict[bytes, Constraint] = {}
 
-    async def of(self, output: StructuredOutput) -> Constraint | None:
+    async def of(self, request: ChatRequest, *, opened: bool = True) -> Constraint | None:
         """Return what the sampler has to enforce; None: nothing.
+
+        Args:
+            opened: whether the prompt ends with the template's generation prompt. DeepSeek's
+                templates write none after a tool's result, so no reasoning is open then.
 
         Raises:
             ApiError: it cannot be enforced (400).
         """
-        if output.response_format is None and output.tool_choice == "auto":
+        format, choice = request.response_format, request.tool_choice
+        if format is None and choice == "auto":
             return None
         try:
-            key = orjson.dumps(output)
+            key = orjson.dumps([format, choice, request.tools, request.parallel_tool_calls, opened])
         except TypeError:  # orjson's depth limit
-            param = "response_format" if output.tool_choice == "auto" else "tools"
+            param = "response_format" if choice == "auto" else "tools"
             raise invalid(param, f"{param}: a schema is nested too deeply") from None
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.
             if len(self._known) >= _MOST_REMEMBERED:
                 self._known.clear()
-            known = self._known[key] = await asyncio.to_thread(self._compile, output)
+            known = self._known[key] = await asyncio.to_thread(self._compile, request, opened)
         return known
 
     @cached_property
@@ -96,31 +90,27 @@ class Constraints:
         """How the model writes tool calls; None if no grammar can repeat it."""
         return probe_tool_form(self._renderer)
 
-    def _compile(self, request: StructuredOutput) -> Constraint:
-        rules: list[str] = []
-        bodies: list[str] = []
-        missed: list[str] = []
+    def _compile(self, request: ChatRequest, opened: bool) -> Constraint:
+        rules, bodies, missed = list[str](), list[str](), list[str]()
         kind = param = "tool_choice"
-        if request.response_format is not None and request.tool_choice == "auto":
-            kind, param = request.response_format["type"], "response_format"
-            asked = {"schema": {"type": "object"}}
-            if kind == "json_schema":
-                asked = request.response_format["json_schema"]
-            options = {"whitespace_pattern": _WHITESPACE}
+        format = request.response_format
+        if format is not None and request.tool_choice == "auto":
+            kind, param = format["type"], "response_format"
+            asked = format.get("json_schema", {"schema": {"type": "object"}})
+            options = {"whitespace_pattern": _WHITESPACE, "lenient": not asked.get("strict")}
             where = "response_format.json_schema.schema"
-            text = _checked_schema(asked["schema"], asked, options, param, where, missed)
-            rules.append(f"answer: %json {text}")
+            rules.append(f"answer: {_json(asked['schema'], options, param, where, missed)}")
             bodies.append("answer")
         if request.tools:
             rules += self._calls(request, param, missed)
             bodies.append("calls")
-        reasoning, more = self._reasoning(request.turn_opened)
-        rules = [f"start: {reasoning}body", f"body: {' | '.join(bodies)}", *rules, *more]
-        grammar = "\n".join(rules)
+        reasoning, more = self._reasoning(opened)
+        begin = [f"start: {reasoning}body", f"body: {' | '.join(bodies)}"]
+        grammar = "\n".join([*begin, *rules, *more])
         _check(grammar, param, f"{param} cannot be enforced")
         return Constraint(kind, grammar, param, tuple(missed))
 
-    def _calls(self, request: StructuredOutput, param: str, missed: list[str]) -> list[str]:
+    def _calls(self, request: ChatRequest, param: str, missed: list[str]) -> list[str]:
         form = self._form
         if form is None:
             raise invalid(
@@ -141,13 +131,14 @@ class Constraints:
                 )
             # No parameters: no arguments.
             schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
-            where += ".parameters"
-            if schema.get("type", "object") != "object":
-                raise invalid(where, f'{where}.type must be "object"; got {schema["type"]!r}')
-            options = {"whitespace_flexible": False, **form.separators}
             schema = {"type": "object", **schema}
-            text = _checked_schema(schema, function, options, where, where, missed)
-            calls.append(f"{_literal(name)} middle %json {text}")
+            where += ".parameters"
+            if schema["type"] != "object":
+                raise invalid(where, f'{where}.type must be "object"; got {schema["type"]!r}')
+            strict = bool(function.get("strict"))
+            options = {"whitespace_flexible": False, **form.separators, "lenient": not strict}
+            arguments = _json(schema, options, where, where, missed)
+            calls.append(f"{_literal(name)} middle {arguments}")
         several = ""
         if form.between is not None and request.parallel_tool_calls:
             several = f" ({self._lark(form.between)} call)*"
@@ -184,10 +175,8 @@ class Constraints:
     def _lark(self, text: str) -> str:
         """A text as Lark: what the tokenizer has an added token for must be that token."""
         added = {t.content: i for i, t in self._renderer.tokenizer.added_tokens_decoder.items()}
-        longest_first = sorted(added, key=len, reverse=True)
-        pieces = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
-        if not added:
-            pieces = [text]
+        longest_first = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        pieces = re.split(f"({longest_first})", text) if added else [text]
         items = [f"<[{added[p]}]>" if p in added else _literal(p) for p in pieces if p]
         return " ".join(items) or '""'
 
@@ -241,21 +230,17 @@ def probe_tool_form(renderer: Renderer) -> ToolForm | None:
 def _written(renderer: Renderer, names: list[str]) -> str:
     """The assistant's turn with a call to each name, without what opens and ends the turn; "" if
     the template cannot write it."""
-    parameters = {"type": "object", "properties": {"PROBEA": {"type": "integer"}}}
-    tools = [
-        {"type": "function", "function": {"name": n, "description": "", "parameters": parameters}}
-        for n in names
-    ]
-    calls = [
-        {
-            "type": "function",
-            "id": f"PROBEID{i:02}",  # nine letters: Mistral's templates insist
-            "function": {"name": name, "arguments": '{"PROBEA": 1, "PROBEB": 2}'},
-        }
-        for i, name in enumerate(names)
-    ]
-    user: Message = {"role": "user", "content": "x"}
-    reply: Message = {"role": "assistant", "content": None, "tool_calls": calls}
+    tools: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for i, name in enumerate(names):
+        parameters = {"type": "object", "properties": {"PROBEA": {"type": "integer"}}}
+        tool = {"name": name, "description": "", "parameters": parameters}
+        tools.append({"type": "function", "function": tool})
+        # Nine letters in an id: Mistral's templates insist.
+        call = ToolCall(name, '{"PROBEA": 1, "PROBEB": 2}', id=f"PROBEID{i:02}")
+        calls.append(call.as_dict())
+    user = {"role": "user", "content": "x"}
+    reply = {"role": "assistant", "content": None, "tool_calls": calls}
     try:
         asked = renderer.text(renderer.normalize([user]), tools, generate=False)
         replied = renderer.text(renderer.normalize([user, reply]), tools, generate=False)
@@ -263,8 +248,7 @@ def _written(renderer: Renderer, names: list[str]) -> str:
         return ""
     if not replied.startswith(asked):
         return ""
-    marks = renderer.reasoning_marks
-    opened = renderer.generation_prompt
+    marks, opened = renderer.reasoning_marks, renderer.generation_prompt
     if marks is not None:  # reasoning that a prompt opens is none of a past turn
         opened = opened.partition(marks[0])[0]
     turn = replied.removeprefix(asked).removeprefix(opened)
@@ -278,26 +262,22 @@ def _written(renderer: Renderer, names: list[str]) -> str:
     return before + name + after
 
 
-def _checked_schema(
-    schema: dict[str, Any],
-    asked: dict[str, Any],
-    options: dict[str, Any],
-    param: str,
-    where: str,
-    missed: list[str],
+def _json(
+    schema: dict[str, Any], options: dict[str, Any], param: str, where: str, missed: list[str]
 ) -> str:
     """Return a schema as llguidance reads it.
 
-    With ``strict``, what cannot be enforced is refused. Else the keywords that can be are enforced,
-    and the others are added to ``missed``, which is noted with the call.
+    Args:
+        options: llguidance's. With ``lenient`` the keywords that can be enforced are, and the
+            others are added to ``missed``, which is noted with the call. Else they are refused.
     """
     from llguidance import LLMatcher
 
-    options |= {"coerce_one_of": True, "lenient": not asked.get("strict")}
+    options = {"coerce_one_of": True, **options}
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
     warnings = _check(LLMatcher.grammar_from_json_schema(text), param, where)
     missed += [f"{where}: {warning}" for warning in warnings]
-    return text
+    return f"%json {text}"
 
 
 def _check(grammar: str, param: str, what: str) -> list[str]:

@@ -12,16 +12,6 @@ from typing import Any
 Template = dict[str, Any]
 
 _THINK: Template = {"thinking": {"open": "<think>", "close": "</think>", "content": "text"}}
-# Ends DeepSeek's list of calls. It cannot be an optional part of a call's end: in pieces of text a
-# pattern matches without its optional part.
-_END_OF_CALLS: Template = {
-    "end_of_calls": {
-        "open_pattern": r"\s*<｜tool▁calls▁end｜>",
-        "close_pattern": "(?=.)",
-        "content": "text",
-        "repeats": True,
-    }
-}
 # Either the whole call is a JSON object, or a name stands before the arguments as one.
 _WHOLE = "{content}"
 _NAMED = {"name": "{name}", "arguments": "{content}"}
@@ -30,17 +20,27 @@ _NAMED = {"name": "{name}", "arguments": "{content}"}
 def _template(
     anchor: str | list[str], function: str | dict[str, str], calls: Template, fields: Template
 ) -> Template:
-    calls = {
-        "repeats": True,
-        "content": "json",
-        "transform": {"type": "function", "function": function},
-        **calls,
-    }
+    transform = {"type": "function", "function": function}
+    calls = {"repeats": True, "content": "json", "transform": transform, **calls}
     return {
         "defaults": {"role": "assistant"},
         "start_anchor": anchor,
         "fields": {**fields, "tool_calls": calls, "content": {"content": "text"}},
     }
+
+
+def _deepseek(anchor: str | list[str], name: str, before_end: str) -> Template:
+    """``name``: what follows a call's begin, up to the arguments; ``before_end``: what follows
+    them."""
+    calls = {
+        "open_pattern": rf"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>{name}",
+        "close_pattern": rf"{before_end}<｜tool▁call▁end｜>",
+    }
+    # The list's end cannot be an optional part of a call's end: in pieces of text a pattern
+    # matches without its optional part.
+    end = {"open_pattern": r"\s*<｜tool▁calls▁end｜>", "close_pattern": "(?=.)"}
+    end_of_calls = {**end, "content": "text", "repeats": True}
+    return _template(anchor, _NAMED, calls, {**_THINK, "end_of_calls": end_of_calls})
 
 
 QWEN = _template(
@@ -74,32 +74,18 @@ LLAMA_3 = _template(
 )
 """Llama 3.1, 3.2 and 3.3: one call a message; ``parameters`` instead of ``arguments``."""
 
-DEEPSEEK_3 = _template(
+DEEPSEEK_3 = _deepseek(
     "<｜Assistant｜>",
-    _NAMED,
-    {
-        "open_pattern": (
-            r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-            r"(?P<name>[^\n]+)\n```json\n"
-        ),
-        "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
-    },
-    {**_THINK, **_END_OF_CALLS},
+    r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+    r"\n```\s*",
 )
 """DeepSeek V3 and R1."""
 
-DEEPSEEK_3_1 = _template(
+DEEPSEEK_3_1 = _deepseek(
     # To turn thinking off, its chat template closes a thought that it did not open.
     ["<｜Assistant｜></think>", "<｜Assistant｜>"],
-    _NAMED,
-    {
-        "open_pattern": (
-            r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
-            r"(?P<name>[^<\n]+)<｜tool▁sep｜>"
-        ),
-        "close_pattern": r"<｜tool▁call▁end｜>",
-    },
-    {**_THINK, **_END_OF_CALLS},
+    r"(?P<name>[^<\n]+)<｜tool▁sep｜>",
+    "",
 )
 
 # The first entry whose marks are all in a chat template tells its family.

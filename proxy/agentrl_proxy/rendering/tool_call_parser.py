@@ -11,9 +11,9 @@ reply only, so they do not stream.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
-from agentrl_proxy.rendering.reply import CallPiece, CallReader, ParsedReply, ToolCall, tool_call
+from agentrl_proxy.rendering.reply import CallReader, ParsedReply, ToolCall, tool_call
 
 # The tools, whose schemas give types to untyped notations; or whether there are any.
 Tools = bool | list[dict[str, Any]]
@@ -35,11 +35,11 @@ class ReplyTemplate:
         self.prefill = prefill
         self._loaded: dict[bool, Any] = {}
         self.streams_calls = _is_json_call(spec["fields"].get("tool_calls"))
-        # Most replies contain no delimiter: without any of its first characters there is nothing
-        # to parse. "" disables the shortcut: the chat template wrote a part of the reply, or a
+        # Most replies contain no delimiter: without any of these first characters there is nothing
+        # to parse. None disables the shortcut: the chat template wrote a part of the reply, or a
         # pattern could start anywhere.
         bare = [prefill.rpartition(anchor)[2].strip() for anchor in _literals(spec, "start_anchor")]
-        self.plain_without = "" if prefill and "" not in bare else _first_characters(spec)
+        self.plain_without = None if prefill and "" not in bare else _first_characters(spec)
 
     @property
     def reasoning_marks(self) -> tuple[str, str] | None:
@@ -106,7 +106,7 @@ class ReplyParser:
         self._open_at = 0  # where its delimiter begins in raw
         self._shown = ParsedReply()
         self._malformed = False
-        self._in_plain = bool(format.plain_without)
+        self._marks = format.plain_without  # None once a delimiter may have begun
 
     @property
     def withdrawn(self) -> list[ToolCall]:
@@ -122,29 +122,24 @@ class ReplyParser:
         """Take the next piece of text; return what has become certain."""
         if self.ended_at >= 0:
             return ParsedReply()
-        self._raw += text
-        if self._in_plain:
-            if not any(char in text for char in self._format.plain_without):
-                # Trailing whitespace could belong to a tool call that follows. ``_show`` would do
-                # the same; most pieces of all end here.
-                content, shown = self._raw.rstrip(), len(self._shown.content)
-                self._content = self._shown.content = content
-                return ParsedReply(content[shown:], "", [], [])
-            self._in_plain = False
-            self._content, text = "", self._raw
-        self._parse(text)
+        if self._is_plain(text):
+            # Trailing whitespace could belong to a tool call that follows. ``_show`` would do the
+            # same; most pieces of all end here.
+            content, shown = self._raw.rstrip(), self._shown
+            piece = ParsedReply(content[len(shown.content) :], "", [], [])
+            shown.content = content
+            return piece
         return self._show()
 
-    def finish(self) -> ParsedReply:
-        """Return the whole reply. ``remainder`` returns what ``feed`` has not shown of it."""
-        if self._in_plain:
+    def finish(self, text: str = "") -> ParsedReply:
+        """Take the last piece of text; return the whole reply. ``remainder`` returns what ``feed``
+        has not shown of it."""
+        if self.ended_at < 0 and self._is_plain(text):
             return ParsedReply(content=self._raw)
         self._parse(None)
         if self._malformed and not self._format.streams_calls:
             # Parse again without tools, so that a malformed call is content.
-            plain = ReplyParser(self._format, tools=False)
-            plain.feed(self._raw)
-            return plain.finish()
+            return ReplyParser(self._format, tools=False).finish(self._raw)
         if self._malformed and self._open is not None:
             self._content += self._raw[self._open_at :]
         elif not self._malformed and self._calls:
@@ -158,6 +153,16 @@ class ReplyParser:
         reasoning = whole.reasoning[len(shown.reasoning) :]
         pieces = [self._piece(index, call) for index, call in enumerate(whole.tool_calls)]
         return ParsedReply(content, reasoning, pieces=[one for one in pieces if one is not None])
+
+    def _is_plain(self, text: str) -> bool:
+        """Take a piece of text, and parse it unless no delimiter has begun so far."""
+        self._raw += text
+        if self._marks is not None:
+            if not any(char in text for char in self._marks):
+                return True
+            self._marks, text = None, self._raw
+        self._parse(text)
+        return False
 
     def _parse(self, text: str | None) -> None:
         """Parse a piece of text; None: the end."""
@@ -245,12 +250,12 @@ class ReplyParser:
                 shown.tool_calls[index:] = [calls[index]]
         return piece
 
-    def _piece(self, index: int, call: ToolCall) -> CallPiece | None:
+    def _piece(self, index: int, call: ToolCall) -> dict[str, Any] | None:
         """Return what has not been shown of a call, or None."""
         if index >= len(self._shown.tool_calls):
-            return CallPiece(index, call.arguments, call.id, call.name)
+            return {"index": index, **call.as_dict()}
         rest = call.arguments[len(self._shown.tool_calls[index].arguments) :]
-        return CallPiece(index, rest) if rest else None
+        return {"index": index, "function": {"arguments": rest}} if rest else None
 
 
 def _is_json_call(field: dict[str, Any] | None) -> bool:
@@ -263,34 +268,12 @@ def _is_json_call(field: dict[str, Any] | None) -> bool:
     return bool(field.get("repeats")) and function in ("{content}", named)
 
 
-class PlainTextParser:
-    """A ReplyParser for text completions, which have no tool calls."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.ended_at = -1
-        self.withdrawn: list[ToolCall] = []
-
-    def feed(self, text: str) -> ParsedReply:
-        self.text += text
-        return ParsedReply(content=text)
-
-    def finish(self) -> ParsedReply:
-        return ParsedReply(content=self.text)
-
-    def remainder(self, whole: ParsedReply) -> ParsedReply:
-        return ParsedReply()
-
-
-Parser: TypeAlias = ReplyParser | PlainTextParser
-
-
 def _literals(part: dict[str, Any], key: str) -> list[str]:
     literals: Any = part.get(key) or []
     return [literals] if isinstance(literals, str) else literals
 
 
-def _first_characters(spec: dict[str, Any]) -> str:
+def _first_characters(spec: dict[str, Any]) -> str | None:
     found = ""
     for part in spec["fields"].values():
         for key in ("open", "close"):
@@ -299,6 +282,10 @@ def _first_characters(spec: dict[str, Any]) -> str:
             if pattern is not None:
                 start = pattern.removeprefix(r"\s*").lstrip("\\(?:")
                 if not start or start[0] not in "<[{|":
-                    return ""
+                    return None
                 found += start[0]
     return "".join(sorted(set(found)))
+
+
+PLAIN_TEXT = ReplyTemplate({"fields": {}}, "")
+"""Of text completions, which have neither reasoning nor tool calls."""

@@ -15,6 +15,7 @@ from agentrl_proxy.requests.auth import ask
 
 if TYPE_CHECKING:
     from agentrl_proxy.requests.client_retries import IdenticalRequests
+    from agentrl_tracer.schemas import AttemptRef
     from agentrl_tracer.store import Store
 
 QUIET_S = 5.0  # first check whether a quiet attempt is over; each later check waits twice as long
@@ -32,44 +33,35 @@ class Spent:
 class AttemptMemory:
     """The memory of one attempt."""
 
+    attempt: AttemptRef
     next_seq: int | None = None
-    in_flight: int = 0
     used_at: float = 0.0
     patience: float = QUIET_S
     spent: Spent | None = None  # None: not read from the store yet
     conversations: Conversations = field(default_factory=Conversations)
     requests: dict[bytes, IdenticalRequests] = field(default_factory=dict[bytes, Any])
-    """By TrackedRequest.key: those that run, or failed and were not retried."""
+    """By ClientRequest.key: those that run, or failed and were not retried."""
 
-    async def take_seq(self, store: Store, attempt_id: str) -> int:
+    async def take_seq(self, store: Store) -> int:
         """Return the next number in the order of acceptance; the store has the initial one."""
         if self.next_seq is None:
-            begin = await ask(store, store.next_seq, attempt_id)
+            begin = await ask(store, store.next_seq, self.attempt.attempt_id)
             if self.next_seq is None:  # no other request read it meanwhile
                 self.next_seq = begin
         self.next_seq += 1
         return self.next_seq - 1
 
 
-class AttemptMemories:
-    """The memories of running attempts. Those that have ended are found by ``quiet``."""
+class AttemptMemories(dict[str, AttemptMemory]):
+    """The memories of running attempts by id. Those that have ended are found by ``quiet``."""
 
-    def __init__(self) -> None:
-        self._by_id: dict[str, AttemptMemory] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def get(self, attempt_id: str) -> AttemptMemory:
-        attempt = self._by_id.get(attempt_id)
-        if attempt is None:
-            attempt = self._by_id[attempt_id] = AttemptMemory()
-        attempt.used_at = time.monotonic()
-        attempt.patience = QUIET_S
-        return attempt
-
-    def forget(self, attempt_id: str) -> None:
-        self._by_id.pop(attempt_id, None)
+    def of(self, attempt: AttemptRef) -> AttemptMemory:
+        memory = self.get(attempt.attempt_id)
+        if memory is None:
+            memory = self[attempt.attempt_id] = AttemptMemory(attempt)
+        memory.used_at = time.monotonic()
+        memory.patience = QUIET_S
+        return memory
 
     def quiet(self) -> list[str]:
         """Return attempts without a recent request: some of them may be over.
@@ -78,8 +70,9 @@ class AttemptMemories:
         """
         now = time.monotonic()
         found: list[str] = []
-        for attempt_id, attempt in self._by_id.items():
-            if attempt.used_at + attempt.patience < now and not attempt.in_flight:
-                attempt.patience = 2 * (now - attempt.used_at)
+        for attempt_id, memory in self.items():
+            running = any(same.running for same in memory.requests.values())
+            if memory.used_at + memory.patience < now and not running:
+                memory.patience = 2 * (now - memory.used_at)
                 found.append(attempt_id)
         return found

@@ -15,134 +15,87 @@ a retry gets the same ids, text and tool calls before and after a restart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from agentrl_proxy.protocols import chat_objects
-from agentrl_proxy.requests.attempts import AttemptMemories, AttemptMemory
-from agentrl_proxy.requests.recording import agent_name
-from agentrl_tracer.schemas import AttemptRef, Call, CallState, PastCall
+from agentrl_tracer.schemas import Call, CallState, PastCall
 
 if TYPE_CHECKING:
-    from agentrl_tracer.store import Store
+    from agentrl_proxy.requests.lifecycle import ClientRequest
 
 Completion = dict[str, Any]
 """A whole chat completion: the form of every answer before its dialect writes it."""
-
-
-@dataclass(slots=True, eq=False)
-class TrackedRequest:
-    """A request, what makes another one identical to it, and who waits for its answer."""
-
-    key: bytes
-    raw: dict[str, Any]
-    dialect: chat_objects.Dialect
-    agent: str | None
-    name: str | None  # the idempotency key
-    prompts: int
-    n: int  # choices for each prompt
-    answer: asyncio.Future[Completion | None]
-    """Resolves once the answer is durable; None if the request failed."""
-    waiting: int = 0
-    """Client retries that wait for the answer. While there are any, the request outlives its own
-    client."""
 
 
 @dataclass(slots=True)
 class IdenticalRequests:
     """What became of one attempt's identical requests, for the client retries among them."""
 
-    running: list[TrackedRequest] = field(default_factory=list[TrackedRequest])
+    running: list[ClientRequest] = field(default_factory=list[Any])
     failed: int = 0  # that a retry will take the place of
 
 
-def identify(
-    raw: dict[str, Any],
-    body: bytes,
-    dialect: chat_objects.Dialect,
-    headers: Mapping[str, str],
-    prompts: int = 1,
-    n: int = 1,
-) -> TrackedRequest:
-    agent, name = agent_name(headers), headers.get("idempotency-key")
-    origin = f"{dialect.id_prefix}{agent}\0{name or ''}\0".encode()
-    key = blake2b(origin + body, digest_size=16).digest()
-    answer = asyncio.get_running_loop().create_future()
-    return TrackedRequest(key, raw, dialect, agent, name, prompts, n, answer)
+def begin(request: ClientRequest) -> None:
+    """Register a request that will be sampled. ``end`` must follow."""
+    if request.memory is not None:
+        same = request.memory.requests.setdefault(request.key, IdenticalRequests())
+        same.running.append(request)
 
 
-@dataclass(frozen=True, slots=True)
-class ClientRetries:
-    """Keeps track of requests, and finds the answers for their retries."""
+def end(request: ClientRequest, answer: Completion | None, *, may_retry: bool = True) -> None:
+    """Wake the retries that wait for a request.
 
-    store: Store
-    attempts: AttemptMemories
+    Args:
+        answer: the durable answer; None if the request failed.
+        may_retry: whether the client of a failed request may retry it.
+    """
+    request.answer.set_result(answer)
+    if request.memory is None:
+        return
+    requests = request.memory.requests
+    same = requests[request.key]
+    same.running.remove(request)
+    same.failed += answer is None and may_retry
+    if not (same.running or same.failed):
+        del requests[request.key]
 
-    def begin(self, request: TrackedRequest, memory: AttemptMemory | None) -> None:
-        """Register a request that will be sampled. ``end`` must follow."""
-        if memory is not None:
-            memory.requests.setdefault(request.key, IdenticalRequests()).running.append(request)
 
-    def end(
-        self,
-        request: TrackedRequest,
-        memory: AttemptMemory | None,
-        answer: Completion | None,
-        *,
-        may_retry: bool = True,
-    ) -> None:
-        """Wake the retries that wait for a request. Safe to call twice.
-
-        Args:
-            answer: the durable answer; None if the request failed.
-            may_retry: whether the client of a failed request may retry it.
-        """
-        if request.answer.done():
-            return
-        request.answer.set_result(answer)
-        if memory is None:
-            return
-        same = memory.requests[request.key]
-        same.running.remove(request)
-        same.failed += answer is None and may_retry
-        if not (same.running or same.failed):
-            del memory.requests[request.key]
-
-    async def find(self, request: TrackedRequest, attempt: AttemptRef | None) -> Completion | None:
-        """Return the answer of the request that a retry repeats; None: sample the retry."""
-        if attempt is None:
+async def find(request: ClientRequest) -> Completion | None:
+    """Return the answer of the request that a retry repeats; None: sample the retry."""
+    memory = request.memory
+    if memory is None:
+        return None
+    await asyncio.sleep(0)  # first see the closed connection of the repeated request
+    while same := memory.requests.get(request.key):
+        if same.failed:
+            same.failed -= 1
             return None
-        await asyncio.sleep(0)  # first see the closed connection of the repeated request
-        memory = self.attempts.get(attempt.attempt_id)
-        while same := memory.requests.get(request.key):
-            if same.failed:
-                same.failed -= 1
-                return None
-            if not same.running:
-                break
-            running = min(same.running, key=lambda one: one.waiting)
-            running.waiting += 1
-            try:
-                answer = await asyncio.shield(running.answer)
-            finally:
-                running.waiting -= 1
-            if answer is not None:
-                return answer
-        # In a thread: it may read many long requests.
-        past = await asyncio.to_thread(self.store.same_requests, attempt.attempt_id, request.raw)
-        return _answer(request, past)
+        if not same.running:
+            break
+        running = min(same.running, key=lambda one: one.waiting)
+        running.waiting += 1
+        try:
+            answer = await asyncio.shield(running.answer)
+        finally:
+            running.waiting -= 1
+        if answer is not None:
+            return answer
+    # In a thread: it may read many long requests.
+    store = request.admission.deps.store
+    past = await asyncio.to_thread(store.same_requests, memory.attempt.attempt_id, request.raw)
+    return _answer(request, past)
 
 
-def _answer(request: TrackedRequest, past: Sequence[PastCall]) -> Completion | None:
+def _answer(request: ClientRequest, past: Sequence[PastCall]) -> Completion | None:
     """Choose among the stored answers of identical requests, which are in order of acceptance."""
     stored: dict[str, list[PastCall]] = {}
+    wanted = (request.agent, request.headers.get("idempotency-key"))
     for one in past:
         call = one.call
-        origin = (call.agent, call.params.get("idempotency_key"))
         protocol = call.response_id.startswith(request.dialect.id_prefix)
-        if protocol and origin == (request.agent, request.name):
+        if protocol and (call.agent, call.params.get("idempotency_key")) == wanted:
             stored.setdefault(call.response_id, []).append(one)
     heard: list[Call] | None = None
     for choices in reversed(stored.values()):
@@ -155,11 +108,13 @@ def _answer(request: TrackedRequest, past: Sequence[PastCall]) -> Completion | N
     return None if heard is None else _completion(heard)
 
 
-def _is_answered(request: TrackedRequest, calls: Sequence[Call]) -> bool:
+def _is_answered(request: ClientRequest, calls: Sequence[Call]) -> bool:
     """Whether the rows of a request are all of its answer. A provider may give fewer choices than
     requested; our own sampler (it alone reports prompt tokens) gives all of them."""
-    prompts = {call.choice // request.n for call in calls if call.state is CallState.COMPLETED}
-    return len(prompts) == request.prompts and all(
+    prompts = {
+        call.choice // request.parts[0].n for call in calls if call.state is CallState.COMPLETED
+    }
+    return len(prompts) == len(request.parts) and all(
         call.state is CallState.COMPLETED or (not call.prompt_ids and call.ended_at is not None)
         for call in calls
     )

@@ -10,45 +10,36 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from hashlib import blake2b
 from typing import Any, ClassVar, Protocol
 
 from agentrl_proxy.errors import ApiError, attempt_sealed, unavailable
 from agentrl_proxy.protocols import chat_objects
+from agentrl_proxy.requests import client_retries
 from agentrl_proxy.requests.attempts import AttemptMemory
-from agentrl_proxy.requests.client_retries import ClientRetries, Completion, TrackedRequest
-from agentrl_proxy.requests.rate_limits import Slot
-from agentrl_proxy.requests.recording import is_retry, latest_state
+from agentrl_proxy.requests.client_retries import Completion
+from agentrl_proxy.requests.rate_limits import Admission
+from agentrl_proxy.requests.recording import agent_name, is_retry, latest_state
 from agentrl_proxy.server.sse import Write
-from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.ids import new_id
-from agentrl_tracer.schemas import AttemptRef, AttemptState, CallState
+from agentrl_tracer.schemas import AttemptState, CallState
 
 log = logging.getLogger("agentrl.proxy")
 
 
 @dataclass(slots=True)
 class OpenCall:
-    """An accepted request, or one of its prompts: its rows are open in the store."""
+    """An accepted part of a request: its rows are open in the store."""
 
-    attempt: AttemptRef | None  # of the client that sent it
-    memory: AttemptMemory | None
-    heading: chat_objects.Heading  # shared by all prompts of a request
-    slot: Slot
+    client: ClientRequest
     error: str = field(default="", init=False)  # why ``generate`` failed, as it is recorded
 
 
 class Service(Protocol):
     """Generates answers. A ``part`` is a request, or one of its prompts."""
 
-    async def accept(
-        self,
-        part: Any,
-        heading: chat_objects.Heading,
-        attempt: AttemptRef | None,
-        headers: Mapping[str, str],
-        /,
-    ) -> Any:
+    async def accept(self, part: Any, client: ClientRequest, /) -> Any:
         """Open the rows of a part and return its OpenCall.
 
         Raises:
@@ -79,7 +70,7 @@ class Service(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ClientRequest:
     """A client's request in one or more parts, a part for each prompt.
 
@@ -87,23 +78,34 @@ class ClientRequest:
     trains. Only a durable answer may leave.
     """
 
-    retries: ClientRetries
-    stats: GatewayStats
+    admission: Admission
     service: Service
     parts: Sequence[Any]
-    request: TrackedRequest
-    attempt: AttemptRef | None
+    sampled: int  # choices for our sampler; 0: a provider's model answers
+    raw: dict[str, Any]
+    body: InitVar[bytes]
     headers: Mapping[str, str]
+    memory: AttemptMemory | None  # of the attempt that sent it; None: outside rollouts
+    dialect: chat_objects.Dialect = field(init=False)
+    agent: str | None = field(init=False)
+    key: bytes = field(init=False)
+    """What identical requests share: body, protocol, agent and idempotency key."""
+    heading: chat_objects.Heading = field(init=False)  # of the answer to all parts
+    answer: asyncio.Future[Completion | None] = field(
+        default_factory=asyncio.Future[Any], init=False
+    )
+    """Resolves once the answer is durable; None if the request failed."""
+    waiting: int = field(default=0, init=False)
+    """Client retries that wait for the answer. While there are any, the request outlives its own
+    client."""
     commits: ClassVar[set[asyncio.Task[Any]]] = set()  # kept until they end
 
-    @property
-    def keep_alone(self) -> bool:
-        """Whether a retry waits for the answer, so that the request outlives its own client."""
-        return self.request.waiting > 0
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream after an error."""
-        return self.request.dialect.failed(error)
+    def __post_init__(self, body: bytes) -> None:
+        self.dialect, self.agent = self.parts[0].dialect, agent_name(self.headers)
+        name = self.headers.get("idempotency-key", "")
+        key = blake2b(f"{self.dialect.id_prefix}{self.agent}\0{name}\0".encode(), digest_size=16)
+        key.update(body)
+        self.key = key.digest()
 
     async def run(self, write: Write | None) -> Any:
         """Return the answer as one JSON body, or send it as chunks through ``write``.
@@ -112,15 +114,15 @@ class ClientRequest:
             ApiError: it was refused or failed; fields are named as in the client's protocol.
             asyncio.CancelledError: the client left. What was sampled is recorded.
         """
-        dialect = self.request.dialect
+        dialect = self.dialect
         try:
             answer = None
             if is_retry(self.headers):
-                answer = await self.retries.find(self.request, self.attempt)
+                answer = await client_retries.find(self)
             if answer is None:
                 answer, last_chunks = await self._sample(write)
             else:
-                self.stats.replayed += 1
+                self.admission.stats.replayed += 1
                 last_chunks = [] if write is None else [*chat_objects.replayed(dialect, answer)]
         except ApiError as error:
             error.rename(dialect.names)
@@ -130,45 +132,55 @@ class ClientRequest:
         await write(b"".join([*last_chunks, dialect.end(answer)]))
         return answer
 
+    async def take_turn(self, choices: int, prompt_tokens: int) -> tuple[int | None, int]:
+        """Charge the attempt's budget for a part, and number it.
+
+        Returns:
+            How many tokens each choice may sample (None: no limit), and the part's place in the
+            attempt's order of calls (0 outside rollouts).
+
+        Raises:
+            ApiError: 429: the budget is used up.
+        """
+        if self.memory is None:
+            return None, 0
+        room = await self.admission.within_budget(self.memory, choices, prompt_tokens)
+        return room, await self.memory.take_seq(self.admission.deps.store)
+
     async def _sample(self, write: Write | None) -> tuple[Completion, list[bytes]]:
         """Return a durable answer and the chunks that have not left."""
-        attempt, calls = self.attempt, list[Any]()
-        memory = None if attempt is None else self.retries.attempts.get(attempt.attempt_id)
-        self.retries.begin(self.request, memory)
-        self.stats.in_flight += 1
-        if memory is not None:
-            memory.in_flight += 1
+        admission, calls, since, answered = self.admission, list[Any](), None, False
+        places = (len(self.parts), self.sampled)
+        client_retries.begin(self)
+        admission.stats.in_flight += 1
         try:
             try:
+                since = admission.enter(*places)
                 responses = await self._generate(calls, write)
             except BaseException as error:
                 may_retry = not isinstance(error, ApiError) or error.may_pass
-                self.retries.end(self.request, memory, None, may_retry=may_retry)
+                client_retries.end(self, None, may_retry=may_retry)
                 raise
             pairs = list(zip(calls, responses, strict=True))
             answer = chat_objects.together(responses)
-            await self._commit(pairs, answer, memory)
-            for call in calls:
-                call.slot.leave(answered=True)
-            self.stats.completed += 1
+            await self._commit(pairs, answer)
+            admission.stats.completed += 1
+            answered = True
         finally:
-            for call in calls:
-                call.slot.leave()
-            self.stats.in_flight -= 1
-            if memory is not None:
-                memory.in_flight -= 1
+            admission.stats.in_flight -= 1
+            if since is not None:
+                admission.leave(*places, since, answered=answered)
         if write is None:
             return answer, []
         return answer, [chunk for pair in pairs for chunk in self.service.last_chunks(*pair)]
 
     async def _generate(self, calls: list[Any], write: Write | None) -> list[Completion]:
         """Accept and answer all parts. If one fails, stop the others and record them as failed."""
-        request, service = self.request, self.service
-        heading = chat_objects.Heading(new_id(request.dialect.id_prefix), request.raw["model"])
-        accepted = False
+        service, stats, accepted = self.service, self.admission.stats, False
+        self.heading = chat_objects.Heading(new_id(self.dialect.id_prefix), self.raw["model"])
         try:
             for part in self.parts:
-                calls.append(await service.accept(part, heading, self.attempt, self.headers))
+                calls.append(await service.accept(part, self))
             accepted = True
             if len(calls) == 1:
                 return [await service.generate(calls[0], write)]
@@ -176,24 +188,22 @@ class ClientRequest:
                 tasks = [group.create_task(service.generate(call, write)) for call in calls]
             return [task.result() for task in tasks]
         except asyncio.CancelledError:
-            self.stats.cancelled += accepted
+            stats.cancelled += accepted
             await self._close(calls, CallState.CANCELLED)
             raise
         except Exception as error:
-            self.stats.failed += accepted
+            stats.failed += accepted
             what = "failed" if accepted else "was refused"
             await self._close(calls, CallState.ERROR, f"another prompt of the request {what}")
             raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error from None
 
-    async def _commit(
-        self, pairs: list[tuple[Any, Completion]], answer: Completion, memory: AttemptMemory | None
-    ) -> None:
+    async def _commit(self, pairs: list[tuple[Any, Completion]], answer: Completion) -> None:
         """Record the answer. A client that leaves now does not stop it: its retry gets the answer.
 
         Raises:
             ApiError: the store failed (503), or the attempt was sealed meanwhile (409).
         """
-        attempt = self.attempt
+        stats = self.admission.stats
 
         async def record() -> AttemptState | None:
             durable = None
@@ -201,13 +211,13 @@ class ClientRequest:
                 state = await latest_state(
                     [self.service.record(call, CallState.COMPLETED, said) for call, said in pairs]
                 )
-                if attempt is None or state is AttemptState.RUNNING:
+                if self.memory is None or state is AttemptState.RUNNING:
                     for call, said in pairs:
                         self.service.answered(call, said)
                     durable = answer
                 return state
             finally:
-                self.retries.end(self.request, memory, durable)
+                client_retries.end(self, durable)
 
         commit = asyncio.create_task(record())
         self.commits.add(commit)
@@ -215,25 +225,23 @@ class ClientRequest:
         try:
             state = await asyncio.shield(commit)
         except asyncio.CancelledError:
-            self.stats.cancelled += 1
+            stats.cancelled += 1
             raise
         except Exception as error:
-            self.stats.failed += 1
+            stats.failed += 1
             log.exception("the store did not take %s", answer["id"])
             raise unavailable("the answer could not be recorded", "store_error") from error
-        if attempt is not None and state is not AttemptState.RUNNING:
-            self.stats.late += 1
-            self.retries.attempts.forget(attempt.attempt_id)
+        if self.memory is not None and state is not AttemptState.RUNNING:
+            stats.late += 1
             raise attempt_sealed(state)
 
     async def _close(self, calls: Sequence[Any], state: CallState, error: str = "") -> None:
         """Record what there is of parts that will not be answered."""
-        for call in calls:
-            call.slot.leave()
-            call.error = call.error or error
         if not calls:
             return
+        for call in calls:
+            call.error = call.error or error
         try:
             await asyncio.shield(latest_state([self.service.record(call, state) for call in calls]))
         except Exception:  # the client is told of the first failure, the log of both
-            log.exception("the store did not take %s (%s)", calls[0].heading.id, state)
+            log.exception("the store did not take %s (%s)", self.heading.id, state)

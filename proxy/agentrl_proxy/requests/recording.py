@@ -12,13 +12,15 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.sampler import FinishEvent, TokenEvent
 from agentrl_tracer.conventions import AGENT_HEADER
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, CallState, SkipReason
+from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
+
+if TYPE_CHECKING:
+    from agentrl_proxy.requests.lifecycle import ClientRequest
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
@@ -48,14 +50,11 @@ class Sampled:
 
 
 def open_calls(
-    deps: GatewayDependencies,
+    client: ClientRequest,
     part: Any,
-    response_id: str,
-    headers: Mapping[str, str],
+    seq: int,
     params: dict[str, Any],
     *,
-    attempt: AttemptRef | None,
-    seq: int,
     prompt_ids: list[int] | None = None,
     adapter: str | None = None,
     adapter_version: int | None = None,
@@ -64,10 +63,12 @@ def open_calls(
     """Open a row for each choice. From now on they exist, whatever happens.
 
     Args:
-        part: a ChatRequest or ProviderRequest, perhaps one of several prompts of a request.
+        part: a ChatRequest or ProviderRequest, perhaps one of several prompts of ``client``.
         prompt_ids: None where a provider's model answers.
         skip_reason: why no choice will train.
     """
+    deps, headers, response_id = client.admission.deps, client.headers, client.heading.id
+    attempt = None if client.memory is None else client.memory.attempt
     trace_id, span_id = trace_context(headers)
     if (key := headers.get("idempotency-key")) is not None:  # see client_retries.py
         params = {**params, "idempotency_key": key}
@@ -79,8 +80,8 @@ def open_calls(
         rollout_id=None if attempt is None else attempt.rollout_id,
         attempt_id=None if attempt is None else attempt.attempt_id,
         seq=seq,
-        agent=agent_name(headers),
-        model=part.raw["model"],
+        agent=client.agent,
+        model=client.raw["model"],
         adapter=adapter,
         adapter_version=adapter_version,
         state=CallState.OPEN,
@@ -89,7 +90,7 @@ def open_calls(
         response_logprobs=[],
         finish_reason=None,
         params=params,
-        request=part.raw,
+        request=client.raw,
         response=None,
         error=None,
         trace_id=trace_id,

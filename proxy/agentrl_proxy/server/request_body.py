@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from agentrl_proxy.dependencies import ConnectionLimits
 from agentrl_proxy.errors import ApiError, body_too_large, invalid, overloaded
@@ -25,18 +25,18 @@ class BodyReader:
     on_overload: Callable[[], None]  # called for each body that is refused for lack of memory
     _arriving: int = 0  # counted bytes of bodies that have not arrived entirely
 
-    async def read(self, request: Request) -> bytes:
+    async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
         """Return the decompressed body.
 
         Raises:
             ApiError: 413 too large, 408 too slow, 429 too many large bodies at once, 415 unknown
                 encoding, 400 broken or incomplete.
         """
-        declared = request.headers.get("content-length", "")
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self.max_bytes:
             raise body_too_large(self.max_bytes)
-        body = await self._receive(request)
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        body = await self._receive(receive)
+        encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding in ("", "identity"):
             return body
         if encoding not in ("gzip", "deflate"):
@@ -44,27 +44,30 @@ class BodyReader:
             raise ApiError(415, message, code="unsupported_encoding")
         return _decompress(body, self.max_bytes)
 
-    async def _receive(self, request: Request) -> bytes:
+    async def _receive(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
         size = counted = 0
+        more = True
         try:
             async with asyncio.timeout(self.limits.receive_s):
-                async for part in request.stream():
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise invalid(None, "the client left before sending the whole body")
+                    part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
                     if size > self.max_bytes:
                         raise body_too_large(self.max_bytes)
-                    more = max(size - _UNCOUNTED_BYTES - counted, 0)
-                    if self._arriving + more > self.limits.receive_bytes:
+                    new = max(size - _UNCOUNTED_BYTES - counted, 0)
+                    if self._arriving + new > self.limits.receive_bytes:
                         self.on_overload()
                         seconds = random.randint(1, 4)  # so that clients do not return together
                         raise overloaded(
                             f"too many large requests are arriving; retry in {seconds} s", seconds
                         )
-                    self._arriving += more
-                    counted += more
+                    self._arriving += new
+                    counted += new
                     parts.append(part)
-        except ClientDisconnect:
-            raise invalid(None, "the client left before sending the whole body") from None
         except TimeoutError:
             message = f"the request body did not arrive within {self.limits.receive_s:g} s"
             close = {"connection": "close"}

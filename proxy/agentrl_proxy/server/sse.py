@@ -49,7 +49,7 @@ def internal_error() -> ApiError:
 
 class WorkResponse(Response):
     """Runs work and sends its answer. The work is canceled when the client disconnects, unless a
-    retry of it waits for the answer (``keep_alone``).
+    retry of it waits for the answer.
 
     An error before the first event is raised, for an ordinary error response; a later one becomes
     the stream's last event.
@@ -70,7 +70,7 @@ class WorkResponse(Response):
             nonlocal disconnected
             while (await receive())["type"] != "http.disconnect":
                 pass
-            if not self._work.keep_alone:
+            if not self._work.waiting:
                 disconnected = True
                 request.cancel()
 
@@ -87,7 +87,7 @@ class WorkResponse(Response):
             refusal = error if isinstance(error, ApiError) else internal_error()
             if refusal is not error:
                 log.exception("a stream failed")
-            await events.flush(self._work.failed(refusal), more=False)
+            await events.flush(self._work.dialect.failed(refusal), more=False)
         else:
             watcher.cancel()
             if self._stream:

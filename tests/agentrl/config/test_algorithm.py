@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, get_args
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from settings import nested
 
 from agentrl.config.algorithm import step_settings, update_settings, value_params
@@ -17,6 +16,7 @@ from agentrl_trainer.learner.loss_options import (
     OPTIONS_OF,
     CorrectionOptions,
     KlOptions,
+    LossOptions,
     PpoOptions,
     ValueParams,
     parse_loss_options,
@@ -36,14 +36,13 @@ def settings(options: dict[str, Any]) -> Any:
     return step_settings(config(options), adapters=frozenset({"policy"}), max_length=100)
 
 
-def test_a_losss_table_has_its_options_and_their_defaults() -> None:
-    losses = [name for name in get_args(RewardLoss) if name in AlgorithmSettings.model_fields]
-    for name in losses:
-        table: BaseModel = getattr(AlgorithmSettings(), name)
-        defaults = {key: value or 0.0 for key, value in table.model_dump().items()}
-        assert defaults == asdict(OPTIONS_OF[name]())
+def test_every_loss_with_options_has_a_table() -> None:
+    tables = {name for name in get_args(RewardLoss) if name in AlgorithmSettings.model_fields}
     # All but importance_sampling, which has none, and the one that is not for rewards.
-    assert {*losses} == OPTIONS_OF.keys() - {"importance_sampling", "cross_entropy"}
+    assert tables == OPTIONS_OF.keys() - {"importance_sampling", "cross_entropy"}
+    assert all(
+        AlgorithmSettings.model_fields[name].annotation is OPTIONS_OF[name] for name in tables
+    )
 
 
 def test_the_defaults_change_nothing() -> None:
@@ -58,7 +57,7 @@ def test_the_defaults_change_nothing() -> None:
     ("options", "message"),
     [
         ({"loss": "dro", "ppo.clip_low_threshold": 0.8}, 'with loss .dro.; set algorithm.loss = "'),
-        ({"dro.beta": 0.1}, "algorithm.dro.beta: has no effect with loss 'importance_sampling'"),
+        ({"dro.beta": 0.1}, "dro.beta: has no effect with loss 'importance_sampling'"),
         ({"turn.discount": 0.9}, "turn.discount: has no effect with estimator 'grpo'"),
         ({"loss": "ppo", "ppo.dual_clip_threshold": 1.1}, "must exceed clip_high_threshold 1.2"),
         ({"kl.estimator": "k2"}, "kl.estimator: has no effect without .*kl.coef above 0"),
@@ -101,13 +100,15 @@ def test_settings_reach_the_trainer() -> None:
     done = update_settings(config(given))
     assert done.epochs == 3
     options = parse_loss_options("ppo", done.loss_config)
-    assert options.own == PpoOptions(0.8, 1.28)
-    assert options.kl == KlOptions(0.1, "k2")
-    assert options.correction == CorrectionOptions("mask", "sequence")
+    assert options == LossOptions(
+        PpoOptions(clip_high_threshold=1.28),
+        KlOptions(coef=0.1, estimator="k2"),
+        CorrectionOptions(mode="mask", level="sequence"),
+    )
     assert done.gae is not None
     assert (done.gae.discount, done.gae.trace, done.gae.whiten) == (0.99, 0.9, True)
     assert (done.gae.scaling.ddof, done.gae.scaling.epsilon) == (0, 1e-4)
-    assert value_params(config(given)) == ValueParams(lr=0.5)
+    assert value_params(config(given)) == ValueParams(lr=0.5, clip=0.2)
 
     step = settings(
         {"estimator": "dr_grpo", "truncated": "skip", "sampler.max_tokens": 77,

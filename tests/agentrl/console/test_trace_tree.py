@@ -28,11 +28,11 @@ def test_everything_recorded_has_a_place(tmp_path: Path) -> None:
     run_id = store.create_run("r", "train", {}, Policies(on_error="retry", on_missing_reward=-1.0))
     [task] = store.add_tasks(run_id, "train", [{}])
     [rollout_id] = store.enqueue(run_id, [NewRollout(task, "g", Purpose.TRAIN, 0, 0, 0)])
-    first = store.claim("runner", 60)
+    first = store.claim("runner", 60, run_id)
     assert first is not None
     (tmp_path / "log").write_text("\n".join(f"line {i}" for i in range(50)))
     store.end_attempt(first.attempt_id, AttemptState.ERROR, error="boom", log=str(tmp_path / "log"))
-    second = store.claim("runner", 60)
+    second = store.claim("runner", 60, run_id)
     assert second is not None
 
     def span(name: str, span_id: str, parent: str | None, **attributes: Any) -> Span:

@@ -20,7 +20,7 @@ from agentrl.tinker_server import create_app, messages
 from agentrl.tinker_server.server import TinkerServer
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import AdamParams, Datum, ForwardBackwardOutput, ServiceClient
-from agentrl_trainer.client.saved import read_state
+from agentrl_trainer.client.local_base import read_state
 
 ADAM = {"learning_rate": 1e-3}
 

@@ -44,7 +44,8 @@ def by_thread(run, text):
 
 
 def attribution(claim):
-    return attributed(claim["key"], claim["rollout_id"], claim["attempt_id"])
+    ids = {f"AGENTRL_{name.upper()}": claim[name] for name in ("rollout_id", "attempt_id", "key")}
+    return attributed(ids | {"AGENTRL_GATEWAY": os.environ["AGENTRL_GATEWAY"]})
 
 
 starter, other = json.loads(sys.stdin.readline())

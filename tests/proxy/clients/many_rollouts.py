@@ -114,18 +114,9 @@ def threaded(number):
     emit_reward(number, name="thread")
 
 
-def environment(claim):
-    return {
-        "AGENTRL_ROLLOUT_ID": claim["rollout_id"],
-        "AGENTRL_ATTEMPT_ID": claim["attempt_id"],
-        "AGENTRL_KEY": claim["key"],
-    }
-
-
 def attribution(claim):
-    return attributed(
-        claim["key"], claim["rollout_id"], claim["attempt_id"], environment=environment(claim)
-    )
+    ids = {f"AGENTRL_{name.upper()}": claim[name] for name in ("rollout_id", "attempt_id", "key")}
+    return attributed(ids | {"AGENTRL_GATEWAY": os.environ["AGENTRL_GATEWAY"]})
 
 
 async def as_task(number, claim):
@@ -146,7 +137,7 @@ def as_thread(number, claim):
 
 async def main(claims):
     with attribution(claims[0]):
-        rollout_tracing().install_globally()
+        rollout_tracing().router.install_globally()
     for claim in claims[:2]:
         base = f"{os.environ['AGENTRL_GATEWAY']}/rollouts/{claim['rollout_id']}/v1"
         CACHED.append(openai.OpenAI(base_url=base, api_key=claim["key"], max_retries=0))

@@ -14,7 +14,8 @@ from scripted_sampler import Running
 from speakers import FUNCTION
 
 from agentrl_proxy.protocols import translation
-from agentrl_proxy.protocols.responses import responses_request
+from agentrl_proxy.protocols.chat import translated_request
+from agentrl_proxy.protocols.responses import responses_as_chat
 
 TOOLS: Any = [{"type": "function", **FUNCTION, "strict": False}]
 ASKED: Any = {"model": "policy", "input": "hi", "tools": TOOLS}
@@ -107,7 +108,7 @@ def test_fields_that_become_those_of_a_chat() -> None:
         "tools": TOOLS,
         "tool_choice": {"type": "function", "name": "search"},
     }
-    chat = responses_request(body)
+    chat = translated_request(responses_as_chat, body)
     made = [(message["role"], message.get("content")) for message in chat.messages]
     assert made[0] == ("developer", "d")
     assert [role for role, _ in made] == ["developer", "user", "assistant", "tool", "tool"]

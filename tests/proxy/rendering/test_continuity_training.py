@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from call_records import check_invariants
 from conversations import ODD_CALL, echo, one_by_one
 from official_clients import TOOLS, client, streamed
 from scripted_sampler import Running
@@ -50,32 +51,17 @@ def talk(
 def check_rows(calls: list[Call], edited: bool) -> None:
     from agentrl_trainer.data.packing import pack
     from agentrl_trainer.data.skip_reasons import SkipRules
-    from agentrl_trainer.data.training_row import to_training_row
     from agentrl_trainer.data.trajectories import build_trajectories
 
     assert len(calls) == TURNS
     built = build_trajectories(calls, SkipRules(max_length=100_000))
     assert not built.skipped
-    rows = built.trajectories
-    assert len(rows) == (2 if edited else 1)
-    by_id = {call.id: call for call in calls}
+    assert len(built.trajectories) == (2 if edited else 1)
     # Nothing lost, nothing twice: every call trains once, with the tokens and log-probs it sampled.
-    assert sorted(i for row in rows for i in row.call_ids) == sorted(by_id)
-    for row in rows:
-        for turn in row.turns:
-            call = by_id[turn.call_id]
-            assert row.tokens[turn.start : turn.end] == call.response_ids
-            assert row.tokens[: turn.start] == call.prompt_ids
-            assert row.logprobs[turn.start : turn.end] == call.response_logprobs
-            assert all(row.mask[turn.start : turn.end])
-        last = by_id[row.turns[-1].call_id]
-        assert row.tokens == last.prompt_ids + last.response_ids
+    rows = check_invariants(calls, built)
     sampled = sum(len(call.response_ids) for call in calls)
-    assert sum(sum(row.mask) for row in rows) == sampled
-    batches = pack(
-        [to_training_row(row, dict.fromkeys(row.call_ids, 1.0)) for row in rows],
-        token_budget=100_000,
-    )
+    assert sum(row.trained for row in rows) == sampled
+    batches = pack(rows, token_budget=100_000)
     trained = [token for batch in batches for token in batch.targets.tolist()]
     assert len(trained) == sampled
     assert sorted(trained) == sorted(token for call in calls for token in call.response_ids)

@@ -23,9 +23,9 @@ from scripted_sampler import Running
 
 from agentrl.samplers.embedded import EmbeddedSampler
 from agentrl_proxy.errors import ApiError
-from agentrl_proxy.protocols.chat import chat_request
+from agentrl_proxy.protocols.chat import ChatRequest, chat_request
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.structured_output import Constraints, StructuredOutput, probe_tool_form
+from agentrl_proxy.rendering.structured_output import Constraints, probe_tool_form
 from agentrl_tracer.schemas import Call
 from agentrl_trainer.inference.grammar import Grammars
 from agentrl_trainer.models.loading import load_base
@@ -317,15 +317,8 @@ def test_tool_choice_none_does_not_show_tools(live: Live) -> None:
     assert first.prompt_ids == second.prompt_ids
 
 
-def _output(turn_opened: bool = True, **body: Any) -> StructuredOutput:
-    request = chat_request({"model": "m", "messages": ASKED, **body})
-    return StructuredOutput(
-        request.response_format,
-        request.tool_choice,
-        request.tools,
-        request.parallel_tool_calls,
-        turn_opened,
-    )
+def asking(**body: Any) -> ChatRequest:
+    return chat_request({"model": "m", "messages": ASKED, **body})
 
 
 LLAMA = """{%- for m in messages -%}
@@ -351,10 +344,10 @@ def test_an_unknown_tool_form_is_refused(live: Live) -> None:
     assert probe_tool_form(renderer) is None
     constraints = Constraints(renderer)
     with pytest.raises(ApiError) as refused:
-        asyncio.run(constraints.of(_output(tools=TOOLS, tool_choice="required")))
+        asyncio.run(constraints.of(asking(tools=TOOLS, tool_choice="required")))
     assert (refused.value.status, refused.value.param) == (400, "tool_choice")
     assert "not known" in refused.value.message
-    alone = asyncio.run(constraints.of(_output(response_format={"type": "json_object"})))
+    alone = asyncio.run(constraints.of(asking(response_format={"type": "json_object"})))
     assert alone is not None
 
 
@@ -370,9 +363,9 @@ def test_a_template_of_one_call_at_a_time(live: Live) -> None:
     assert several is not None
     assert form == replace(several, between=None)
     assert several.between is not None
-    asked = _output(tools=TOOLS, tool_choice="required")
+    asked = asking(tools=TOOLS, tool_choice="required")
     one = asyncio.run(Constraints(Renderer(tokenizer)).of(asked))
-    limited = _output(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    limited = asking(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     same = asyncio.run(Constraints(Renderer(live.base.tokenizer)).of(limited))
     assert one == same
 
@@ -390,8 +383,8 @@ def test_reasoning_comes_before_what_is_constrained(live: Live, opened: bool) ->
     renderer = Renderer(tokenizer)
     assert ("<think>" in renderer.generation_prompt) == opened
     asked = [
-        _output(response_format=_format(PLACE)),
-        _output(tools=TOOLS, tool_choice="required"),
+        asking(response_format=_format(PLACE)),
+        asking(tools=TOOLS, tool_choice="required"),
     ]
     answers = ['{"city": "東京", "days": 3}', _called("give_up", "{}")]
     for request, answer in zip(asked, answers, strict=True):
@@ -409,7 +402,7 @@ def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> N
     tokenizer.chat_template = FAMILIES["deepseek-r1"].template
     renderer = Renderer(tokenizer)
     assert "<think>" in renderer.generation_prompt
-    request = _output(response_format=_format(PLACE))
+    request = asking(response_format=_format(PLACE))
     answer = '{"city": "Paris", "days": 3}'
     for opened, text, fits in (
         (True, answer, False),
@@ -418,15 +411,16 @@ def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> N
         (False, f"<think>So.</think>\n\n{answer}", True),
         (False, f"So.</think>\n\n{answer}", False),
     ):
-        output = replace(request, turn_opened=opened)
-        assert accepts(live, renderer, output, text) == fits, (opened, text)
+        assert accepts(live, renderer, request, text, opened=opened) == fits, (opened, text)
 
 
-def accepts(live: Live, renderer: Renderer, output: StructuredOutput, text: str) -> bool:
+def accepts(
+    live: Live, renderer: Renderer, request: ChatRequest, text: str, *, opened: bool = True
+) -> bool:
     """Whether the grammar allows this answer."""
     tokenizer = renderer.tokenizer
     grammars = Grammars(tokenizer, live.base.model.config.vocab_size, live.base.eos_ids)
-    constraint = asyncio.run(Constraints(renderer).of(output))
+    constraint = asyncio.run(Constraints(renderer).of(request, opened=opened))
     assert constraint is not None
     state = grammars.start(constraint.grammar)
     return all(state.push(i) for i in [*renderer.encode(text), tokenizer.eos_token_id])

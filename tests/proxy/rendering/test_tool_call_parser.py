@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl_proxy.rendering import templates as families
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.rendering.reply import CallPiece, ParsedReply
+from agentrl_proxy.rendering.reply import ParsedReply
 from agentrl_proxy.rendering.tool_call_parser import ReplyParser
 
 ARGUMENTS = '{"q":  "köln <b>",   "n": 1.50, "deep": {"a": [1, {"b": "}"}]}}'
@@ -52,17 +52,13 @@ def in_pieces(parser: ReplyParser, pieces: list[str]) -> tuple[ParsedReply, Pars
         shown.content += piece.content
         shown.reasoning += piece.reasoning
         for one in piece.pieces:
-            add(one)
-
-    def add(one: CallPiece) -> None:
-        if one.index == len(calls):
-            assert one.id
-            assert one.name
-            calls.append([one.name, one.arguments, one.id])
-        else:
-            assert one.id is None
-            assert one.name is None
-            calls[one.index][1] += one.arguments
+            function = one["function"]
+            if one["index"] == len(calls):
+                calls.append([function["name"], function["arguments"], one["id"]])
+            else:
+                assert one.keys() == {"index", "function"}
+                assert function.keys() == {"arguments"}
+                calls[one["index"]][1] += function["arguments"]
 
     for piece in pieces:
         take(parser.feed(piece))
@@ -130,11 +126,11 @@ def test_arguments_stream_before_the_call_ends(family: str, speaker: Renderer) -
     parser = speaker.parser(tools=True, opened=family != "deepseek-r1")
     seen = [(i, piece) for i, c in enumerate(text) for piece in parser.feed(c).pieces]
     first, last = seen[0], seen[-1]
-    assert first[1].name == "search"
+    assert first[1]["function"]["name"] == "search"
     assert first[0] == text.index('{"q"') + 1  # the arguments' second character
     assert last[0] <= text.index(ARGUMENTS) + len(ARGUMENTS)
     assert len(seen) >= len(ARGUMENTS) - 2
-    assert "".join(piece.arguments for _, piece in seen) == ARGUMENTS
+    assert "".join(piece["function"]["arguments"] for _, piece in seen) == ARGUMENTS
 
 
 BROKEN = [

@@ -97,7 +97,7 @@ async def test_memory_of_sealed_attempts_is_dropped(gateway: Running) -> None:
     await made.forget_sealed()
     assert len(made.attempts) == 1
     assert made.attempts.quiet() == []  # it has been looked at; after 12 s it is again
-    made.attempts.get(gateway.claims[1].attempt_id).used_at -= 6
+    made.attempts.get(gateway.claims[1].attempt_id).used_at -= 7
     assert made.attempts.quiet() == [gateway.claims[1].attempt_id]
 
 

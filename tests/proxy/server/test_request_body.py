@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from running_gateway import LIMITS
-from starlette.requests import Request
 
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.server.request_body import BodyReader
@@ -27,9 +26,8 @@ class Arrival:
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         for part in parts:
             self.send(part)
-        raw = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
-        scope = {"type": "http", "method": "POST", "headers": raw}
-        self.reading = asyncio.create_task(reader.read(Request(scope, self.messages.get)))
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.reading = asyncio.create_task(reader.read(self.messages.get, named))
 
     def send(self, part: bytes, more: bool = True) -> None:
         self.messages.put_nowait({"type": "http.request", "body": part, "more_body": more})

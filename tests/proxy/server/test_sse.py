@@ -14,11 +14,12 @@ from agentrl_proxy.server.sse import WorkResponse
 class Work:
     """Writes events, one a turn of the event loop; then fails, if told so."""
 
-    keep_alone = False
+    waiting = 0
 
     def __init__(self, events: list[bytes], error: Exception | None = None) -> None:
         self.events, self.error = events, error
         self.canceled = False
+        self.dialect = self
 
     async def run(self, write: Any) -> dict[str, Any]:
         try:

@@ -106,7 +106,7 @@ def test_claims_follow_the_queue_and_give_each_rollout_once(store: Store) -> Non
     claims = [claimed(store) for _ in range(3)]
     assert [c.rollout_id for c in claims] == [r.id for r in store.rollouts(run_id)]
     assert claims[0].task == {"n": 7}
-    assert store.claim("runner", 30) is None
+    assert store.claim("runner", 30, run_id) is None
 
 
 def test_what_is_waited_for_is_claimed_first(store: Store) -> None:
@@ -130,7 +130,7 @@ from agentrl_tracer.schemas import AttemptState
 from agentrl_tracer.store import Store
 
 store = Store(sys.argv[1], pooled=False)
-while claim := store.claim("r", 30):
+while claim := store.claim("r", 30, sys.argv[2]):
     print(claim.rollout_id)
     store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
 """
@@ -138,7 +138,7 @@ while claim := store.claim("r", 30):
 
 def test_processes_share_the_queue(store: Store) -> None:
     run_id = start_run(store, rollouts=60)
-    command = [sys.executable, "-c", CLAIM_ALL, store.url]
+    command = [sys.executable, "-c", CLAIM_ALL, store.url, run_id]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     taken = [line for worker in workers for line in worker.communicate(timeout=60)[0].split()]
     assert sorted(taken) == sorted(r.id for r in store.rollouts(run_id))

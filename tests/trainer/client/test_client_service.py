@@ -11,7 +11,7 @@ from client_data import RL_ROW, TINY, grad_norm, logprobs, reinforced, supervise
 
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import AdamParams, ServiceClient, TrainingClient
-from agentrl_trainer.client.saved import read_state
+from agentrl_trainer.client.local_base import read_state
 from agentrl_trainer.data.training_row import with_extra
 from agentrl_trainer.learner.loss_options import ValueParams
 
@@ -79,7 +79,7 @@ def test_going_on_from_a_state_is_going_on(service: ServiceClient) -> None:
 
 
 def test_a_state_with_a_value_function_goes_into_another_client(tmp_path: Path) -> None:
-    with ServiceClient(folder=tmp_path, value=ValueParams()) as service:
+    with ServiceClient(folder=tmp_path, value=ValueParams(lr=1e-3, clip=0.2)) as service:
         first = service.create_lora_training_client(TINY, rank=4, seed=1)
         returns = with_extra([replace(RL_ROW, adapter="model-1")], returns=[[1.0] * 8])
         first.forward_backward(returns, "importance_sampling")

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_trainer.data.packing import count_tokens, pack
-from agentrl_trainer.data.training_row import TrainingRow, to_training_row
-from agentrl_trainer.data.trajectories import Trajectory, Turn
+from agentrl_trainer.data.training_row import TrainingRow
 
 
 def datum(length: int, trained: list[int], adapter: str = "default", base: int = 0) -> TrainingRow:
@@ -97,26 +96,12 @@ def test_rows_that_train_nothing_are_left_out() -> None:
     assert batch.indices == [1]
 
 
-def test_a_datum_is_checked() -> None:
-    with pytest.raises(ValueError, match="one length"):
-        TrainingRow([1, 2], [False], [0.0, 0.0], [0.0, 0.0])
-    with pytest.raises(ValueError, match="first token"):
-        TrainingRow([1, 2], [True, False], [0.0, 0.0], [0.0, 0.0])
-
-
-def test_to_datum() -> None:
-    trajectory = Trajectory(
-        adapter="asker",
-        tokens=[1, 2, 3, 4],
-        mask=[False, True, False, True],
-        logprobs=[0.0, -1.0, 0.0, -2.0],
-        turns=[Turn("a", 1, 2), Turn("b", 3, 4)],
-        temperatures=[1.0] * 4,
-    )
-    row = to_training_row(trajectory, {"a": 0.5, "b": 0.5})
-    assert row.advantages == [0, 0.5, 0, 0.5]
-    assert to_training_row(trajectory, {"b": 2.0, "elsewhere": 9.0}).advantages == [0, 0, 0, 2.0]
-    assert (row.adapter, row.trained) == ("asker", 2)
+@pytest.mark.parametrize(
+    ("mask", "said"), [([False], "one length"), ([True, False], "first token")]
+)
+def test_a_row_is_checked(mask: list[bool], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainingRow([1, 2], mask, [0.0, 0.0], [0.0, 0.0])
 
 
 @st.composite

@@ -15,13 +15,18 @@ from hypothesis import strategies as st
 
 from agentrl_tracer.schemas import Call
 from agentrl_trainer.data.skip_reasons import SkipRules, token_versions
+from agentrl_trainer.data.training_row import TrainingRow, to_training_row
 from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
 
 
-def build(*calls: Call) -> TrajectorySet:
+def build(*calls: Call) -> list[TrainingRow]:
+    return check_invariants(list(calls), build_trajectories(calls, SkipRules(max_length=64)))
+
+
+def call_ids(*calls: Call) -> list[list[str]]:
     built = build_trajectories(calls, SkipRules(max_length=64))
     check_invariants(list(calls), built)
-    return built
+    return [trajectory.call_ids for trajectory in built.trajectories]
 
 
 # Each call is its prompt and its answer, in the order of the calls; rows are of their indices.
@@ -70,36 +75,38 @@ HISTORIES: dict[str, tuple[list[tuple[list[int], list[int]]], list[list[int]]]] 
 def test_what_agents_do_with_their_history_decides_the_rows(history: str) -> None:
     turns, rows = HISTORIES[history]
     calls = [make(str(i), *turn, seq=i) for i, turn in enumerate(turns)]
-    assert [[int(name) for name in row.call_ids] for row in build(*calls).trajectories] == rows
+    assert call_ids(*calls) == [[str(i) for i in row] for row in rows]
 
 
 def test_a_fork_trains_the_shared_part_once() -> None:
-    a = make("a", [1], [2], seq=0)
-    b = make("b", [1, 2, 3], [4], seq=1)
-    c = make("c", [1, 2, 5], [6], seq=2)
-    first, second = build(a, b, c).trajectories
-    assert (first.tokens, first.call_ids) == ([1, 2, 3, 4], ["a", "b"])
-    assert (second.tokens, second.call_ids) == ([1, 2, 5, 6], ["c"])
-    assert second.mask == [False, False, False, True]
+    forked = [make("a", [1], [2], 0), make("b", [1, 2, 3], [4], 1), make("c", [1, 2, 5], [6], 2)]
+    assert call_ids(*forked) == [["a", "b"], ["c"]]
+    first, second = build(*forked)
+    assert (first.tokens, first.mask) == ([1, 2, 3, 4], [False, True, False, True])
+    assert (second.tokens, second.mask) == ([1, 2, 5, 6], [False, False, False, True])
 
 
 def test_other_adapters_are_context() -> None:
     x = make("x", [1], [2], seq=0, adapter="asker")
     y = make("y", [1, 2, 3], [4], seq=1, adapter="guesser")
     z = make("z", [1, 2, 3, 4, 5], [6], seq=2, adapter="asker")
-    built = build_trajectories([x, y, z], SkipRules(max_length=100))
-    asker, guesser = built.trajectories
-    assert (asker.adapter, asker.call_ids) == ("asker", ["x", "z"])
-    assert asker.tokens == [1, 2, 3, 4, 5, 6]
+    asker, guesser = build(x, y, z)
+    assert (asker.adapter, asker.tokens) == ("asker", [1, 2, 3, 4, 5, 6])
     assert asker.mask == [False, True, False, False, False, True]
     assert (guesser.adapter, guesser.mask) == ("guesser", [False, False, False, True])
+
+
+def test_calls_without_credit_stay_in_the_mask() -> None:
+    calls = [make("a", [1], [2], 0), make("b", [1, 2, 3], [4, 5], 1)]
+    [path] = build_trajectories(calls, SkipRules(max_length=64)).trajectories
+    row = to_training_row(path, {"b": 2.0, "elsewhere": 9.0})
+    assert (row.advantages, row.trained) == ([0, 0, 0, 2.0, 2.0], 3)
 
 
 def test_n_choices_are_siblings() -> None:
     choices = [make(f"a#{i}", [1], [10 + i], seq=0, choice=i, response_id="a") for i in range(3)]
     following = make("b", [1, 11, 2], [20], seq=1)  # the agent went on with the second
-    built = build(*choices, following)
-    assert [row.call_ids for row in built.trajectories] == [["a#0"], ["a#1", "b"], ["a#2"]]
+    assert call_ids(*choices, following) == [["a#0"], ["a#1", "b"], ["a#2"]]
 
 
 def test_versions_of_an_answer() -> None:
@@ -111,22 +118,11 @@ def test_versions_of_an_answer() -> None:
     assert token_versions(make("c", [1], [10], adapter_version=None)) == [-1]
 
 
-@pytest.mark.parametrize(("given", "trained"), [(1, 1.0), (0.5, 0.5), (0, 1.0)])
-def test_temperature(given: float, trained: float) -> None:
-    first = make("a", [1], [2], seq=0)
-    second = make("b", [1, 2, 3], [4], seq=1, params={"temperature": given})
-    (row,) = build(first, second).trajectories
-    assert row.temperatures == [1.0, 1.0, 1.0, trained]
-
-
 def test_calls_of_two_attempts_or_with_one_id_are_refused() -> None:
     assert build_trajectories([], SkipRules(max_length=1)) == TrajectorySet([], {})
-    with pytest.raises(ValueError, match="several attempts"):
-        build_trajectories(
-            [make("a", [1], [2]), make("b", [1], [2], attempt_id="c")], SkipRules(max_length=9)
-        )
-    with pytest.raises(ValueError, match="share an id"):
-        build_trajectories([make("a", [1], [2]), make("a", [1], [2])], SkipRules(max_length=9))
+    for other, said in (({"attempt_id": "c"}, "several attempts"), ({"id": "a"}, "share an id")):
+        with pytest.raises(ValueError, match=said):
+            build(make("a", [1], [2]), make("b", [1], [2], **other))
 
 
 # ---- properties
@@ -151,19 +147,15 @@ def test_no_needless_trajectories(calls: list[Call]) -> None:
     """
     built = build_trajectories(calls, SkipRules(max_length=1000))
     kept = [call for call in calls if call.id not in built.skipped]
-    parents = set()
+    parents: set[str] = set()
     for call in kept:
-        extended = [
-            other
+        extended = {
+            other.id: len(whole)
             for other in kept
             if other.adapter == call.adapter
             and (whole := other.prompt_ids + other.response_ids) == call.prompt_ids[: len(whole)]
-        ]
-        if extended:
-            longest = max(len(o.prompt_ids) + len(o.response_ids) for o in extended)
-            parents.add(
-                next(o.id for o in extended if len(o.prompt_ids) + len(o.response_ids) == longest)
-            )
+        }
+        parents |= {max(extended, key=extended.__getitem__)} if extended else set()
     assert len(built.trajectories) == len(kept) - len(parents)
 
 

@@ -124,7 +124,7 @@ def test_a_custom_loss_over_several_datums(moved: Learner, datums: list[Training
 
 
 @pytest.mark.parametrize(
-    ("token_budget", "value"), [(10**6, None), (10**6, ValueParams()), (40, None)]
+    ("token_budget", "value"), [(10**6, None), (10**6, ValueParams(lr=1e-3, clip=0.2)), (40, None)]
 )
 def test_a_custom_loss_goes_through_one_micro_batch_once(
     token_budget: int, value: ValueParams | None

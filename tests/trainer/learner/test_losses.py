@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentrl_trainer.learner.loss_options import KlOptions, parse_loss_options
+from agentrl_trainer.learner.loss_options import KlOptions, flat_name, parse_loss_options
 from agentrl_trainer.learner.losses import LOSSES, Sums, add_sums, kl_penalty
 
 N = 40
@@ -74,34 +72,33 @@ def obvious(
 
     A gradient is that of ``lps`` alone: what a formula takes as a constant comes from ``frozen``.
     """
-    parts = parse_loss_options(name, config)
-    o = SimpleNamespace(**asdict(parts.own), **asdict(parts.kl), **asdict(parts.correction))
+    o: Any = parse_loss_options(name, config)
     frozen = lps if frozen is None else frozen
     sequences = [0] * len(lps) if sequences is None else sequences
-    olds = proximal or (qs if o.correction == "none" else frozen)
+    olds = proximal or (qs if o.correction.mode == "none" else frozen)
     members = [[j for j, s in enumerate(sequences) if s == one] for one in sequences]
     total = 0.0
     for i, (lp, a) in enumerate(zip(lps, advantages, strict=True)):
         mean_gap = sum(frozen[j] - olds[j] for j in members[i]) / len(members[i])
-        term = obvious_term(name, o, lp, frozen[i], olds[i], a, mean_gap)
-        if o.correction != "none":
+        term = obvious_term(name, o.own, lp, frozen[i], olds[i], a, mean_gap)
+        if o.correction.mode != "none":
             gaps = [olds[j] - qs[j] for j in members[i]]
             mean = sum(gaps) / len(gaps)
             exponents = {"token": olds[i] - qs[i], "sequence": sum(gaps), "geometric": mean}
-            w = math.exp(exponents[o.correction_level])
-            if o.correction == "truncate":
-                w = clip(w, o.correction_low, o.correction_high)
-            term *= w if o.correction_low <= w <= o.correction_high else 0.0
-        if o.kl_coef:
+            w = math.exp(exponents[o.correction.level])
+            if o.correction.mode == "truncate":
+                w = clip(w, o.correction.low, o.correction.high)
+            term *= w if o.correction.low <= w <= o.correction.high else 0.0
+        if o.kl.coef:
             assert reference is not None
-            if o.kl_gradient == "direct":
-                kl = K[o.kl_estimator](reference[i] - lp)
+            if o.kl.gradient == "direct":
+                kl = K[o.kl.estimator](reference[i] - lp)
             else:
                 d = reference[i] - frozen[i]
                 # Plus a term whose value is 0 and whose slope is r * (lp - reference).
                 slope = min(math.exp(frozen[i] - qs[i]), 5.0) * -d
-                kl = K[o.kl_estimator](d) + slope * (lp - frozen[i])
-            term += o.kl_coef * kl
+                kl = K[o.kl.estimator](d) + slope * (lp - frozen[i])
+            term += o.kl.coef * kl
         total += term * (1.0 if weights is None else weights[i])
     return total
 
@@ -134,8 +131,7 @@ def tensors(*lists: list[float]) -> list[Tensor]:
 
 
 def gradient_of(loss: Tensor, lp: Tensor) -> list[float]:
-    (found,) = torch.autograd.grad(loss, lp)
-    return found.tolist()
+    return torch.autograd.grad(loss, lp)[0].tolist()
 
 
 def check(name: str, config: Config, seed: int, **columns: list[Any]) -> Sums:
@@ -185,9 +181,13 @@ def test_defaults() -> None:
         "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
         "dppo": {"divergence": "tv", "divergence_low": 0.2, "divergence_high": 0.2},
     }.items():
-        found = parse_loss_options(name, {})
-        assert asdict(found.own) == own
-        assert {**asdict(found.kl), **asdict(found.correction)} == shared
+        parts = parse_loss_options(name, {})
+        found = {
+            flat_name(part, option): value
+            for part in ("own", "kl", "correction")
+            for option, value in getattr(parts, part)
+        }
+        assert found == {**shared, **own}
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -241,7 +241,7 @@ def test_the_expected_gradient_of_the_penalty_is_that_of_the_kl(
     exact = gradient_of((policy.exp() * (policy - reference)).sum(), logits)
     sampler = (logits.detach() + shift * move).log_softmax(0)
     lp = logits.log_softmax(0)
-    penalty = kl_penalty(lp, reference, lp.detach() - sampler, KlOptions(kl_estimator=estimator))
+    penalty = kl_penalty(lp, reference, lp.detach() - sampler, KlOptions(estimator=estimator))
     assert gradient_of((sampler.exp() * penalty).sum(), logits) == pytest.approx(exact)
 
 
@@ -255,52 +255,43 @@ def test_the_penaltys_importance_weight_is_at_most_5(ratio: float, weight: float
     assert gradient_of(penalty.sum(), lp) == pytest.approx([0.5 * weight])
 
 
-def test_a_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
-    lp, q, a = tensors([3.0, 0.5, 3.0], [0.0] * 3, [-1.0, -1.0, 1.0])
+@pytest.mark.parametrize(
+    ("dual", "lps", "advantages", "moves"),
+    [
+        (0.0, [1.0, 1.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0], [False, True, True, False]),
+        (3.0, [3.0, 0.5, 3.0], [-1.0, -1.0, 1.0], [False, True, False]),
+    ],
+)
+def test_ppo_stops_the_gradient_only_where_the_clip_is_the_pessimistic_choice(
+    dual: float, lps: list[float], advantages: list[float], moves: list[bool]
+) -> None:
+    lp, q, a = tensors(lps, [0.0] * len(lps), advantages)
     lp.requires_grad_(True)
-    loss, sums = LOSSES["ppo"](lp, q, a, {"dual_clip_threshold": 3.0})
-    assert loss.item() == pytest.approx(3.0 + math.exp(0.5) - 1.2)
-    assert [g != 0 for g in gradient_of(loss, lp)] == [False, True, False]
+    loss, sums = LOSSES["ppo"](lp, q, a, {"dual_clip_threshold": dual})
+    assert [g != 0 for g in gradient_of(loss, lp)] == moves
     assert int(sums["clipped"]) == 2
+    if dual:
+        assert loss.item() == pytest.approx(3.0 + math.exp(0.5) - 1.2)
 
 
-def test_ppo_stops_the_gradient_only_where_the_clip_is_the_pessimistic_choice() -> None:
-    lp, q, a = tensors([1.0, 1.0, -1.0, -1.0], [0.0] * 4, [1.0, -1.0, 1.0, -1.0])
-    lp.requires_grad_(True)
-    loss, sums = LOSSES["ppo"](lp, q, a, {})
-    assert [g != 0 for g in gradient_of(loss, lp)] == [False, True, True, False]
-    assert int(sums["clipped"]) == 2
-
-
-def test_metrics() -> None:
+def test_metrics_of_the_whole_and_of_its_parts() -> None:
     lps, qs, advantages = sample(5)
     _, sums = LOSSES["cispo"](*tensors(lps, qs, advantages), {})
     gaps = [lp - q for lp, q in zip(lps, qs, strict=True)]
     ratios = [math.exp(gap) for gap in gaps]
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
-        {
-            "tokens": N,
-            "logprob": sum(lps),
-            "ratio": sum(ratios),
-            "ratio_max": max(ratios),
-            "clipped": sum(not 0.8 <= r <= 1.2 for r in ratios),
-            "kl_k1": -sum(gaps),
-            "kl_k3": sum(r - 1 - g for r, g in zip(ratios, gaps, strict=True)),
-            "difference": sum(map(abs, gaps)),
-            "difference_max": max(map(abs, gaps)),
-        }
-    )
+    expected = {
+        "tokens": N, "logprob": sum(lps), "ratio": sum(ratios), "ratio_max": max(ratios),
+        "clipped": sum(not 0.8 <= r <= 1.2 for r in ratios),
+        "kl_k3": sum(r - 1 - g for r, g in zip(ratios, gaps, strict=True)),
+        "difference": sum(map(abs, gaps)), "difference_max": max(map(abs, gaps)),
+    }  # fmt: skip
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
     assert sums["clipped"] > 0
-
-
-def test_sums_of_parts_are_the_sums_of_the_whole() -> None:
-    columns = tensors(*sample(6))
-    _, whole = LOSSES["ppo"](*columns, {})
     merged: Sums = {}
     for part in (slice(0, 7), slice(7, 30), slice(30, N)):
-        merged = add_sums(merged, LOSSES["ppo"](*(x[part] for x in columns), {})[1])
-    expected = {key: float(value) for key, value in whole.items()}
-    assert {key: float(value) for key, value in merged.items()} == pytest.approx(expected)
+        columns = (x[part] for x in tensors(lps, qs, advantages))
+        merged = add_sums(merged, LOSSES["cispo"](*columns, {})[1])
+    assert {name: float(value) for name, value in merged.items()} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

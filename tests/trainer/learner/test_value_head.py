@@ -31,7 +31,10 @@ def test_a_value_function_learns() -> None:
 
 def test_no_gradient_of_the_value_function_reaches_the_policy() -> None:
     """Its last layer begins at zero, which would hide it: here it does not."""
-    trainer, plain = learner(value=ValueParams(clip=0.0), off_start=True), learner(off_start=True)
+    trainer, plain = (
+        learner(value=ValueParams(lr=1e-3, clip=0.0), off_start=True),
+        learner(off_start=True),
+    )
     for head in trainer.value_heads.values():
         torch.nn.init.normal_(head.out.weight)
     datums = data(rows=4)
@@ -41,7 +44,7 @@ def test_no_gradient_of_the_value_function_reaches_the_policy() -> None:
 
 
 def test_a_value_function_is_part_of_the_state() -> None:
-    first, second = (learner(value=ValueParams(), seed=seed) for seed in (3, 4))
+    first, second = (learner(value=ValueParams(lr=1e-3, clip=0.2), seed=seed) for seed in (3, 4))
     datums = data(rows=4)
     given = with_extra(datums, returns=[[1.0] * len(d.tokens) for d in datums])
     first.step(given)
@@ -61,7 +64,7 @@ def test_the_value_loss_is_the_slow_loop(clip: float) -> None:
     generator = torch.Generator().manual_seed(1)
     predicted, returns, old, weights = torch.randn(4, 30, generator=generator, dtype=torch.float64)
     predicted, weights = old + 0.3 * predicted, weights.abs()
-    how = {"returns": returns, "params": ValueParams(clip=clip)}
+    how = {"returns": returns, "params": ValueParams(lr=1e-3, clip=clip)}
     loss, sums = value_loss(predicted, values=old, weights=weights, **how)
     expected = 0.0
     columns = (predicted.tolist(), returns.tolist(), old.tolist(), weights.tolist())

@@ -23,7 +23,7 @@ from agentrl_trainer.data.packing import MicroBatch, pack
 from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.logprobs import TokenLogprobs
 from agentrl_trainer.learner.model_support import why_no_flex
-from agentrl_trainer.models.prefix_attention import PackedTrie, Trie, pack_trie, trie_attention
+from agentrl_trainer.models.prefix_attention import Trie, pack_trie, trie_attention
 
 VOCAB = 67
 SMALL: dict[str, Any] = {
@@ -136,18 +136,18 @@ def test_a_trie_is_its_rows(rows: list[list[int]], window: int | None) -> None:
     """Whatever branches: all prefixes once, every query sees its own row up to itself only, through
     the blocks and through flex_attention's mask."""
     rows.sort()
-    packed = pack_trie(rows)
-    size = len(packed.tokens)
+    tokens, paths, trie = pack_trie(rows)
+    size = len(tokens)
     assert size == len({tuple(r[: n + 1]) for r in rows for n in range(len(r))})
     expected = torch.zeros(size, size, dtype=torch.bool)
-    for row, path in zip(rows, packed.paths, strict=True):
-        assert [packed.tokens[at] for at in path] == row
-        assert [packed.trie.depths[at] for at in path] == list(range(len(row)))
+    for row, path in zip(rows, paths, strict=True):
+        assert [tokens[at] for at in path] == row
+        assert [trie.depths[at] for at in path] == list(range(len(row)))
         for depth, place in enumerate(path):
             expected[place, path[max(0, depth - (window or size) + 1) : depth + 1]] = True
-    flex = create_mask(packed.trie.sees(window), 1, 1, size, size, device="cpu")
+    flex = create_mask(trie.sees(window), 1, 1, size, size, device="cpu")
     assert torch.equal(flex[0, 0], expected)
-    assert torch.equal(seen_by_blocks(packed.trie, window), expected)
+    assert torch.equal(seen_by_blocks(trie, window), expected)
 
 
 def seen_by_blocks(trie: Trie, window: int | None) -> Tensor:
@@ -177,15 +177,14 @@ ROWS = sorted(
 )  # fmt: skip
 
 
-def states(size: int) -> list[Tensor]:
+def states(trie: Trie) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(1, h, size, DIM, requires_grad=True) for h in (HEADS, GROUPS, GROUPS)]
+    shapes = [(1, heads, len(trie.ends), DIM) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-def attention(packed: PackedTrie, states: list[Tensor], *, flex: bool, **options: object) -> Tensor:
-    trie = replace(packed.trie, flex=flex)
-    out, _ = trie_attention(nn.Module(), *states, None, trie=trie, **options)
-    return out
+def attention(trie: Trie, states: list[Tensor], **options: Any) -> Tensor:
+    return trie_attention(nn.Module(), *states, None, trie=trie, **options)[0]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -193,22 +192,21 @@ def attention(packed: PackedTrie, states: list[Tensor], *, flex: bool, **options
     "options", [{}, {"sliding_window": 3}, {"softcap": 2.0}, {"scaling": 0.1}], ids=str
 )
 def test_flex_attention_over_a_trie_is_attention_over_its_blocks(options: dict[str, Any]) -> None:
-    packed = pack_trie(ROWS)
-    with torch.no_grad():
-        own = [x.detach() for x in states(len(packed.tokens))]
-        by_blocks, by_flex = (
-            attention(packed, own, flex=flex, **options) for flex in (False, True)
-        )
+    *_, trie = pack_trie(ROWS)
+    own = [x.detach() for x in states(trie)]
+    by_blocks, by_flex = (
+        attention(replace(trie, flex=flex), own, **options) for flex in (False, True)
+    )
     torch.testing.assert_close(by_flex, by_blocks, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_through_the_mask_are_those_through_the_blocks() -> None:
-    packed = pack_trie(ROWS)
-    size = len(packed.tokens)
-    own = states(size)
+    *_, trie = pack_trie(ROWS)
+    size = len(trie.ends)
+    own = states(trie)
     weights = torch.randn(1, size, HEADS, DIM)
-    by_blocks = torch.autograd.grad((attention(packed, own, flex=False) * weights).sum(), own)
-    mask = create_mask(packed.trie.sees(None), 1, 1, size, size, device="cpu")
+    by_blocks = torch.autograd.grad((attention(trie, own) * weights).sum(), own)
+    mask = create_mask(trie.sees(None), 1, 1, size, size, device="cpu")
     out = F.scaled_dot_product_attention(*own, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     by_mask = torch.autograd.grad((out * weights).sum(), own)
     torch.testing.assert_close(by_mask, by_blocks, rtol=1e-5, atol=1e-5)
@@ -216,7 +214,7 @@ def test_gradients_through_the_mask_are_those_through_the_blocks() -> None:
 
 def test_blocks_without_a_visible_key_are_left_out() -> None:
     """Two rows with nothing in common, 128 to a block: 2 triangles and not 4 squares."""
-    mask = pack_trie([[1] * 256, [2] * 256]).trie.block_mask(None)
+    mask = pack_trie([[1] * 256, [2] * 256])[2].block_mask(None)
     assert mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum() == 3 + 3
 
 

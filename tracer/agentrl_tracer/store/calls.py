@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +25,6 @@ from agentrl_tracer.schemas import (
 )
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.database import Database, json_text
-from agentrl_tracer.store.rewards import insert_rewards
 
 _CALL_COLUMNS = [t.calls.c[name] for name in Call.__dataclass_fields__]
 # A verdict stands: a call judged while it was open keeps its verdict when it finishes.
@@ -82,50 +81,47 @@ class CallStore:
         self,
         boot_id: str,
         opened: Sequence[Call],
-        finished: Sequence[Call],
+        arrived: Sequence[Call | Delivery],
         proxied: int,
-        deliveries: Sequence[Delivery] = (),
         *,
         wait: bool = True,
-    ) -> dict[str, AttemptState | None]:
+    ) -> dict[str, AttemptState]:
         """Commit open and finished calls, the gateway's count, spans and rewards together.
 
         A call that finishes after its attempt was sealed is kept as ``late_call``; spans and
         rewards that come after it are not kept; what is delivered twice is kept once. Returns the
-        state of every attempt among finished calls and deliveries as of this transaction, by id.
+        state of every attempt in ``arrived`` as of this transaction, by id.
 
         Args:
+            arrived: finished calls, and deliveries of spans and rewards.
             wait: see ``Database.write_hot``.
         """
+        finished = [item for item in arrived if isinstance(item, Call)]
         done = {call.id for call in finished}
-        marks = [call for call in opened if call.id not in done] if opened else ()
-        attempts = {item.attempt_id for item in (*finished, *deliveries)}
+        marks = [(*_values(call), boot_id) for call in opened if call.id not in done]
         with self.db.write_hot(wait=wait) as c:
-            states = self._attempt_states(c, [i for i in attempts if i is not None])
+            states = self._attempt_states(c, {item.attempt_id for item in arrived} - {None})
             if marks:
-                rows = [(*_values(mark), boot_id) for mark in marks]
-                self.db.insert_rows(c, t.calls, _ROW, rows)
+                self.db.insert_rows(c, t.calls, _ROW, marks)
             if finished:
                 rows = [_finished_row(call, states, boot_id) for call in finished]
                 self.db.insert_rows(c, t.calls, _ROW, rows, _CALL_UPDATES, _VERDICT)
             if opened or finished:
-                count = self.db.compiled("proxied", lambda: _SET_PROXIED, ("boot", "count"))
+                count = self.db.compiled(_SET_PROXIED, ("boot", "count"))
                 c.execute(count.sql, count.parameters((boot_id, proxied)))
-            for delivery in deliveries:
-                attempt_id = delivery.attempt_id
-                if attempt_id is None or states.get(attempt_id) is AttemptState.RUNNING:
-                    self.db.insert_records(c, t.spans, delivery.spans)
-                    insert_rewards(self.db, c, delivery.rewards)
+            for item in arrived:
+                if isinstance(item, Delivery) and _is_open(item, states):
+                    self.db.insert_records(c, t.spans, item.spans)
+                    self.db.insert_records(c, t.rewards, item.rewards)
         return states
 
-    def _attempt_states(self, c: Any, ids: Sequence[str]) -> dict[str, AttemptState | None]:
+    def _attempt_states(self, c: Any, ids: Collection[Any]) -> dict[str, AttemptState]:
         """Return the states of the attempts that exist."""
         if not ids:
             return {}
         size = 1 << (len(ids) - 1).bit_length()  # one statement each for 1, 2, 4, 8, ...
-        names = [f"id{i}" for i in range(size)]
-        select = self.db.compiled(("states", size), partial(_select_states, names), names)
-        c.execute(select.sql, select.parameters((*ids, *[ids[0]] * (size - len(ids)))))
+        select = self.db.compiled(_select_states(size), [f"id{i}" for i in range(size)])
+        c.execute(select.sql, select.parameters([*ids, *[None] * (size - len(ids))]))
         return {attempt_id: AttemptState(state) for attempt_id, state in c.fetchall()}
 
     def next_seq(self, attempt_id: str) -> int:
@@ -173,11 +169,6 @@ class CallStore:
         """Return the rollout's spans in order of their start."""
         query = sa.select(t.spans).where(t.spans.c.rollout_id == rollout_id)
         return [Span(**row) for row in self.db.fetch(query.order_by(t.spans.c.start_ns))]
-
-    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
-        """Return the rewards of these rollouts in order of creation."""
-        query = sa.select(t.rewards).where(t.rewards.c.rollout_id.in_(rollout_ids))
-        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
 
     def continuity(self, run_id: str) -> dict[str, Counter[str]]:
         """Count how the prompts of each rollout began, by rollout id and by kind.
@@ -244,15 +235,21 @@ class CallStore:
         return Accounting(proxied, sum(row[2] for row in rows), trained, skipped, pending)
 
 
-def _finished_row(call: Call, states: Mapping[str, AttemptState | None], boot_id: str) -> list[Any]:
+def _is_open(item: Call | Delivery, states: Mapping[str, AttemptState]) -> bool:
+    """Whether the item's attempt runs, or it belongs to none."""
+    return item.attempt_id is None or states.get(item.attempt_id) is AttemptState.RUNNING
+
+
+def _finished_row(call: Call, states: Mapping[str, AttemptState], boot_id: str) -> list[Any]:
     row = [*_values(call), boot_id]
-    if call.attempt_id is not None and states.get(call.attempt_id) is not AttemptState.RUNNING:
+    if not _is_open(call, states):
         row[_SKIP_REASON] = SkipReason.LATE_CALL
     return row
 
 
-def _select_states(names: Iterable[str]) -> sa.Select[Any, Any]:
-    ids = [sa.bindparam(name, type_=sa.Text) for name in names]
+@cache
+def _select_states(size: int) -> sa.Select[Any]:
+    ids = [sa.bindparam(f"id{i}", type_=sa.Text) for i in range(size)]
     return sa.select(t.attempts.c.id, t.attempts.c.state).where(t.attempts.c.id.in_(ids))
 
 

@@ -9,8 +9,6 @@ import hashlib
 import secrets
 import time
 from dataclasses import asdict
-from functools import cache
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -29,33 +27,29 @@ _BY_KEY = (
 )
 
 
-@cache
-def _first_queued(*, any_run: bool, lock: bool) -> sa.Select[Any]:
-    query = (
-        sa.select(t.rollouts, t.tasks.c.data.label("task"))
-        .join(t.tasks, t.tasks.c.id == t.rollouts.c.task_id)
-        .where(t.rollouts.c.state == RolloutState.QUEUED)
-        .order_by(t.rollouts.c.ordinal)
-        .limit(1)
-    )
-    if not any_run:
-        query = query.where(t.rollouts.c.run_id == sa.bindparam("run"))
-    if lock:
-        return query.with_for_update(skip_locked=True, of=t.rollouts)
-    return query.with_only_columns(t.rollouts.c.id, maintain_column_froms=True)
+_QUEUED = sa.and_(
+    t.rollouts.c.state == RolloutState.QUEUED, t.rollouts.c.run_id == sa.bindparam("run")
+)
+_ANY_QUEUED = sa.select(t.rollouts.c.id).where(_QUEUED).limit(1)
+_FIRST_QUEUED = (
+    sa.select(t.rollouts, t.tasks.c.data.label("task"))
+    .join(t.tasks, t.tasks.c.id == t.rollouts.c.task_id)
+    .where(_QUEUED)
+    .order_by(t.rollouts.c.ordinal)
+    .limit(1)
+    .with_for_update(skip_locked=True, of=t.rollouts)
+)
 
 
 class LeaseStore(RolloutStore):
-    def claim(self, runner: str, lease_s: float, run_id: str | None = None) -> Claim | None:
-        """Lease the first queued rollout to ``runner``; None when nothing is queued."""
-        any_run, run = run_id is None, {"run": run_id}
-        with self.db.read() as c:  # idle runners poll: look before taking the write lock
-            if c.execute(_first_queued(any_run=any_run, lock=False), run).first() is None:
-                return None
+    def claim(self, runner: str, lease_s: float, run_id: str) -> Claim | None:
+        """Lease the run's first queued rollout to ``runner``; None when nothing is queued."""
+        run = {"run": run_id}
+        if not self.db.fetch(_ANY_QUEUED, run):  # idle runners poll without the write lock
+            return None
         now = time.time()
         with self.db.write() as c:
-            query = _first_queued(any_run=any_run, lock=True)
-            row = c.execute(query, run).mappings().first()
+            row = c.execute(_FIRST_QUEUED, run).mappings().first()
             if row is None:
                 return None
             claim = Claim(
@@ -107,12 +101,11 @@ class LeaseStore(RolloutStore):
 
     def authenticate(self, key: str) -> AttemptRef | None:
         """Return the attempt that a key belongs to, sealed or not; None for an unknown key."""
-        with self.db.read() as c:
-            row = c.execute(_BY_KEY, {"key_hash": _hash(key)}).mappings().first()
-        if row is None:
+        rows = self.db.fetch(_BY_KEY, {"key_hash": _hash(key)})
+        if not rows:
             return None
-        types = {"state": AttemptState(row["state"]), "purpose": Purpose(row["purpose"])}
-        return AttemptRef(**{**row, **types})
+        types = {"state": AttemptState(rows[0]["state"]), "purpose": Purpose(rows[0]["purpose"])}
+        return AttemptRef(**{**rows[0], **types})
 
     def attempt_state(self, attempt_id: str) -> AttemptState | None:
         state = self.db.look_up(_STATE, attempt_id=attempt_id)

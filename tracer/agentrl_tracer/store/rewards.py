@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Collection
+from dataclasses import asdict
 
 import sqlalchemy as sa
 
@@ -18,23 +16,23 @@ _ANY_REWARD = (
 )
 
 
-def insert_rewards(db: Database, cursor: Any, rewards: Sequence[Reward]) -> None:
-    """Insert emitted rewards; one that is delivered twice is kept once."""
-    dated = [r if r.created_at else replace(r, created_at=time.time()) for r in rewards]
-    db.insert_records(cursor, t.rewards, dated)
+class RewardStore:
+    db: Database
 
+    def rewards(self, rollout_ids: Collection[str]) -> list[Reward]:
+        """Return the rewards of these rollouts in order of creation."""
+        query = sa.select(t.rewards).where(t.rewards.c.rollout_id.in_(rollout_ids))
+        return [Reward(**row) for row in self.db.fetch(query.order_by(t.rewards.c.created_at))]
 
-def set_policy_reward(
-    db: Database, connection: sa.Connection, rollout_id: str, attempt_id: str, policy: str,
-    value: float, explanation: str | None,
-) -> None:  # fmt: skip
-    """Give an attempt the reward of a policy, which stands instead of the emitted ones."""
-    reward = Reward(
-        attempt_id, rollout_id, policy, value, POLICY_REWARD_KEY, explanation=explanation,
-        created_at=time.time(),
-    )  # fmt: skip
-    connection.execute(db.upsert(t.rewards, update=("value",)), [asdict(reward)])
+    def _has_reward(self, c: sa.Connection, attempt_id: str) -> bool:
+        return c.execute(_ANY_REWARD, {"attempt": attempt_id}).first() is not None
 
-
-def has_reward(connection: sa.Connection, attempt_id: str) -> bool:
-    return connection.execute(_ANY_REWARD, {"attempt": attempt_id}).first() is not None
+    def _set_policy_reward(
+        self, c: sa.Connection, rollout_id: str, attempt_id: str, policy: str, value: float,
+        explanation: str | None,
+    ) -> None:  # fmt: skip
+        """Give an attempt the reward of a policy, which stands instead of the emitted ones."""
+        reward = Reward(
+            attempt_id, rollout_id, policy, value, POLICY_REWARD_KEY, explanation=explanation
+        )
+        c.execute(self.db.upsert(t.rewards, update=("value",)), [asdict(reward)])

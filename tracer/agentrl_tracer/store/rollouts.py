@@ -26,8 +26,7 @@ from agentrl_tracer.schemas import (
     RolloutState,
 )
 from agentrl_tracer.store import tables as t
-from agentrl_tracer.store.database import Database
-from agentrl_tracer.store.rewards import has_reward, set_policy_reward
+from agentrl_tracer.store.rewards import RewardStore
 
 _ROLLOUT_COLUMNS = [t.rollouts.c[name] for name in Rollout.__dataclass_fields__]
 _ATTEMPT_COLUMNS = [t.attempts.c[name] for name in Attempt.__dataclass_fields__]
@@ -52,9 +51,7 @@ _POLICY_OF = {
 }
 
 
-class RolloutStore:
-    db: Database
-
+class RolloutStore(RewardStore):
     def enqueue(self, run_id: str, new: Sequence[NewRollout], *, first: bool = False) -> list[str]:
         """Queue rollouts in order, behind all others or (``first``) before them; return ids."""
         end = sa.func.min if first else sa.func.max
@@ -113,7 +110,7 @@ class RolloutStore:
         unrewarded = (
             state is AttemptState.SUCCEEDED
             and policies.on_missing_reward != "drop"
-            and not has_reward(c, attempt_id)
+            and not self._has_reward(c, attempt_id)
         )
         if unrewarded:
             state, error = AttemptState.NO_REWARD, "it ended without a reward"
@@ -128,7 +125,7 @@ class RolloutStore:
             values |= {"reason": f"{state}: {error}" if error else str(state), "ended_at": now}
         c.execute(UPDATE_ROLLOUT, {"rollout": row["id"], **values})
         if reward is not None:  # it stands instead of the emitted ones
-            set_policy_reward(self.db, c, row["id"], attempt_id, _POLICY_OF[state], reward, error)
+            self._set_policy_reward(c, row["id"], attempt_id, _POLICY_OF[state], reward, error)
         return new
 
     def cancel(

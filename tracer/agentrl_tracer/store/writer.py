@@ -39,7 +39,7 @@ class _Item:
 
 
 class TraceWriter:
-    """Writes calls, spans and rewards to the store in group commits.
+    """Writes calls, spans and rewards of one event loop to the store in group commits.
 
     ``proxied`` counts accepted answers. It is stored with the calls, so the count in the store
     never differs from the rows committed with it.
@@ -55,7 +55,6 @@ class TraceWriter:
         self.proxied = 0
         self._committing = threading.Lock()  # one commit at a time: ``proxied`` only grows
         self._in_place = not store.is_remote
-        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that commits in place
         self._turn: list[_Item] = []  # what the loop handed over in this turn
         self._rows = 0  # committed since the thread's last commit
         self._thread_until = 0.0  # leave commits to the thread until then
@@ -114,9 +113,7 @@ class TraceWriter:
     async def _write(self, record: Call | Delivery) -> AttemptState | None:
         loop = asyncio.get_running_loop()
         item = _Item(record, loop.create_future())
-        if self._loop is None and self._in_place:
-            self._loop = loop
-        if loop is not self._loop:
+        if not self._in_place:
             self._queue.put(item)
         else:
             self._turn.append(item)
@@ -143,7 +140,9 @@ class TraceWriter:
             opened, proxied = self._take_opened()
             self._rows += len(batch) + len(opened)
             try:
-                states = self._commit_to_store(batch, opened, proxied, wait=False)
+                states = self._store.write_calls(
+                    self._boot_id, opened, [item.record for item in batch], proxied, wait=False
+                )
             except Exception:  # another writer, or a failure that the thread will report
                 with self._opening:
                     self._opened = opened + self._opened
@@ -160,13 +159,6 @@ class TraceWriter:
         with self._opening:
             opened, self._opened = self._opened, []
             return opened, self.proxied
-
-    def _commit_to_store(
-        self, batch: list[_Item], opened: list[Call], proxied: int, *, wait: bool = True
-    ) -> Mapping[str, AttemptState | None]:
-        calls = [item.record for item in batch if isinstance(item.record, Call)]
-        deliveries = [item.record for item in batch if isinstance(item.record, Delivery)]
-        return self._store.write_calls(self._boot_id, opened, calls, proxied, deliveries, wait=wait)
 
     # --- in the thread
 
@@ -186,8 +178,10 @@ class TraceWriter:
                 self._rows = 0
 
     def _write_out(self, batch: list[_Item], opened: list[Call], proxied: int) -> None:
+        states, failure = dict[str, AttemptState](), None
+        records = [item.record for item in batch]
         try:
-            states = self._commit_to_store(batch, opened, proxied)
+            states = self._store.write_calls(self._boot_id, opened, records, proxied)
         except Exception as error:  # fails the requests, not the thread
             if len(batch) + len(opened) > 1 and not self._store.db.is_operational(error):
                 # The database refuses one record: write each alone, so that the others succeed.
@@ -199,25 +193,13 @@ class TraceWriter:
                 return
             if opened:
                 log.exception("the store did not take %d open calls", len(opened))
-            _wake(batch, {}, error)
-        else:
-            _wake(batch, states, None)
-
-
-def _wake(
-    batch: list[_Item], states: Mapping[str, AttemptState | None], error: Exception | None
-) -> None:
-    """Wake each event loop once per commit."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Item]] = {}
-    for item in batch:
-        by_loop.setdefault(item.done.get_loop(), []).append(item)
-    for loop, items in by_loop.items():
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_resolve, items, states, error)
+            failure = error
+        if batch and not (loop := batch[0].done.get_loop()).is_closed():
+            loop.call_soon_threadsafe(_resolve, batch, states, failure)
 
 
 def _resolve(
-    items: list[_Item], states: Mapping[str, AttemptState | None], error: Exception | None
+    items: list[_Item], states: Mapping[str, AttemptState], error: Exception | None
 ) -> None:
     for item in items:
         if item.done.done():

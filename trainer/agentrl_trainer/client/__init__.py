@@ -2,8 +2,8 @@
 
 service, training, sampling, types   what scripts use: the three clients and their values
 parameters    Tinker-only parameters, and what the local backend does with them
-local_base    one base model: its learner, its sampler and its training thread
-rows, saved   datums as the learner's training rows; names on disk of what clients save
+local_base    one base model: its learner, its sampler, its training thread; states on disk
+rows          datums as the learner's training rows
 futures       awaitable results, workers and ``*_async`` variants
 tinker        the same three clients over the official SDK
 """

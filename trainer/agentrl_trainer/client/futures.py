@@ -7,7 +7,6 @@ import asyncio
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -75,10 +74,11 @@ class Worker:
     """One thread that runs operations in order."""
 
     def __init__(self, name: str) -> None:
-        self._newest: APIFuture[Any] = finished(None)
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix=name, initializer=setattr, initargs=(_here, "worker", self)
         )
+        self.shutdown = self._executor.shutdown
+        """End the thread after everything submitted so far."""
 
     def submit(self, work: Callable[[], T]) -> APIFuture[T]:
         made: APIFuture[T] = APIFuture(frozenset([self]))
@@ -87,24 +87,12 @@ class Worker:
             if made.set_running_or_notify_cancel():
                 made._set(work)
 
-        self._newest = made
         self._executor.submit(run)
         return made
 
-    def in_turn(self, start: Callable[[], APIFuture[T]], *, wait: bool = False) -> APIFuture[T]:
-        """Call ``start`` on this thread after what was submitted before; at once if the worker is
-        idle, unless ``wait``."""
-        if self._newest.done() and not wait:
-            return start()
-        return chain(self.submit(start), lambda inner: inner)
-
-    def idle(self) -> None:
-        """Wait until everything submitted so far has ended, in whatever way."""
-        futures.wait([self._newest])
-
-    def shutdown(self) -> None:
-        """End the thread after everything submitted so far."""
-        self._executor.shutdown()
+    def start(self, operation: Callable[[], Future[T]]) -> APIFuture[T]:
+        """Call ``operation`` in its turn; return the result of the future that it returns."""
+        return chain(self.submit(operation), lambda started: started)
 
 
 def finished(value: T) -> APIFuture[T]:
@@ -133,7 +121,12 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
     whole: APIFuture[T] = APIFuture(frozenset[Worker]().union(*map(_workers, sources)))
     whole.set_running_or_notify_cancel()  # what has begun cannot be canceled
 
-    def begin() -> None:
+    # Callbacks may run on several threads; list.pop is atomic, so exactly one finds the last.
+    tickets = list(range(max(len(sources), 1)))
+
+    def one_done(_: Any) -> None:
+        if tickets.pop() > 0:
+            return
         try:
             inner = start([source.result() for source in sources])
         except BaseException as error:
@@ -141,13 +134,6 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
         else:
             whole.workers = _workers(inner)
             inner.add_done_callback(lambda done: whole._set(done.result))
-
-    # Callbacks may run on several threads; list.pop is atomic, so exactly one finds the last.
-    tickets = list(range(max(len(sources), 1)))
-
-    def one_done(_: Any) -> None:
-        if tickets.pop() == 0:
-            begin()
 
     for source in sources or [finished(None)]:
         source.add_done_callback(one_done)

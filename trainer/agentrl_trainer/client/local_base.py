@@ -1,15 +1,20 @@
-"""One base model in this process: the adapters that train over it, and the sampler that serves
-them. Knows threads and when weights are loaded, not the operations of learner and sampler."""
+"""One base model in this process: the adapters that train over it, their saved states, and the
+sampler that serves them. Knows threads and when weights are loaded, not what is computed."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from concurrent.futures import Future
 from typing import Any
 
+from torch import Tensor
+
+from agentrl_trainer.checkpoint import Checkpoint, latest_checkpoint
 from agentrl_trainer.client.futures import Worker
+from agentrl_trainer.client.types import Folder
 from agentrl_trainer.inference import RequestError, SamplerEngine
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.models.loading import BaseModel
@@ -35,7 +40,7 @@ class LocalBase:
         self._lock = threading.Lock()
         self._training: BaseModel | None = None
         self._engine: SamplerEngine | None = None
-        self._served = 0
+        self._served = itertools.count(1)
         self._learner: Learner | None = None
 
     @property
@@ -75,18 +80,17 @@ class LocalBase:
         else:
             self._learner.add_adapter(name, **lora)
 
-    def serve(self, folder: str | Path) -> str:
+    def serve(self, folder: Folder) -> str:
         """Load a PEFT folder into the sampler; return the name it has there."""
-        sampler = self.sampler
-        with self._lock:
-            self._served += 1
-            name = f"weights-{self._served}"
-        sampler.load_adapter(name, 1, folder).result()
+        name = f"weights-{next(self._served)}"
+        self.sampler.load_adapter(name, 1, folder).result()
         return name
 
-    def unload(self, name: str) -> None:
-        """Unload served weights. Takes no lock: finalizers call it on any thread."""
-        if self._engine is not None:
+    def unload(self, served: Future[str | None]) -> None:
+        """Unload what was served. Takes no lock: finalizers call it on any thread."""
+        if self._engine is None or served.exception() is not None:
+            return
+        if (name := served.result()) is not None:
             with contextlib.suppress(RequestError):  # the sampler has ended
                 self._engine.unload_adapter(name)
 
@@ -94,3 +98,29 @@ class LocalBase:
         self.worker.shutdown()
         if self._engine is not None:
             self._engine.stop()
+
+
+def read_state(path: Folder) -> Checkpoint:
+    """Read what ``save_state`` wrote; ValueError if there is no whole state at ``path``."""
+    latest = latest_checkpoint(path)
+    if latest.checkpoint is None:
+        why = "; ".join(f"{folder.name}: {fault}" for folder, fault in latest.torn.items())
+        raise ValueError(
+            f"path: {path} holds no whole state{f' ({why})' if why else ''}; give what save_state "
+            "returned"
+        )
+    return latest.checkpoint
+
+
+def tensors_of(state: Checkpoint, name: str, *, optimizer: bool) -> dict[str, Tensor]:
+    """Return a state's tensors for the adapter ``name``, whatever its name was.
+
+    Keys are ``kind/owner/key``; an owner is an adapter, or its value function ``value.<adapter>``.
+    """
+    found: dict[str, Tensor] = {}
+    for whole, tensor in state.tensors.items():
+        kind, owner, key = whole.split("/", 2)
+        part, dot, adapter = owner.rpartition(".")  # an adapter's name has no dot
+        if adapter == state.meta["adapter"] and (optimizer or kind == "weights"):
+            found[f"{kind}/{part}{dot}{name}/{key}"] = tensor
+    return found

@@ -73,7 +73,7 @@ class SamplingClient(Client):
         self._base = base
         self._name: Future[str | None] = name
         self.ready = map_future(name, lambda _: None)
-        weakref.finalize(self, _unload, base, name)
+        weakref.finalize(self, name.add_done_callback, base.unload)
 
     def sample(
         self,
@@ -232,13 +232,3 @@ def _sample_params(base: BaseModel, params: SamplingParams, prompt: int) -> Samp
         stop=strings,
         seed=params.seed,
     )
-
-
-def _unload(base: LocalBase, name: Future[str | None]) -> None:
-    """Unload the weights, once they are loaded if the client was dropped before."""
-
-    def unload(done: Future[str | None]) -> None:
-        if done.exception() is None and (loaded := done.result()) is not None:
-            base.unload(loaded)
-
-    name.add_done_callback(unload)

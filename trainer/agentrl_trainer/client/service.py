@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -32,10 +34,9 @@ from agentrl_trainer.checkpoint import (
     save_checkpoint,
 )
 from agentrl_trainer.client.futures import APIFuture, Worker, awaited, finished
-from agentrl_trainer.client.local_base import LocalBase
+from agentrl_trainer.client.local_base import LocalBase, read_state
 from agentrl_trainer.client.parameters import TINKER_ONLY, check_tinker_only
 from agentrl_trainer.client.sampling import SamplingClient
-from agentrl_trainer.client.saved import folder_of, read_state
 from agentrl_trainer.client.training import TrainingClient
 from agentrl_trainer.client.types import (
     EndStatus,
@@ -67,6 +68,11 @@ class ServiceClient:
             ``gradient_checkpointing`` and ``value`` (``learner.Learner``).
     """
 
+    folder: Path
+    """Where states and metrics are saved."""
+    names: set[str]
+    """Of the training clients that are not closed."""
+
     def __new__(
         cls,
         *,
@@ -79,7 +85,14 @@ class ServiceClient:
             raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
         if kind == "local" and base_url is not None:
             raise ValueError("base_url is for backend='tinker'; the local one runs in this process")
-        return super().__new__(cls if kind == "local" else resolve_name(_TINKER))
+        if kind == "local":
+            return super().__new__(cls)
+        try:
+            return super().__new__(resolve_name(_TINKER))
+        except ImportError as error:
+            raise ImportError(
+                "backend='tinker' needs the official SDK: pip install 'tinker>=0.38,<1'"
+            ) from error
 
     def __init__(
         self,
@@ -92,12 +105,12 @@ class ServiceClient:
         **options: Any,
     ) -> None:
         ours = {k: v for k, v in options.items() if k not in TINKER_ONLY["ServiceClient"]}
-        self._folder = folder_of(folder, "client")
+        self.folder = folder_of(folder, "client")
+        self.names: set[str] = set()
         self._model_options = {k: ours.pop(k) for k in _OF_MODEL if k in ours}
         self._model_options |= {"device": device, "dtype": dtype}
         self._learner_options = ours
         self._bases: dict[str, LocalBase] = {}
-        self._names: set[str] = set()
         self._made = 0
         self._lock = threading.Lock()
 
@@ -167,14 +180,13 @@ class ServiceClient:
             name = name or f"model-{self._made}"
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ValueError(f"name: {name!r} must be letters, digits, '-' and '_'")
-            if name in self._names:
+            if name in self.names:
                 raise ValueError(f"name: {name!r} is taken by another client of this service")
-            self._names.add(name)
-        folder, forget = self._folder / name, self._names.discard
+            self.names.add(name)
         try:
-            return TrainingClient(base, name, folder, lora, self.create_sampling_client, forget)
+            return TrainingClient(self, base, name, lora)
         except BaseException:
-            forget(name)
+            self.names.discard(name)
             raise
 
     def _train_from(
@@ -305,3 +317,9 @@ class ServiceClient:
             self.close("errored", repr(error))
         else:
             self.close("success" if error is None else "interrupted")
+
+
+def folder_of(given: Folder | None, kind: str) -> Path:
+    """Return a service's folder, by default one below ``runs/`` named by the time."""
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return Path("runs") / f"{kind}-{stamp}" if given is None else Path(given)

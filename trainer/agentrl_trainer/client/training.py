@@ -2,6 +2,10 @@
 
 Operations return at once and run in the order of their calls, so call several before waiting for
 the first. ``**tinker`` takes Tinker-only parameters: see ``parameters.TINKER_ONLY``.
+
+<folder>/<client>/weights/<name>          states, from ``save_state``
+<folder>/<client>/sampler_weights/<name>  adapters, from ``save_weights_for_sampler``
+<folder>/<client>/metrics.jsonl           metrics, from ``log``
 """
 
 from __future__ import annotations
@@ -14,17 +18,16 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client.futures import APIFuture, awaited, submitted
-from agentrl_trainer.client.local_base import LocalBase
+from agentrl_trainer.client.local_base import LocalBase, read_state, tensors_of
 from agentrl_trainer.client.parameters import check_tinker_only
 from agentrl_trainer.client.rows import metrics_of, outputs, to_rows
 from agentrl_trainer.client.sampling import Client, SamplingClient
-from agentrl_trainer.client.saved import SAMPLERS, STATES, read_state, tensors_of
 from agentrl_trainer.client.types import (
     AdamParams,
     Data,
@@ -45,15 +48,17 @@ from agentrl_trainer.learner.losses import CustomLoss
 from agentrl_trainer.learner.prepare_batch import UpdateSettings, prepare
 from agentrl_trainer.models.lora import save_adapter
 
+if TYPE_CHECKING:
+    from agentrl_trainer.client.service import ServiceClient
+
+STATES, SAMPLERS = "weights", "sampler_weights"
+
 T = TypeVar("T")
 
 
 class TrainingClient(Client):
-    """Trains one adapter. Operations run in the order of their calls.
-
-    A service makes the clients. ``sampling`` makes the clients of ``create_sampling_client``;
-    ``forget`` is called with the name when the client is closed.
-    """
+    """Trains one adapter. Operations run in the order of their calls. A service makes the clients,
+    and gives each a name of its own."""
 
     folder: Path
     """Where states, sampler weights and metrics are saved."""
@@ -61,19 +66,11 @@ class TrainingClient(Client):
     """The metrics given to ``log``."""
 
     def __init__(
-        self,
-        base: LocalBase,
-        name: str,
-        folder: Path,
-        options: LoraOptions,
-        sampling: Callable[..., SamplingClient],
-        forget: Callable[[str], None],
+        self, service: ServiceClient, base: LocalBase, name: str, options: LoraOptions
     ) -> None:
-        self.folder = folder
+        self.folder = service.folder / name
         self.history = []
-        self._base, self._name, self._options = base, name, options
-        self._sampling, self._forget = sampling, forget
-        self._updates = 0
+        self._service, self._base, self._name, self._options = service, base, name, options
         self._closed = False
         self._failed: BaseException | None = None  # why this step's gradients are incomplete
         self._run = base.worker.submit
@@ -237,7 +234,6 @@ class TrainingClient(Client):
                     f"gradients are incomplete ({failed})"
                 ) from failed
             stats = learner.optim_step(AdamParams(**values), [self._name])
-            self._updates += not stats.skipped_non_finite
             skipped = float(stats.skipped_non_finite)
             return OptimStepResponse({"grad_norm": stats.grad_norm, "skipped_non_finite": skipped})
 
@@ -249,7 +245,6 @@ class TrainingClient(Client):
         """Save weights and optimizer atomically, to continue from."""
         check_tinker_only("save_state", tinker)
         target = self._target(STATES, name, overwrite)
-
         meta = {
             "base_model": self._base.name,
             "adapter": self._name,
@@ -259,7 +254,7 @@ class TrainingClient(Client):
 
         def work() -> SavedPath:
             state = self._base.learner.state_dict([self._name])
-            save_checkpoint(target, self._updates, tensors=state, meta=meta, keep=1)
+            save_checkpoint(target, 0, tensors=state, meta=meta, keep=1)
             return SavedPath(str(target))
 
         return self._run(work)
@@ -282,10 +277,8 @@ class TrainingClient(Client):
         check_tinker_only("load_state_with_optimizer", tinker)  # both have the same
 
         def work() -> None:
-            state = read_state(path)
-            ours = tensors_of(state, self._name, optimizer=optimizer)
+            ours = tensors_of(read_state(path), self._name, optimizer=optimizer)
             self._base.learner.load_state_dict(ours, [self._name])
-            self._updates = state.step if optimizer else 0
             self._failed = None
 
         return self._run(work)
@@ -333,7 +326,7 @@ class TrainingClient(Client):
 
     def create_sampling_client(self, model_path: Folder, **tinker: Any) -> SamplingClient:
         """Sample with saved weights, as ``ServiceClient.create_sampling_client`` does."""
-        return self._sampling(model_path, **tinker)
+        return self._service.create_sampling_client(model_path, **tinker)
 
     create_sampling_client_async = awaited(create_sampling_client, on_thread=True)
 
@@ -380,6 +373,6 @@ class TrainingClient(Client):
             if not self._closed:
                 self._base.learner.remove_adapter(self._name)
                 self._closed = True
-                self._forget(self._name)
+                self._service.names.discard(self._name)
 
         return self._run(work)

@@ -50,9 +50,9 @@ class AdapterBatches:
             trained=set[str]().union(*(part.trained for part in parts)),
             skipped={call: reason for part in parts for call, reason in part.skipped.items()},
             groups={
-                f"{name}/{group}": advantages
+                f"{name}/{group}": members
                 for name, part in self.by_adapter.items()
-                for group, advantages in part.groups.items()
+                for group, members in part.groups.items()
             },
             off_policy=sum((part.off_policy for part in parts), Counter()),
         )

@@ -7,7 +7,7 @@ on, or skipped with one reason" is kept; the reasons themselves are ``skip_reaso
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from statistics import fmean, pstdev
@@ -21,6 +21,7 @@ from agentrl_trainer.data.advantages import (
     CreditSettings,
     GroupAdvantages,
     Scaling,
+    TurnAdvantages,
     group_advantages,
     state_advantages,
     turn_advantages,
@@ -61,8 +62,10 @@ class StepBatch:
     skipped: dict[str, SkipReason] = field(default_factory=dict[str, SkipReason])
     rewards: dict[str, float | None] = field(default_factory=dict[str, float | None])
     """By rollout id; None if the rollout failed or emitted none."""
-    groups: dict[str, GroupAdvantages] = field(default_factory=dict[str, GroupAdvantages])
-    """With credit by turn, a member's advantage here is the mean over its turns."""
+    groups: dict[str, list[SkipReason | None]] = field(
+        default_factory=dict[str, list[SkipReason | None]]
+    )
+    """Why each member of a group does not train; None: it does."""
     off_policy: Counter[str] = field(default_factory=Counter[str])
     """Trained calls by how their sampling deviated from the policy at temperature 1."""
 
@@ -78,8 +81,8 @@ class StepBatch:
         count.
         """
         return sum(
-            SkipReason.SMALL_GROUP in group.skipped and SkipReason.NO_REWARD in group.skipped
-            for group in self.groups.values()
+            SkipReason.SMALL_GROUP in members and SkipReason.NO_REWARD in members
+            for members in self.groups.values()
         )
 
     def metrics(self) -> dict[str, float]:
@@ -87,8 +90,8 @@ class StepBatch:
         statistics over trained tokens."""
         scores = [reward for reward in self.rewards.values() if reward is not None]
         advantages = [a for row in self.rows for a in compress(row.advantages, row.mask)]
-        skipped = count_group_reasons(group.skipped for group in self.groups.values())
-        used = sum(None in group.skipped for group in self.groups.values())
+        skipped = count_group_reasons(self.groups.values())
+        used = sum(None in members for members in self.groups.values())
         return {
             "reward/mean": fmean(scores) if scores else float("nan"),
             "reward/std": pstdev(scores) if scores else float("nan"),
@@ -110,14 +113,9 @@ class _Member:
     rollout: Rollout
     calls: list[Call]  # in order
     rewards: list[Reward]
-    trajectories: list[Trajectory]
     total: float | None
-
-    @property
-    def turns(self) -> list[Call]:
-        """The calls that train, in order."""
-        training = {call for t in self.trajectories for call in t.call_ids}
-        return [call for call in self.calls if call.id in training]
+    trajectories: list[Trajectory]
+    turns: list[Call]  # the calls of the trajectories, in order
 
 
 def assemble(
@@ -140,29 +138,30 @@ def assemble(
     context_of = calls_of if context is None else by_rollout(context)
     members: list[_Member] = []
     for rollout in rollouts:
-        own, lost = _split_by_winner(rollout, calls_of.get(rollout.id, ()))
+        own, lost = _split_by_winner(rollout, calls_of[rollout.id])
         batch.skipped |= {call.id: losing_reason(call, rollout) for call in lost}
         built = build_trajectories(own, settings)
         batch.skipped |= built.skipped
-        every, _ = _split_by_winner(rollout, context_of.get(rollout.id, ()))
-        ordered, earned = sorted(every, key=call_order), rewards_of.get(rollout.id, [])
-        won = winning_rewards(rollout, earned)
-        total = batch.rewards[rollout.id]
-        members.append(_Member(rollout, ordered, won, built.trajectories, total))
+        every, _ = _split_by_winner(rollout, context_of[rollout.id])
+        won = winning_rewards(rollout, rewards_of[rollout.id])
+        turns = [call for path in built.trajectories for call in path.calls]
+        members.append(
+            _Member(
+                rollout, sorted(every, key=call_order), won, batch.rewards[rollout.id],
+                built.trajectories, sorted(turns, key=call_order),
+            )
+        )  # fmt: skip
     credit, reasons = _credit(members, batch, settings)
     owners: list[str] = []
     for member in members:
         reason = reasons[member.rollout.id]
-        by_id = {call.id: call for call in member.calls}
-        for trajectory in member.trajectories:
-            if reason is not None:
-                batch.skipped |= dict.fromkeys(trajectory.call_ids, reason)
-                continue
-            trained = [by_id[call] for call in trajectory.call_ids]
-            batch.trained |= set(trajectory.call_ids)
-            batch.off_policy.update(how for call in trained for how in _deviations(call))
-            batch.rows.append(_row(trajectory, trained, credit, member, settings))
-            owners.append(member.rollout.id)
+        if reason is not None:
+            batch.skipped |= {call.id: reason for call in member.turns}
+            continue
+        batch.trained |= {call.id for call in member.turns}
+        batch.off_policy.update(how for call in member.turns for how in _deviations(call))
+        batch.rows += [_row(path, member, credit, settings) for path in member.trajectories]
+        owners += [member.rollout.id] * len(member.trajectories)
     batch.rows = normalize_lengths(
         batch.rows, owners, settings.length_normalization, settings.length_constant
     )
@@ -202,7 +201,7 @@ def normalize_lengths(
     return result
 
 
-def _split_by_winner(rollout: Rollout, calls: Iterable[Call]) -> tuple[list[Call], list[Call]]:
+def _split_by_winner(rollout: Rollout, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
     """Separate the winning attempt's calls from those of the others."""
     parts: tuple[list[Call], list[Call]] = ([], [])
     for call in calls:
@@ -220,23 +219,27 @@ def _credit(
     groups: dict[str, list[_Member]] = {}
     for member in members:
         groups.setdefault(member.rollout.group_id, []).append(member)
-    by_turn: dict[str, float] = {}
-    for group_id, group in groups.items():
-        if settings.estimator in BY_TURN:
-            batch.groups[group_id] = _judge_turns(group, settings, by_turn)
-        else:
-            batch.groups[group_id] = _judge(group, settings)
-    if settings.estimator in ESTIMATORS and ESTIMATORS[settings.estimator].whitens:
-        whitened = whiten_groups(list(batch.groups.values()), settings.scaling)
-        batch.groups = dict(zip(batch.groups, whitened, strict=True))
+    if settings.estimator in BY_TURN:
+        found = [_judge_turns(group, settings) for group in groups.values()]
+    else:
+        judged = [_judge(group, settings) for group in groups.values()]
+        if settings.estimator in ESTIMATORS and ESTIMATORS[settings.estimator].whitens:
+            judged = whiten_groups(judged, settings.scaling)
+        found = [
+            TurnAdvantages(
+                [[a or 0.0] * len(m.turns) for m, a in zip(group, whole.advantages, strict=True)],
+                whole.skipped,
+            )
+            for group, whole in zip(groups.values(), judged, strict=True)
+        ]
     credit: dict[str, float] = {}
     reasons: dict[str, SkipReason | None] = {}
-    for group_id, group in groups.items():
-        found = batch.groups[group_id]
-        reasons |= {m.rollout.id: why for m, why in zip(group, found.skipped, strict=True)}
-        for member, advantage in zip(group, found.advantages, strict=True):
-            credit |= {call.id: advantage or 0.0 for call in member.calls}
-    return by_turn if settings.estimator in BY_TURN else credit, reasons
+    for (group_id, group), result in zip(groups.items(), found, strict=True):
+        batch.groups[group_id] = result.skipped
+        reasons |= {m.rollout.id: why for m, why in zip(group, result.skipped, strict=True)}
+        for member, values in zip(group, result.advantages, strict=True):
+            credit |= {call.id: value for call, value in zip(member.turns, values, strict=False)}
+    return credit, reasons
 
 
 def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
@@ -247,53 +250,39 @@ def _judge(group: Sequence[_Member], settings: StepSettings) -> GroupAdvantages:
     return group_advantages(totals, settings)
 
 
-def _judge_turns(
-    group: Sequence[_Member], settings: StepSettings, credit: dict[str, float]
-) -> GroupAdvantages:
-    """Add the advantage of each turn to ``credit``."""
-    turns = [member.turns for member in group]
+def _judge_turns(group: Sequence[_Member], settings: StepSettings) -> TurnAdvantages:
     earned = [
         None
-        if member.total is None
+        if m.total is None
         # A member none of whose calls trains still tells what the group earned.
-        else turn_rewards(member.rewards, member.calls, [call.id for call in own]) or [member.total]
-        for member, own in zip(group, turns, strict=True)
+        else turn_rewards(m.rewards, m.calls, [call.id for call in m.turns]) or [m.total]
+        for m in group
     ]
     if settings.estimator == "turn":
-        result = turn_advantages(earned, settings)
-    else:
-        states = [anchor_states(own) or [m.rollout.id] for m, own in zip(group, turns, strict=True)]
-        result = state_advantages(earned, states, settings)
-    for own, values in zip(turns, result.advantages, strict=True):
-        credit |= {call.id: value for call, value in zip(own, values, strict=False)}
-    means = [
-        None if member.total is None else fmean(values) if values else 0.0
-        for member, values in zip(group, result.advantages, strict=True)
-    ]
-    return GroupAdvantages(means, result.skipped)
+        return turn_advantages(earned, settings)
+    states = [anchor_states(m.turns) or [m.rollout.id] for m in group]
+    return state_advantages(earned, states, settings)
 
 
 def _row(
-    trajectory: Trajectory,
-    calls: Sequence[Call],
-    credit: Mapping[str, float],
-    member: _Member,
-    settings: StepSettings,
+    path: Trajectory, member: _Member, credit: Mapping[str, float], settings: StepSettings
 ) -> TrainingRow:
     extra: dict[str, list[float]] = {}
     if settings.estimator in BY_TOKEN:
         # Each turn's reward stands at its last token. A branch that began later has no share in
         # what was earned before it.
-        earned = turn_rewards(member.rewards, member.calls, trajectory.call_ids, whole=False)
-        extra["rewards"] = [0.0] * len(trajectory.tokens)
-        for turn, value in zip(trajectory.turns, earned, strict=True):
-            extra["rewards"][turn.end - 1] = value
-    if any(value != 1.0 for value in trajectory.temperatures):
-        extra["temperature"] = trajectory.temperatures
+        earned = turn_rewards(member.rewards, member.calls, path.call_ids, whole=False)
+        extra["rewards"] = [0.0] * len(path.tokens)
+        for call, value in zip(path.calls, earned, strict=True):
+            extra["rewards"][len(call.prompt_ids) + len(call.response_ids) - 1] = value
+    temperatures = {call.id: temperature_of(call) for call in path.calls}
+    if any(value != 1.0 for value in temperatures.values()):
+        extra["temperature"] = path.spread(temperatures, elsewhere=1.0)
     if settings.off_policy == "weight":
-        weights = {call.id: importance_weight(call) or 0.0 for call in calls}
-        extra["weights"] = to_training_row(trajectory, weights).advantages
-    return replace(to_training_row(trajectory, credit), extra=extra)
+        extra["weights"] = path.spread(
+            {call.id: importance_weight(call) or 0.0 for call in path.calls}
+        )
+    return to_training_row(path, credit, extra)
 
 
 def _deviations(call: Call) -> list[str]:

@@ -93,12 +93,12 @@ def pack(
             similar length.
     """
     rows = _rows(source)
-    if not share:
-        return [_pad(source, chunk) for chunk in _padded_chunks(rows, token_budget)]
-    chunks = _balanced_chunks(rows, token_budget, enough or token_budget)
-    return [
-        _share(source, chunk) for chunk in sorted(chunks, key=lambda c: -sum(_branch_lengths(c)))
-    ]
+    if share:
+        chunks = _balanced_chunks(rows, token_budget, enough or token_budget)
+        chunks.sort(key=lambda chunk: -sum(_branch_lengths(chunk)))
+    else:
+        chunks = _padded_chunks(rows, token_budget)
+    return [_micro_batch(source, chunk, share) for chunk in chunks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,46 +166,36 @@ def _balanced_chunks(rows: Sequence[_Row], budget: int, enough: int) -> list[lis
 def _padded_chunks(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
     chunks: list[list[_Row]] = []
     for row in sorted(rows, key=lambda row: (row.adapter, -len(row.tokens), row.index)):
-        # The first row of a chunk is its longest, so it sets the width.
-        if (
-            chunks
-            and chunks[-1][0].adapter == row.adapter
-            and len(chunks[-1][0].tokens) * (len(chunks[-1]) + 1) <= budget
-        ):
+        longest = chunks[-1][0] if chunks else row  # the first of a chunk, which sets its width
+        fits = chunks and len(longest.tokens) * (len(chunks[-1]) + 1) <= budget
+        if fits and longest.adapter == row.adapter:
             chunks[-1].append(row)
         else:
             chunks.append([row])
     return chunks
 
 
-def _share(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
-    packed = pack_trie([row.tokens for row in chunk])
-    return _micro_batch(source, chunk, [packed.tokens], packed.paths, packed.trie)
-
-
-def _pad(source: Sequence[TrainingRow], chunk: Sequence[_Row]) -> MicroBatch:
-    width = max(len(row.tokens) for row in chunk)
-    padded = [row.tokens + [0] * (width - len(row.tokens)) for row in chunk]
-    places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
-    return _micro_batch(source, chunk, padded, places, None)
-
-
-def _micro_batch(
-    source: Sequence[TrainingRow],
-    chunk: Sequence[_Row],
-    input_ids: list[list[int]],
-    places: Sequence[Sequence[int]],
-    trie: Trie | None,
-) -> MicroBatch:
-    """``places[b][t]``: the place of token t of row b in the flat ``input_ids``."""
+def _micro_batch(source: Sequence[TrainingRow], chunk: Sequence[_Row], share: bool) -> MicroBatch:
+    if share:
+        tokens, places, trie = pack_trie([row.tokens for row in chunk])
+        input_ids = [tokens]
+    else:
+        width = max(len(row.tokens) for row in chunk)
+        input_ids = [row.tokens + [0] * (width - len(row.tokens)) for row in chunk]
+        places = [range(row * width, (row + 1) * width) for row in range(len(chunk))]
+        trie = None
+    # ``places[b][t]``: the place of token t of row b in the flat ``input_ids``.
     own = [source[row.index] for row in chunk]
     trained = [(row, at) for row, one in enumerate(own) for at, on in enumerate(one.mask) if on]
 
     def floats(columns: Sequence[Sequence[float]]) -> Tensor:
         return torch.tensor([columns[row][at] for row, at in trained], dtype=torch.float32)
 
-    heated = any("temperature" in row.extra for row in own)
-    ones = [[1.0] * len(row.tokens) for row in own] if heated else []
+    temperatures = None
+    if any("temperature" in row.extra for row in own):
+        temperatures = floats(
+            [row.extra.get("temperature") or [1.0] * len(row.mask) for row in own]
+        )
     return MicroBatch(
         adapter=chunk[0].adapter,
         indices=[row.index for row in chunk],
@@ -217,9 +207,5 @@ def _micro_batch(
         targets=torch.tensor([own[row].tokens[at] for row, at in trained]),
         logprobs=floats([row.logprobs for row in own]),
         advantages=floats([row.advantages for row in own]),
-        temperatures=(
-            floats([row.extra.get("temperature", one) for row, one in zip(own, ones, strict=True)])
-            if heated
-            else None
-        ),
+        temperatures=temperatures,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -12,11 +13,11 @@ from agentrl_trainer.data.trajectories import call_order
 Record = TypeVar("Record", Call, Reward)
 
 
-def by_rollout(records: Iterable[Record]) -> dict[str | None, list[Record]]:
+def by_rollout(records: Iterable[Record]) -> defaultdict[str | None, list[Record]]:
     """Group calls or rewards by the id of their rollout."""
-    found: dict[str | None, list[Record]] = {}
+    found: defaultdict[str | None, list[Record]] = defaultdict(list)
     for record in records:
-        found.setdefault(record.rollout_id, []).append(record)
+        found[record.rollout_id].append(record)
     return found
 
 
@@ -46,7 +47,7 @@ def rollout_rewards(
 ) -> dict[str, float | None]:
     """Compute ``rollout_reward`` of each rollout, by id."""
     emitted = by_rollout(rewards)
-    return {r.id: rollout_reward(r, emitted.get(r.id, [])) for r in rollouts}
+    return {r.id: rollout_reward(r, emitted[r.id]) for r in rollouts}
 
 
 def turn_rewards(

@@ -3,15 +3,16 @@
 The gateway and the store only mark what they alone can see as it happens: a call outside of any
 rollout, a disconnected client, a call after its attempt was sealed, a gateway that died, a repeated
 step. Such a mark stands (``Call.skip_reason``). The loop gives the reason of a step that was not
-applied (``StepBatch.refuse``), ``adapter_split`` that of a call of another agent. All other reasons
-follow from these rules, which know calls, rollouts and rewards, but no tensors and no store.
+applied (``StepBatch.refuse``), ``adapter_split`` that of a call of another agent,
+``Session.skip_calls`` that of rollouts that no step trains on. All other reasons follow from these
+rules, which know calls, rollouts and rewards, but no tensors and no store.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -37,10 +38,52 @@ class SkipRules:
 
 
 def call_reason(call: Call, rules: SkipRules) -> SkipReason | None:
-    """Judge one call of a winning attempt by itself; None if it can train."""
+    """Judge one call of a winning attempt by itself; None if it can train.
+
+    The first rule that applies gives the reason: wrong owner, then unfinished, then unusable, then
+    usable but outside the limits.
+    """
     if call.skip_reason is not None:
         return call.skip_reason
-    return next((reason for reason, applies in _CALL_RULES if applies(call, rules)), None)
+    if call.adapter is None or (rules.adapters is not None and call.adapter not in rules.adapters):
+        return SkipReason.NOT_TRAINABLE_MODEL
+    if any(fnmatchcase(call.agent or "", pattern) for pattern in rules.skip_agents):
+        return SkipReason.OTHER_AGENT
+    if call.state is not CallState.COMPLETED:
+        return _UNFINISHED[call.state]
+    if not call.response_ids:
+        return SkipReason.EMPTY_RESPONSE
+    if call.adapter_version is None or _malformed(call):
+        return SkipReason.MALFORMED_RECORD
+    if len(call.prompt_ids) + len(call.response_ids) > rules.max_length:
+        return SkipReason.TOO_LONG
+    if rules.oldest_version is not None and call.adapter_version < rules.oldest_version:
+        return SkipReason.STALE
+    if rules.truncated == "skip" and call.finish_reason == "length":
+        return SkipReason.TRUNCATED
+    if (rules.off_policy == "skip" and sampled_otherwise(call) is not None) or (
+        rules.off_policy == "weight" and importance_weight(call) is None
+    ):
+        return SkipReason.OFF_POLICY
+    return None
+
+
+_UNFINISHED = {
+    # Calls are judged after their attempt was sealed: one that is still open came too late.
+    CallState.OPEN: SkipReason.LATE_CALL,
+    CallState.CANCELLED: SkipReason.CLIENT_DISCONNECTED,
+    CallState.ERROR: SkipReason.SAMPLER_ERROR,
+}
+
+
+def _malformed(call: Call) -> bool:
+    # Without a prompt, the first token of a trajectory has no log-prob.
+    if not call.prompt_ids or len(call.response_ids) != len(call.response_logprobs):
+        return True
+    if any(not 0 <= one < 2**31 for ids in (call.prompt_ids, call.response_ids) for one in ids):
+        return True
+    # Rounding may leave a log-prob just above 0. NaN fails the comparison, so it is caught too.
+    return not all(-math.inf < logprob <= 1e-3 for logprob in call.response_logprobs)
 
 
 def attempt_reasons(calls: Sequence[Call], rules: SkipRules) -> dict[str, SkipReason]:
@@ -53,14 +96,9 @@ def attempt_reasons(calls: Sequence[Call], rules: SkipRules) -> dict[str, SkipRe
     choices = {(call.response_id, call.choice) for call in calls}
     done = {(c.response_id, c.choice) for c in calls if c.state is CallState.COMPLETED}
     failed = {response for response, _ in choices - done}
-    found: dict[str, SkipReason] = {}
-    for call in calls:
-        reason = call_reason(call, rules)
-        if reason is None and call.response_id in failed:
-            reason = SkipReason.SAMPLER_ERROR
-        if reason is not None:
-            found[call.id] = reason
-    return found
+    reasons = {call.id: call_reason(call, rules) for call in calls}
+    lost = {call.id: SkipReason.SAMPLER_ERROR for call in calls if call.response_id in failed}
+    return lost | {call: reason for call, reason in reasons.items() if reason is not None}
 
 
 def losing_reason(call: Call, rollout: Rollout) -> SkipReason:
@@ -112,79 +150,6 @@ def count_group_reasons(groups: Iterable[Sequence[SkipReason | None]]) -> Counte
         for members in groups
         if None not in members
     )
-
-
-# ---- whole steps
-
-
-def evaluation_reasons(calls: Iterable[Call]) -> dict[str, SkipReason]:
-    """Judge the calls of evaluation rollouts, which never train."""
-    return {call.id: SkipReason.EVALUATION for call in calls}
-
-
-def left_over_reasons(calls: Iterable[Call]) -> dict[str, SkipReason]:
-    """Judge the calls of rollouts that the run ended before a step took them."""
-    return {call.id: SkipReason.LEFT_OVER for call in calls}
-
-
-# ---- rules for one call
-
-
-def _malformed(call: Call) -> bool:
-    if len(call.response_ids) != len(call.response_logprobs) or call.adapter_version is None:
-        return True
-    ids = (call.prompt_ids, call.response_ids)
-    # Without a prompt, the first token of a trajectory has no log-prob.
-    if not call.prompt_ids or any(not 0 <= one < 2**31 for part in ids for one in part):
-        return True
-    # Rounding may leave a log-prob just above 0. NaN fails the comparison, so it is caught too.
-    return not all(-math.inf < logprob <= 1e-3 for logprob in call.response_logprobs)
-
-
-def _off_policy(call: Call, rules: SkipRules) -> bool:
-    return (rules.off_policy == "skip" and sampled_otherwise(call) is not None) or (
-        rules.off_policy == "weight" and importance_weight(call) is None
-    )
-
-
-_CALL_RULES: tuple[tuple[SkipReason, Callable[[Call, SkipRules], bool]], ...] = (
-    # The first rule that applies gives the reason: wrong owner, then unfinished, then unusable,
-    # then usable but outside the limits.
-    (
-        SkipReason.NOT_TRAINABLE_MODEL,
-        lambda call, rules: (
-            call.adapter is None
-            or (rules.adapters is not None and call.adapter not in rules.adapters)
-        ),
-    ),
-    (
-        SkipReason.OTHER_AGENT,
-        lambda call, rules: any(fnmatchcase(call.agent or "", one) for one in rules.skip_agents),
-    ),
-    # Calls are judged after their attempt was sealed: one that is still open came too late.
-    (SkipReason.LATE_CALL, lambda call, _: call.state is CallState.OPEN),
-    (SkipReason.CLIENT_DISCONNECTED, lambda call, _: call.state is CallState.CANCELLED),
-    (SkipReason.SAMPLER_ERROR, lambda call, _: call.state is CallState.ERROR),
-    (SkipReason.EMPTY_RESPONSE, lambda call, _: not call.response_ids),
-    (SkipReason.MALFORMED_RECORD, lambda call, _: _malformed(call)),
-    (
-        SkipReason.TOO_LONG,
-        lambda call, rules: len(call.prompt_ids) + len(call.response_ids) > rules.max_length,
-    ),
-    (
-        SkipReason.STALE,
-        lambda call, rules: (
-            rules.oldest_version is not None
-            and call.adapter_version is not None
-            and call.adapter_version < rules.oldest_version
-        ),
-    ),
-    (
-        SkipReason.TRUNCATED,
-        lambda call, rules: rules.truncated == "skip" and call.finish_reason == "length",
-    ),
-    (SkipReason.OFF_POLICY, _off_policy),
-)
 
 
 # ---- how sampling differed from the policy that trains

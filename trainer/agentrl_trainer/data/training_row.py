@@ -51,19 +51,23 @@ class TrainingRow:
         return sum(self.mask)
 
 
-def to_training_row(trajectory: Trajectory, credit: Mapping[str, float]) -> TrainingRow:
-    """Give a trajectory its advantages, by call id.
+def to_training_row(
+    trajectory: Trajectory,
+    credit: Mapping[str, float],
+    extra: Mapping[str, list[float]] | None = None,
+) -> TrainingRow:
+    """Make the row of a trajectory; ``credit`` holds the advantages by call id.
 
     Calls without an entry get 0 but stay in the mask, so they count in the normalization.
     """
-    advantages = [0.0] * len(trajectory.tokens)
-    for turn in trajectory.turns:
-        advantages[turn.start : turn.end] = [credit.get(turn.call_id, 0.0)] * (
-            turn.end - turn.start
-        )
-    return TrainingRow(
-        trajectory.tokens, trajectory.mask, trajectory.logprobs, advantages, trajectory.adapter
-    )
+    tokens = trajectory.tokens
+    mask, logprobs = [False] * len(tokens), [0.0] * len(tokens)
+    for call in trajectory.calls:
+        start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.response_ids)
+        mask[start:end] = [True] * (end - start)
+        logprobs[start:end] = call.response_logprobs
+    advantages = trajectory.spread(credit)
+    return TrainingRow(tokens, mask, logprobs, advantages, trajectory.adapter, extra or {})
 
 
 def with_extra(rows: Sequence[TrainingRow], **columns: Sequence[list[float]]) -> list[TrainingRow]:

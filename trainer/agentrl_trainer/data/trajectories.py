@@ -12,47 +12,44 @@ trajectory, and each sampled token trains in exactly one of them:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl_tracer.schemas import Call, SkipReason
-from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons, temperature_of
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The place of one call's response in its trajectory: ``tokens[start:end]``."""
-
-    call_id: str
-    start: int
-    end: int
+from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A root→leaf token path of one attempt's call graph, training one adapter.
+    """A root→leaf path of one attempt's call graph, training one adapter.
 
-    Invariants: all token lists have one length, at most ``max_length``; position 0 is never
-    masked; ``mask`` is true exactly on the union of ``turns``, which do not overlap and are in
-    order.
+    Each call's prompt begins with the tokens of the call before it, so the last call holds all
+    tokens. The responses of ``calls`` train here; all other tokens are context.
     """
 
     adapter: str
-    tokens: list[int]
-    mask: list[bool]  # sampled tokens that train here
-    logprobs: list[float]  # of the sampling policy; 0 where not masked
-    turns: list[Turn]
-    temperatures: list[float]  # sampled at; 1 where not masked or greedy
+    calls: list[Call]
 
     @property
     def call_ids(self) -> list[str]:
-        """The calls whose tokens train here."""
-        return [turn.call_id for turn in self.turns]
+        return [call.id for call in self.calls]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.calls[-1].prompt_ids + self.calls[-1].response_ids
+
+    def spread(self, values: Mapping[str, float], elsewhere: float = 0.0) -> list[float]:
+        """Return a column parallel to ``tokens``: each call's value, by id, at its response."""
+        column = [elsewhere] * len(self.tokens)
+        for call in self.calls:
+            start, count = len(call.prompt_ids), len(call.response_ids)
+            column[start : start + count] = [values.get(call.id, elsewhere)] * count
+        return column
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySet:
-    """Each call of the attempt is in the ``turns`` of one trajectory or in ``skipped``."""
+    """Each call of the attempt is in the ``calls`` of one trajectory or in ``skipped``."""
 
     trajectories: list[Trajectory]
     skipped: dict[str, SkipReason]
@@ -75,7 +72,7 @@ def build_trajectories(calls: Sequence[Call], rules: SkipRules) -> TrajectorySet
             kept.setdefault(call.adapter, []).append(call)
     # Tokens of other adapters and of skipped calls are context: they stand in later prompts.
     trajectories = [
-        _trajectory(adapter, chain)
+        Trajectory(adapter, chain)
         for adapter in sorted(kept)
         for chain in _chains(kept[adapter], _parents(kept[adapter]))
     ]
@@ -114,19 +111,3 @@ def _chains(calls: Sequence[Call], parents: Sequence[int | None]) -> list[list[C
             path.append(continued_by[path[-1]])
         chains.append([calls[at] for at in path])
     return chains
-
-
-def _trajectory(adapter: str, chain: Sequence[Call]) -> Trajectory:
-    """Take the tokens of the chain's last call, which hold all others', and mark each response."""
-    leaf = chain[-1]
-    tokens = [*leaf.prompt_ids, *leaf.response_ids]
-    count = len(tokens)
-    mask, logprobs, temperatures = [False] * count, [0.0] * count, [1.0] * count
-    turns: list[Turn] = []
-    for call in chain:
-        start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.response_ids)
-        mask[start:end] = [True] * (end - start)
-        logprobs[start:end] = call.response_logprobs
-        temperatures[start:end] = [temperature_of(call)] * (end - start)
-        turns.append(Turn(call.id, start, end))
-    return Trajectory(adapter, tokens, mask, logprobs, turns, temperatures)

@@ -20,9 +20,9 @@ from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference.batched_forward import BatchedForward, LlamaCpuForward
 from agentrl_trainer.inference.kv_cache import KVPool
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
-from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
+from agentrl_trainer.learner.model_support import shrunk_windows
 from agentrl_trainer.models.loading import BaseModel, ModelError
-from agentrl_trainer.models.shrink_windows import shrunk_windows
 
 log = logging.getLogger(__name__)
 
@@ -150,9 +150,7 @@ class Scorer:
         """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
         found = [[0.0] * len(row) for row in rows]
         for batch, values in self._compute(rows):
-            where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
-            for row, column, value in where:
-                found[batch.indices[row]][column + 1] = value
+            scatter(batch, values, found)
         return found
 
     def likeliest(self, row: list[int], count: int) -> list[list[tuple[int, float]]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agentrl_trainer.data.packing import MicroBatch, count_tokens, pack
 from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
-from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
 from agentrl_trainer.learner.loss_options import (
     AdamParams,
     LossConfig,
@@ -166,7 +166,7 @@ class Learner(AdapterOptimizers):
         for batch in self._pack(rows):
             batch = batch.to(self.base.device)
             self._activate(batch.adapter)
-            _scatter(batch, function(batch), result)
+            scatter(batch, function(batch), result)
         return result
 
     def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
@@ -252,10 +252,7 @@ class Learner(AdapterOptimizers):
             ValueError: the loss, an option or an adapter is unknown, or a column is missing.
         """
         config = loss_config or {}
-        if parse_loss_options(loss, config).kl.kl_coef and any(
-            "reference" not in row.extra for row in rows
-        ):
-            raise ValueError("kl_coef needs reference log-probs: see Learner.with_reference")
+        parse_loss_options(loss, config)
         if unknown := {row.adapter for row in rows} - set(self.adapters):
             raise ValueError(f"rows for {sorted(unknown)}, but this trains {self.adapters}")
         scale = 1.0 / (normalize_by or max(sum(row.trained for row in rows), 1))
@@ -291,7 +288,7 @@ class Learner(AdapterOptimizers):
                     more, more_sums = value_loss(predicted, params=self.value, **learn)
                     value, part = value + more, part | more_sums
             if logprobs_into is not None:
-                _scatter(batch, logprobs.detach(), logprobs_into)
+                scatter(batch, logprobs.detach(), logprobs_into)
             sums = add_sums(sums, part)
             loss_sum += value.item()
             if not backward:
@@ -320,7 +317,7 @@ class Learner(AdapterOptimizers):
             # Packing does not depend on advantages: the second time it makes the same batch.
             kept = self._forward_batch(batches[0].to(self.base.device))
             found = [[0.0] * len(row.tokens) for row in rows]
-            _scatter(batches[0], kept[0].detach(), found)
+            scatter(batches[0], kept[0].detach(), found)
         else:
             found = self.forward(rows)
         logprobs = [torch.tensor(row, requires_grad=True) for row in found]
@@ -348,15 +345,9 @@ class Learner(AdapterOptimizers):
         stats = self.forward_backward(rows, loss, loss_config)
         optim = self.optim_step(adam)
         refused, seconds = optim.skipped_non_finite, stats.seconds + optim.seconds
-        norm = optim.grad_norm
-        return replace(stats, grad_norm=norm, skipped_non_finite=refused, seconds=seconds)
-
-
-def _scatter(batch: MicroBatch, values: Tensor, result: list[list[float]]) -> None:
-    """Write [N] values of the batch's trained tokens to their places in ``result``."""
-    where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
-    for row, column, value in where:
-        result[batch.indices[row]][column + 1] = value
+        return replace(
+            stats, grad_norm=optim.grad_norm, skipped_non_finite=refused, seconds=seconds
+        )
 
 
 def _columns(

@@ -1,18 +1,16 @@
 """Define the options of each loss, their defaults and their bounds. No torch here.
 
-A configuration of a loss is flat, as in Tinker's API: ``{"clip_high_threshold": 1.28}``. It may set
-the options of the loss itself, of the KL to a reference and of the off-policy correction.
+The tables of ``[algorithm]`` in a configuration file are these classes. Tinker's API has them flat:
+``{"clip_high_threshold": 1.28, "kl_coef": 0.1}``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import fields
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 LossConfig = Mapping[str, float | str]
 
@@ -21,94 +19,112 @@ Positive = Annotated[float, Field(gt=0)]
 LowRatio = Annotated[float, Field(ge=0, le=1)]
 HighRatio = Annotated[float, Field(ge=1)]
 
-_CHECKS = ConfigDict(strict=True, allow_inf_nan=False)
+
+class Options(BaseModel):
+    """The options of a part of a loss. This class itself serves a loss that has none."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class NoOptions:
-    """The loss has no options of its own."""
-
-
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class ClipOptions:
+class ClipOptions(Options):
     """Bounds of the importance ratio, absolute as in Tinker's API."""
 
     clip_low_threshold: LowRatio = 0.8
+    """Lower bound of the ratio."""
     clip_high_threshold: HighRatio = 1.2
+    """Upper bound of the ratio."""
 
 
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
 class PpoOptions(ClipOptions):
-    dual_clip_threshold: float = 0.0  # bounds the ratio of tokens with negative advantage; 0: off
+    dual_clip_threshold: NonNegative = 0.0
+    """Bound of the ratio of tokens with negative advantage; 3 is usual, 0 is off."""
 
-    def __post_init__(self) -> None:
-        if self.dual_clip_threshold and self.dual_clip_threshold <= self.clip_high_threshold:
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        dual, high = self.dual_clip_threshold, self.clip_high_threshold
+        if 0 < dual <= high:
             raise ValueError(
-                f"dual_clip_threshold {self.dual_clip_threshold} must exceed clip_high_threshold "
-                f"{self.clip_high_threshold}, or be 0 (off); 3 is usual"
+                f"dual_clip_threshold: {dual} must exceed clip_high_threshold {high}; 3 is usual"
             )
+        return self
 
 
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
 class GspoOptions(ClipOptions):
-    """The paper's bounds, of the ratio of a whole sequence."""
+    """The paper's bounds, of the ratio of a whole sequence (arXiv:2507.18071)."""
 
-    clip_low_threshold: LowRatio = 1 - 3e-4
-    clip_high_threshold: HighRatio = 1 + 4e-4
-
-
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class DroOptions:
-    beta: NonNegative = 0.05  # weight of the squared log-ratio
+    clip_low_threshold: LowRatio = 1 - 0.0003
+    """Lower bound of the ratio."""
+    clip_high_threshold: HighRatio = 1 + 0.0004
+    """Upper bound of the ratio."""
 
 
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class DppoOptions:
+class DroOptions(Options):
+    beta: NonNegative = 0.05
+    """Weight of the squared log-ratio."""
+
+
+class DppoOptions(Options):
     """Bounds of the change of a token's probability."""
 
-    divergence: Literal["tv", "kl"] = "tv"  # total variation or KL, against all other tokens
-    divergence_low: Positive = 0.2  # of tokens with negative advantage
-    divergence_high: Positive = 0.2  # of tokens with positive advantage
+    divergence: Literal["tv", "kl"] = "tv"
+    """Total variation or KL, of the sampled token against all others."""
+    divergence_low: Positive = 0.2
+    """Bound on a falling probability with negative advantage."""
+    divergence_high: Positive = 0.2
+    """Bound on a rising probability with positive advantage."""
 
 
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class KlOptions:
-    """The KL to a reference policy, which any loss may add."""
+class KlOptions(Options):
+    """The penalty on the KL divergence from a reference policy."""
 
-    kl_coef: NonNegative = 0.0  # its weight; 0: off
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # what is reported and added to the loss's value
-    kl_gradient: Literal["unbiased", "direct"] = "unbiased"  # of the KL, or of its estimator
-
-
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
-class CorrectionOptions:
-    """Importance weights for tokens that another policy sampled, which any loss may apply."""
-
-    correction: Literal["none", "truncate", "mask"] = "none"  # beyond the bounds: at them, or 0
-    correction_level: Literal["token", "sequence", "geometric"] = "token"
-    correction_low: LowRatio = 0.0
-    correction_high: HighRatio = 2.0
+    coef: NonNegative = 0.0
+    """Weight of the KL to the reference; 0 is off."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator that is reported."""
+    gradient: Literal["unbiased", "direct"] = "unbiased"
+    """Gradient of the KL itself, or of its estimator as in GRPO."""
 
 
-OPTIONS_OF: dict[str, type[Any]] = {
-    "cross_entropy": NoOptions,
-    "importance_sampling": NoOptions,
+class CorrectionOptions(Options):
+    """Importance weights for tokens that another policy sampled."""
+
+    mode: Literal["none", "truncate", "mask"] = "none"
+    """Beyond the bounds a weight is set to the bound, or to 0."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Weight of each token, or of its sequence (product or geometric mean)."""
+    low: LowRatio = 0.0
+    """Lower bound of the importance weight."""
+    high: HighRatio = 2.0
+    """Upper bound of the importance weight."""
+
+
+OPTIONS_OF: dict[str, type[Options]] = {
+    "cross_entropy": Options,
+    "importance_sampling": Options,
     "ppo": PpoOptions,
     "cispo": ClipOptions,
     "dro": DroOptions,
     "gspo": GspoOptions,
     "dppo": DppoOptions,
 }
-"""By loss, the class of the options that belong to it alone."""
+"""By loss, the class of its own options."""
 
 
-@plain_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LossOptions:
-    """All options of one loss."""
+    """The options of a loss, and those that every loss has."""
 
-    own: Any  # of the loss's class in OPTIONS_OF
+    own: Options
     kl: KlOptions
     correction: CorrectionOptions
+
+
+def flat_name(part: str, option: str) -> str:
+    """Name an option in a flat configuration: ``clip_low_threshold``, ``kl_coef``, ``correction``
+    for the correction's mode."""
+    return option if part == "own" else f"{part}_{option}".removesuffix("_mode")
 
 
 def parse_loss_options(loss: str, config: LossConfig) -> LossOptions:
@@ -119,28 +135,34 @@ def parse_loss_options(loss: str, config: LossConfig) -> LossOptions:
     """
     if loss not in OPTIONS_OF:
         raise ValueError(f"unknown loss {loss!r}: choose one of {sorted(OPTIONS_OF)}")
-    kinds: tuple[Any, ...] = (OPTIONS_OF[loss], KlOptions, CorrectionOptions)
-    known = [[field.name for field in fields(kind)] for kind in kinds]
-    if unknown := set(config).difference(*known):
-        takes = sorted(set[str]().union(*known))
-        raise ValueError(f"unknown options of {loss}: {sorted(unknown)}; it takes {takes}")
-    given = [{name: config[name] for name in names if name in config} for names in known]
-    try:
-        return LossOptions(*(kind(**own) for kind, own in zip(kinds, given, strict=True)))
-    except ValidationError as error:
-        said = "; ".join(": ".join(map(str, (*e["loc"], e["msg"]))) for e in error.errors())
-        raise ValueError(f"options of {loss}: {said}") from None
+    parts = {"own": OPTIONS_OF[loss], "kl": KlOptions, "correction": CorrectionOptions}
+    known = {flat_name(part, name) for part, kind in parts.items() for name in kind.model_fields}
+    if unknown := config.keys() - known:
+        raise ValueError(f"unknown options of {loss}: {sorted(unknown)}; it takes {sorted(known)}")
+    made: dict[str, Any] = {}
+    for part, kind in parts.items():
+        names = {name: flat_name(part, name) for name in kind.model_fields}
+        given = {name: config[flat] for name, flat in names.items() if flat in config}
+        try:
+            made[part] = kind.model_validate(given, strict=True)
+        except ValidationError as error:
+            said = [
+                ": ".join([*(names[str(name)] for name in e["loc"]), e["msg"]])
+                for e in error.errors()
+            ]
+            raise ValueError(f"options of {loss}: {'; '.join(said)}") from None
+    return LossOptions(**made)
 
 
-@checked_dataclass(frozen=True, slots=True, config=_CHECKS)
+@dataclass(frozen=True, slots=True)
 class ValueParams:
     """How a value function learns."""
 
-    lr: Positive = 1e-3  # higher than of a LoRA, because it starts from nothing
-    clip: NonNegative = 0.2  # how far a prediction may move in a step; 0: the plain squared error
+    lr: float  # above 0; higher than a LoRA's, because the value function starts from nothing
+    clip: float  # how far a prediction may move in a step; 0: the plain squared error
 
 
-@plain_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AdamParams:
     """AdamW's parameters, with Tinker's names and defaults."""
 

@@ -36,7 +36,7 @@ from agentrl_trainer.learner.loss_options import (
     GspoOptions,
     KlOptions,
     LossConfig,
-    NoOptions,
+    Options,
     PpoOptions,
     parse_loss_options,
 )
@@ -104,7 +104,7 @@ class Loss:
         options = parse_loss_options(self.name, config)
         drift = logprobs - sampling
         against = sampling if proximal is None else proximal
-        corrects = options.correction.correction != "none"
+        corrects = options.correction.mode != "none"
         if corrects and proximal is None:
             against = logprobs.detach()  # the step's first update: its policy is the proximal one
         tokens = Tokens(logprobs, logprobs - against, advantages, sequences)
@@ -118,11 +118,11 @@ class Loss:
             term = term * correction
             sums["correction"] = correction.sum()
             sums["dropped"] = dropped.sum()
-        if options.kl.kl_coef:
+        if options.kl.coef:
             if reference is None:
-                raise ValueError("kl_coef needs the reference policy's log-probs of the tokens")
+                raise ValueError("kl_coef needs the reference's log-probs: Learner.with_reference")
             kl = kl_penalty(logprobs, reference, drift, options.kl)
-            term = term + options.kl.kl_coef * kl
+            term = term + options.kl.coef * kl
             sums["kl_reference"] = kl.detach().sum()
         if weights is not None:
             term = term * weights
@@ -132,14 +132,14 @@ class Loss:
 # ---- the formulas
 
 
-def cross_entropy(tokens: Tokens, options: NoOptions) -> tuple[Tensor, None]:
+def cross_entropy(tokens: Tokens, options: Options) -> tuple[Tensor, None]:
     """Weight the negative log-likelihood, -sum w * lp: maximum likelihood where the weights are 1
     (https://tinker-docs.thinkingmachines.ai/losses). Advantages are the weights; ``sampling`` only
     enters metrics."""
     return -(tokens.lp * tokens.advantages), None
 
 
-def importance_sampling(tokens: Tokens, options: NoOptions) -> tuple[Tensor, None]:
+def importance_sampling(tokens: Tokens, options: Options) -> tuple[Tensor, None]:
     """Compute the policy gradient's objective for tokens sampled from q: PPO without its clip,
     L^CPI of arXiv:1707.06347, equation 6, after Kakade and Langford 2002 ("Approximately optimal
     approximate reinforcement learning"). Tinker's name and sum
@@ -254,14 +254,14 @@ def correction_weights(
 
     Returns the weights and where a bound took effect.
     """
-    if options.correction_level != "token":
+    if options.level != "token":
         gap, count = _per_sequence(gap, sequences)
-        gap = gap / count if options.correction_level == "geometric" else gap
+        gap = gap / count if options.level == "geometric" else gap
     weight = gap.exp()
-    beyond = (weight < options.correction_low) | (weight > options.correction_high)
-    if options.correction == "mask":
+    beyond = (weight < options.low) | (weight > options.high)
+    if options.mode == "mask":
         return weight.masked_fill(beyond, 0.0), beyond
-    return weight.clamp(options.correction_low, options.correction_high), beyond
+    return weight.clamp(options.low, options.high), beyond
 
 
 def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: KlOptions) -> Tensor:
@@ -276,13 +276,13 @@ def kl_penalty(lp: Tensor, reference: Tensor, drift: Tensor, options: KlOptions)
     over q, up to 5) since q sampled; ``direct`` differentiates the estimator, as GRPO did.
     """
     d = reference - lp
-    if options.kl_estimator == "k1":
+    if options.estimator == "k1":
         value = -d
-    elif options.kl_estimator == "k2":
+    elif options.estimator == "k2":
         value = d.square() / 2
     else:
         value = d.expm1() - d
-    if options.kl_gradient == "direct":
+    if options.gradient == "direct":
         return value
     weight = drift.detach().exp().clamp(max=5.0)
     surrogate = weight * -d.detach() * lp
@@ -305,8 +305,8 @@ def _per_sequence(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Ten
 def token_sums(lp: Tensor, log_ratio: Tensor) -> Sums:
     """Sum what every loss reports.
 
-    ``kl_k1`` and ``kl_k3`` sum to estimates of KL(q || policy) from tokens sampled by q
-    (http://joschu.net/blog/kl-approx.html); k3 is never negative.
+    ``kl_k3`` estimates KL(q || policy) from tokens sampled by q, and is never negative
+    (http://joschu.net/blog/kl-approx.html).
     """
     lp, log_ratio = lp.detach(), log_ratio.detach()
     ratio, difference = log_ratio.exp(), log_ratio.abs()
@@ -317,7 +317,6 @@ def token_sums(lp: Tensor, log_ratio: Tensor) -> Sums:
         "ratio": ratio.sum(),
         "ratio_max": ratio.max() if len(lp) else zero,
         "clipped": zero,
-        "kl_k1": -log_ratio.sum(),
         # expm1 keeps the digits that exp(x) - 1 would lose where trainer and sampler agree.
         "kl_k3": (log_ratio.expm1() - log_ratio).sum(),
         "difference": difference.sum(),

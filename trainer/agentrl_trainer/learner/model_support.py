@@ -3,24 +3,35 @@
 There are four, each quicker than the one before and each with a function here that says when it
 does not apply: the whole model on padded rows (``why_not_causal``), its decoder and output
 embedding one by one (``why_not_by_parts``), the decoder on token tries (``why_no_tries``), and
-tries under flex_attention (``why_no_flex``). Model families are too many to know them by name.
+tries under flex_attention (``why_no_flex``). Model families are too many to know them by name, and
+their code may raise anything.
+
+Trials are over short rows. So attention windows are shrunk meanwhile: one of 4,096 tokens would
+have no effect there, and a way that ignores it would pass.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentrl_trainer.learner.output_head import OutputHead
 from agentrl_trainer.models.prefix_attention import ATTENTION, Trie, pack_trie, trie_attention
-from agentrl_trainer.models.shrink_windows import shrunk_windows
 
-_REJECTS = (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, IndexError)
-"""What models raise if they cannot be run so (NotImplementedError is a RuntimeError)."""
+_WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",  # Llama 4
+    "index_topk",  # DeepSeek 3.2: keys that a query sees
+    "floor_scale",  # Llama 4: positions from which on queries are scaled
+    "keep_window_size",  # Doge
+    "window_size",
+)
+_SHORT = 8
 
 
 def decoder_states(model: PreTrainedModel, input_ids: Tensor, trie: Trie | None = None) -> Tensor:
@@ -52,7 +63,7 @@ def why_not_causal(model: PreTrainedModel) -> str | None:
     try:
         alone = [model(input_ids=x[None], use_cache=False).logits[0] for x in (long, short)]
         found = model(input_ids=padded, use_cache=False).logits
-    except _REJECTS as error:
+    except Exception as error:
         return f"its forward needs more than tokens: {type(error).__name__}: {error}"
     if any(_differ(row[: len(x)], x, 3e-4) for row, x in zip(found, alone, strict=True)):
         return "its log-probs depend on tokens that come later, so it is no causal model"
@@ -60,15 +71,15 @@ def why_not_causal(model: PreTrainedModel) -> str | None:
 
 
 @torch.no_grad()
-def why_not_by_parts(model: PreTrainedModel) -> str | None:
-    """Check that logits are ``OutputHead`` of the decoder's output; None if so."""
+def why_not_by_parts(model: PreTrainedModel, head: Callable[[Tensor], Tensor]) -> str | None:
+    """Check that logits are ``head`` of the decoder's output; None if so."""
     probe = _probe(model)[None]
     try:
         if model.get_decoder() in (model, None) or model.get_output_embeddings() is None:
             return "it does not expose its decoder and output embedding"
         expected = model(input_ids=probe, use_cache=False).logits.flatten(0, 1)
-        found = OutputHead(model)(decoder_states(model, probe))
-    except _REJECTS as error:
+        found = head(decoder_states(model, probe))
+    except Exception as error:
         return f"its decoder cannot be run by itself: {error}"
     if not torch.allclose(found.float(), expected.float(), rtol=1e-3, atol=1e-4):
         return "it does something unknown to its logits"
@@ -86,28 +97,23 @@ def why_no_tries(model: PreTrainedModel) -> str | None:
     ropes = [parameters, *(p for p in parameters.values() if isinstance(p, dict))]
     if odd := sorted({"dynamic", "longrope"} & {rope.get("rope_type") for rope in ropes}):
         return f"its {odd[0]} rotary embedding depends on the length of the batch"
-    before = model.config._attn_implementation
-    with shrunk_windows(model):
-        why = _compare_trie(model)
-    if why is not None:
-        model.set_attn_implementation(cast(str, before))
-    return why
-
-
-def _compare_trie(model: PreTrainedModel) -> str | None:
+    before = cast(str, model.config._attn_implementation)
     long = _probe(model).tolist()
     rows = sorted([long, [*long[:7], *long[2:4]], [*long[:7], *long[5:11]], long[3:6]])
-    packed = pack_trie(rows)
-    alone = [torch.tensor([row], device=model.device) for row in (*rows, packed.tokens)]
+    tokens, paths, trie = pack_trie(rows)
+    alone = [torch.tensor([row], device=model.device) for row in (*rows, tokens)]
     try:
-        expected = [decoder_states(model, row) for row in alone[:-1]]
-        found = decoder_states(model, alone[-1], packed.trie.to(model.device))
-    except _REJECTS as error:
-        return f"its attention rejects a trie: {error}"
-    pairs = zip(packed.paths, expected, strict=True)
-    if any(_differ(found[path], states, 1e-4) for path, states in pairs):
-        return "a trie's hidden states differ from those of rows"
-    return None
+        with shrunk_windows(model):
+            expected = [decoder_states(model, row) for row in alone[:-1]]
+            found = decoder_states(model, alone[-1], trie.to(model.device))
+        pairs = zip(paths, expected, strict=True)
+        if not any(_differ(found[path], states, 1e-4) for path, states in pairs):
+            return None
+        why = "a trie's hidden states differ from those of rows"
+    except Exception as error:
+        why = f"its attention rejects a trie: {error}"
+    model.set_attn_implementation(before)
+    return why
 
 
 def why_no_flex(model: PreTrainedModel) -> str:
@@ -118,8 +124,8 @@ def why_no_flex(model: PreTrainedModel) -> str:
     if model.device.type != "cuda":
         return "flex_attention has no gradients here"
     config = model.config.get_text_config()
-    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]]
-    trie = pack_trie(rows).trie.to(model.device)
+    *_, trie = pack_trie([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [1, 9], [4, 4, 4, 4]])
+    trie = trie.to(model.device)
     random = torch.Generator("cpu").manual_seed(0)
     found: list[list[Tensor]] = []
     try:
@@ -134,11 +140,44 @@ def why_no_flex(model: PreTrainedModel) -> str:
             with torch.enable_grad():
                 out, _ = trie_attention(nn.Module(), q, k, v, None, trie=replace(trie, flex=flex))
                 found.append([out, *torch.autograd.grad(out.float().square().sum(), own)])
-    except Exception as error:  # compilers raise anything; transformers, of heads of several sizes
+    except Exception as error:  # also of transformers, where heads have several sizes
         return f"flex_attention cannot be used: {type(error).__name__}: {error}"
     if any(_differ(b, a, 2e-3, floor=1.0) for a, b in zip(*found, strict=True)):
         return "flex_attention computes something else"
     return ""
+
+
+@contextlib.contextmanager
+def shrunk_windows(model: nn.Module) -> Iterator[None]:
+    """Set windows and the like to 8 tokens, in modules, configurations and stored masks (GPT-Neo).
+
+    For comparisons only, and for one thread: the model computes something else meanwhile.
+    """
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+
+    def change(own: dict[str, Any], name: str, value: Any) -> None:
+        changed.append((own, name, own[name]))
+        own[name] = value
+
+    found = {id(x): vars(x) for m in model.modules() for x in (m, getattr(m, "config", None)) if x}
+    for own in found.values():
+        for name in own.keys() & _WINDOWS:
+            value = own[name]
+            if isinstance(value, (int, float)) and value > _SHORT:
+                change(own, name, type(value)(_SHORT))
+    for module in model.modules():
+        masks = vars(module)["_buffers"]
+        for name, mask in list(masks.items()):
+            if mask is None or mask.dtype != torch.bool or mask.ndim < 2:
+                continue
+            square = mask.shape[-1] == mask.shape[-2] > _SHORT
+            if square and not bool(mask[..., -1, 0].any()):  # the last does not see the first
+                change(masks, name, mask & torch.ones_like(mask).triu(1 - _SHORT))
+    try:
+        yield
+    finally:
+        for own, name, value in changed:
+            own[name] = value
 
 
 def _probe(model: PreTrainedModel) -> Tensor:

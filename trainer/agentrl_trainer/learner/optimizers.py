@@ -63,29 +63,26 @@ class AdapterOptimizers:
         """
         started = time.perf_counter()
         adam = adam or self.adam
-        gradients: dict[str, list[Tensor]] = {}
-        norms: dict[str, float] = {}
         stepped = self._owned(adapters)
+        norms: dict[str, Tensor] = {}
         for name, parameters in stepped.items():
             if found := [p.grad for p in parameters.values() if p.grad is not None]:
-                gradients[name] = found
-                norms[name] = float(torch.nn.utils.get_total_norm(found))
-        total = sum(norm**2 for name, norm in norms.items() if not name.startswith(VALUE)) ** 0.5
-        refused = not (
-            self.non_finite.isdisjoint(stepped) and all(map(math.isfinite, norms.values()))
-        )
+                norms[name] = nn.utils.get_total_norm(found)
+        of_policy = [float(norm) for name, norm in norms.items() if not name.startswith(VALUE)]
+        finite = all(bool(norm.isfinite()) for norm in norms.values())
+        refused = not (finite and self.non_finite.isdisjoint(stepped))
         if not refused:
             for name, norm in norms.items():
-                if adam.grad_clip_norm and norm > adam.grad_clip_norm:
-                    for gradient in gradients[name]:
-                        gradient.mul_(adam.grad_clip_norm / norm)
+                if adam.grad_clip_norm:
+                    own = stepped[name].values()
+                    nn.utils.clip_grads_with_norm_(own, adam.grad_clip_norm, norm)
                 (group,) = self._optimizers[name].param_groups
                 rate = self._value_lr if name.startswith(VALUE) else adam.learning_rate
                 group |= {"lr": rate, "betas": (adam.beta1, adam.beta2)}
                 group |= {"eps": adam.eps, "weight_decay": adam.weight_decay}
                 self._optimizers[name].step()
         self.discard_gradients(adapters)
-        return OptimStats(total, norms, refused, time.perf_counter() - started)
+        return OptimStats(math.hypot(*of_policy), refused, time.perf_counter() - started)
 
     def discard_gradients(self, adapters: Collection[str] | None = None) -> None:
         """Forget accumulated gradients, and that one of them was not finite; None: of all."""
@@ -98,14 +95,13 @@ class AdapterOptimizers:
 
         Gradients that no ``optim_step`` has applied yet are left out.
         """
-        return {
-            f"{kind}/{name}/{key}": value.detach().cpu().clone()
-            for name, parameters in self._owned(adapters).items()
-            for key, weights in parameters.items()
-            for kind, value in (
-                {"weights": weights} | self._optimizers[name].state.get(weights, {})
-            ).items()
-        }
+        state: dict[str, Tensor] = {}
+        for name, parameters in self._owned(adapters).items():
+            for key, weights in parameters.items():
+                found = {"weights": weights, **self._optimizers[name].state.get(weights, {})}
+                for kind, value in found.items():
+                    state[f"{kind}/{name}/{key}"] = value.detach().cpu().clone()
+        return state
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], adapters: Collection[str] | None = None
@@ -135,8 +131,7 @@ class AdapterOptimizers:
             own.clear()
             for key, parameter in parameters.items():
                 at = f"{name}/{key}"
-                with torch.no_grad():
-                    parameter.copy_(weights[at])
+                parameter.data.copy_(weights[at])
                 # AdamW's fused kernel wants its step count on the parameter's device.
                 moments = {
                     kind: found[at].to(parameter.device, torch.float32, copy=True)
@@ -152,11 +147,7 @@ class AdapterOptimizers:
             return self.parameters
         if unknown := set(adapters) - set(self.adapters):
             raise ValueError(f"no adapters {sorted(unknown)}; this trains {self.adapters}")
-        return {
-            name: parameters
-            for name, parameters in self.parameters.items()
-            if name.removeprefix(VALUE) in adapters
-        }
+        return {n: p for n, p in self.parameters.items() if n.removeprefix(VALUE) in adapters}
 
 
 # ---- the learning rate: its peak by the size of the model, and its schedule over a run

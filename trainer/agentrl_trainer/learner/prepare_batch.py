@@ -56,10 +56,10 @@ def prepare(
     done = policy.with_temperature(rows)
     if settings.gae is not None:
         done = with_gae(done, policy.values(done), settings.gae)
-    if options.kl.kl_coef:
+    if options.kl.coef:
         done = policy.with_reference(done, settings.reference)
     # With a single pass the loss itself takes the policy at hand as the proximal one.
-    if options.correction.correction != "none" and settings.epochs > 1:
+    if options.correction.mode != "none" and settings.epochs > 1:
         done = policy.with_proximal(done)
     return done
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -45,10 +44,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class OptimStats:
-    """Gradient norms before clipping: over all adapters, and of each that had gradients."""
-
-    grad_norm: float
-    grad_norms: dict[str, float]
+    grad_norm: float  # over all adapters, before clipping
     skipped_non_finite: bool
     seconds: float
 
@@ -57,12 +53,9 @@ _OPTIONAL = ("kl_reference", "correction", "dropped", "value_loss", "value_error
 
 
 def step_stats(
-    loss: float, sums: Sums, counts: TokenCounts, started: float, *, non_finite: bool | None = None
+    loss: float, sums: Sums, counts: TokenCounts, started: float, *, non_finite: bool
 ) -> StepStats:
-    """Summarize a loss's sums over all tokens. ``started``: by ``time.perf_counter``.
-
-    ``non_finite`` None: whether ``loss`` is.
-    """
+    """Summarize a loss's sums over all tokens. ``started``: by ``time.perf_counter``."""
     values = defaultdict(float, {name: float(value) for name, value in sums.items()})
     tokens = max(values["tokens"], 1.0)
     return StepStats(
@@ -79,6 +72,6 @@ def step_stats(
         tokens_unique=counts.unique,
         tokens_saved=counts.saved,
         seconds=time.perf_counter() - started,
-        skipped_non_finite=not math.isfinite(loss) if non_finite is None else non_finite,
+        skipped_non_finite=non_finite,
         metrics={name: values[name] / tokens for name in _OPTIONAL if name in values},
     )

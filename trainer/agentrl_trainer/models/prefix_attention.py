@@ -112,15 +112,6 @@ class Trie:
         return self._masks[window]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTrie:
-    """Rows as one trie: ``tokens[paths[b][t]]`` is token t of row b."""
-
-    tokens: list[int]  # [U]
-    paths: list[list[int]]  # per row, where in the trie its tokens are
-    trie: Trie
-
-
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest common prefix, by bisection over slices."""
     low, high = 0, min(len(a), len(b))
@@ -135,8 +126,12 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
-    """Make a trie of rows that are sorted and not empty."""
+def pack_trie(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]], Trie]:
+    """Make a trie of rows that are sorted and not empty.
+
+    Returns its tokens [U]; for each row, where its tokens are among them, so that
+    ``tokens[paths[b][t]]`` is token t of row b; and what attention needs.
+    """
     tokens: list[int] = []
     depths: list[int] = []
     ends: list[int] = []
@@ -155,14 +150,14 @@ def pack_trie(rows: Sequence[Sequence[int]]) -> PackedTrie:
         ends.extend([0] * (len(row) - shared))
     blocks, order = _plan(starts, paths, len(tokens))
     last = torch.tensor([end or len(tokens) for end in ends])
-    return PackedTrie(tokens, paths, Trie(blocks, order, torch.tensor(depths), last))
+    return tokens, paths, Trie(blocks, order, torch.tensor(depths), last)
 
 
 def _plan(starts: list[int], paths: list[list[int]], size: int) -> tuple[list[Block], Tensor]:
     blocks: list[Block] = []
     order = torch.empty(size, dtype=torch.int64)
     done = 0
-    for members in _alike([(start, len(path)) for start, path in zip(starts, paths, strict=True)]):
+    for members in _alike(starts, [len(path) for path in paths]):
         rows = [torch.tensor(paths[i]) for i in members]
         own = [row[starts[i] :] for i, row in zip(members, rows, strict=True)]
         queries, keys = (pad_sequence(x, batch_first=True) for x in (own, rows))
@@ -176,32 +171,27 @@ def _plan(starts: list[int], paths: list[list[int]], size: int) -> tuple[list[Bl
     return blocks, order
 
 
-def _alike(shapes: list[tuple[int, int]]) -> list[list[int]]:
-    """Group branches so that little is padded. A shape is (first depth, row length).
-
-    A branch without tokens of its own has no queries, and is in no group.
-    """
-    own = [length - start for start, length in shapes]
-    order = sorted(
-        (i for i in range(len(shapes)) if own[i]),
-        key=lambda i: (shapes[i][0] > 0, -own[i], -shapes[i][1], i),
-    )
+def _alike(starts: list[int], lengths: list[int]) -> list[list[int]]:
+    """Group branches, by their first depths and the lengths of their rows, so that little is
+    padded. A branch without tokens of its own has no queries, and is in no group."""
+    own = [length - start for start, length in zip(starts, lengths, strict=True)]
     groups: list[list[int]] = []
     width = useful = 0
-    for i in order:
-        start, length = shapes[i]
-        pairs = own[i] * length
-        # Ordinary causal attention needs no mask and half the work, so it is kept apart.
-        if groups and (start > 0) == (shapes[groups[-1][0]][0] > 0):
+    # Ordinary causal attention needs no mask and half the work, so it is kept apart.
+    for i in sorted(range(len(own)), key=lambda i: (starts[i] > 0, -own[i], -lengths[i])):
+        if not own[i]:
+            continue
+        pairs = own[i] * lengths[i]
+        if groups and (starts[i] > 0) == (starts[groups[-1][0]] > 0):
             group, total = groups[-1], useful + pairs
             # The first has most queries.
-            padded = (len(group) + 1) * own[group[0]] * max(width, length)
+            padded = (len(group) + 1) * own[group[0]] * max(width, lengths[i])
             if padded <= max(PADDED_SHARE * total, total + PADDED_PAIRS):
                 group.append(i)
-                width, useful = max(width, length), total
+                width, useful = max(width, lengths[i]), total
                 continue
         groups.append([i])
-        width, useful = length, pairs
+        width, useful = lengths[i], pairs
     return groups
 
 
@@ -289,8 +279,8 @@ def explicit(
     v: Tensor,
     mask: Tensor | None,
     scaling: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention with what SDPA lacks; q [n, H, q, D].
 

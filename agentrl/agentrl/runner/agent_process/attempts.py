@@ -39,11 +39,10 @@ from agentrl.runner.agent_process.environment import attempt_environment, shared
 from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
-from agentrl_tracer.context import current_rollout
 from agentrl_tracer.conventions import OUTPUT
 from agentrl_tracer.emit import emit_reward
 from agentrl_tracer.schemas import Claim
-from agentrl_tracer.tracing import attributed, finish, rollout_tracing, tracing
+from agentrl_tracer.tracing import attributed, rollout_tracing, tracing
 
 _TRACE_CONTEXT = ("TRACEPARENT", "TRACESTATE")
 _TRACEBACK_LINES = 12
@@ -51,16 +50,15 @@ _LONGEST = 4000  # characters of an error, and of what the agent returned
 _log: ContextVar[TextIO | None] = ContextVar("agentrl_log", default=None)
 
 
-def run_attempts(
-    config: RunnerConfig, worker_fd: int, known_modules: frozenset[str] | None
-) -> NoReturn:
+def run_attempts(config: RunnerConfig, worker_fd: int, known_modules: int | None) -> NoReturn:
     """Run the agent in this process, just forked or executed, and never return.
 
     Args:
         worker_fd: socket whose other end only the worker holds. It brings the claims, and
             ``{"cancel": id}``, and takes ``{"attempt": id, ...AttemptEnding}`` per attempt. At its
             end the process group dies.
-        known_modules: modules imported before the fork, which are not reported; None: report none.
+        known_modules: number of modules imported before the fork. Attempts report those imported
+            later; with None, none.
     """
     try:
         os.setsid()  # a process group of its own: one signal reaches every process of the agent
@@ -100,9 +98,7 @@ def _hear_worker(worker_fd: int, take: Callable[[dict[str, Any]], object]) -> No
     threading.Thread(target=listen, daemon=True).start()
 
 
-def _run_in_turn(
-    config: RunnerConfig, worker_fd: int, known_modules: frozenset[str] | None
-) -> NoReturn:
+def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None) -> NoReturn:
     """Run an attempt per message; the worker kills the process if there is no more."""
     signal.signal(signal.SIGTERM, _terminate)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -115,9 +111,7 @@ def _run_in_turn(
         ending = run_attempt(config, claim)
         if known_modules is not None:
             modules = third_party_modules(parse_agent(config.agent), known_modules)
-            if modules:  # copying the set touches all its memory pages
-                known_modules |= set(modules)
-                ending = replace(ending, modules=tuple(modules))
+            ending, known_modules = replace(ending, modules=modules), len(sys.modules)
         _flush_output()
         send(worker_fd, {"attempt": claim.attempt_id, **asdict(ending)})
 
@@ -187,13 +181,7 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
         errors: list[str] = []
         with open(config.log_of(claim), "a", buffering=1, encoding="utf-8") as log:  # noqa: ASYNC230
             _log.set(log)
-            with attributed(
-                claim.key,
-                claim.rollout_id,
-                claim.attempt_id,
-                gateway=config.gateway,
-                environment=attempt_environment(config, claim),
-            ) as attempt:
+            with attributed(attempt_environment(config, claim)) as attempt:
                 with _traced_agent(config, claim, errors) as agent:
                     if agent.run_async is None:
                         raise TypeError(
@@ -223,10 +211,8 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
     for name in ("AGENTRL_TASK", *_TRACE_CONTEXT):
         os.environ.pop(name, None)
     os.environ.update(attempt_environment(config, claim))
-    active, rollout = rollout_tracing(), current_rollout()
-    assert active is not None
-    assert rollout is not None
-    attempt = active.attempt(rollout)
+    attempt = rollout_tracing()
+    assert attempt is not None
     attempt.finish_expected = True  # ``finish`` comes before the report
     errors: list[str] = []
     with _traced_agent(config, claim, errors) as agent:
@@ -235,7 +221,7 @@ def run_attempt(config: RunnerConfig, claim: Claim) -> AttemptEnding:
         if "traceparent" in carrier:  # the parent of the agent's subprocesses' spans
             os.environ["TRACEPARENT"] = carrier["traceparent"]
         _record_result(agent.run(claim.task), rewarded=attempt.rewarded)
-    return AttemptEnding.of(errors, complete=finish())
+    return AttemptEnding.of(errors, complete=attempt.finish())
 
 
 @contextlib.contextmanager
@@ -262,11 +248,11 @@ def _traced_agent(config: RunnerConfig, claim: Claim, errors: list[str]) -> Iter
 
 @cache  # loaded once for all attempts of a process
 def _load_agent(spec: str) -> LoadedAgent:
-    active = rollout_tracing()  # before the import: calls and threads are watched from then on
-    assert active is not None
+    attempt = rollout_tracing()  # before the import: calls and threads are watched from then on
+    assert attempt is not None
     agent = load_agent(spec)
     # After the import: a provider that the user's module sets is kept, and ours joins it.
-    active.install_globally()
+    attempt.router.install_globally()
     return agent
 
 

@@ -11,19 +11,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
+import tinker
 import torch
 from torch import Tensor
 
-from agentrl_trainer.client.futures import APIFuture, Worker, finished, gather, map_future
+from agentrl_trainer.client.futures import APIFuture, finished, gather, map_future
 from agentrl_trainer.client.rows import metrics_of
 from agentrl_trainer.client.sampling import Prompt, SamplingClient, tokens_of
-from agentrl_trainer.client.saved import POINTER
 from agentrl_trainer.client.tinker.rows import (
-    TinkerPolicy,
+    IMPOSSIBLE,
+    aligned,
     check_rows,
     folded,
     loss_of,
@@ -47,7 +49,7 @@ from agentrl_trainer.client.types import (
     token_ids,
 )
 from agentrl_trainer.data.packing import count_tokens
-from agentrl_trainer.data.training_row import TrainingRow
+from agentrl_trainer.data.training_row import TrainingRow, with_extra
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import parse_loss_options
 from agentrl_trainer.learner.losses import CustomLoss, Sums
@@ -60,28 +62,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DISCARDED = "before-non-finite"  # the state to continue from after discarded gradients
+_POINTER = "tinker.json"
+"""In an adapter's folder: the weights' ``path`` on Tinker, and the path of the newest ``state``
+before them, which Tinker offers for download."""
 
 
 class TinkerTrainingClient(TrainingClient):
-    """Sends operations at once and in order; after a pending ``prepare``, or a pending step of
-    training rows, they wait for it."""
+    """Sends operations in order on the service's worker; a step of training rows waits there for
+    their losses. It is also the ``Policy`` of ``prepare_batch``, on that worker."""
 
-    def __init__(
-        self,
-        sdk: Any,
-        service: TinkerServiceClient,
-        client: Any,
-        name: str | None,
-        folder: Path,
-        worker: Worker,
-    ) -> None:
-        self._sdk, self._service, self._worker = sdk, service, worker
-        self._sampling = service.create_sampling_client
+    def __init__(self, service: TinkerServiceClient, client: Any, name: str | None) -> None:
+        self._service, self._start = service, service.responses.start
         self._added: list[Future[ForwardBackwardOutput]] = []  # of training rows, since the step
         self._reference: TinkerSamplingClient | None = None
         self.continue_as(client, None)
         self.name = name or self.model_id.replace(":", "-")
-        self.folder = folder / self.name
+        self.folder = service.folder / self.name
         self.history = []
 
     def continue_as(self, client: Any, state: str | None) -> None:
@@ -99,7 +95,7 @@ class TinkerTrainingClient(TrainingClient):
             done = getattr(self._client, method)(*args, **options)
             return map_future(done.future(), convert)
 
-        return self._worker.in_turn(start)
+        return self._start(start)
 
     def _loss(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
         if call.data and isinstance(call.data[0], TrainingRow):
@@ -112,17 +108,17 @@ class TinkerTrainingClient(TrainingClient):
                 "normalize_by: Tinker sums over tokens; divide weights or advantages instead"
             )
         method = "forward_backward" if call.backward else "forward"
-        data = _datums(self._sdk, call.data)
+        data = _datums(call.data)
         return self._call(_output, method, data, call.loss_fn, call.config)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss[Datum], **tinker: Any
+        self, data: Sequence[Datum], loss_fn: CustomLoss[Datum], **more: Any
     ) -> APIFuture[ForwardBackwardOutput]:
         def of_ours(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:
             return loss_fn(data, logprobs)
 
-        sent = _datums(self._sdk, data)
-        return self._call(_output, "forward_backward_custom", sent, of_ours, **tinker)
+        sent = _datums(data)
+        return self._call(_output, "forward_backward_custom", sent, of_ours, **more)
 
     def _loss_of_rows(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
         """Learn from training rows: by Tinker's loss if it has it, else by our formula on the
@@ -171,25 +167,36 @@ class TinkerTrainingClient(TrainingClient):
     def prepare(
         self, rows: Sequence[TrainingRow], settings: UpdateSettings
     ) -> APIFuture[list[TrainingRow]]:
-        policy = TinkerPolicy(self._row_logprobs, self._reference_logprobs)
-        return self._worker.submit(lambda: prepare(policy, rows, settings))
+        return self._service.responses.submit(lambda: prepare(self, rows, settings))
 
-    def _row_logprobs(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        """Compute the policy's log-probs; runs on the worker, so it calls the SDK directly."""
-        sent = _datums(self._sdk, [unweighted(row) for row in rows])
-        done = _output(self._client.forward(sent, "cross_entropy", None).result())
-        return [row["logprobs"].tolist() for row in done.loss_fn_outputs]
+    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        check_rows(rows)
+        return list(rows)
 
-    def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        raise ValueError(IMPOSSIBLE["returns"])
+
+    def with_reference(
+        self, rows: Sequence[TrainingRow], adapter: str | None = None
+    ) -> list[TrainingRow]:
+        if adapter is not None:
+            raise ValueError("kl_reference: over Tinker the reference is the base model")
         if self._reference is None:
             base = self._info.model_data.model_name
             self._reference = self._service.create_sampling_client(None, base)
         found = self._reference.compute_logprobs_batch([row.tokens for row in rows]).result()
-        return [[lp or 0.0 for lp in row[1:]] for row in found]
+        computed = [[lp or 0.0 for lp in row[1:]] for row in found]
+        return with_extra(rows, reference=aligned(rows, computed))
+
+    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        sent = _datums([unweighted(row) for row in rows])
+        done = _output(self._client.forward(sent, "cross_entropy", None).result())
+        computed = [row["logprobs"] for row in done.loss_fn_outputs]
+        return with_extra(rows, proximal=aligned(rows, computed))
 
     def _step(self, adam: AdamParams) -> APIFuture[OptimStepResponse]:
         # The SDK has other optimizers, whose parameters are sent as given.
-        sent = self._sdk.AdamParams(**asdict(adam)) if isinstance(adam, AdamParams) else adam
+        sent = tinker.AdamParams(**asdict(adam)) if isinstance(adam, AdamParams) else adam
         added, self._added = self._added, []
 
         def start() -> APIFuture[OptimStepResponse]:
@@ -204,39 +211,38 @@ class TinkerTrainingClient(TrainingClient):
             stepped = self._client.optim_step(sent).future()
             return map_future(stepped, lambda done: OptimStepResponse(dict(done.metrics or {})))
 
-        return self._worker.in_turn(start, wait=bool(added))
+        return self._start(start)
 
     def save_state(
-        self, name: str, *, overwrite: bool = False, **tinker: Any
+        self, name: str, *, overwrite: bool = False, **more: Any
     ) -> APIFuture[SavedPath]:
         def noted(saved: Any) -> SavedPath:
             self._state = saved.path
             return SavedPath(saved.path)
 
-        return self._call(noted, "save_state", name, overwrite=overwrite, **tinker)
+        return self._call(noted, "save_state", name, overwrite=overwrite, **more)
 
-    def _load(self, path: Folder, optimizer: bool, tinker: Mapping[str, Any]) -> APIFuture[None]:
+    def _load(self, path: Folder, optimizer: bool, more: Mapping[str, Any]) -> APIFuture[None]:
         def noted(_: Any) -> None:
             self._state = str(path)
 
         method = "load_state_with_optimizer" if optimizer else "load_state"
-        return self._call(noted, method, str(path), **tinker)
+        return self._call(noted, method, str(path), **more)
 
-    def save_weights_for_sampler(self, name: str | Path, **tinker: Any) -> APIFuture[SavedPath]:
+    def save_weights_for_sampler(self, name: str | Path, **more: Any) -> APIFuture[SavedPath]:
         def pointed(saved: Any) -> SavedPath:
             if isinstance(name, Path):
                 name.mkdir(parents=True, exist_ok=True)
                 pointer = {"path": saved.path, "state": self._state}
-                (name / POINTER).write_text(json.dumps(pointer), encoding="utf-8")
+                (name / _POINTER).write_text(json.dumps(pointer), encoding="utf-8")
             return SavedPath(saved.path)
 
         last = name.name if isinstance(name, Path) else name
-        return self._call(pointed, "save_weights_for_sampler", last, **tinker)
+        return self._call(pointed, "save_weights_for_sampler", last, **more)
 
-    def save_weights_and_get_sampling_client(self, **tinker: Any) -> TinkerSamplingClient:
-        self._worker.idle()
-        made = self._client.save_weights_and_get_sampling_client(**tinker)
-        return TinkerSamplingClient(self._sdk, made)
+    def save_weights_and_get_sampling_client(self, **more: Any) -> TinkerSamplingClient:
+        save = partial(self._client.save_weights_and_get_sampling_client, **more)
+        return TinkerSamplingClient(self._service.responses.submit(save).result())
 
     def local(self, work: Callable[[Learner], T]) -> APIFuture[T]:
         raise ValueError("local is for the local backend; use what Tinker's own API has")
@@ -249,11 +255,10 @@ class TinkerTrainingClient(TrainingClient):
 
 
 class TinkerSamplingClient(SamplingClient):
-    """``made`` is a sampling client of the SDK, or the SDK's future of one."""
+    """``made`` is the SDK's future of its sampling client."""
 
-    def __init__(self, sdk: Any, made: Any) -> None:
-        self._sdk = sdk
-        self._client = made.result() if hasattr(made, "result") else made
+    def __init__(self, made: Any) -> None:
+        self._client = made.result()
 
     def sample(
         self,
@@ -263,19 +268,19 @@ class TinkerSamplingClient(SamplingClient):
         include_prompt_logprobs: bool = False,
         *,
         topk_sample_logprobs: int = 0,
-        **tinker: Any,
+        **more: Any,
     ) -> APIFuture[SampleResponse]:
         """Return the SDK's response, which has the fields of ours and more."""
-        tokens = self._sdk.ModelInput.from_ints(tokens_of(prompt))
-        params = self._sdk.SamplingParams(**asdict(sampling_params or SamplingParams()))
-        more = {**tinker, "topk_sample_logprobs": topk_sample_logprobs}
+        tokens = tinker.ModelInput.from_ints(tokens_of(prompt))
+        params = tinker.SamplingParams(**asdict(sampling_params or SamplingParams()))
+        more["topk_sample_logprobs"] = topk_sample_logprobs
         done = self._client.sample(tokens, num_samples, params, include_prompt_logprobs, **more)
-        return map_future(_concurrent(done), lambda response: response)
+        return map_future(done.future(), lambda response: response)
 
-    def compute_logprobs(self, prompt: Prompt, **tinker: Any) -> APIFuture[list[float | None]]:
-        tokens = self._sdk.ModelInput.from_ints(tokens_of(prompt))
-        done = self._client.compute_logprobs(tokens, **tinker)
-        return map_future(_concurrent(done), lambda logprobs: logprobs)
+    def compute_logprobs(self, prompt: Prompt, **more: Any) -> APIFuture[list[float | None]]:
+        tokens = tinker.ModelInput.from_ints(tokens_of(prompt))
+        done = self._client.compute_logprobs(tokens, **more)
+        return map_future(done.future(), lambda logprobs: logprobs)
 
     def compute_logprobs_batch(
         self, prompts: Sequence[Prompt]
@@ -289,13 +294,8 @@ class TinkerSamplingClient(SamplingClient):
         return str(self._client.get_base_model())
 
 
-def _concurrent(made: Any) -> Future[Any]:
-    # The SDK's future is a concurrent Future too for now, which warns when used as one.
-    return made.future() if hasattr(made, "future") else made
-
-
-def _datums(sdk: Any, data: Data) -> list[Any]:
-    sent: list[Any] = []
+def _datums(data: Data) -> list[tinker.Datum]:
+    sent: list[tinker.Datum] = []
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             raise ValueError(f"data[{index}] is no Datum: rows and datums do not mix")
@@ -311,8 +311,8 @@ def _datums(sdk: Any, data: Data) -> list[Any]:
                     f"{where} has {len(inputs[name])} values, model_input "
                     f"{datum.model_input.length} tokens: one for each"
                 )
-        read = sdk.ModelInput.from_ints(datum.model_input.to_ints())
-        sent.append(sdk.Datum(model_input=read, loss_fn_inputs=inputs))
+        read = tinker.ModelInput.from_ints(datum.model_input.to_ints())
+        sent.append(tinker.Datum(model_input=read, loss_fn_inputs=inputs))
     return sent
 
 

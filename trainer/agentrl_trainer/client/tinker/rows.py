@@ -12,8 +12,7 @@ has neither value nor gradient, so no mask is needed. Every other loss, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -21,11 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl_trainer.client.types import Array, Datum, ModelInput, RefusedRows
-from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow, with_extra
+from agentrl_trainer.data.training_row import LOSS_EXTRA, TrainingRow
 from agentrl_trainer.learner.loss_options import LossConfig, parse_loss_options
 from agentrl_trainer.learner.losses import LOSSES, Sums
-
-_Logprobs = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 
 NATIVE: dict[str, tuple[str, ...]] = {
     "importance_sampling": (),
@@ -37,7 +34,7 @@ NATIVE: dict[str, tuple[str, ...]] = {
 
 
 def native_config(
-    loss: str, config: LossConfig, rows: Sequence[TrainingRow] = ()
+    loss: str, config: LossConfig, rows: Sequence[TrainingRow]
 ) -> dict[str, float] | None:
     """Return the options for Tinker's own loss; None if it cannot compute this one.
 
@@ -46,8 +43,8 @@ def native_config(
     if loss not in NATIVE or any("proximal" in row.extra for row in rows):
         return None
     options = parse_loss_options(loss, config)
-    corrects = options.correction.correction != "none"
-    if options.kl.kl_coef or corrects or getattr(options.own, "dual_clip_threshold", 0.0):
+    dual = getattr(options.own, "dual_clip_threshold", 0.0)
+    if options.kl.coef or options.correction.mode != "none" or dual:
         return None
     return {name: float(getattr(options.own, name)) for name in NATIVE[loss]}
 
@@ -103,10 +100,16 @@ def trained_logprobs(
     """Return ``loss_fn_outputs`` as the local backend does, 0 where nothing trains, from the
     targets' log-probs ``computed`` for each row that trains."""
     found = iter(computed)
-    return [
-        {"logprobs": np.where(row.mask[1:], next(found) if row.trained else 0.0, np.float32(0))}
-        for row in rows
-    ]
+    return [{"logprobs": _masked(row, next(found) if row.trained else 0.0)} for row in rows]
+
+
+def aligned(rows: Sequence[TrainingRow], computed: Sequence[Array]) -> list[list[float]]:
+    """Return log-probs as the learner does: one for each token of a row, 0 where nothing trains."""
+    return [[0.0, *_masked(*one).tolist()] for one in zip(rows, computed, strict=True)]
+
+
+def _masked(row: TrainingRow, logprobs: Array) -> NDArray[np.float32]:
+    return np.where(row.mask[1:], logprobs, 0.0).astype(np.float32)
 
 
 def check_rows(rows: Sequence[TrainingRow]) -> None:
@@ -116,7 +119,7 @@ def check_rows(rows: Sequence[TrainingRow]) -> None:
         RefusedRows: it cannot, for a reason that the message gives.
         ValueError: a column is missing in some of the rows.
     """
-    for name, why in _IMPOSSIBLE.items():
+    for name, why in IMPOSSIBLE.items():
         if any(name in row.extra for row in rows):
             raise RefusedRows(why)
     for name in LOSS_EXTRA:
@@ -124,41 +127,9 @@ def check_rows(rows: Sequence[TrainingRow]) -> None:
             raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
 
 
-_IMPOSSIBLE = {
+IMPOSSIBLE = {
     "temperature": "temperature: these answers were sampled at another than 1, and Tinker computes "
     'log-probs at temperature 1 only. Let the agent set none, or train with backend = "local"',
     "returns": "estimator: Tinker has no value function; choose another than gae",
 }
-
-
-class TinkerPolicy(NamedTuple):
-    """The ``Policy`` of ``prepare_batch``, by the service's log-probs: of each row's targets,
-    [tokens of the row - 1]."""
-
-    forward: _Logprobs
-    reference: _Logprobs
-
-    def with_temperature(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-        check_rows(rows)
-        return list(rows)
-
-    def values(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        raise ValueError(_IMPOSSIBLE["returns"])
-
-    def with_reference(
-        self, rows: Sequence[TrainingRow], adapter: str | None = None
-    ) -> list[TrainingRow]:
-        if adapter is not None:
-            raise ValueError("kl_reference: over Tinker the reference is the base model")
-        return with_extra(rows, reference=_aligned(rows, self.reference(rows)))
-
-    def with_proximal(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-        return with_extra(rows, proximal=_aligned(rows, self.forward(rows)))
-
-
-def _aligned(rows: Sequence[TrainingRow], logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return log-probs as the learner does: one for each token of a row, 0 where nothing trains."""
-    return [
-        [0.0, *(lp if on else 0.0 for lp, on in zip(found, row.mask[1:], strict=True))]
-        for row, found in zip(rows, logprobs, strict=True)
-    ]
+"""Why rows with a column cannot be learned from."""

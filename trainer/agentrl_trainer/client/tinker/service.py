@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
+import tinker
 from torch import Tensor
 
 from agentrl_trainer.checkpoint import Checkpoint
 from agentrl_trainer.client.futures import APIFuture, Worker, finished
-from agentrl_trainer.client.saved import folder_of
-from agentrl_trainer.client.service import ServiceClient
+from agentrl_trainer.client.service import ServiceClient, folder_of
 from agentrl_trainer.client.tinker.clients import TinkerSamplingClient, TinkerTrainingClient
 from agentrl_trainer.client.types import (
     EndStatus,
@@ -33,26 +32,21 @@ class TinkerServiceClient(ServiceClient):
     ) -> None:
         for local in ("backend", "device", "dtype"):
             options.pop(local, None)
-        try:
-            self._sdk = import_module("tinker")
-        except ImportError as error:
-            raise ImportError(
-                "backend='tinker' needs the official SDK: pip install 'tinker>=0.38,<1'"
-            ) from error
-        self._folder = folder_of(folder, "tinker")
-        self._service = self._sdk.ServiceClient(base_url=base_url, **options)
-        self._rest = self._sdk.RestClient(base_url=base_url, api_key=options.get("api_key"))
+        self.folder = folder_of(folder, "tinker")
+        self._service: Any = tinker.ServiceClient(base_url=base_url, **options)
+        self._rest: Any = tinker.RestClient(base_url=base_url, api_key=options.get("api_key"))
         self._trained: dict[str, TinkerTrainingClient] = {}
-        self._responses = Worker("agentrl-tinker")  # for work on the service's responses
+        self.responses = Worker("agentrl-tinker")
+        """Sends operations in order, and works on the service's responses."""
 
     def _train(
-        self, base_model: str, lora: LoraOptions, name: str | None, tinker: Mapping[str, Any]
+        self, base_model: str, lora: LoraOptions, name: str | None, more: Mapping[str, Any]
     ) -> TinkerTrainingClient:
         if lora.targets is not None or lora.alpha != LoraOptions().alpha:
             raise ValueError("targets and alpha are for the local backend; leave them out")
         which = asdict(lora)
         sent = {key: which[key] for key in ("rank", "seed", "train_mlp", "train_attn")}
-        made = self._service.create_lora_training_client(base_model, **sent, **tinker)
+        made = self._service.create_lora_training_client(base_model, **sent, **more)
         return self._training(made.result(), name)
 
     def _train_from(
@@ -61,15 +55,15 @@ class TinkerServiceClient(ServiceClient):
         base_model: str | None,
         name: str | None,
         optimizer: bool,
-        tinker: Mapping[str, Any],
+        more: Mapping[str, Any],
     ) -> TinkerTrainingClient:
         make = self._service.create_training_client_from_state
         if optimizer:
             make = self._service.create_training_client_from_state_with_optimizer
-        return self._training(make(str(path), base_model, **tinker).result(), name)
+        return self._training(make(str(path), base_model, **more).result(), name)
 
     def _training(self, client: Any, name: str | None) -> TinkerTrainingClient:
-        made = TinkerTrainingClient(self._sdk, self, client, name, self._folder, self._responses)
+        made = TinkerTrainingClient(self, client, name)
         self._trained[made.name] = made
         return made
 
@@ -78,20 +72,20 @@ class TinkerServiceClient(ServiceClient):
         return self._service.create_training_client_from_state_with_optimizer(path).result()
 
     def create_sampling_client(
-        self, model_path: Folder | None = None, base_model: str | None = None, **tinker: Any
+        self, model_path: Folder | None = None, base_model: str | None = None, **more: Any
     ) -> TinkerSamplingClient:
         if (model_path is None) == (base_model is None):
             raise ValueError("give either model_path or base_model")
         path = None if model_path is None else str(model_path)
-        made = self._service.create_sampling_client(path, base_model, **tinker)
-        return TinkerSamplingClient(self._sdk, made)
+        made = self._service.create_sampling_client(path, base_model, **more)
+        return TinkerSamplingClient(made)
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         return self._rest.get_server_capabilities().result()  # has the same fields
 
     @property
     def _worker(self) -> Worker:
-        return self._responses
+        return self.responses
 
     def _save_states(self, step: int) -> Callable[[], tuple[Mapping[str, Tensor], dict[str, Any]]]:
         saving = {
@@ -112,6 +106,6 @@ class TinkerServiceClient(ServiceClient):
             self._trained[name].continue_as(self.resume(path), path)
 
     def close(self, status: EndStatus = "success", detail: str | None = None) -> APIFuture[None]:
-        self._responses.shutdown()
+        self.responses.shutdown()
         self._service.close(status, detail).result()
         return finished(None)
