@@ -204,7 +204,7 @@ class Choice:
     async def push(self) -> None:
         """Read the newest token; send the text that it completes."""
         token_id = self.sampled.ids[-1]
-        if self._renderer.is_hidden(token_id):
+        if token_id in self._renderer.hidden:
             return
         if piece := self._tokens.push(token_id):
             reply = self.parser.feed(piece)
@@ -217,7 +217,7 @@ class Choice:
     def read(self) -> None:
         """Parse the reply, whose tokens are all there."""
         renderer, parser = self._renderer, self.parser
-        visible = [i for i in self.sampled.ids if not renderer.is_hidden(i)]
+        visible = [i for i in self.sampled.ids if i not in renderer.hidden]
         self.text = whole_text(renderer.decode_raw, visible, self._call.params.stop)
         self.reply = parser.finish(self._tokens.finish() if self.in_pieces else self.text)
         if parser.ended_at >= 0:
@@ -262,8 +262,9 @@ class Choice:
 
     def _chunk(self, delta: dict[str, Any]) -> bytes:
         self._begun = True
-        entries = self._entries(self._sent)
-        self._sent = len(self.sampled.ids)
+        entries = None
+        if self._call.request.logprobs:
+            entries, self._sent = self._entries(self._sent), len(self.sampled.ids)
         choice = chat_objects.choice(self._index, None, entries, delta=delta)
         return self._call.request.dialect.chunk(self._call.client.heading, choice)
 
