@@ -25,7 +25,6 @@ from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import (
     Event,
     Finished,
-    Handle,
     SampleParams,
     SamplerEngine,
     SampleRequest,
@@ -151,7 +150,7 @@ class Asked:
         self.first = threading.Event()
         self._left = params.n
         self._done = threading.Event()
-        self.handle: Handle = engine.submit(SampleRequest(prompt, params, adapter, self._event))
+        self.cancel = engine.submit(SampleRequest(prompt, params, adapter, self._event))
 
     def _event(self, event: Event) -> None:
         answer = self.answers[event.index]
