@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from fake_gateway import until
-from runner_harness import AGENTS, RunnerHarness, alive, enqueue, written
+from runner_harness import AGENTS, RunnerHarness, alive, written
+from store_records import enqueue
 from training_run import children
 
 from agentrl_tracer.schemas import AttemptState, RolloutState
@@ -95,7 +96,8 @@ def test_nothing_outlives_the_pool_which_is_started_again(
 def test_nothing_outlives_the_trainer(harness: RunnerHarness, tmp_path: Path) -> None:
     config = harness.config("family", runners=2)
     code = (
-        "import sys, time\nfrom agentrl.runner import RunnerConfig, start_pool\n"
+        "import sys, time\n"
+        "from agentrl.runner.pool_client import RunnerConfig, start_pool\n"
         "pool = start_pool(RunnerConfig.from_json(sys.argv[1]))\n"
         "print(pool.pid, flush=True)\ntime.sleep(100)"
     )
