@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl_proxy.dependencies import GatewayDependencies
-from agentrl_proxy.errors import ApiError
+from agentrl_proxy.errors import ApiError, internal_error
 from agentrl_proxy.handlers import Handlers, speaks_anthropic
 from agentrl_proxy.protocols.messages import anthropic_error
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.sse import internal_error, json_response
+from agentrl_proxy.server.sse import json_response
 
 log = logging.getLogger("agentrl.proxy")
 

@@ -9,10 +9,11 @@ import openai
 import pytest
 from gateway_client import BODY, HTTP, error_of, post
 from official_clients import TOOLS, USER, client
+from running_gateway import serving
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.server.uvicorn import bind, is_loopback, serving
+from agentrl_proxy.server.uvicorn import bind, is_loopback
 
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
-from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.conventions import ROLLOUT_HEADER as CONTEXT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState
 

@@ -11,10 +11,10 @@ import openai
 import pytest
 from gateway_client import HTTP, error_of, post
 from official_clients import USER, client
+from running_gateway import serving
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import SkipReason
 
 CHAT = "/chat/completions"

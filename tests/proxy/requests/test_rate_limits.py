@@ -10,10 +10,10 @@ import openai
 import pytest
 from gateway_client import BODY, error_of, post
 from official_clients import USER, client
+from running_gateway import serving
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.server.uvicorn import serving
 
 CHAT = "/chat/completions"
 
