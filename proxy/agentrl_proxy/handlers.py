@@ -59,7 +59,7 @@ class Handlers:
         self.stats = GatewayStats()
         self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
-        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
+        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self.stats)
         self.admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.stats)
         self.providers = ProviderService(deps, self.stats)
@@ -196,9 +196,6 @@ class Handlers:
             if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
                 self.attempts.pop(attempt_id, None)
             await asyncio.sleep(0)  # there may be thousands
-
-    def _count_overload(self) -> None:
-        self.stats.overloaded += 1
 
 
 def speaks_anthropic(request: Request) -> bool:

@@ -51,15 +51,6 @@ def test_keys_and_paths(gateway: Running) -> None:
     assert sums.skipped == {SkipReason.NO_ROLLOUT: 1}
 
 
-def test_header_and_key_of_two_rollouts_are_refused(gateway: Running) -> None:
-    mine, other = gateway.claims[:2]
-    both = {"authorization": f"Bearer {mine.key}", "x-agentrl-rollout": other.key}
-    response = post(gateway.base_url() + CHAT, None, headers=both)
-    assert response.status_code == 403
-    assert error_of(response)["code"] == "rollout_mismatch"
-    assert gateway.calls(mine) == gateway.calls(other) == []
-
-
 def test_without_an_operator_key_strangers_may_sample_but_not_as_a_rollout(start: Any) -> None:
     gateway: Running = start(operator_key=None)
     assert post(gateway.base_url() + CHAT, None).status_code == 200
