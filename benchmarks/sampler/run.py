@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,15 +89,12 @@ def random_base() -> BaseModel:
     model = Qwen3ForCausalLM(config).eval()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     cpu = torch.device("cpu")
-    return BaseModel(model, tokenizer, "random-qwen3", cpu, torch.float32, 2048, frozenset())
+    return BaseModel(tokenizer, 2048, frozenset(), model, "random-qwen3", cpu, torch.float32)
 
 
 def with_adapter(base: BaseModel, rank: int, folder: Path) -> PeftModel:
     """A random adapter in ``folder``, and a model of its own which has it."""
-    own = BaseModel(
-        copy.deepcopy(base.model), base.tokenizer, base.name, base.device, base.dtype,
-        base.context_length, base.eos_ids,
-    )  # fmt: skip
+    own = replace(base, model=copy.deepcopy(base.model))
     peft_model = attach_adapter(own, "policy", lora_config(rank, 2 * rank), seed=0)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from scripted_sampler import Running
 
-from agentrl_tracer.propagation.http import encode_name, rollout_headers
+from agentrl_tracer.propagation import encode_name, mark_request
 from agentrl_tracer.schemas import Claim
 from agentrl_tracer.tracing import attributed
 
@@ -84,11 +84,13 @@ def test_rollouts_in_one_process_keep_apart(gateway: Running) -> None:
     ],
 )
 def test_only_requests_to_the_gateway_are_marked(url: str, ours: bool) -> None:
-    rollout = {"AGENTRL_ROLLOUT_ID": "r", "AGENTRL_GATEWAY": "http://127.0.0.1:8123"}
-    with attributed(rollout):
-        found = rollout_headers(url, lambda: None)
-        assert (found is not None) == ours
-    assert rollout_headers(url, lambda: None) is None
+    headers: dict[str, str] = {}
+    with attributed({"AGENTRL_ROLLOUT_ID": "r", "AGENTRL_GATEWAY": "http://127.0.0.1:8123"}):
+        mark_request(lambda: None, url, headers)
+    assert ("x-agentrl-rollout" in headers) == ours
+    outside: dict[str, str] = {}
+    mark_request(lambda: None, url, outside)
+    assert not outside
 
 
 def test_names_survive_a_header() -> None:

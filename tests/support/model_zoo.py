@@ -11,13 +11,20 @@ import random
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from small_models import Asked, byte_tokenizer, running_engine, worst_difference
+from small_models import (
+    Asked,
+    byte_tokenizer,
+    lora_b_from,
+    running_engine,
+    training_row,
+    worst_difference,
+)
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -156,15 +163,6 @@ MULTIMODAL = (
 # fmt: on
 
 
-def kinds() -> list[str]:
-    """All ``model_type``s that there is anything to say of."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL})
-
-
-def tiny_config(kind: str) -> PreTrainedConfig:
-    return _small(CONFIG_MAPPING[kind], ALSO.get(kind, {}))
-
-
 def _small(cls: type[PreTrainedConfig], also: dict[str, Any]) -> PreTrainedConfig:
     names = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "attribute_map", {})}
     names = names.union(*(getattr(base, "__annotations__", {}) for base in cls.__mro__))
@@ -180,7 +178,7 @@ def _small(cls: type[PreTrainedConfig], also: dict[str, Any]) -> PreTrainedConfi
 
 
 def tiny_model(kind: str) -> PreTrainedModel:
-    config = tiny_config(kind)
+    config = _small(CONFIG_MAPPING[kind], ALSO.get(kind, {}))
     text = config.get_text_config() is config
     auto = AutoModelForCausalLM if text else AutoModelForMultimodalLM
     with torch.device("meta"):
@@ -211,12 +209,8 @@ class Seen:
     """No model could be made, or it is refused."""
 
     def row(self, kind: str) -> str:
-        return f"| `{kind}` | {self.trains} | {self.samples} | {_rounded(self.logprobs)} |"
-
-
-def _rounded(difference: float) -> str:
-    """The power of ten above it."""
-    return next((f"{limit:.0e}" for limit in (1e-5, 1e-4, 1e-3) if difference <= limit), "differs")
+        above = (f"{limit:.0e}" for limit in (1e-5, 1e-4, 1e-3) if self.logprobs <= limit)
+        return f"| `{kind}` | {self.trains} | {self.samples} | {next(above, 'differs')} |"
 
 
 def examine(kind: str, folder: Path) -> Seen:
@@ -233,20 +227,16 @@ def examine(kind: str, folder: Path) -> Seen:
         learner = Learner(base, rank=4, alpha=8.0, adam=AdamParams(learning_rate=3e-2))
     except ModelError as error:
         return Seen(why=f"refused: {error}".replace(f"{folder}/base", kind))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in learner.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
+    lora_b_from(1, learner.model)
     learner.save_adapter("default", folder / "v1")
     seen = Seen(trains="shared" if learner.why_not_shared is None else "rows")
-    trained, seen.gradients = _train(learner, folder)
+    seen.logprobs, seen.gradients = _train(learner, folder)
     learner.save_adapter("default", folder / "v2")
     try:
         seen.samples, sampled = _sample(folder)
+        seen.logprobs = max(seen.logprobs, sampled)
     except ModelError:
-        seen.samples, sampled = "refused", 0.0
-    seen.logprobs = max(trained, sampled)
+        seen.samples = "refused"
     return seen
 
 
@@ -276,15 +266,8 @@ def group(vocabulary: int = 250) -> list[TrainingRow]:
     prompt = ids(27)
     turn = prompt + ids(6)
     rows = [turn + ids(13), turn + ids(4), prompt + ids(9), prompt + ids(1), ids(5)]
-    return [
-        TrainingRow(
-            tokens=row,
-            mask=[at > 3 for at in range(len(row))],
-            logprobs=[0.0] * len(row),
-            advantages=[draw.gauss(0, 1) for _ in row],
-        )
-        for row in rows
-    ]
+    made = [training_row(row, start=4) for row in rows]
+    return [replace(row, advantages=[draw.gauss(0, 1) for _ in row.tokens]) for row in made]
 
 
 def _train(learner: Learner, folder: Path) -> tuple[float, float]:
@@ -346,7 +329,7 @@ def page() -> str:
     """docs/models.md with the table made anew."""
     rows: list[str] = []
     refused: dict[str, list[str]] = {}
-    for kind in kinds():
+    for kind in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL}):
         try:
             seen = examined(kind)
         except Exception as error:

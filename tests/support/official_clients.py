@@ -11,16 +11,9 @@ from scripted_sampler import Running
 from agentrl_tracer.schemas import Claim
 
 USER: list[Any] = [{"role": "user", "content": "Say you are 7."}]
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "looks things up",
-            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
-        },
-    }
-]
+SCHEMA: Any = {"type": "object", "properties": {"q": {"type": "string"}}}
+FUNCTION: Any = {"name": "search", "description": "looks things up", "parameters": SCHEMA}
+TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]
 CALL = '<tool_call>\n{"name":"search",  "arguments": {"q": "köln", "k":3}}\n</tool_call>'
 
 

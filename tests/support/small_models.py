@@ -21,10 +21,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import (
     Event,
     Finished,
-    Handle,
     SampleParams,
     SamplerEngine,
     SampleRequest,
@@ -70,6 +70,20 @@ def llama() -> PreTrainedModel:
     ).eval()  # fmt: skip
 
 
+def training_row(tokens: list[int], start: int = 1, credit: float = 1.0) -> TrainingRow:
+    """A row that trains its tokens from ``start`` on."""
+    size = len(tokens)
+    return TrainingRow(tokens, [at >= start for at in range(size)], [0.0] * size, [credit] * size)
+
+
+def lora_b_from(seed: int, model: torch.nn.Module) -> None:
+    """Draw B, which begins at zero, where half of LoRA's gradients vanish and adapters agree."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1, generator=generator)
+
+
 def save_model(model: PreTrainedModel, folder: Path) -> str:
     """Write a model with the tokenizer, as people publish theirs."""
     model.save_pretrained(folder)
@@ -96,11 +110,7 @@ def make_adapter(
     own = as_base(copy.deepcopy(base.model))
     own.model.set_attn_implementation("sdpa" if own.model._supports_sdpa else "eager")
     peft_model = attach_adapter(own, "policy", lora_config(4, 8, targets), seed)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
+    lora_b_from(seed, peft_model)
     save_adapter(peft_model, "policy", folder)
     return peft_model
 
@@ -140,7 +150,7 @@ class Asked:
         self.first = threading.Event()
         self._left = params.n
         self._done = threading.Event()
-        self.handle: Handle = engine.submit(SampleRequest(prompt, params, adapter, self._event))
+        self.cancel = engine.submit(SampleRequest(prompt, params, adapter, self._event))
 
     def _event(self, event: Event) -> None:
         answer = self.answers[event.index]

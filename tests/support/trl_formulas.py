@@ -26,7 +26,6 @@ _ALONE = SimpleNamespace(
     reduce=lambda x, **_: x,
 )
 
-
 COPIED = (
     "beta", "loss_type", "importance_sampling_level", "scale_rewards", "max_completion_length",
     "use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
@@ -34,35 +33,21 @@ COPIED = (
 )  # fmt: skip
 
 
-def stand_in() -> SimpleNamespace:
-    return SimpleNamespace(training=True, is_gradient_checkpointing=False)
-
-
-def made(kind: type, args: object, **attributes: object) -> object:
-    """A trainer without a model, as far as its formulas look. Most of its attributes have the names
-    of its arguments."""
+def online(config: type, kind: type, args: dict, **attributes: object) -> object:
+    """A GRPO or RLOO trainer without a model, as far as its formulas look. Most of its attributes
+    have the names of its arguments."""
+    args = config(output_dir="unused", bf16=False, use_cpu=True, report_to=[], **args)
+    args.steps_per_generation = 1
+    model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
     trainer = object.__new__(kind)
     trainer.__dict__.update(
         {name: getattr(args, name) for name in COPIED if hasattr(args, name)},
         args=args,
         accelerator=_ALONE,
-        model=stand_in(),
-        ref_model=stand_in(),
+        model=model,
+        ref_model=model,
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=1,
-        _metrics={"train": defaultdict(list)},
-        **attributes,
-    )
-    return trainer
-
-
-def online(config: type, kind: type, args: dict, **attributes: object) -> object:
-    """A GRPO or RLOO trainer."""
-    args = config(output_dir="unused", bf16=False, use_cpu=True, report_to=[], **args)
-    args.steps_per_generation = 1
-    return made(
-        kind,
-        args,
         epsilon_low=args.epsilon,
         epsilon_high=args.epsilon_high if args.epsilon_high is not None else args.epsilon,
         num_iterations=1,
@@ -74,10 +59,12 @@ def online(config: type, kind: type, args: dict, **attributes: object) -> object
         reward_funcs=[None],
         _tokenizer=SimpleNamespace(pad_token_id=0),
         _logs=defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)},
+        _metrics={"train": defaultdict(list)},
         _pending_extra_logs={},
         _pending_metrics={},
         **attributes,
     )
+    return trainer
 
 
 def grpo(args: dict, **attributes: object) -> GRPOTrainer:

@@ -28,8 +28,11 @@ from agentrl_tracer.context import RolloutContext, chosen, current_rollout, roll
 from agentrl_tracer.conventions import AGENT_NAME, REWARD_SPAN, ROLLOUT_HEADER, UNFINISHED
 from agentrl_tracer.instrumentation.crewai import flush_events
 from agentrl_tracer.instrumentation.registry import instrument_frameworks
-from agentrl_tracer.propagation.http import mark_requests
-from agentrl_tracer.propagation.processes import carry_into_subprocesses, carry_into_threads
+from agentrl_tracer.propagation import (
+    carry_into_subprocesses,
+    carry_into_threads,
+    mark_requests,
+)
 from agentrl_tracer.provider import RolloutTracerProvider
 
 logger = logging.getLogger("agentrl")
@@ -132,7 +135,10 @@ class AttemptTracing:
         """
         if "crewai" in sys.modules:
             flush_events()
-        self.router.end_spans(self)
+        for span, owner in list(self.router.open.values()):
+            if owner is self:
+                span.set_attribute(UNFINISHED, True)
+                span.end()
         arrived = self.flush()
         self.router.forget(self)
         return arrived
@@ -148,7 +154,7 @@ class SpanRouter(SpanProcessor):
     def __init__(self) -> None:
         self._attempts: dict[str, AttemptTracing] = {}  # by attempt id
         self.traces: dict[int, RolloutContext] = {}  # by trace id
-        self._open: dict[int | None, tuple[Span, AttemptTracing]] = {}  # by span id
+        self.open: dict[int | None, tuple[Span, AttemptTracing]] = {}  # by span id
         # By span id, of queued spans: the batch processor hands on another span object.
         self._owners: dict[int, AttemptTracing] = {}
         self._lock = threading.Lock()
@@ -167,7 +173,7 @@ class SpanRouter(SpanProcessor):
     def _reset_in_child(self) -> None:
         """Leave the parent's spans and connections to the parent."""
         self._lock = threading.Lock()
-        for known in (self._attempts, self._open, self._owners):
+        for known in (self._attempts, self.open, self._owners):
             known.clear()
 
     def attempt(self, rollout: RolloutContext) -> AttemptTracing:
@@ -192,19 +198,13 @@ class SpanRouter(SpanProcessor):
     def agent_name(self) -> str | None:
         """Return the agent name of the nearest open span, from the current one up, that has one."""
         here: int | None = trace.get_current_span().get_span_context().span_id
-        while opened := self._open.get(here):
+        while opened := self.open.get(here):
             span = opened[0]
             name = (span.attributes or {}).get(AGENT_NAME)
             if isinstance(name, str) and name:
                 return name
             here = None if span.parent is None else span.parent.span_id
         return None
-
-    def end_spans(self, attempt: AttemptTracing) -> None:
-        for span, owner in list(self._open.values()):
-            if owner is attempt:
-                span.set_attribute(UNFINISHED, True)
-                span.end()
 
     def forget(self, attempt: AttemptTracing) -> None:
         with self._lock:
@@ -216,11 +216,11 @@ class SpanRouter(SpanProcessor):
         context = span.get_span_context()
         rollout = (context and self.traces.get(context.trace_id)) or current_rollout()
         if rollout is not None and context is not None:
-            self._open[context.span_id] = span, self.attempt(rollout)
+            self.open[context.span_id] = span, self.attempt(rollout)
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
-        opened = context and self._open.pop(context.span_id, None)
+        opened = context and self.open.pop(context.span_id, None)
         if not opened or context is None:
             return
         attempt = opened[1]

@@ -84,9 +84,8 @@ def save_checkpoint(
     if step < 0 or keep < 1:
         raise ValueError(f"step must not be negative and keep be at least 1: {step}, {keep}")
     root = Path(root)
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.iterdir():
-        if left.name.startswith((_STAGING, _TRASH)):
+    for prefix in (_STAGING, _TRASH):
+        for left in root.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
     final = root / f"{_PREFIX}{step:08d}"
     rng = capture_rng()
@@ -181,9 +180,8 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
     Readers see the old folder, none, or the whole new one. After an exception nothing has changed.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
     staging = _beside(final, _STAGING)
-    staging.mkdir()
+    staging.mkdir(parents=True)
     try:
         yield staging
         for path in (*staging.rglob("*"), staging):

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,10 @@ class RunFolder:
                 continue
         return rows
 
-    def keep_metrics(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop the rows that a resumed run will make again."""
-        _replace(self.metrics, "".join(_line(row) for row in self.read_metrics() if wanted(row)))
+    def drop_metrics_after(self, step: int) -> None:
+        """Drop the rows that a run that is resumed after ``step`` will make again."""
+        kept = [row for row in self.read_metrics() if row["step"] <= step]
+        _replace(self.metrics, "".join(map(_line, kept)))
 
 
 def _unwritable(error: OSError) -> ConfigError:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.runs.excerpts import answer_excerpt, prompt_excerpt
 from agentrl.runs.folder import RunFolder
 from agentrl.runs.learning_curve import draw_learning_curve
 from agentrl.runs.metric_names import HELD_OUT, REWARD
 from agentrl_tracer.schemas import Accounting, Call, CallState, Purpose
-from agentrl_tracer.store import Store
+
+if TYPE_CHECKING:
+    from agentrl.training.run import TrainingRun
 
 _REPLIES = 4  # shown at most
 
@@ -44,37 +45,26 @@ class Summary:
         return self.steps > 0 and not self.accounting.trained
 
 
-def summarize(
-    folder: RunFolder,
-    store: Store,
-    run_id: str,
-    step: int,
-    *,
-    model: str,
-    adapters: Collection[str],
-    eval_ids: Sequence[str],
-    seconds: Mapping[str, float],
-) -> Summary:
+def summarize(run: TrainingRun, step: int) -> Summary:
     """Put the final adapters, the picture and ``summary.json`` into the folder.
 
-    Args:
-        step: the last one.
-        seconds: wall-clock time by what it went into.
+    ``step`` is the last one.
     """
+    folder, adapters = run.folder, run.config.trained
     rows = folder.read_metrics()
     shutil.rmtree(folder.adapter, ignore_errors=True)
     for name in adapters:
         final = folder.adapter if len(adapters) == 1 else folder.adapter / name
         shutil.copytree(folder.adapter_version(name, step), final)
-    draw_learning_curve(rows, f"{folder.name}: {model}", folder.picture)
+    draw_learning_curve(rows, f"{folder.name}: {run.config.model.name}", folder.picture)
     summary = Summary(
         folder=folder,
         steps=step,
         rewards=[row[REWARD] for row in rows if REWARD in row],
-        accounting=store.accounting(run_id),
+        accounting=run.store.accounting(run.run_id),
         held_out=sorted((row["step"], row[HELD_OUT]) for row in rows if HELD_OUT in row),
-        replies=_replies(store, run_id, eval_ids, step),
-        seconds={name: round(value, 2) for name, value in seconds.items()},
+        replies=_replies(run, step),
+        seconds={name: round(value, 2) for name, value in run.timer.spent.items()},
     )
     written = {"steps": step, "held_out": summary.held_out, "reward": summary.rewards}
     calls = asdict(summary.accounting) | {"adds_up": summary.accounting.adds_up}
@@ -82,25 +72,25 @@ def summarize(
     return summary
 
 
-def _replies(store: Store, run_id: str, eval_ids: Sequence[str], step: int) -> list[Reply]:
+def _replies(run: TrainingRun, step: int) -> list[Reply]:
     """Return replies to the same held-out tasks before the first step and after the last."""
-    before, after = (_first_calls(store, run_id, at) for at in (0, step))
+    before, after = (_first_calls(run, at) for at in (0, step))
     return [
         Reply(
             prompt_excerpt(before[task].request),
             answer_excerpt(before[task].response),
             answer_excerpt(after[task].response),
         )
-        for task in [one for one in eval_ids if one in before and one in after][:_REPLIES]
+        for task in [one for one in run.eval_ids if one in before and one in after][:_REPLIES]
     ]
 
 
-def _first_calls(store: Store, run_id: str, step: int) -> dict[str, Call]:
+def _first_calls(run: TrainingRun, step: int) -> dict[str, Call]:
     """Return the first answered call of each evaluation rollout of a step, by task."""
-    rollouts = store.rollouts(run_id, step=step, purpose=Purpose.EVAL)
+    rollouts = run.store.rollouts(run.run_id, step=step, purpose=Purpose.EVAL)
     by_id = {rollout.id: rollout.task_id for rollout in rollouts}
     found: dict[str, Call] = {}
-    for call in store.calls(rollout_ids=list(by_id)):
+    for call in run.store.calls(rollout_ids=list(by_id)):
         if call.state is CallState.COMPLETED and call.rollout_id:
             found.setdefault(by_id[call.rollout_id], call)
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_proxy.sampler import (
@@ -26,7 +26,7 @@ from agentrl_proxy.sampler import (
 from agentrl_trainer.client import SampledSequence, SamplingClient, SamplingParams, ServiceClient
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Adapter:
     version: int | None = None  # None: the base model
     path: str | None = None
@@ -91,26 +91,22 @@ class TinkerSampler:
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
         """``path`` is the ``tinker://...`` that ``save_weights_for_sampler`` returned."""
+        adapter = _Adapter(version, path)
         try:
-            client = await asyncio.to_thread(self._client, path)
+            await self._client(adapter)
         except Exception as error:
             raise _refusal(error) from error
-        self._adapters[name] = _Adapter(version, path, client)
+        self._adapters[name] = adapter
         self._swaps += 1
 
-    def _client(self, path: str | None) -> SamplingClient:
+    async def _client(self, adapter: _Adapter) -> SamplingClient:
+        """Return the client of an adapter's weights, which loads them the first time."""
         assert self._service is not None, "sampling comes after start"
-        base = self.model if path is None else None
-        return self._service.create_sampling_client(path, base).result()
-
-    async def _loaded(self, name: str | None) -> tuple[SamplingClient, int | None]:
-        if name not in self._adapters:
-            raise RefusedError("unknown_adapter", f"no adapter {name!r} is loaded")
-        adapter = self._adapters[name]
-        client = adapter.client or await asyncio.to_thread(self._client, adapter.path)
-        if adapter.client is None and self._adapters[name] is adapter:
-            self._adapters[name] = replace(adapter, client=client)
-        return client, adapter.version
+        if adapter.client is None:
+            base = self.model if adapter.path is None else None
+            create = self._service.create_sampling_client
+            adapter.client = await asyncio.to_thread(create, adapter.path, base)
+        return adapter.client
 
     async def sample(
         self, prompt_ids: Sequence[int], params: DecodingParams, adapter: str | None
@@ -137,9 +133,12 @@ class TinkerSampler:
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
+        if adapter not in self._adapters:
+            raise RefusedError("unknown_adapter", f"no adapter {adapter!r} is loaded")
+        loaded = self._adapters[adapter]
         self._in_flight += 1
         try:
-            client, version = await self._loaded(adapter)
+            client = await self._client(loaded)
             done = await client.sample(
                 list(prompt_ids), params.n, sampling, topk_sample_logprobs=params.top_logprobs
             )
@@ -148,20 +147,19 @@ class TinkerSampler:
         finally:
             self._in_flight -= 1
         for choice, sequence in enumerate(done.sequences):
-            for event in self._events(choice, sequence, params, version):
+            for event in self._events(choice, sequence, params, loaded.version):
                 yield event
 
     def _events(
         self, choice: int, sequence: SampledSequence, params: DecodingParams, version: int | None
     ) -> Iterator[SampleEvent]:
-        if len(sequence.logprobs) != len(sequence.tokens):
+        tokens, logprobs = sequence.tokens, sequence.logprobs
+        if len(logprobs) != len(tokens):
             yield FinishEvent(choice, "error", "Tinker returned tokens without log-probs")
             return
-        top = sequence.topk_logprobs or [None] * len(sequence.tokens)
-        for token, logprob, alternatives in zip(
-            sequence.tokens, sequence.logprobs, top, strict=True
-        ):
-            yield TokenEvent(choice, token, logprob, alternatives, version)
+        top = sequence.topk_logprobs or [None] * len(tokens)
+        for one in zip(tokens, logprobs, top, strict=True):
+            yield TokenEvent(choice, *one, version)
         # The service ends a response with the token that completes a stop string.
         text = self.tokenizer.decode(sequence.tokens) if params.stop else ""
         found = [stop for stop in params.stop if stop in text]
@@ -173,18 +171,15 @@ def _refusal(error: Exception) -> Exception:
     """Return the gateway's error: invalid requests apart from failures that may pass."""
     import tinker
 
-    if isinstance(error, RefusedError | ContextLengthError):
-        return error
-    code: RefusalCode = "stopped"
-    said = f"Tinker does not answer: {type(error).__name__}: {error}"
     if isinstance(error, ValueError):  # from the client, before it sent the request
-        code, said = "invalid_parameter", str(error)
-    elif isinstance(error, tinker.RequestFailedError):
+        return RefusedError("invalid_parameter", str(error))
+    if isinstance(error, tinker.RequestFailedError):
         of_user = error.category == tinker.types.RequestErrorCategory.User
-        code = "invalid_parameter" if of_user else "stopped"
-        said = f"Tinker: {error.message}"
-    elif isinstance(error, tinker.BadRequestError | tinker.UnprocessableEntityError):
-        code, said = "invalid_parameter", f"Tinker: {error.message}"
-    elif not isinstance(error, tinker.TinkerError | OSError | TimeoutError):
-        return error
-    return RefusedError(code, said)
+        code: RefusalCode = "invalid_parameter" if of_user else "stopped"
+        return RefusedError(code, f"Tinker: {error.message}")
+    if isinstance(error, tinker.BadRequestError | tinker.UnprocessableEntityError):
+        return RefusedError("invalid_parameter", f"Tinker: {error.message}")
+    if isinstance(error, tinker.TinkerError | OSError):
+        said = f"Tinker does not answer: {type(error).__name__}: {error}"
+        return RefusedError("stopped", said)
+    return error

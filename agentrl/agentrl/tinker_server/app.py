@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
@@ -27,18 +26,14 @@ from agentrl_trainer.client import ServiceClient
 _POLL_SECONDS = 20.0  # the SDK gives up on a poll after 45
 
 
-def create_app(
-    folder: Path, models: list[str], *, lease_seconds: float = 300.0, **options: Any
-) -> FastAPI:
+def create_app(folder: Path, models: list[str]) -> FastAPI:
     """Make the server.
 
     Args:
         folder: where states and sampler weights are saved.
         models: base models that the server reports; others can be used as well.
-        lease_seconds: a session ends after so many seconds of silence.
-        options: of ServiceClient.
     """
-    server = TinkerServer(ServiceClient(folder=folder, **options), folder, lease_seconds)
+    server = TinkerServer(ServiceClient(folder=folder))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

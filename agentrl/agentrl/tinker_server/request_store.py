@@ -33,11 +33,10 @@ _USER_ERRORS = (ValueError, FileExistsError, FileNotFoundError)
 class RequestStore:
     """Results stay until they are fetched or their session ends, and for a while after that."""
 
-    def __init__(self, delivered_bytes: int = _DELIVERED_BYTES) -> None:
-        self._delivered_bytes = delivered_bytes
+    def __init__(self) -> None:
         self._turns: dict[str, threading.Lock] = {}  # by owner
-        self._results: dict[str, tuple[str, Future[Answer]]] = {}  # with the owner of each
-        self._by_sequence: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._results: dict[str, Future[Answer]] = {}  # by request id, which starts with the owner
+        self._numbered: OrderedDict[str, None] = OrderedDict()  # request ids, oldest first
         self._delivered: OrderedDict[str, int] = OrderedDict()  # bytes by request, oldest first
         self._bytes = 0
 
@@ -48,9 +47,10 @@ class RequestStore:
         work has its place in the queue. An error of ``work`` is its result, except HTTPException,
         which is raised.
         """
+        request_id = f"{owner}/{secrets.token_hex(8) if sequence is None else sequence}"
         with self._turns.setdefault(owner, threading.Lock()):
-            if sequence is not None and (known := self._by_sequence.get((owner, sequence))):
-                return known
+            if request_id in self._numbered:
+                return request_id
             answer: Future[Answer] = Future()
             answer.set_running_or_notify_cancel()
             try:
@@ -59,12 +59,11 @@ class RequestStore:
                 raise
             except Exception as error:
                 answer.set_result(_failure(error))
-            request_id = secrets.token_hex(8)
-            self._results[request_id] = (owner, answer)
+            self._results[request_id] = answer
             if sequence is not None:
-                self._by_sequence[owner, sequence] = request_id
-                while len(self._by_sequence) > _REQUESTS:
-                    self._by_sequence.popitem(last=False)
+                self._numbered[request_id] = None
+                if len(self._numbered) > _REQUESTS:
+                    self._numbered.popitem(last=False)
             return request_id
 
     async def answer(self, request_id: str, within: float | None = None) -> Answer:
@@ -76,12 +75,12 @@ class RequestStore:
         """
         if request_id not in self._results:
             raise HTTPException(410, f"there is no request {request_id!r}, or no longer")
-        _, future = self._results[request_id]
-        answer = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), within)
+        pending = asyncio.shield(asyncio.wrap_future(self._results[request_id]))
+        answer = await asyncio.wait_for(pending, within)
         if request_id not in self._delivered:
             self._delivered[request_id] = len(answer) if isinstance(answer, bytes) else _SMALL
             self._bytes += self._delivered[request_id]
-        while self._bytes > self._delivered_bytes and len(self._delivered) > 1:
+        while self._bytes > _DELIVERED_BYTES and len(self._delivered) > 1:
             oldest, size = self._delivered.popitem(last=False)
             self._results.pop(oldest, None)
             self._bytes -= size
@@ -89,8 +88,8 @@ class RequestStore:
 
     def release(self, owners: str) -> None:
         """Forget the requests of all owners that start with ``owners``."""
-        for request_id, (owner, _) in [*self._results.items()]:
-            if owner.startswith(owners):
+        for request_id in [*self._results]:
+            if request_id.startswith(owners):
                 self._results.pop(request_id, None)
 
 
@@ -102,9 +101,8 @@ def _answer(done: Future[Answer]) -> Answer:
 
 
 def _failure(error: BaseException) -> Json:
-    # Text only: the exception would keep alive all that its frames hold.
-    user = isinstance(error, _USER_ERRORS)
-    if not user:
+    category = "user" if isinstance(error, _USER_ERRORS) else "server"
+    if category == "server":
         log.error("a request failed", exc_info=error)
-    text = f"{type(error).__name__}: {error}"
-    return {"error": text, "category": "user" if user else "server"}
+    # Text only: the exception would keep alive all that its frames hold.
+    return {"error": f"{type(error).__name__}: {error}", "category": category}

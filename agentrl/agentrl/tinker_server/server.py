@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from fastapi import HTTPException
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
@@ -30,6 +30,8 @@ from agentrl_trainer.models.loading import resolve_model
 
 log = logging.getLogger(__name__)
 
+_LEASE_S = 300.0
+_KEPT = 64  # samplers
 _SCHEME = "tinker://"
 _LORA_OPTIONS = ("rank", "seed", "train_mlp", "train_attn")  # not train_unembed, True by default
 _SAMPLING_PARAMS = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
@@ -42,29 +44,23 @@ _SAMPLE_OPTIONS = (
 )
 
 
-class Sampler(NamedTuple):
-    client: SamplingClient
-    path: str | None  # of saved weights
-
-
 @dataclass
 class TinkerServer:
     """The sessions, and what they hold.
 
-    A session ends after ``lease_seconds`` of silence, at the next heartbeat of another; the SDK
-    sends one every ten seconds. It does not tell when it drops a sampler, so the ``kept`` most
-    recently used ones stay.
+    A session ends after ``_LEASE_S`` of silence, at the next heartbeat of another; the SDK sends
+    one every ten seconds. It does not tell when it drops a sampler, so the ``_KEPT`` most recently
+    used ones stay.
     """
 
     service: ServiceClient
-    folder: Path
-    lease_seconds: float
-    kept: int = 64
     heard: dict[str, float] = field(default_factory=dict[str, float])
     """When each session was last heard; monotonic, so that a suspended machine ends none."""
     models: dict[str, TrainingClient] = field(default_factory=dict[str, TrainingClient])
-    samplers: OrderedDict[str, Sampler] = field(default_factory=OrderedDict[str, Sampler])
-    """Least recently used first."""
+    samplers: OrderedDict[str, tuple[SamplingClient, str | None]] = field(
+        default_factory=OrderedDict[str, tuple[SamplingClient, str | None]]
+    )
+    """Clients with the path of their saved weights, least recently used first."""
     requests: RequestStore = field(default_factory=RequestStore)
 
     def __post_init__(self) -> None:
@@ -94,18 +90,12 @@ class TinkerServer:
         self.requests.release(f"{session}:")
 
     def finish_silent(self) -> None:
-        """End the sessions that have been silent for too long. Failures are logged."""
+        """End the sessions that have been silent for too long."""
         now = time.monotonic()
         for session, heard in [*self.heard.items()]:
-            if now - heard <= self.lease_seconds:
-                continue
-            log.warning(
-                "session %s was silent for %.0f s and has ended", session, self.lease_seconds
-            )
-            try:
+            if now - heard > _LEASE_S:
+                log.warning("session %s was silent for %.0f s and has ended", session, _LEASE_S)
                 self.finish(session)
-            except Exception:  # the other sessions must end all the same
-                log.exception("session %s could not be ended cleanly", session)
 
     def close(self) -> None:
         self._loading.shutdown()
@@ -120,24 +110,25 @@ class TinkerServer:
 
     def create_model(self, body: Json) -> Future[Answer]:
         options = _given(body.get("lora_config") or {}, _LORA_OPTIONS)
-        create = self.service.create_lora_training_client
-        return self._loading.submit(
-            lambda: (
-                self._keep(body, lambda name: create(body["base_model"], name=name, **options))
-                | {"type": "create_model"}
-            )
-        )
+        create = partial(self.service.create_lora_training_client, body["base_model"], **options)
+        return self._create(create, body, {"type": "create_model"})
 
-    def _keep(self, body: Json, make: Callable[[str], TrainingClient]) -> Json:
+    def _create(
+        self, make: Callable[..., TrainingClient], body: Json, answer: Json
+    ) -> Future[Answer]:
         """Make and register a model; ValueError if its session ended meanwhile."""
         session = body["session_id"]
         model_id = f"{session}:train:{body['model_seq_id']}"
-        client = self.models[model_id] = make(_folder_name(model_id))
-        if session not in self.heard:
-            self.models.pop(model_id, None)
-            client.close().result()
-            raise ValueError(f"session {session!r} has ended")
-        return {"model_id": model_id}
+
+        def work() -> Json:
+            client = self.models[model_id] = make(name=_folder_name(model_id))
+            if session not in self.heard:
+                self.models.pop(model_id, None)
+                client.close().result()
+                raise ValueError(f"session {session!r} has ended")
+            return answer | {"model_id": model_id}
+
+        return self._loading.submit(work)
 
     def info(self, body: Json) -> Json:
         info, model_id = self.model(body["model_id"]).get_info(), body["model_id"]
@@ -187,17 +178,16 @@ class TinkerServer:
         make = self.service.create_training_client_from_state
         if optimizer:
             make = self.service.create_training_client_from_state_with_optimizer
-        return self._loading.submit(
-            lambda: self._keep(body, lambda name: make(self.path(path), name=name)) | {"path": path}
-        )
+        return self._create(partial(make, self.path(path)), body, {"path": path})
 
     def path(self, uri: str) -> Path:
         """Return the folder of ``tinker://model/kind/name``; ValueError for anything else."""
         parts = uri.removeprefix(_SCHEME).split("/")
         if not uri.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in (STATES, SAMPLERS):
             raise ValueError(f"path: {uri!r} is not {_SCHEME}<model>/{STATES}|{SAMPLERS}/<name>")
-        found = (self.folder / _folder_name(parts[0]) / parts[1] / parts[2]).resolve()
-        if self.folder.resolve() not in found.parents or not found.is_dir():
+        folder = self.service.folder.resolve()
+        found = (folder / _folder_name(parts[0]) / parts[1] / parts[2]).resolve()
+        if folder not in found.parents or not found.is_dir():
             raise ValueError(f"path: there is nothing at {uri!r}")
         return found
 
@@ -213,24 +203,24 @@ class TinkerServer:
         self, session: str, number: int, client: SamplingClient, path: str | None = None
     ) -> Json:
         sampler = f"{session}:sample:{number}"
-        self.samplers[sampler] = Sampler(client, path)
-        while len(self.samplers) > self.kept:
+        self.samplers[sampler] = client, path
+        while len(self.samplers) > _KEPT:
             self.samplers.popitem(last=False)
         return {"sampling_session_id": sampler}
 
-    def sampler(self, sampler: str) -> Sampler:
+    def sampler(self, sampler: str) -> tuple[SamplingClient, str | None]:
         try:
             self.samplers.move_to_end(sampler)
             return self.samplers[sampler]
         except KeyError as error:
             raise HTTPException(
                 404,
-                f"there is no sampler {sampler!r}: its session has ended, or {self.kept} others "
+                f"there is no sampler {sampler!r}: its session has ended, or {_KEPT} others "
                 "have been used since; create it again",
             ) from error
 
     def sample(self, body: Json) -> Future[Answer]:
-        client = self.sampler(body["sampling_session_id"]).client
+        client, _ = self.sampler(body["sampling_session_id"])
         chunks = body["prompt"]["chunks"]
         if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
             raise ValueError("prompt: only tokens can be sampled from, no images or sound")
@@ -244,7 +234,7 @@ class TinkerServer:
         return map_future(sampled.future(), messages.sample_response)
 
 
-def _given(body: Json, names: tuple[str, ...]) -> dict[str, Any]:
+def _given(body: Json, names: tuple[str, ...]) -> Json:
     return {name: body[name] for name in names if name in body}
 
 

@@ -15,7 +15,7 @@ from statistics import NormalDist, fmean, pvariance
 from typing import TYPE_CHECKING
 
 from agentrl.config.settings import EvaluationSettings
-from agentrl.runs.metric_names import HELD_OUT, HELD_OUT_REWARD
+from agentrl.runs.metric_names import HELD_OUT
 from agentrl.timing import PhaseTimer
 from agentrl.training.metrics import note_failed_rollouts, seconds_row
 from agentrl.training.rollout_queue import rollout_seed
@@ -73,7 +73,7 @@ def evaluate_if_due(run: TrainingRun, step: int) -> None:
     # A rollout without a reward is no success.
     accuracy = sum(score >= how.success_reward for score in earned) / len(rollouts)
     mean = fmean(earned) if earned else math.nan
-    row = {"step": step, HELD_OUT: accuracy, HELD_OUT_REWARD: mean, **seconds_row(timer)}
+    row = {"step": step, HELD_OUT: accuracy, "eval/reward": mean, **seconds_row(timer)}
     run.metrics_log.log(step, row)
     display.evaluated(step, accuracy)
     note_failed_rollouts(rollouts, "evaluations", display.note)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 from agentrl.config.algorithm import update_settings
 from agentrl.runs.summary import Summary
 from agentrl.timing import PhaseTimer
 from agentrl.training.evaluation import evaluate_if_due, reached_goal
-from agentrl.training.metrics import seconds_row
+from agentrl.training.metrics import report_step_failures, seconds_row, step_row
 from agentrl.training.run import TrainingRun
-from agentrl_tracer.schemas import SkipReason
+from agentrl_tracer.schemas import Purpose, SkipReason
 from agentrl_trainer.client import AdamParams, RefusedRows
 from agentrl_trainer.data.batch_assembly import StepBatch
 from agentrl_trainer.learner.step_stats import StepStats
@@ -47,7 +48,9 @@ def train_step(run: TrainingRun, step: int) -> None:
     """Sample groups of rollouts, compute advantages, update each adapter, publish its version."""
     timer, parts = PhaseTimer(), PhaseTimer()
     with timer("rollouts"):
-        taken = run.sample(step)
+        taken = run.queue.take(step, partial(run.display.phase, "rollouts"))
+    ahead = run.queue.under_way if taken.metrics["groups/ahead"] else None
+    run.display.phase("learning", ahead=ahead)
     with timer("update"):
         calls, batches = run.records.assemble(step, taken.rollouts)
         passes = {
@@ -56,8 +59,10 @@ def train_step(run: TrainingRun, step: int) -> None:
         }
         whole = batches.whole()
         run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
-    row = run.row(step, taken, calls, batches, passes)
-    row |= seconds_row(timer) | seconds_row(parts)
+    outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
+    report_step_failures(taken.rollouts, whole, outcomes, run.display.note, run.folder.logs)
+    row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
+    row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     with timer("checkpoint"):
         run.checkpoint(step, row)
     with timer("publish"):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.runs.metric_names import DIFFERENCE, LAST_EPOCH, OPTIONAL
+from agentrl.runs.metric_names import DIFFERENCE
 from agentrl.timing import PhaseTimer
 from agentrl.training.rollout_queue import StepRollouts, seconds_of_running
 from agentrl.training.session import RunError
@@ -36,6 +36,14 @@ _OF_EPOCH = {
     "grad_norm": "grad_norm",
 }
 """Metrics of each epoch, which change as the policy moves, and their fields of ``StepStats``."""
+_OPTIONAL = {
+    "kl_reference": "kl/reference",
+    "correction": "correction/weight",
+    "dropped": "correction/cut",
+    "value_loss": "value/loss",
+    "value_error": "value/error",
+}
+"""``StepStats.metrics`` has what not every step measures; the metric's name of each."""
 
 
 def step_row(
@@ -45,7 +53,6 @@ def step_row(
     batches: AdapterBatches,
     passes: Mapping[str, Sequence[StepStats]],
     outcomes: Outcomes,
-    learning_rate: float,
     staleness: StalenessLimit,
 ) -> dict[str, Any]:
     """Return the step's metrics; with several adapters, each one's again under its name.
@@ -73,9 +80,8 @@ def step_row(
         # By when the rollouts ran, not by how long this step waited for them.
         "tokens_per_second": sampled / running if running else 0.0,
         **staleness.metrics(ages),
-        **taken.metrics(),
+        **taken.metrics,
         DIFFERENCE: max(differences, default=0.0),
-        "learning_rate": learning_rate,
     }
     for name, epochs in passes.items():
         own = _update_metrics(epochs)
@@ -92,15 +98,11 @@ def _update_metrics(epochs: Sequence[StepStats]) -> dict[str, Any]:
         return {}
     first, last = epochs[0], epochs[-1]
     row = {name: getattr(first, field) for name, field in _OF_UPDATE.items()}
-    row |= {"step_refused": float(last.skipped_non_finite), **_epoch_metrics(first)}
-    if len(epochs) > 1:
-        row |= {LAST_EPOCH + name: value for name, value in _epoch_metrics(last).items()}
+    row |= {"step_refused": float(last.skipped_non_finite)}
+    for prefix, stats in [("", first), ("last_epoch/", last)][: len(epochs)]:
+        row |= {prefix + name: getattr(stats, field) for name, field in _OF_EPOCH.items()}
+        row |= {prefix + _OPTIONAL[name]: value for name, value in stats.metrics.items()}
     return row
-
-
-def _epoch_metrics(stats: StepStats) -> dict[str, Any]:
-    optional = {OPTIONAL[name]: value for name, value in stats.metrics.items()}
-    return {name: getattr(stats, field) for name, field in _OF_EPOCH.items()} | optional
 
 
 def seconds_row(timer: PhaseTimer) -> dict[str, float]:
@@ -118,10 +120,9 @@ def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def count_failures(rollouts: Sequence[Rollout]) -> dict[str, int]:
     """Count failed rollouts by the last line of their reason, most frequent first."""
+    failed = (rollout for rollout in rollouts if rollout.state is not RolloutState.SUCCEEDED)
     reasons = Counter(
-        (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200]
-        for rollout in rollouts
-        if rollout.state is not RolloutState.SUCCEEDED
+        (rollout.reason or str(rollout.state)).strip().splitlines()[-1][:200] for rollout in failed
     )
     return dict(reasons.most_common())
 

@@ -5,6 +5,7 @@ Loads no torch: a run that cannot be resumed is refused at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ _STATE: dict[str, str] = {
     "learning.rank": "its adapter has that rank",
     "learning.alpha": "its adapter is scaled by it",
     "adapters": "its weights and optimizer are of these",
+    "algorithm.estimator": "only gae keeps a value function beside its adapter",
     "run.seed": "its order of tasks follows from it",
     "run.store": "its rollouts are there",
     "run.name": "its folder has that name",
@@ -48,30 +50,23 @@ def check_resume(
             if name == "adapters" and not config.adapters:
                 name = "model.adapter"
             raise _refusal(folder, name, f"{_shown(before)}, not {_shown(after)}", why)
-    before, after = was["algorithm.estimator"], config.algorithm.estimator
-    if "gae" in (before, after) and before != after:
-        why = "only gae keeps a value function beside its adapter"
-        raise _refusal(folder, "algorithm.estimator", f"{before}, not {after}", why)
     # Earlier rollouts name their task by its place in the file.
-    store = Store(config.run.store or str(folder.store))
-    try:
+    with contextlib.closing(Store(config.run.store or str(folder.store))) as store:
         run_id = folder.run_id.read_text().strip()
-        for name, split, given in (
-            ("agent.tasks", "train", tasks),
-            ("evaluation.tasks", "eval", eval_tasks),
-        ):
-            stored = store.tasks(run_id, split)
-            if stored and stored != list(given):
-                difference = (
-                    f"{len(stored)} tasks of {was.get(name)}, not the {len(given)} that are in "
-                    f"{now[name]} now"
-                )
-                differ = [old != new for old, new in zip(stored, given, strict=False)]
-                if any(differ):
-                    difference += f" (the first that differs is number {differ.index(True) + 1})"
-                raise _refusal(folder, name, difference, "its rollouts belong to them")
-    finally:
-        store.close()
+        stored = {split: store.tasks(run_id, split) for split in ("train", "eval")}
+    for name, before, given in (
+        ("agent.tasks", stored["train"], tasks),
+        ("evaluation.tasks", stored["eval"], eval_tasks),
+    ):
+        if before and before != list(given):
+            differ = [old != new for old, new in zip(before, given, strict=False)]
+            difference = (
+                f"{len(before)} tasks of {was.get(name)}, not the {len(given)} that are in "
+                f"{now[name]} now"
+            )
+            if any(differ):
+                difference += f" (the first that differs is number {differ.index(True) + 1})"
+            raise _refusal(folder, name, difference, "its rollouts belong to them")
     return {
         name: (was.get(name), value)
         for name, value in now.items()
@@ -91,6 +86,8 @@ def _same(name: str, before: Any, after: Any) -> bool:
         return here.is_dir() and there.is_dir() and here.samefile(there)
     if name == "run.store" and before and after and "://" not in before:
         return Path(before).absolute() == Path(after).absolute()
+    if name == "algorithm.estimator" and "gae" not in (before, after):
+        return True
     return before == after
 
 

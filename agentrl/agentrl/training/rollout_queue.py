@@ -13,12 +13,13 @@ dynamic sampling as in DAPO, arXiv:2503.14476, section 3.2.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.config.commands import TrainConfig
 from agentrl.training.staleness import StalenessLimit
@@ -45,36 +46,27 @@ class _Group:
     task: int  # index into the tasks
     ids: list[str] = field(default_factory=list[str])  # of its rollouts; empty: not queued yet
     version: int = -1  # of the adapters when it was queued: none of its tokens is older
-    step: int = -1  # of its rollouts in the store
 
     @property
     def group_id(self) -> str:
         return f"train-{self.planned_for}-{self.position}"
 
 
-@dataclass(frozen=True, slots=True)
-class StepRollouts:
-    """The groups that a step trains on."""
+class StepRollouts(NamedTuple):
+    """The rollouts of the groups that a step trains on."""
 
     rollouts: list[Rollout]
-    carried_over: int = 0  # groups planned for an earlier step
-    ahead: int = 0  # groups queued or running for later steps
-    resampled: int = 0  # groups with equal rewards that were replaced
-    overlapped: float = 0.0
-    """Seconds since the last step got its rollouts in which rollouts ran beside the learning."""
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "groups/carried_over": self.carried_over,
-            "groups/ahead": self.ahead,
-            "groups/resampled": self.resampled,
-            "seconds/overlapped": self.overlapped,
-        }
+    metrics: dict[str, float]
+    """How far the queue runs ahead; docs/metrics.md explains each."""
 
 
 @dataclass(slots=True)
 class RolloutQueue:
-    """The groups of one run, step by step."""
+    """The groups of one run, step by step.
+
+    Invariant: in the store, the rollouts of a queued group belong to the step that they were
+    planned for, or to the current one if that is later.
+    """
 
     session: Session
     config: TrainConfig
@@ -100,8 +92,8 @@ class RolloutQueue:
             RunError: runners or gateway keep dying and no rollout finishes.
         """
         overlapped, how = 0.0, self.config.rollouts
-        if self._handed_over is not None and self._groups:
-            ahead = self.session.store.rollouts(self.session.run_id, ids=_ids(self._groups))
+        if self._handed_over is not None:
+            ahead = itertools.chain.from_iterable(self._rollouts_of(self._groups))
             overlapped = seconds_of_running(ahead, self._handed_over)
         self._queue_up_to(step)
         rollouts: list[Rollout] = []
@@ -109,7 +101,9 @@ class RolloutQueue:
         for rounds_left in range(how.resample_zero_variance, -1, -1):
             taken = self._wait_for(step, how.batch_size - filled, on_progress)
             carried_over += sum(group.planned_for < step for group in taken)
-            for members in self._hand_over(step, taken):
+            self._groups = [group for group in self._groups if group not in taken]
+            self._move([group for group in taken if group.planned_for > step], step)
+            for members in self._rollouts_of(taken):
                 rollouts += members
                 filled += not how.resample_zero_variance or self.teaches(step, members)
             missing = how.batch_size - filled
@@ -119,9 +113,15 @@ class RolloutQueue:
             self._queue(step, self._plan(step, range(first, first + missing)))
             resampled += missing
         # A resumed run repeats this step: what it did not take belongs to the next one.
-        self._move([group for group in self._groups if group.step <= step], step + 1)
+        self._move([group for group in self._groups if group.planned_for <= step], step + 1)
         self._handed_over = time.time()
-        return StepRollouts(rollouts, carried_over, len(self._groups), resampled, overlapped)
+        metrics = {
+            "groups/carried_over": carried_over,
+            "groups/ahead": len(self._groups),
+            "groups/resampled": resampled,
+            "seconds/overlapped": overlapped,
+        }
+        return StepRollouts(rollouts, metrics)
 
     def under_way(self) -> tuple[int, int]:
         """Return the numbers of finished and of all rollouts of later steps."""
@@ -164,7 +164,7 @@ class RolloutQueue:
 
         Never more than these steps take, or the last of them could not take its groups in time.
         """
-        last = self.staleness.last_queued_step(step, self.steps)
+        last = min(step + self.staleness.max_staleness, self.steps)
         while self._planned < last:
             self._planned += 1
             self._plans += self._plan(self._planned, range(self.config.rollouts.batch_size))
@@ -180,17 +180,19 @@ class RolloutQueue:
 
     def _queue(self, step: int, groups: Sequence[_Group]) -> None:
         """Queue groups during ``step``, hence with the adapter version of the step before."""
-        new: list[NewRollout] = []
         size, seed = self.config.rollouts.group_size, self.config.run.seed
-        for group in groups:
-            group.version, group.step = step - 1, max(group.planned_for, step)
-            task_id, name = self.task_ids[group.task], group.group_id
-            for index in range(size):
-                own = rollout_seed(seed, "train", group.planned_for, group.position, index)
-                new.append(NewRollout(task_id, name, Purpose.TRAIN, group.step, index, seed=own))
-        ids = iter(self.session.enqueue(new) if new else ())
-        for group in groups:
-            group.ids = [next(ids) for _ in range(size)]
+        new = [
+            NewRollout(
+                self.task_ids[group.task], group.group_id, Purpose.TRAIN,
+                max(group.planned_for, step), index,
+                seed=rollout_seed(seed, "train", group.planned_for, group.position, index),
+            )
+            for group in groups
+            for index in range(size)
+        ]  # fmt: skip
+        ids = self.session.enqueue(new) if new else []
+        for at, group in enumerate(groups):
+            group.version, group.ids = step - 1, ids[at * size : (at + 1) * size]
         self._groups += groups
 
     # ---- taking
@@ -216,27 +218,23 @@ class RolloutQueue:
         self.session.wait(check, on_progress)
         return finished[:count]
 
-    def _hand_over(self, step: int, taken: Sequence[_Group]) -> list[list[Rollout]]:
-        """Move groups out of the queue into the step, also in the store; return their rollouts."""
-        self._move([group for group in taken if group.step != step], step)
-        of_group: dict[str, list[Rollout]] = {group.group_id: [] for group in taken}
-        for rollout in self.session.store.rollouts(self.session.run_id, ids=_ids(taken)):
-            of_group[rollout.group_id].append(rollout)
-        self._groups = [group for group in self._groups if group not in taken]
-        return list(of_group.values())
+    def _rollouts_of(self, groups: Sequence[_Group]) -> list[list[Rollout]]:
+        ids = _ids(groups)
+        found = self.session.store.rollouts(self.session.run_id, ids=ids) if ids else []
+        by_id = {rollout.id: rollout for rollout in found}
+        return [[by_id[rollout_id] for rollout_id in group.ids] for group in groups]
 
     def _move(self, groups: Sequence[_Group], step: int) -> None:
+        """Have the groups' rollouts belong to another step in the store."""
         if groups:
             self.session.store.move_to_step(_ids(groups), step)
-        for group in groups:
-            group.step = step
 
 
 def _ids(groups: Sequence[_Group]) -> list[str]:
     return [rollout_id for group in groups for rollout_id in group.ids]
 
 
-def seconds_of_running(rollouts: Sequence[Rollout], since: float = -math.inf) -> float:
+def seconds_of_running(rollouts: Iterable[Rollout], since: float = -math.inf) -> float:
     """Return the seconds after ``since`` in which at least one of these rollouts ran."""
     now, covered = time.time(), 0.0
     times = [(r.started_at, r.ended_at or now) for r in rollouts if r.started_at is not None]

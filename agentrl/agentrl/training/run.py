@@ -19,17 +19,15 @@ from agentrl.runs.metric_names import REWARD
 from agentrl.runs.summary import Summary, summarize
 from agentrl.timing import PhaseTimer
 from agentrl.training.clients import create_clients
-from agentrl.training.metrics import report_step_failures, step_row
 from agentrl.training.metrics_log import MetricsLog
-from agentrl.training.rollout_queue import RolloutQueue, StepRollouts
+from agentrl.training.rollout_queue import RolloutQueue
 from agentrl.training.session import RunError, Session
 from agentrl.training.staleness import StalenessLimit
-from agentrl_tracer.schemas import Call, Json, Purpose, Rollout, SkipReason
+from agentrl_tracer.schemas import Call, Json, Rollout, SkipReason
 from agentrl_tracer.store import Store
 from agentrl_trainer.client import APIFuture
 from agentrl_trainer.data.adapter_split import AdapterBatches, AdapterRule, assemble_adapters
 from agentrl_trainer.learner.optimizers import schedule_factor
-from agentrl_trainer.learner.step_stats import StepStats
 
 T = TypeVar("T")
 
@@ -62,21 +60,13 @@ class TrainingRun:
         self.clients = self._backend.clients
         max_length = config.learning.max_length or self._backend.context_length
         self.records = StepRecords(config, self.store, max_length)
-        self._queue = RolloutQueue(
+        self.queue = RolloutQueue(
             session, config, task_ids, steps=self.steps, staleness=self.records.staleness,
             teaches=self.records.teaches,
         )  # fmt: skip
         self.saved: dict[str, str] = {}  # path of each adapter's newest version
 
     # ---- within a step
-
-    def sample(self, step: int) -> StepRollouts:
-        """Wait for the step's groups of rollouts; those of later steps may be running then."""
-        taken = self._queue.take(
-            step, lambda done, total: self.display.phase("rollouts", done, total)
-        )
-        self.display.phase("learning", ahead=self._queue.under_way if taken.ahead else None)
-        return taken
 
     def learning_rate(self, step: int) -> float:
         learning = self.config.learning
@@ -97,25 +87,6 @@ class TrainingRun:
                 f"--resume {self.folder.root}"
             ) from error
 
-    def row(
-        self,
-        step: int,
-        taken: StepRollouts,
-        calls: Sequence[Call],
-        batches: AdapterBatches,
-        passes: Mapping[str, Sequence[StepStats]],
-    ) -> dict[str, Any]:
-        """Report what went wrong in the step, and return its metrics.
-
-        Raises:
-            RunError: every rollout of the step failed.
-        """
-        outcomes = self.store.outcomes(self.run_id, step=step, purpose=Purpose.TRAIN)
-        whole, note = batches.whole(), self.display.note
-        report_step_failures(taken.rollouts, whole, outcomes, note, self.folder.logs)
-        rate, staleness = self.learning_rate(step), self.records.staleness
-        return step_row(step, taken, calls, batches, passes, outcomes, rate, staleness)
-
     def load_published(self, step: int) -> None:
         """Load the saved adapters into the sampler, which empties its prefix cache."""
         for name, path in self.saved.items():
@@ -124,7 +95,7 @@ class TrainingRun:
     # ---- across crashes
 
     def checkpoint(self, step: int, row: Mapping[str, Any]) -> None:
-        meta = {"run_id": self.run_id, "rollouts": self._queue.state(), "row": strict(row)}
+        meta = {"run_id": self.run_id, "rollouts": self.queue.state(), "row": strict(row)}
         saved = self._backend.service.save_checkpoint(
             self.folder.checkpoints, step, meta=meta, keep=self.config.run.keep_checkpoints
         )
@@ -142,7 +113,7 @@ class TrainingRun:
         made = [int(name.rpartition("-")[2]) for name in faults]
         made += [row["step"] for row in self.metrics_log.rows() if REWARD in row]
         if found.checkpoint is not None:
-            self._queue.restore(meta["rollouts"])
+            self.queue.restore(meta["rollouts"])
         elif made:
             why = "; ".join(f"{name}: {fault}" for name, fault in faults.items()) or "it is empty"
             raise RunError(
@@ -172,13 +143,10 @@ class TrainingRun:
             self.display.note(f"sampled by the model's own modules, not by the lean decoder: {why}")
 
     def finish(self, step: int) -> Summary:
-        self._queue.close()
+        self.queue.close()
         self.session.pool.begin_stop()  # runners end while the learning curve is drawn
         with self.timer("picture"):
-            summary = summarize(
-                self.folder, self.store, self.run_id, step, model=self.config.model.name,
-                adapters=self.config.trained, eval_ids=self.eval_ids, seconds=self.timer.spent,
-            )  # fmt: skip
+            summary = summarize(self, step)
         self.store.end_run(self.run_id, "finished")
         self.metrics_log.close()
         self._backend.close()
@@ -203,8 +171,9 @@ class StepRecords:
             )
             for name, one in config.trained.items()
         }
-        names = frozenset(self._rules)
-        self._settings = step_settings(config, adapters=names, max_length=max_length)
+        self._settings = step_settings(
+            config, adapters=frozenset(self._rules), max_length=max_length
+        )
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         """Return the rollouts' calls, and the batch of each adapter.

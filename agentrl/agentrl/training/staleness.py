@@ -30,10 +30,6 @@ class StalenessLimit:
     max_staleness: int = 0
     stale: Literal["wait", "drop", "correct"] = "wait"
 
-    def last_queued_step(self, step: int, steps: int) -> int:
-        """Return the last step whose groups may be queued during ``step`` of ``steps``."""
-        return min(step + self.max_staleness, steps)
-
     def may_leave(self, step: int, versions: Sequence[int], batch_size: int) -> bool:
         """Tell whether later steps can train on groups left behind in ``step`` before they expire.
 

@@ -58,6 +58,9 @@ async def close_connections() -> None:
 
     await close_litellm_async_clients()
     litellm.in_memory_llm_clients_cache.flush_cache()
+    # Of streamed Anthropic calls. The client itself must stay open: LiteLLM has no other.
+    if (shared := vars(litellm).get("module_level_aclient")) is not None:
+        await shared.client._transport.aclose()
 
 
 async def _warm_up(litellm: Any) -> None:

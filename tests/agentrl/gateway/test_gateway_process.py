@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from runner_harness import enqueue
+from store_records import enqueue
 
 from agentrl.config.commands import ServeConfig
 from agentrl.config.settings import RunnerSettings

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from fake_gateway import until
-from runner_harness import AGENTS, RunnerHarness, alive, enqueue, written
+from runner_harness import AGENTS, RunnerHarness, alive, written
+from store_records import enqueue
 from training_run import children
 
 from agentrl_tracer.schemas import AttemptState, RolloutState

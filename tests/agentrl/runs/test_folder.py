@@ -28,8 +28,8 @@ def test_metrics_are_json_and_old_or_torn_ones_are_mended(tmp_path: Path) -> Non
         {"step": 2, "reward/mean": None, "loss": 0.5},
     ]
     assert folder.read_metrics() == expected
-    folder.keep_metrics(lambda row: row["step"] > 1)
-    assert [strictly(line) for line in folder.metrics.read_text().splitlines()] == expected[1:]
+    folder.drop_metrics_after(1)
+    assert [strictly(line) for line in folder.metrics.read_text().splitlines()] == expected[:1]
     folder.write_json(folder.summary, {"held_out": [(1, math.nan)], "reward": [-math.inf]})
     assert strictly(folder.summary.read_text()) == {"held_out": [[1, None]], "reward": [None]}
     draw_learning_curve(expected, "nothing", folder.picture)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gateway import until
 from settings import nested
 
 from agentrl import timing
@@ -32,14 +32,12 @@ from agentrl.training import session
 from agentrl_proxy.sampler import DecodingParams, RefusedError
 
 CHOICE = {
-    "token_ids": [5],
-    "logprobs": {"top_logprobs": [{"token_id:5": -0.5, "token_id:6": -1.0}]},
-    "finish_reason": "length",
-}
-FIRST_CHUNK = {
     "index": 0,
     "token_ids": [5],
-    "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]},
+    "logprobs": {
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"token_id:5": -0.5, "token_id:6": -1.0}],
+    },
     "finish_reason": None,
 }
 RANK = "LoRA rank 32 is greater than max_lora_rank 16."
@@ -60,7 +58,7 @@ class Server(ThreadingHTTPServer):
         self.updating: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by LoRA
         self.under_way = threading.Semaphore(0)  # an answer more
         self.released = threading.Event()  # what it left without an answer ends
-        self.while_loading: Callable[[], None] = lambda: None
+        self.while_loading: Callable[[], Any] = lambda: None
         self.answers: dict[str, tuple[int, Any]] = {}  # other than vLLM's, by path
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -92,37 +90,31 @@ class Handler(BaseHTTPRequestHandler):
         if self.path in server.answers:
             self._answer(*server.answers[self.path])
         elif self.path == "/v1/load_lora_adapter":
-            self._load(body["lora_name"], body["lora_path"])
+            server.loads += 1
+            if server.refusal is not None:
+                status, message = server.refusal
+                self._answer(status, {"error": {"message": message}})
+                return
+            hook, server.while_loading = server.while_loading, lambda: None
+            with server.updating[body["lora_name"]]:
+                hook()
+                server.loras[body["lora_name"]] = body["lora_path"]
+            self._answer(200, {})
         elif self.path == "/v1/unload_lora_adapter":
             with server.updating[body["lora_name"]]:
                 had = server.loras.pop(body["lora_name"], None)
             self._answer(200 if had else 404, {})
         elif body["model"] not in ("base", *server.loras):
             self._answer(404, {"error": {"message": "The model does not exist."}})
-        elif body.get("stream"):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(f"data: {json.dumps({'choices': [FIRST_CHUNK]})}\n\n".encode())
-            server.under_way.release()
-            server.released.wait()
-        elif "structured_outputs" in body and body["max_tokens"] > 2:  # an answer, not a probe
+        elif body["max_tokens"] > 2:  # an answer, not a probe
+            if body.get("stream"):
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(f"data: {json.dumps({'choices': [CHOICE]})}\n\n".encode())
             server.under_way.release()
             server.released.wait()
         else:
             self._answer(200, {"choices": [CHOICE]})
-
-    def _load(self, name: str, path: str) -> None:
-        server = self.server
-        server.loads += 1
-        if server.refusal is not None:
-            status, message = server.refusal
-            self._answer(status, {"error": {"message": message}})
-            return
-        hook, server.while_loading = server.while_loading, lambda: None
-        with server.updating[name]:
-            hook()
-            server.loras[name] = path
-        self._answer(200, {})
 
     def _answer(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()
@@ -156,11 +148,10 @@ def sampler(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmSam
     assert server.loras == {}
 
 
-def eventually(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+async def answer(sampler: VllmSampler, grammar: str | None = None) -> None:
+    params = DecodingParams(max_tokens=4, grammar=grammar)
+    async for _ in sampler.sample([1, 2], params, "policy"):
+        pass
 
 
 def test_a_new_server_gets_every_adapter_under_new_names(
@@ -170,7 +161,7 @@ def test_a_new_server_gets_every_adapter_under_new_names(
     sampler.load_now("answerer", 4, "/answerer/4")
     before = dict(server.loras)
     server.loras = {}  # it was started anew
-    eventually(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
+    until(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
     assert sorted(server.loras.values()) == ["/answerer/4", "/asker/3"]
     assert not before.keys() & server.loras.keys()
     assert sampler.adapters == {"asker": 3, "answerer": 4}
@@ -182,15 +173,15 @@ def test_a_server_without_an_engine_is_unhealthy_until_it_has_one(
 ) -> None:
     sampler.load_now("policy", 0, "/0")
     server.well = False
-    eventually(lambda: not sampler.healthy)
+    until(lambda: not sampler.healthy)
     with pytest.raises(RefusedError, match="/health answers 503") as refused:
         asyncio.run(sampler.load_adapter("policy", 1, "/1"))
     assert refused.value.code == "stopped"
-    server.loras = {}
-    time.sleep(0.1)
+    server.loras, looks = {}, server.looks
+    until(lambda: server.looks > looks + 2)
     assert not sampler.healthy
     server.well = True
-    eventually(lambda: sampler.healthy)
+    until(lambda: sampler.healthy)
     assert list(server.loras.values()) == ["/0"]
     asyncio.run(sampler.load_adapter("policy", 1, "/1"))
     assert list(server.loras.values()) == ["/0", "/1"]
@@ -213,7 +204,7 @@ def test_a_version_published_during_recovery_wins(server: Server, sampler: VllmS
     sampler.load_now("policy", 1, "/1")
     server.while_loading = lambda: sampler.load_now("policy", 2, "/2")
     server.loras = {}
-    eventually(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
+    until(lambda: sampler.stats()["recoveries"] > 0 and sampler.healthy)
     assert sampler.adapters == {"policy": 2}
     assert list(server.loras.values()) == ["/2"]
 
@@ -225,12 +216,8 @@ def test_an_adapter_that_is_gone_is_the_servers_fault(server: Server, sampler: V
     assert sampler.healthy
     server.loras = {}
 
-    async def ask() -> None:
-        async for _ in sampler.sample([1, 2], DecodingParams(max_tokens=4), "policy"):
-            raise AssertionError("a token too many")
-
     with pytest.raises(RefusedError) as refused:
-        asyncio.run(ask())
+        asyncio.run(answer(sampler))
     assert refused.value.code == "stopped"
 
 
@@ -264,14 +251,10 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
 ) -> None:
     sampler.load_now("policy", 1, "/1")
     monkeypatch.setattr(recovery, "REQUEST_S", 0.2)
-    params = DecodingParams(max_tokens=4, grammar=grammar)
-
-    async def answer() -> None:
-        async for _ in sampler.sample([1, 2], params, "policy"):
-            pass
 
     async def lose() -> None:
-        answers = asyncio.gather(*(answer() for _ in range(3)), return_exceptions=True)
+        asked = (answer(sampler, grammar) for _ in range(3))
+        answers = asyncio.gather(*asked, return_exceptions=True)
         for _ in range(3):
             assert await asyncio.to_thread(server.under_way.acquire, timeout=20)
         assert not answers.done()
@@ -285,7 +268,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
         assert sampler.stats()["in_flight"] == 0
         if "loras" not in loss:  # it is not back at once
             with pytest.raises(RefusedError, match=why):
-                await answer()
+                await answer(sampler)
 
     asyncio.run(lose())
 
@@ -295,15 +278,14 @@ def test_a_load_that_took_too_long_is_unloaded(
 ) -> None:
     monkeypatch.setattr(adapters, "_LOAD_S", 0.2)
     go_on = threading.Event()
-    server.while_loading = lambda: go_on.wait() and None
-
+    server.while_loading = go_on.wait
     with pytest.raises(RefusedError, match="ReadTimeout") as refused:
         sampler.load_now("policy", 1, "/late")
     assert refused.value.code == "stopped"
     monkeypatch.setattr(adapters, "_LOAD_S", 10)
     go_on.set()
     sampler.load_now("policy", 1, "/again")
-    eventually(lambda: list(server.loras.values()) == ["/again"])
+    until(lambda: list(server.loras.values()) == ["/again"])
 
 
 def test_a_server_that_does_not_list_what_it_loads_is_asked_once_a_round(
@@ -312,13 +294,13 @@ def test_a_server_that_does_not_list_what_it_loads_is_asked_once_a_round(
     """As where several processes share a URL, each with adapters of its own."""
     sampler.load_now("policy", 1, "/1")
     server.lists = False
-    eventually(lambda: "does not list what it loaded" in sampler._client.trouble)
-    eventually(lambda: server.loads >= 8)
+    until(lambda: "does not list what it loaded" in sampler._client.trouble)
+    until(lambda: server.loads >= 8)
     assert server.loads <= server.looks
     assert len(server.loras) <= 1
     assert (sampler.healthy, sampler.stats()["recoveries"]) == (False, 0)
     server.lists = True
-    eventually(lambda: sampler.healthy)
+    until(lambda: sampler.healthy)
     assert sampler.stats()["recoveries"] == 1
     assert list(server.loras.values()) == ["/1"]
 
@@ -397,7 +379,7 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
     try:
         killed = gateway.pid
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: gateway.pid != killed)
+        until(lambda: gateway.pid != killed)
         environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
         [told] = [one for one in environment if one.startswith(f"{PLAN}=")]
         assert json.loads(told.partition("=")[2])["vllm_wait"] is None

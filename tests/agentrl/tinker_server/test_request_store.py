@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
+from agentrl.tinker_server import request_store
 from agentrl.tinker_server.request_store import Answer, RequestStore
 
 
@@ -62,8 +63,9 @@ async def test_what_work_raises_is_its_result() -> None:
     assert await store.answer(again) == {"now": "there"}
 
 
-async def test_delivered_results_are_bounded() -> None:
-    store = RequestStore(delivered_bytes=100)
+async def test_delivered_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_store, "_DELIVERED_BYTES", 100)
+    store = RequestStore()
     first, second, third = (store.submit("m", i, lambda: done(b"x" * 40)) for i in range(3))
     for request in (second, first, first, third):
         assert len(await store.answer(request)) == 40

@@ -43,11 +43,9 @@ def row_of(
     taken: StepRollouts | None = None,
     calls: Sequence[Call] = (),
 ) -> dict[str, Any]:
-    return step_row(
-        3, taken or StepRollouts([]), calls,
-        AdapterBatches({name: StepBatch() for name in passes}, StepBatch()), passes,
-        Outcomes({}, {}, {}), learning_rate=1e-3, staleness=StalenessLimit(),
-    )  # fmt: skip
+    batches = AdapterBatches({name: StepBatch() for name in passes}, StepBatch())
+    outcomes, taken = Outcomes({}, {}, {}), taken or StepRollouts([], {})
+    return step_row(3, taken, calls, batches, passes, outcomes, StalenessLimit())
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +87,7 @@ def test_tokens_per_second_are_by_when_the_steps_own_rollouts_ran(store: Store) 
             store.rollouts(run_id, ids=store.enqueue(run_id, new)), times, strict=True
         )
     ]
-    taken = StepRollouts(rollouts, ahead=5)
+    taken = StepRollouts(rollouts, {"groups/ahead": 5})
     row = row_of({"policy": []}, taken, [make("a", [1], [5] * 20), make("b", [1], [5] * 60)])
     assert row["tokens_per_second"] == pytest.approx(80 / (6 + 2))
 

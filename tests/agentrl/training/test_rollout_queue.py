@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from settings import nested
 from agentrl.config.commands import TrainConfig
 from agentrl.config.settings import EvaluationSettings
 from agentrl.training.evaluation import plan_evaluation
-from agentrl.training.rollout_queue import CheckProgress, RolloutQueue, StepRollouts, tasks_in_order
+from agentrl.training.rollout_queue import CheckProgress, RolloutQueue, tasks_in_order
 from agentrl.training.session import Session
 from agentrl.training.staleness import StalenessLimit
 from agentrl_tracer.schemas import AttemptState, NewRollout, Purpose, Rollout, RolloutState
@@ -39,8 +38,6 @@ class Hands(Session):
         self.queued: list[NewRollout] = []
         self.waits = 0
         self.claims: dict[str, list[str]] = {}  # attempts by group
-        self.queued_at: dict[str, int] = {}  # version, by group
-        self.taken: list[str] = []
 
     def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
         self.queued += new
@@ -56,7 +53,7 @@ class Hands(Session):
             self.work()
 
     def work(self) -> None:
-        """One more group."""
+        """End one more group."""
         while claim := self.store.claim("hands", 60, self.run_id):
             [rollout] = self.store.rollouts(self.run_id, ids=[claim.rollout_id])
             self.claims.setdefault(rollout.group_id, []).append(claim.attempt_id)
@@ -69,21 +66,31 @@ class Hands(Session):
         self.store.cancel(self.run_id, "interrupted", **after)
         self.claims.clear()
 
-    def groups(self, taken: StepRollouts) -> list[str]:
-        names = [rollout.group_id for rollout in taken.rollouts]
-        assert all(names.count(name) == GROUP for name in names), "groups are whole"
-        assert all(r.state is RolloutState.SUCCEEDED for r in taken.rollouts)
-        return list(dict.fromkeys(names))
-
     def tasks(self) -> list[int]:
         return [self.task_ids.index(new.task_id) for new in self.queued[::GROUP]]
 
-    def ages(self, step: int, source: RolloutQueue) -> list[int]:
-        """Take a step; return how many versions ago its groups were queued."""
-        known = len(self.queued)
-        self.taken = self.groups(source.take(step, nothing))
-        self.queued_at |= {new.group_id: step - 1 for new in self.queued[known:]}
-        return [step - 1 - self.queued_at[group] for group in self.taken]
+
+class Queue(RolloutQueue):
+    """A queue that remembers what its last step took: the groups, and metrics."""
+
+    group_ids: list[str]
+    ages: list[int]
+    """How many versions ago the groups were queued."""
+    metrics: dict[str, float]
+    queued_at: dict[str, int]
+
+    def step(self, step: int) -> list[str]:
+        """Take a step's groups, which are whole; return their ids."""
+        hands: Any = self.session
+        known = len(hands.queued)
+        rollouts, self.metrics = self.take(step, nothing)
+        assert {(r.state, r.step) for r in rollouts} <= {(RolloutState.SUCCEEDED, step)}
+        names = [rollout.group_id for rollout in rollouts]
+        assert all(names.count(name) == GROUP for name in names)
+        self.queued_at |= {new.group_id: step - 1 for new in hands.queued[known:]}
+        self.group_ids = list(dict.fromkeys(names))
+        self.ages = [step - 1 - self.queued_at[group] for group in self.group_ids]
+        return self.group_ids
 
 
 @pytest.fixture
@@ -93,14 +100,16 @@ def hands(store: Store) -> Hands:
 
 def stream(
     hands: Hands, steps: int = 5, bound: int = 0, stale: Any = "correct",
-    teaches: Any = lambda _step, _group: True, **settings: Any,
-) -> RolloutQueue:  # fmt: skip
+    teaches: Any = lambda _step, _group: True, state: Any = None, **settings: Any,
+) -> Queue:  # fmt: skip
     given = {"batch_size": BATCH, "group_size": GROUP, "seed": 3} | settings
     config = TrainConfig(**nested(agent="x:y", tasks="tasks.jsonl", **given))
-    staleness = StalenessLimit(bound, stale)
-    return RolloutQueue(
-        hands, config, hands.task_ids, steps=steps, staleness=staleness, teaches=teaches
-    )
+    limit = StalenessLimit(bound, stale)
+    queue = Queue(hands, config, hands.task_ids, steps=steps, staleness=limit, teaches=teaches)
+    queue.queued_at = {}
+    if state is not None:
+        queue.restore(state)
+    return queue
 
 
 def nothing(done: int, total: int) -> None:
@@ -111,25 +120,21 @@ def names(*places: tuple[int, int]) -> list[str]:
     return [f"train-{step}-{position}" for step, position in places]
 
 
-def test_synchronously_a_step_is_its_own_groups(hands: Hands) -> None:
-    source = stream(hands)
-    for step in (1, 2, 3):
-        taken = source.take(step, nothing)
-        assert hands.groups(taken) == names((step, 0), (step, 1))
-        assert len(hands.queued) == step * BATCH * GROUP  # and not one more
-        assert (taken.ahead, taken.carried_over, taken.resampled, taken.overlapped) == (0, 0, 0, 0)
-    assert hands.tasks() == tasks_in_order(0, 6, TASKS, 3)
-    assert len({new.seed for new in hands.queued}) == len(hands.queued)
-
-
-def test_never_more_than_so_many_steps_ahead(hands: Hands) -> None:
-    source = stream(hands, bound=2)
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_step_is_its_own_groups_and_never_more_than_the_bound_ahead(
+    hands: Hands, bound: int
+) -> None:
+    source = stream(hands, bound=bound)
     for step in range(1, 6):
-        taken = source.take(step, nothing)
-        assert len(hands.queued) == min(step + 2, 5) * BATCH * GROUP
-        assert taken.ahead == (min(step + 2, 5) - step) * BATCH
-        assert {r.step for r in taken.rollouts} == {step}
+        assert source.step(step) == names((step, 0), (step, 1))
+        last = min(step + bound, 5)
+        assert len(hands.queued) == last * BATCH * GROUP  # and not one more
+        assert source.metrics["groups/ahead"] == (last - step) * BATCH
+        assert source.metrics["groups/carried_over"] == source.metrics["groups/resampled"] == 0
+        assert bound or source.metrics["seconds/overlapped"] == 0
     assert source.under_way() == (0, 0)
+    assert hands.tasks() == tasks_in_order(0, 10, TASKS, 3)
+    assert len({new.seed for new in hands.queued}) == len(hands.queued)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
@@ -142,16 +147,13 @@ def test_groups_that_are_waited_for_are_never_older(
     slowness = defaultdict(lambda: luck.random() - 1.5 * (luck.random() < 0.3))
     hands.order = lambda group: slowness[group]
     options = {"steps": 12, "bound": max_staleness, "stale": "wait"}
-    source, hands.queued_at = stream(hands, **options), {}
+    source = stream(hands, **options)
     for step in range(1, 13):
         if step == 6:
             hands.interrupt()
-            state = source.state()
-            source, hands.queued_at = stream(hands, **options), {}
-            source.restore(state)
-        ages = hands.ages(step, source)
-        assert len(ages) == BATCH
-        assert max(ages) <= max_staleness
+            source = stream(hands, state=source.state(), **options)
+        assert len(source.step(step)) == BATCH
+        assert max(source.ages) <= max_staleness
     assert source.under_way() == (0, 0)
 
 
@@ -162,24 +164,19 @@ def test_a_resumed_run_may_run_less_far_ahead(
     hands: Hands, was: tuple[int, int], now: tuple[int, int]
 ) -> None:
     """(max_staleness, batch_size): what was running and is too much now waits for its turn."""
-
-    def of(bounds: tuple[int, int]) -> RolloutQueue:
-        return stream(hands, steps=8, bound=bounds[0], stale="wait", batch_size=bounds[1])
-
-    source = of(was)
-    source.take(1, nothing)
+    source = stream(hands, steps=8, bound=was[0], stale="wait", batch_size=was[1])
+    source.step(1)
     state = source.state()
     hands.interrupt()
-    source, hands.queued_at, order = of(now), {}, list[str]()
-    source.restore(state)
+    source = stream(hands, steps=8, bound=now[0], stale="wait", batch_size=now[1], state=state)
+    order: list[str] = []
     for step in range(2, 9):
-        ages = hands.ages(step, source)
-        order += hands.taken
-        assert len(ages) == now[1]
-        assert max(ages) <= now[0]
+        order += source.step(step)
+        assert len(source.ages) == now[1]
+        assert max(source.ages) <= now[0]
         if step == 2:  # another interruption forgets nothing
             assert len(source.state()["under_way"]) >= len(state["under_way"]) - now[1]
-    wanted = [f"train-{s}-{p}" for s, p, _ in state["under_way"]]
+    wanted = names(*((step, position) for step, position, _ in state["under_way"]))
     assert order[: len(wanted)] == wanted
     assert source.under_way() == (0, 0)
 
@@ -187,20 +184,18 @@ def test_a_resumed_run_may_run_less_far_ahead(
 def test_a_slow_group_is_carried_over_whole(hands: Hands) -> None:
     hands.stuck = set(names((1, 1)))
     source = stream(hands, bound=1)
-    first = source.take(1, nothing)
-    assert hands.groups(first) == names((1, 0), (2, 0))  # the oldest that are finished
-    assert first.carried_over == 0
+    found = [*source.step(1)]
+    assert found == names((1, 0), (2, 0))  # the oldest that are finished
+    assert source.metrics["groups/carried_over"] == 0
     in_store = hands.store.rollouts(hands.run_id)
-    assert {r.step for r in in_store if r.group_id == "train-2-0"} == {1}
     assert {r.step for r in in_store if r.group_id == "train-1-1"} == {2}
     hands.stuck = set()
-    second = source.take(2, nothing)
-    assert "train-1-1" in hands.groups(second)
-    assert second.carried_over == 1
-    assert second.overlapped > 0  # it ran while no step waited
-    found = [*hands.groups(first), *hands.groups(second)]
+    found += source.step(2)
+    assert "train-1-1" in source.group_ids
+    assert source.metrics["groups/carried_over"] == 1
+    assert source.metrics["seconds/overlapped"] > 0  # it ran while no step waited
     for step in (3, 4, 5):
-        found += hands.groups(source.take(step, nothing))
+        found += source.step(step)
     assert sorted(found) == names(*((s, p) for s in range(1, 6) for p in range(BATCH)))
 
 
@@ -213,79 +208,70 @@ def test_a_step_waits_for_what_would_be_too_old(
     """Version 0 queued two steps' groups; whatever the order, step 2 is the last to take them."""
     hands.order = lambda group: -int(group.split("-")[1])  # the newest first
     source = stream(hands, bound=1, stale=stale)
-    assert hands.groups(source.take(1, nothing)) == names((2, 0), (2, 1))
-    assert hands.groups(source.take(2, nothing)) == second
+    assert source.step(1) == names((2, 0), (2, 1))
+    assert source.step(2) == second
 
 
 def test_groups_that_teach_nothing_are_replaced(hands: Hands) -> None:
-    dull = {"train-1-0", "train-1-1", "train-1-2"}
-
     def teaches(_step: int, group: list[Rollout]) -> bool:
-        return group[0].group_id not in dull
+        return group[0].group_id not in names((1, 0), (1, 1), (1, 2))
 
     source = stream(hands, resample_zero_variance=3, teaches=teaches)
-    taken = source.take(1, nothing)
     # Two, both dull; two more, one of them dull; one more.
-    assert hands.groups(taken) == names(*((1, p) for p in range(5)))
-    assert taken.resampled == 3
-    assert hands.waits == 3
-    assert hands.groups(source.take(2, nothing)) == names((2, 0), (2, 1))
+    assert source.step(1) == names(*((1, p) for p in range(5)))
+    assert source.metrics["groups/resampled"] == hands.waits == 3
+    assert source.step(2) == names((2, 0), (2, 1))
     assert hands.tasks() == tasks_in_order(0, 7, TASKS, 3)  # further tasks, none twice
 
     rounds = stream(hands, resample_zero_variance=1, teaches=lambda _step, _group: False)
-    assert len(hands.groups(rounds.take(1, nothing))) == 2 * BATCH  # it gives up
+    assert len(rounds.step(1)) == 2 * BATCH  # it gives up
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_resumed_stream_continues_from_its_state(hands: Hands, ahead: int) -> None:
-    def teaches(_step: int, group: list[Rollout]) -> bool:
-        return not group[0].group_id.endswith("1")
+    options: dict[str, Any] = {
+        "steps": 4, "bound": ahead, "resample_zero_variance": 1,
+        "teaches": lambda _step, group: not group[0].group_id.endswith("1"),
+    }  # fmt: skip
 
-    def taken(source: RolloutQueue, *steps: int) -> list[list[str]]:
-        return [hands.groups(source.take(step, nothing)) for step in steps]
+    def seeds() -> dict[Any, Any]:
+        return {(new.group_id, new.index): (new.task_id, new.seed) for new in hands.queued}
 
-    options: dict[str, Any] = {"bound": ahead, "resample_zero_variance": 1, "teaches": teaches}
-    expected = taken(stream(hands, steps=4, **options), 1, 2, 3, 4)
-    seeds = {(new.group_id, new.index): (new.task_id, new.seed) for new in hands.queued}
+    whole = stream(hands, **options)
+    expected, expected_seeds = [whole.step(step) for step in (1, 2, 3, 4)], seeds()
 
-    before = stream(hands, steps=4, **options)
-    found = taken(before, 1, 2)
+    before = stream(hands, **options)
+    found = [before.step(1), before.step(2)]
     kept = before.state()
-    before.take(3, nothing)  # and here it dies
+    before.step(3)  # and here it dies
     hands.interrupt(after_step=2)
-    after = stream(hands, steps=4, **options)
-    after.restore(kept)
-    assert found + taken(after, 3, 4) == expected
-    again = {(new.group_id, new.index): (new.task_id, new.seed) for new in hands.queued}
-    assert again == seeds
+    after = stream(hands, state=kept, **options)
+    assert [*found, after.step(3), after.step(4)] == expected
+    assert seeds() == expected_seeds
     assert stream(hands).state() == {"planned": 0, "tasks_drawn": 0, "under_way": []}
 
 
 def test_groups_that_no_step_took_are_canceled(hands: Hands) -> None:
     source = stream(hands, bound=1)
-    source.take(1, nothing)
+    source.step(1)
     source.close()
     states = [r.state for r in hands.store.rollouts(hands.run_id, purpose=Purpose.TRAIN)]
     assert states.count(RolloutState.CANCELLED) == BATCH * GROUP
     assert source.under_way() == (0, 0)
 
 
-def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(
-    hands: Hands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = stream(hands, bound=2)
-    source.take(1, nothing)
-    ahead = hands.store.enqueue(hands.run_id, [replace(new) for new in hands.queued])
+def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(hands: Hands) -> None:
+    stream(hands, bound=2).step(1)
+    ahead = hands.store.enqueue(hands.run_id, hands.queued)
     ran: list[str] = []
 
-    def one_runner(check: CheckProgress, _on_progress: Any) -> None:
-        while not check()[2]:
-            claim = hands.store.claim("hands", 60, hands.run_id)
-            assert claim is not None
-            ran.append(claim.rollout_id)
-            hands.store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
+    def one_rollout() -> None:
+        claim = hands.store.claim("hands", 60, hands.run_id)
+        assert claim is not None
+        ran.append(claim.rollout_id)
+        hands.store.end_attempt(claim.attempt_id, AttemptState.SUCCEEDED)
 
-    monkeypatch.setattr(hands, "wait", one_runner)
+    hands.work = one_rollout  # type: ignore[method-assign]
     plan = plan_evaluation(hands.task_ids, 1, EvaluationSettings(), seed=3)
     done = hands.execute(plan, nothing)
     assert ran == [rollout.id for rollout in done]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import Answer, Asked, running_engine
+from small_models import Answer, Asked, running_engine, training_row
 
-from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
@@ -27,12 +26,10 @@ def trained(tmp_path: Path, **how: object) -> Learner:
     learner = Learner(
         load_base(MODEL, device="cpu", **how), rank=4, adam=AdamParams(learning_rate=5e-3)
     )
-    tokens = [*PROMPT, 50, 51, 52, 53]
-    mask = [False] * len(PROMPT) + [True] * 4
-    datum = TrainingRow(tokens, mask, [0.0] * len(tokens), [1.0] * len(tokens))
-    for _ in range(3):
-        stats = learner.step([datum], "cross_entropy")
-        assert not stats.skipped_non_finite
+    datum = training_row([*PROMPT, 50, 51, 52, 53], start=len(PROMPT))
+    first, *_, last = (learner.step([datum], "cross_entropy").loss for _ in range(3))
+    assert last < first - 0.1
+    assert learner.why_not_shared is None
     learner.save_adapter("default", tmp_path / "v1")
     return learner
 
@@ -47,10 +44,7 @@ def sampled(folder: Path, **how: object) -> Answer:
 
 def differences(learner: Learner, answer: Answer) -> torch.Tensor:
     """[answer] trainer's log-prob minus sampler's."""
-    tokens = PROMPT + answer.ids
-    mask = [False] * len(PROMPT) + [True] * len(answer.ids)
-    zeros = [0.0] * len(tokens)
-    (found,) = learner.forward([TrainingRow(tokens, mask, zeros, zeros)])
+    (found,) = learner.forward([training_row(PROMPT + answer.ids, start=len(PROMPT))])
     reported = torch.tensor([token.logprob for token in answer.tokens])
     return torch.tensor(found[len(PROMPT) :]) - reported
 

@@ -28,8 +28,10 @@ from small_learner import (
     trained,
     warm,
 )
+from small_models import training_row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from agentrl_trainer.data.packing import pack
 from agentrl_trainer.data.training_row import TrainingRow
@@ -96,21 +98,20 @@ HEAD = ["lm_head", "q_proj"]  # the output embedding trains: its chunks are comp
 
 
 @pytest.mark.parametrize(
-    ("build", "targets", "loss", "rows"),
+    ("build", "targets", "loss", "rows", "budget"),
     [
-        *((qwen3, "all-linear", loss, data()) for loss in sorted(LOSSES)),
-        (qwen3_moe, "all-linear", "ppo", data()),
-        (gemma2, "all-linear", "ppo", data()),
-        (cohere, "all-linear", "ppo", data()),
-        (qwen3, HEAD, "importance_sampling", data()),
-        *((build, "all-linear", "cross_entropy", warm(data())) for build in (qwen3, gemma2)),
-        (qwen3, HEAD, "cross_entropy", warm(data())),
+        *((qwen3, "all-linear", loss, data(), 40) for loss in sorted(LOSSES)),
+        *((qwen3, "all-linear", "importance_sampling", data(), size) for size in (1, 10**6)),
+        *((build, "all-linear", "ppo", data(), 40) for build in (qwen3_moe, gemma2, cohere)),
+        (qwen3, HEAD, "importance_sampling", data(), 40),
+        *((build, "all-linear", "cross_entropy", warm(data()), 40) for build in (qwen3, gemma2)),
+        (qwen3, HEAD, "cross_entropy", warm(data()), 40),
     ],
 )
 def test_gradients_are_those_of_the_plain_way(
-    build: Any, targets: Any, loss: str, rows: list[TrainingRow]
+    build: Any, targets: Any, loss: str, rows: list[TrainingRow], budget: int
 ) -> None:
-    trainer = learner(build=build, targets=targets, token_budget=40, off_start=True)
+    trainer = learner(build=build, targets=targets, token_budget=budget, off_start=True)
     trainer._logprobs.max_logits = 3 * VOCAB
     rows = nearly_on_policy(trainer, rows)
     stats = trainer.forward_backward(rows, loss)
@@ -120,18 +121,6 @@ def test_gradients_are_those_of_the_plain_way(
     expected.backward()
     assert stats.loss == pytest.approx(expected.item(), rel=1e-5)
     assert_same(found, gradients(trainer), rtol=1e-3, atol=1e-5)
-
-
-def test_the_budget_does_not_matter() -> None:
-    results = []
-    for budget in (1, 37, 10**6):
-        trainer = learner(token_budget=budget, off_start=True)
-        stats = trainer.forward_backward(nearly_on_policy(trainer, data()))
-        results.append((gradients(trainer), stats))
-    for found, stats in results[1:]:
-        assert_same(found, results[0][0], rtol=1e-4, atol=1e-5)
-        for name in ("loss", "entropy", "ratio_max", "sampler_trainer_kl", "tokens"):
-            assert getattr(stats, name) == pytest.approx(getattr(results[0][1], name), rel=1e-4)
 
 
 def test_parts_of_a_step_accumulate() -> None:
@@ -165,9 +154,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for part in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(part, Tensor):
-                self.elements = max(self.elements, part.numel())
+        parts = [part for part in tree_leaves(result) if isinstance(part, Tensor)]
+        self.elements = max(self.elements, *(part.numel() for part in parts), 0)
         return result
 
 
@@ -188,8 +176,7 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
 def test_good_tokens_become_likelier_and_the_base_stays() -> None:
     trainer = learner(adam=AdamParams(learning_rate=2e-2))
     frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
-    good = TrainingRow([5, 6, 7], [False, False, True], [0.0] * 3, [0.0, 0.0, 1.0])
-    bad = TrainingRow([5, 6, 8], [False, False, True], [0.0] * 3, [0.0, 0.0, -1.0])
+    good, bad = training_row([5, 6, 7], start=2), training_row([5, 6, 8], start=2, credit=-1.0)
     before = trainer.forward([good, bad])
     for _ in range(5):
         trainer.step(on_policy(trainer, [good, bad]))
@@ -204,8 +191,8 @@ def test_on_policy_stats() -> None:
     trainer = learner()
     datums = on_policy(trainer, data())
     stats = trainer.step(datums)
-    lps = [x for d in datums for x, on in zip(d.logprobs, d.mask, strict=True) if on]
-    assert stats.entropy == pytest.approx(-sum(lps) / len(lps), rel=1e-5)
+    lps = torch.cat([trained(datum, datum.logprobs) for datum in datums])
+    assert stats.entropy == pytest.approx(-lps.mean().item(), rel=1e-5)
     assert stats.ratio_mean == pytest.approx(1.0, abs=1e-5)
     assert stats.max_logprob_difference < 1e-5
     assert 0 <= stats.sampler_trainer_kl < 1e-9
@@ -288,6 +275,8 @@ def test_nothing_to_learn() -> None:
         (lambda: learner().forward_backward(data(), "grpo"), r"unknown loss 'grpo'.*cispo"),
         (lambda: learner().forward_backward(data(adapters=("stranger",))), "stranger"),
         (lambda: learner(adapters=["a", "a"]), "already attached"),
+        (lambda: learner(adapters=["b"]).load_state_dict(learner().state_dict()), "another set"),
+        (lambda: learner(rank=2).load_state_dict(learner().state_dict()), "shape"),
     ],
 )
 def test_mistakes_are_named(mistake: Callable[[], object], message: str) -> None:
@@ -356,13 +345,3 @@ def test_loading_forgets_what_was_before() -> None:
     assert_same(trainer.state_dict(), start)
     trainer.step(data())
     assert_same(trainer.state_dict(), first)
-
-
-def test_a_state_of_something_else_is_refused() -> None:
-    state = learner(adapters=["a"]).state_dict()
-    for options, message in (
-        ({"adapters": ["b"]}, "another set of adapters"),
-        ({"adapters": ["a"], "rank": 2}, "shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            learner(**options).load_state_dict(state)

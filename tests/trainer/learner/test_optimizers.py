@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from small_models import training_row
 
-from agentrl_trainer.data.training_row import TrainingRow
 from agentrl_trainer.learner.learner import Learner
 from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.learner.optimizers import Schedule, default_learning_rate, schedule_factor
@@ -43,7 +43,7 @@ def moved(rank: int, alpha: float) -> float:
     parameters = sum(p.numel() for p in base.model.parameters())
     adam = AdamParams(learning_rate=default_learning_rate(parameters, alpha))
     learner = Learner(base, rank=rank, alpha=alpha, adam=adam)
-    datum = TrainingRow(list(range(40, 72)), [False] + [True] * 31, [0.0] * 32, [1.0] * 32)
+    datum = training_row(list(range(40, 72)))
     before = learner.forward([datum])[0]
     learner.step([datum], "cross_entropy")
     return sum(learner.forward([datum])[0]) - sum(before)

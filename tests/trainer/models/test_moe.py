@@ -13,8 +13,15 @@ import pytest
 import torch
 import transformers as hf
 from peft import PeftModel
-from peft.tuners.lora.layer import ParamWrapper
-from small_models import Asked, as_base, qwen3, running_engine, save_model, worst_difference
+from small_models import (
+    Asked,
+    as_base,
+    qwen3,
+    running_engine,
+    save_model,
+    training_row,
+    worst_difference,
+)
 from torch import Tensor
 
 from agentrl_trainer.client import ServiceClient
@@ -58,6 +65,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GPT_OSS = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4}
 # Experts with biases, stored the other way round; not for the embedded sampler.
 gpt_oss = partial(_made, hf.GptOssConfig(**SMALL, **GPT_OSS, rope_parameters=ROPE))
+STEM = "base_model.model."
 EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
 SERVED = [qwen3_moe, mixtral, olmoe, qwen2_moe]
 EVERY = [*SERVED, gpt_oss]
@@ -67,16 +75,15 @@ def adapted(model: hf.PreTrainedModel, targets: str | list[str] = "all-linear") 
     """A copy with a random adapter, far from nothing."""
     base = as_base(copy.deepcopy(model))
     peft = attach_adapter(base, "policy", lora_config(RANK, ALPHA, targets), seed=0)
-    become(peft, 1)
+    become_random(peft)
     return peft
 
 
-def become(peft: PeftModel, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in peft.named_parameters():
-            if "lora_" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+def become_random(peft: PeftModel) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in peft.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(0, 0.1, generator=generator)
 
 
 def as_peft_computes(model: PeftModel) -> PeftModel:
@@ -87,9 +94,13 @@ def as_peft_computes(model: PeftModel) -> PeftModel:
     return plain
 
 
+def assert_as_peft_computes(peft: PeftModel) -> None:
+    ids = tokens(2, 9)
+    assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
+
+
 def lora(peft: PeftModel, module: str) -> tuple[Tensor, Tensor]:
-    stem = f"base_model.model.{module}"
-    a, b = (peft.get_parameter(f"{stem}.lora_{x}.policy.weight") for x in "AB")
+    a, b = (peft.get_parameter(f"{STEM}{module}.lora_{x}.policy.weight") for x in "AB")
     return a, b
 
 
@@ -98,10 +109,8 @@ def with_weights_merged(peft: PeftModel, model: hf.PreTrainedModel, ids: Tensor)
     own = copy.deepcopy(model)
     own.set_experts_implementation("eager")
     weights = {name: p.detach() for name, p in own.named_parameters()}
-    for key, _ in peft.named_parameters():
-        if ".lora_A." not in key:
-            continue
-        module = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
+    keys = [key for key, _ in peft.named_parameters() if ".lora_A." in key]
+    for module in (key.removeprefix(STEM).partition(".lora_A.")[0] for key in keys):
         a, b = lora(peft, module)
         path, inner, _ = module.partition(".base_layer")
         name, rank, updates = f"{path}.weight", len(a), [b @ a]
@@ -109,9 +118,8 @@ def with_weights_merged(peft: PeftModel, model: hf.PreTrainedModel, ids: Tensor)
             name = f"{path}.{'gate_up_proj' if inner else 'down_proj'}"
             count = len(weights[name])
             rank = len(a) // count
-            updates = [  # in B experts alternate
-                b[:, e::count] @ a[e * rank : (e + 1) * rank] for e in range(count)
-            ]
+            own_a, own_b = a.split(rank), [b[:, e::count] for e in range(count)]  # B alternates
+            updates = [x @ y for x, y in zip(own_b, own_a, strict=True)]
             updates = [x.T if isinstance(own, hf.GptOssForCausalLM) else x for x in updates]
         update = torch.stack(updates).view_as(weights[name])
         weights[name] = weights[name] + ALPHA / rank * update
@@ -180,16 +188,14 @@ def test_targets_of_one_layer_train_that_layer(
     if layers:
         said = learner.what_is_trained("default") or ""
         assert f"experts in {layers} layers has a LoRA of rank {RANK // 2}" in said
-    become(learner.model, 1)
-    ids = tokens(1, 9)
-    assert worst(learner.model(ids).logits, as_peft_computes(learner.model)(ids).logits) < 1e-5
+    become_random(learner.model)
+    assert_as_peft_computes(learner.model)
     folder = tmp_path / "one layer"
     save_adapter(learner.model, "default", folder)
-    model = make()
     assert len(read_lora(folder)) == len(expected)
     with no_false_warnings():
-        loaded = PeftModel.from_pretrained(model, str(folder))
-    assert worst(learner.model(ids).logits, loaded(ids).logits) < 1e-5
+        loaded = PeftModel.from_pretrained(make(), str(folder))
+    assert worst(learner.model(tokens(1, 9)).logits, loaded(tokens(1, 9)).logits) < 1e-5
 
 
 def test_a_router_that_is_a_linear_layer_is_left_alone() -> None:
@@ -199,8 +205,7 @@ def test_a_router_that_is_a_linear_layer_is_left_alone() -> None:
     found = adapted_modules(peft, 1)
     assert not [name for name in found if "router" in name]
     assert {"mlp.experts", "mlp.shared_experts.up_proj"} <= found
-    ids = tokens(1, 9)
-    assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
+    assert_as_peft_computes(peft)
 
 
 def test_a_learner_says_what_it_trains() -> None:
@@ -209,8 +214,7 @@ def test_a_learner_says_what_it_trains() -> None:
         (["q_proj"], "the 4 experts of a layer are in no weight that LoRA was put on; routers"),
     ):
         learner = Learner(as_base(mixtral()), rank=RANK, targets=targets)
-        wrapped = any(isinstance(m, ParamWrapper) for m in learner.model.modules())
-        assert wrapped == (targets == "all-linear")
+        assert ("mlp.experts" in adapted_modules(learner.model, 1)) == (targets == "all-linear")
         assert (learner.what_is_trained("default") or "").startswith(expected)
     assert Learner(as_base(qwen3()), rank=RANK).what_is_trained("default") is None
 
@@ -232,10 +236,9 @@ def test_targets_that_cannot_be(make: Make, targets: list[str], message: str) ->
 def test_adapters_over_one_mixture_have_the_same_experts() -> None:
     peft = adapted(qwen3_moe())
     attach_adapter(peft, "judge", lora_config(8, ALPHA), seed=1)  # another rank is fine
-    ids = tokens(2, 9)
     for name in ("policy", "judge"):
         peft.set_adapter(name)
-        assert worst(peft(ids).logits, as_peft_computes(peft)(ids).logits) < 1e-5
+        assert_as_peft_computes(peft)
     with pytest.raises(ModelError, match=r"'third' cannot join the others.*same set of"):
         attach_adapter(peft, "third", lora_config(4, ALPHA, ["down_proj"]), seed=1)
 
@@ -269,15 +272,15 @@ def test_log_probs_and_gradients_are_those_of_merged_weights(make: Make) -> None
 
 def test_adapters_of_a_base_in_half_precision_are_float32() -> None:
     model, ids = qwen3_moe(), tokens(2, 24)
-    peft = attach_adapter(as_base(qwen3_moe().bfloat16()), "policy", lora_config(RANK, ALPHA), 0)
-    become(peft, 1)
+    peft = adapted(qwen3_moe().bfloat16())
     dtypes = {p.dtype for n, p in peft.named_parameters() if "lora_" in n}
     assert dtypes == {torch.float32}
-    whole = adapted(model)(ids).logits.log_softmax(-1)
-    half = peft(ids).logits.float().log_softmax(-1)
+    with torch.no_grad():
+        models = (peft, adapted(model), model)
+        half, whole, base = (one(ids).logits.float().log_softmax(-1) for one in models)
     # Some tokens go to other experts: the mean tells.
-    assert float((half - whole).detach().abs().mean()) < 0.05
-    assert float((whole - model(ids).logits.log_softmax(-1)).detach().abs().mean()) > 0.3
+    assert float((half - whole).abs().mean()) < 0.05
+    assert float((whole - base).abs().mean()) > 0.3
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -304,12 +307,7 @@ def datums() -> list[TrainingRow]:
     prompt = tokens(20).tolist()
     answers = [(prompt + tokens(6 + s, seed=s + 1).tolist(), 20, 1.0 - s) for s in range(3)]
     longer = (answers[0][0] + tokens(8, seed=9).tolist(), 30, 0.5)
-    return [
-        TrainingRow(
-            row, [at >= start for at in range(len(row))], [0.0] * len(row), [credit] * len(row)
-        )
-        for row, start, credit in (*answers, longer)
-    ]
+    return [training_row(*each) for each in (*answers, longer)]
 
 
 @pytest.mark.parametrize("make", SERVED)
@@ -335,8 +333,8 @@ def test_trained_published_and_sampled_is_one_policy(make: Make, tmp_path: Path)
             assert worst_difference(reference, prompt, one.one()) < 1e-5
         ids = [*prompt, *asked[1].one().ids]
         (scored,) = engine.score([ids], "new").result(30)
-    row = TrainingRow(ids, [False, *[True] * (len(ids) - 1)], [0.0] * len(ids), [0.0] * len(ids))
-    assert scored.logprobs[1:] == pytest.approx(learner.forward([row])[0][1:], abs=1e-5)
+    (expected,) = learner.forward([training_row(ids)])
+    assert scored.logprobs[1:] == pytest.approx(expected[1:], abs=1e-5)
     prompt_only = learner.model(torch.tensor([prompt])).logits
     assert worst(prompt_only, model(torch.tensor([prompt])).logits) > 0.1  # it has learnt something
 

@@ -25,9 +25,8 @@ class APIFuture(Future[T]):
     raised. Canceling a waiting coroutine does not cancel the operation.
     """
 
-    def __init__(self, workers: frozenset[Worker] = frozenset()) -> None:
-        super().__init__()
-        self.workers = workers  # that have yet to run something before the result is known
+    worker: Worker | None = None
+    """That has yet to run something before the result is known."""
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
@@ -56,7 +55,8 @@ class APIFuture(Future[T]):
         return self
 
     def _refuse_deadlock(self) -> None:
-        if not self.done() and getattr(_here, "worker", None) in self.workers:
+        here = getattr(_here, "worker", None)
+        if here is not None and here is self.worker and not self.done():
             raise RuntimeError(
                 "a loss function may not wait for another operation of its own training thread: "
                 "it would wait for itself"
@@ -81,7 +81,8 @@ class Worker:
         """End the thread after everything submitted so far."""
 
     def submit(self, work: Callable[[], T]) -> APIFuture[T]:
-        made: APIFuture[T] = APIFuture(frozenset([self]))
+        made: APIFuture[T] = APIFuture()
+        made.worker = self
 
         def run() -> None:
             if made.set_running_or_notify_cancel():
@@ -118,7 +119,8 @@ def gather(several: Sequence[Future[T]]) -> APIFuture[list[T]]:
 
 
 def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) -> APIFuture[T]:
-    whole: APIFuture[T] = APIFuture(frozenset[Worker]().union(*map(_workers, sources)))
+    whole: APIFuture[T] = APIFuture()
+    whole.worker = next(filter(None, map(_worker, sources)), None)
     whole.set_running_or_notify_cancel()  # what has begun cannot be canceled
 
     # Callbacks may run on several threads; list.pop is atomic, so exactly one finds the last.
@@ -132,7 +134,7 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
         except BaseException as error:
             whole.set_exception(error)
         else:
-            whole.workers = _workers(inner)
+            whole.worker = _worker(inner)
             inner.add_done_callback(lambda done: whole._set(done.result))
 
     for source in sources or [finished(None)]:
@@ -140,10 +142,8 @@ def _after(sources: Sequence[Future[S]], start: Callable[[list[S]], Future[T]]) 
     return whole
 
 
-def _workers(future: Future[Any]) -> frozenset[Worker]:
-    if isinstance(future, APIFuture) and not future.done():
-        return future.workers
-    return frozenset()
+def _worker(future: Future[Any]) -> Worker | None:
+    return future.worker if isinstance(future, APIFuture) and not future.done() else None
 
 
 # ---- ``*_async`` variants, for scripts that call Tinker's; every future can also be awaited

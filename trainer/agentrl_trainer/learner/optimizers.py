@@ -95,14 +95,13 @@ class AdapterOptimizers:
 
         Gradients that no ``optim_step`` has applied yet are left out.
         """
-        return {
-            f"{kind}/{name}/{key}": value.detach().cpu().clone()
-            for name, parameters in self._owned(adapters).items()
-            for key, weights in parameters.items()
-            for kind, value in (
-                {"weights": weights} | self._optimizers[name].state.get(weights, {})
-            ).items()
-        }
+        state: dict[str, Tensor] = {}
+        for name, parameters in self._owned(adapters).items():
+            for key, weights in parameters.items():
+                found = {"weights": weights, **self._optimizers[name].state.get(weights, {})}
+                for kind, value in found.items():
+                    state[f"{kind}/{name}/{key}"] = value.detach().cpu().clone()
+        return state
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], adapters: Collection[str] | None = None
@@ -132,8 +131,7 @@ class AdapterOptimizers:
             own.clear()
             for key, parameter in parameters.items():
                 at = f"{name}/{key}"
-                with torch.no_grad():
-                    parameter.copy_(weights[at])
+                parameter.data.copy_(weights[at])
                 # AdamW's fused kernel wants its step count on the parameter's device.
                 moments = {
                     kind: found[at].to(parameter.device, torch.float32, copy=True)
@@ -149,11 +147,7 @@ class AdapterOptimizers:
             return self.parameters
         if unknown := set(adapters) - set(self.adapters):
             raise ValueError(f"no adapters {sorted(unknown)}; this trains {self.adapters}")
-        return {
-            name: parameters
-            for name, parameters in self.parameters.items()
-            if name.removeprefix(VALUE) in adapters
-        }
+        return {n: p for n, p in self.parameters.items() if n.removeprefix(VALUE) in adapters}
 
 
 # ---- the learning rate: its peak by the size of the model, and its schedule over a run

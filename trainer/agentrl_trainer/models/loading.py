@@ -42,19 +42,25 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True)
-class BaseModel:
-    """A loaded base model, without adapters."""
+class ModelFacts:
+    """What is known of a base model without its weights."""
 
-    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    name: str
-    """The name the user gave, e.g. ``agentrl-tiny`` or ``Qwen/Qwen3-0.6B``."""
-    device: torch.device
-    dtype: torch.dtype
     context_length: int
     """The most tokens, prompt and answer together."""
     eos_ids: frozenset[int]
     """Tokens that end an answer: the generation config's and the tokenizer's."""
+
+
+@dataclass(frozen=True)
+class BaseModel(ModelFacts):
+    """A loaded base model, without adapters."""
+
+    model: PreTrainedModel
+    name: str
+    """The name the user gave, e.g. ``agentrl-tiny`` or ``Qwen/Qwen3-0.6B``."""
+    device: torch.device
+    dtype: torch.dtype
 
 
 def is_multimodal(config: Any) -> bool:
@@ -87,15 +93,6 @@ def resolve_model(name: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What is known of a base model without its weights; the fields are BaseModel's."""
-
-    tokenizer: PreTrainedTokenizerBase
-    context_length: int
-    eos_ids: frozenset[int]
-
-
 def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Load what a process needs that lets another one sample: no weights.
 
@@ -107,8 +104,8 @@ def load_facts(name: str, *, trust_remote_code: bool = False) -> ModelFacts:
         generation = GenerationConfig.from_pretrained(resolve_model(name))
     except OSError:  # the model has no such file; transformers derives it from the configuration
         generation = GenerationConfig.from_model_config(config)
-    eos_ids = _eos_ids(generation, tokenizer)
-    return ModelFacts(tokenizer, _context_length(config, tokenizer), eos_ids)
+    length = _context_length(config, tokenizer)
+    return ModelFacts(tokenizer, length, _eos_ids(generation, tokenizer))
 
 
 def load_base(
@@ -138,7 +135,9 @@ def load_base(
     """
     config, tokenizer, load = _load_config(name, trust_remote_code)
     target = _device(device)
-    kind = _dtype(dtype, target)
+    kind: Any = torch.float32 if target.type == "cpu" else "auto"
+    if dtype != "auto" and not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
+        raise ModelError(f"dtype: {dtype!r} is unknown; use auto, float32, bfloat16 or float16.")
     disable_progress_bar()
     if load_in_4bit:
         try:
@@ -282,9 +281,8 @@ def _context_length(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     # batch, so a token's log-prob would depend on other rows.
     parameters = getattr(text, "rope_parameters", None) or {}
     if parameters.get("rope_type") in ("dynamic", "longrope"):
-        original = parameters.get("original_max_position_embeddings")
-        original = original or getattr(text, "original_max_position_embeddings", None)
-        found = min(found, original or found)
+        name = "original_max_position_embeddings"
+        found = min(found, parameters.get(name) or getattr(text, name, None) or found)
     return found
 
 
@@ -305,13 +303,4 @@ def _device(device: str) -> torch.device:
             f"device: {device!r} cannot be used: {error}. Use auto or cpu, or install torch with "
             "CUDA."
         ) from error
-    return found
-
-
-def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise ModelError(f"dtype: {dtype!r} is unknown; use auto, float32, bfloat16 or float16.")
     return found

@@ -6,7 +6,6 @@ An adapter on disk is always a standard PEFT folder (``adapter_config.json`` and
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import warnings
@@ -56,6 +55,7 @@ def attach_adapter(
     """Add a fresh adapter: A drawn from ``seed`` alone, B zero, so it starts as the base model.
 
     The global random state is left as it was, and trainable weights are float32 for any base.
+    ``config`` is for this adapter alone: its targets are resolved in place.
 
     Raises:
         ModelError: the name is taken or not usable, or the targets do not fit the model.
@@ -66,8 +66,7 @@ def attach_adapter(
         raise ModelError(f"adapter: {name!r} is already attached to this model.")
     # get_base_model() needs an active adapter, and the last one may have been deleted.
     plain: Any = base.base_model.model if isinstance(base, PeftModel) else base.model
-    # PEFT resolves targets in place: one configuration may serve many adapters.
-    config = resolve_targets(copy.deepcopy(config), plain)
+    config = resolve_targets(config, plain)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), no_false_warnings():
         torch.manual_seed(seed)
         if isinstance(base, PeftModel):

@@ -11,22 +11,17 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from agentrl_trainer.models.loading import ModelError, is_multimodal
-from agentrl_trainer.models.moe import (
-    expert_count,
-    expert_rank,
-    expert_stacks,
-    names,
-    own_modules,
-    text_modules,
-)
+from agentrl_trainer.models.moe import expert_count, expert_rank
 
+_SENSES = ("vision", "visual", "audio", "image_embed")  # some decoders hold the towers themselves
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 # Names of what checkpoints keep expert by expert. Among a config's target_modules PEFT 0.21 reads
 # them as the experts', wherever they are, so dense layers of these names become target_parameters.
@@ -40,7 +35,7 @@ _STATE_SPACES = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemo
 def adaptable(model: Any) -> list[str]:
     """List the paths of the linear layers and expert weights that adapters may have."""
     mixture = expert_count(model.config) > 0
-    return [p for p in _linears(model) if not (mixture and _is_router(p))] + expert_stacks(model)
+    return [p for p in _linears(model) if not (mixture and _is_router(p))] + _expert_stacks(model)
 
 
 def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
@@ -54,23 +49,29 @@ def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
         ModelError: a target is a router, names half of a fused weight, or nothing.
     """
     mixture = expert_count(model.config) > 0
-    if not (mixture or is_multimodal(model.config) or _not_adaptable(model)):
+    if not ((left_out := _left_out(model)) or mixture or is_multimodal(model.config)):
         return config
-    stacks = expert_stacks(model)
+    stacks = _expert_stacks(model)
     if config.target_modules == "all-linear":
-        chosen, experts = _default(model), stacks
+        head, experts = model.get_output_embeddings(), stacks
+        chosen = [
+            path
+            for path, module in _text_modules(model)
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+            if path not in left_out and not (mixture and _is_router(path))
+        ]
     else:
         chosen, experts = _named(config.target_modules, _linears(model), stacks)
     expert_like = [p for p in chosen if mixture and _leaf(p) in _EXPERT_NAMES]
     wanted = {p for p in chosen if p not in expert_like}
-    others = {_leaf(p) for p, _ in own_modules(model) if p not in wanted}
+    others = {_leaf(p) for p, _ in _own_modules(model) if p not in wanted}
     config.target_modules = sorted({p if _leaf(p) in others else _leaf(p) for p in wanted})
     # Quantized weights are no matrices that could be targets by themselves: they are not adapted.
     quantized = bool(getattr(model, "is_quantized", False))
     as_weights = [] if quantized else [f"{p}.weight" for p in expert_like]
     weights = {
         f"{path}.{name}"
-        for path, module in own_modules(model)
+        for path, module in _own_modules(model)
         for name, _ in module.named_parameters(recurse=False)
     }
     of_experts = _endings(experts, 2, weights)
@@ -82,12 +83,11 @@ def resolve_targets(config: LoraConfig, model: Any) -> LoraConfig:
 
 def what_is_trained(model: Any, config: LoraConfig) -> str | None:
     """Describe a ``config`` of ``resolve_targets`` in a sentence; None if the model is dense."""
-    count = expert_count(model.config)
-    if not count:
+    if not (count := expert_count(model.config)):
         return None
     targets = config.target_parameters or ()
-    stacks = expert_stacks(model)
-    layers = {p.rpartition(".")[0] for p in stacks if any(names(t, p) for t in targets)}
+    stacks = _expert_stacks(model)
+    layers = {p.rpartition(".")[0] for p in stacks if any(_names(t, p) for t in targets)}
     rank = next(iter((config.rank_pattern or {}).values()), config.r)
     said = f"the {count} experts of a layer are in no weight that LoRA was put on"
     if layers:
@@ -115,30 +115,54 @@ def no_false_warnings() -> Iterator[None]:
 # ---- which layers
 
 
+def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over the model's modules as they are without PEFT's wrappers."""
+    inside = "\0"
+    for path, module in model.named_modules():
+        if path.startswith(inside):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            inside = f"{path}."
+            module = cast(nn.Module, module.get_base_layer())
+        yield path, module
+
+
+def _text_modules(model: Any) -> list[tuple[str, nn.Module]]:
+    """List the modules that tokens go through; towers of other inputs are left out."""
+    found = list(_own_modules(model))
+    if not is_multimodal(model.config):
+        return found
+    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    return [(p, m) for p, m in found if m in inside and not any(word in p for word in _SENSES)]
+
+
 def _linears(model: Any) -> list[str]:
-    return [path for path, module in text_modules(model) if isinstance(module, nn.Linear)]
+    return [path for path, module in _text_modules(model) if isinstance(module, nn.Linear)]
 
 
-def _default(model: Any) -> list[str]:
-    """List the paths of the linear layers that "all-linear" means."""
-    head, left_out = model.get_output_embeddings(), _not_adaptable(model)
-    mixture = expert_count(model.config) > 0
+def _expert_stacks(model: Any) -> list[str]:
+    """List the paths of the experts' weights, in the order in which PEFT wraps those of a module.
+
+    A weight of all experts of a layer is [E, out, in], or [E, in, out].
+    """
+    count = expert_count(model.config)
     return [
-        path
-        for path, module in text_modules(model)
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
-        if path not in left_out and not (mixture and _is_router(path))
+        f"{path}.{name}"
+        for path, module in (_text_modules(model) if count else ())
+        if not isinstance(module, nn.Conv1d)  # its weight has three dimensions as well
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3 and weight.shape[0] == count and weight.is_floating_point()
     ]
 
 
-def _not_adaptable(model: Any) -> set[str]:
+def _left_out(model: Any) -> set[str]:
     """Find linear layers in which a LoRA would have no effect, or not the same everywhere.
 
     In state spaces that is the step's layer: its weight is multiplied by itself, past the layer, so
     a LoRA beside it is not computed, but one merged into it is. In sparse attention it is the
     indexer, which chooses keys without a gradient.
     """
-    modules = dict(own_modules(model))
+    modules = dict(_own_modules(model))
     state_space = model.config.model_type in _STATE_SPACES
 
     def refused(path: str) -> bool:
@@ -161,6 +185,11 @@ def _leaf(path: str) -> str:
 # ---- what targets name
 
 
+def _names(target: str, path: str) -> bool:
+    """Tell whether PEFT takes ``path`` for what ``target`` names."""
+    return path == target or path.endswith(f".{target}")
+
+
 def _named(
     targets: Any, linears: Sequence[str], stacks: Sequence[str]
 ) -> tuple[list[str], list[str]]:
@@ -173,9 +202,9 @@ def _named(
             linear = [p for p in linears if re.fullmatch(target, p)]
             experts = [p for p in stacks if re.fullmatch(target, p)]
         else:
-            linear = [p for p in linears if names(target, p)]
+            linear = [p for p in linears if _names(target, p)]
             owner, _, leaf = target.rpartition(".")
-            experts = [p for p in stacks if names(_BEFORE_FUSION.get(leaf, target), p)]
+            experts = [p for p in stacks if _names(_BEFORE_FUSION.get(leaf, target), p)]
             if leaf in _BEFORE_FUSION:  # between the owner and the weight may be "experts"
                 experts = [p for p in experts if not owner or f".{owner}." in f".{p}"]
         if not linear and not experts:
@@ -204,5 +233,5 @@ def _endings(chosen: Sequence[str], parts: int, weights: Set[str]) -> list[str]:
     """Shorten paths to their last parts, the same for all layers, if these name nothing else."""
     others = weights - set(chosen)
     short = {path: ".".join(path.split(".")[-parts:]) for path in chosen}
-    clash = {end for end in short.values() if any(names(end, path) for path in others)}
+    clash = {end for end in short.values() if any(_names(end, path) for path in others)}
     return list(dict.fromkeys(path if end in clash else end for path, end in short.items()))

@@ -18,82 +18,29 @@ Shapes: E experts, K of them per token, T tokens, S = T * K slots, r the experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
-from agentrl_trainer.models.loading import is_multimodal
-
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
-_SENSES = ("vision", "visual", "audio", "image_embed")  # some decoders hold the towers themselves
 
 
-def expert_count(config: Any) -> int:
+def expert_count(config: Any, names: Sequence[str] = _COUNTS) -> int:
     """Return the number of experts of each layer that has any; 0 if the model is dense."""
-    return _first(config, _COUNTS)
-
-
-def expert_rank(config: Any, rank: int) -> int:
-    """Return the rank of each expert's LoRA, if other layers have ``rank``."""
-    return max(1, rank // max(1, _first(config, _ACTIVE)))
-
-
-def _first(config: Any, names: Sequence[str]) -> int:
     found = (getattr(config.get_text_config(), name, None) for name in names)
     return next((n for n in found if isinstance(n, int)), 0)
 
 
-def expert_stacks(model: Any) -> list[str]:
-    """List the paths of the experts' weights, in the order in which PEFT wraps those of a module.
-
-    A weight of all experts of a layer is [E, out, in], or [E, in, out].
-    """
-    if not (count := expert_count(model.config)):
-        return []
-    return [
-        f"{path}.{name}"
-        for path, module in text_modules(model)
-        if not isinstance(module, nn.Conv1d)  # its weight has three dimensions as well
-        for name, weight in module.named_parameters(recurse=False)
-        if weight.ndim == 3 and weight.shape[0] == count and weight.is_floating_point()
-    ]
-
-
-def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the model's modules as they are without PEFT's wrappers."""
-    inside = "\0"
-    for path, module in model.named_modules():
-        if path.startswith(inside):
-            continue
-        if isinstance(module, BaseTunerLayer):
-            inside = f"{path}."
-            module = cast(nn.Module, module.get_base_layer())
-        yield path, module
-
-
-def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over ``own_modules`` that tokens go through; towers of other inputs are left out."""
-    if not is_multimodal(model.config):
-        yield from own_modules(model)
-        return
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = {id(module) for module in (head, *decoder.modules()) if module is not None}
-    for path, module in own_modules(model):
-        if id(module) in inside and not any(word in path for word in _SENSES):
-            yield path, module
-
-
-def names(target: str, path: str) -> bool:
-    """Tell whether PEFT takes ``path`` for what ``target`` names."""
-    return path == target or path.endswith(f".{target}")
+def expert_rank(config: Any, rank: int) -> int:
+    """Return the rank of each expert's LoRA, if other layers have ``rank``."""
+    return max(1, rank // max(1, expert_count(config, _ACTIVE)))
 
 
 def lora_scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
@@ -101,9 +48,6 @@ def lora_scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
     patterns: dict[str, float] = config.get("alpha_pattern") or {}
     alpha = cast(float, patterns.get(get_pattern_key(list(patterns), path), config["lora_alpha"]))
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-
-
-# ---- computing with them
 
 
 def keep_weights_unmerged(model: nn.Module) -> None:
