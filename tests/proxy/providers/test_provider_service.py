@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import pytest
@@ -23,9 +25,11 @@ from provider_servers import (
     streaming,
     trouble,
 )
+from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import CallState, SkipReason
 
 
@@ -290,6 +294,27 @@ def test_unknown_models_keep_their_rule(start: Any, provider: Running) -> None:
     strict: Running = start(provider_models=models, accept_any_model=False)
     assert post_to(strict, model="judge").status_code == 404
     assert post_to(strict).is_success
+
+
+@pytest.mark.parametrize("upstream", ["openai", "anthropic"])
+def test_a_gateway_that_stops_closes_its_connections(
+    tmp_path: Path, renderer: Renderer, provider: Running, monkeypatch: Any, upstream: str
+) -> None:
+    made, init = list[aiohttp.ClientSession](), aiohttp.ClientSession.__init__
+
+    def noted(session: aiohttp.ClientSession, *args: Any, **more: Any) -> None:
+        init(session, *args, **more)
+        made.append(session)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "__init__", noted)
+    base = provider.url if upstream == "anthropic" else f"{provider.url}/v1"
+    models = {"answerer": ProviderModel(f"{upstream}/policy", base, SECRET)}
+    with running(tmp_path, renderer, {}, provider_models=models) as gateway:
+        assert post_to(gateway, "messages", stream=True).is_success
+        assert not all(session.closed for session in made)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 3
+    assert all(session.closed for session in made)
 
 
 @pytest.mark.parametrize(
