@@ -111,7 +111,7 @@ class SupervisedProcess:
             return
         self.begin_stop()
         if self._thread.ident is None:
-            self._thread.start()
+            self.supervise()
         self._thread.join(self.grace_s)
         if self._thread.is_alive():
             self._process.kill()
@@ -146,10 +146,9 @@ class SupervisedProcess:
         backoff = Backoff()
         while True:
             started = time.monotonic()
-            code = _wait(self._process)
+            code = self.last_code = _wait(self._process)
             if self._stopping.is_set():
                 return
-            self.last_code = code
             self.deaths += 1
             if self.deaths == 1 and code == self.cannot_start:
                 self.could_not_start = True

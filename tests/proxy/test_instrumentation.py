@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from scripted_sampler import Running
 
-from agentrl.runner import RunnerConfig
+from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import Call, Reward, Span
 
 CLIENTS = Path(__file__).parent / "clients"

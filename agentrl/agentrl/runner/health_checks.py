@@ -19,7 +19,7 @@ class GatewayProbe:
     """Asks the gateway's ``/healthz`` whether it is well, and which boot of it answers."""
 
     def __init__(self, url: str) -> None:
-        self._url = f"{url.rstrip('/')}/healthz"
+        self._url = f"{url}/healthz"
         self._opener = build_opener(ProxyHandler({}))
         self._known: tuple[float, str | None] = (float("-inf"), None)
 

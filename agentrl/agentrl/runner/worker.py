@@ -33,12 +33,12 @@ from agentrl.runner.agent_process.external_python import become
 from agentrl.runner.health_checks import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
-from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
+from agentrl_tracer.schemas import AttemptState, CallState, Claim
 from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
 
-_KILL_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
+_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _HEALTH_AGE_S = 1.0
 
@@ -65,14 +65,13 @@ class Worker:
         self._gateway = GatewayProbe(config.gateway)
         self._queue = QueueWatch(store.url)
         self._control = control
-        self._known_modules = frozenset(sys.modules)
+        self._known_modules = len(sys.modules)
         self._running: dict[str, _RunningAttempt] = {}
         self._process: ForkedChild | None = None
         self._attempts_left = 0  # that the process may still run
         self._busy_with = ""  # the attempt that a shared process last named as running
         self._stopping = False
         self._retiring = False
-        self._next_expiry = 0.0
         self._next_heartbeat = 0.0
 
     def run(self) -> None:
@@ -100,10 +99,6 @@ class Worker:
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
             if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
                 return
-            now = time.monotonic()
-            if now >= self._next_expiry:
-                self._next_expiry = now + lease_s / 2
-                self._try_store(self._store.expire_leases)
             claim = self._try_store(self._store.claim, self._name, lease_s, config.run_id)
             if claim is None:
                 return
@@ -116,8 +111,8 @@ class Worker:
                     self._process = self._fork()
                 self._process.send(asdict(claim))
             except OSError as error:  # out of processes or descriptors
-                failed = f"could not start: {error}"
-                self._finish(running, AttemptEnding(AttemptState.INFRASTRUCTURE, failed))
+                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not start: {error}")
+                self._finish(running, ending)
 
     def _fork(self) -> ForkedChild:
         """Fork a process, in a group of its own, that runs the attempts whose claims it is sent."""
@@ -167,11 +162,10 @@ class Worker:
         now = time.monotonic()
         for running in self._running.values():
             if self._stopping:
-                stopped = "its runner was stopped"
-                self._cancel(running, AttemptEnding(AttemptState.INFRASTRUCTURE, stopped))
+                self._cancel(running, AttemptState.INFRASTRUCTURE, "its runner was stopped")
             elif now >= running.deadline:
                 timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
-                self._cancel(running, AttemptEnding(AttemptState.TIMEOUT, timeout))
+                self._cancel(running, AttemptState.TIMEOUT, timeout)
         overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
         if overdue:
             # An attempt that blocks the event loop keeps others from ending, too.
@@ -185,19 +179,20 @@ class Worker:
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + self._config.lease_s / 3
+        self._try_store(self._store.expire_leases)
         for running in self._running.values():
             attempt_id = running.claim.attempt_id
             beat = self._try_store(self._store.heartbeat, attempt_id, self._config.lease_s)
             if beat is False:
                 # The gateway refuses what the attempt does until it ends.
                 logger.info("attempt %s lost its lease or was canceled", attempt_id)
-                self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
+                self._cancel(running, AttemptState.CANCELLED, "its lease was lost")
 
-    def _cancel(self, running: _RunningAttempt, cause: AttemptEnding) -> None:
+    def _cancel(self, running: _RunningAttempt, state: AttemptState, error: str) -> None:
         """Ask an attempt to end, once; soon it is killed."""
         if running.cause is not None or self._process is None:
             return
-        running.cause, running.deadline = cause, time.monotonic() + _KILL_GRACE_S
+        running.cause, running.deadline = AttemptEnding(state, error), time.monotonic() + _GRACE_S
         if self._config.concurrency == 1:
             self._process.signal(signal.SIGTERM)
         else:
@@ -236,39 +231,39 @@ class Worker:
         del self._running[claim.attempt_id]
         shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log = _keep_log(Path(self._config.log_of(claim)))
-        if ending.error is not None:
-            ending = self._blame(ending, running)
+        state, error = ending.state, ending.error
+        if error is not None and (reason := self._fault_of_gateway(running, ending)):
+            state, error = AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {error}"
         deadline = time.monotonic() + self._config.lease_s
         while time.monotonic() < deadline:  # then the lease is lost, and the rollout runs again
             try:
-                self._store.end_attempt(claim.attempt_id, ending.state, error=ending.error, log=log)
+                self._store.end_attempt(claim.attempt_id, state, error=error, log=log)
                 break
-            except (SQLAlchemyError, OSError) as error:
-                logger.warning("ending attempt %s: %s", claim.attempt_id, error)
+            except (SQLAlchemyError, OSError) as failure:
+                logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
                 time.sleep(_TICK_S)
         self._tell_pool({"ended": True, "modules": ending.modules})
 
-    def _blame(self, ending: AttemptEnding, running: _RunningAttempt) -> AttemptEnding:
-        """Make an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
+    def _fault_of_gateway(self, running: _RunningAttempt, ending: AttemptEnding) -> str | None:
+        """Return how the gateway, not the agent, made an attempt fail; None: it did not."""
         if ending.state is AttemptState.INFRASTRUCTURE:
-            return ending
-        reason, now = None, self._gateway.boot_id()
-        if now is None:
-            reason = "the gateway does not answer"
-        elif now != running.boot_id:
-            reason = "the gateway was restarted meanwhile"
-        elif ending.incomplete:
-            reason = "spans or rewards did not reach the gateway"
-        elif ending.state is AttemptState.ERROR:
+            return None  # it says more already
+        boot_id = self._gateway.boot_id()
+        if boot_id is None:
+            return "the gateway does not answer"
+        if boot_id != running.boot_id:
+            return "the gateway was restarted meanwhile"
+        if ending.incomplete:
+            return "spans or rewards did not reach the gateway"
+        if ending.state is AttemptState.ERROR:
             ids = [running.claim.attempt_id]
-            calls = self._try_store(self._store.calls, attempt_ids=ids) or []
-            failed = [c for c in calls if c.state == CallState.ERROR and not _refused_request(c)]
-            if failed:
-                reason = f"the model failed call {failed[-1].id} ({failed[-1].error})"
-        if reason is None:
-            return ending
-        error = f"{reason}; the agent: {ending.error}"
-        return AttemptEnding(AttemptState.INFRASTRUCTURE, error, modules=ending.modules)
+            for call in reversed(self._try_store(self._store.calls, attempt_ids=ids) or []):
+                status = call.params.get("provider_status", 0)
+                # The agent's fault: another model's provider refused the request itself.
+                refused = 400 <= status < 500 and status not in (408, 429)
+                if call.state == CallState.ERROR and not refused:
+                    return f"the model failed call {call.id} ({call.error})"
+        return None
 
     def _tell_pool(self, message: dict[str, object]) -> None:
         with contextlib.suppress(OSError):  # a dying pool: ``_listen`` notices
@@ -281,12 +276,6 @@ class Worker:
         except (SQLAlchemyError, OSError) as error:
             logger.warning("the store failed: %s", error)
             return None
-
-
-def _refused_request(call: Call) -> bool:
-    """Tell whether another model's provider refused the agent's request itself."""
-    status = call.params.get("provider_status", 0)
-    return 400 <= status < 500 and status not in (408, 429)
 
 
 def _keep_log(log: Path) -> str | None:

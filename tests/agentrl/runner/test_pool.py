@@ -96,7 +96,8 @@ def test_nothing_outlives_the_pool_which_is_started_again(
 def test_nothing_outlives_the_trainer(harness: RunnerHarness, tmp_path: Path) -> None:
     config = harness.config("family", runners=2)
     code = (
-        "import sys, time\nfrom agentrl.runner import RunnerConfig, start_pool\n"
+        "import sys, time\n"
+        "from agentrl.runner.pool_client import RunnerConfig, start_pool\n"
         "pool = start_pool(RunnerConfig.from_json(sys.argv[1]))\n"
         "print(pool.pid, flush=True)\ntime.sleep(100)"
     )

@@ -17,7 +17,7 @@ from runner_harness import RunnerHarness
 from settings import nested
 
 from agentrl.config.commands import TrainConfig
-from agentrl.runner import RunnerConfig
+from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import RolloutState
 
 AGENT = "import time\ndef agent(task):\n    time.sleep(0.2)\n    return task['n']\n"
@@ -136,7 +136,7 @@ def test_a_node_that_cannot_reach_the_gateway_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         gateway = f"http://127.0.0.1:{server.getsockname()[1]}"
         config = RunnerConfig(
-            "sqlite:////nowhere/x.db", gateway, None, "a", "policy", "logs", 1, 60.0, 15.0
+            "sqlite:////nowhere/x.db", gateway, "r", "a", "policy", "logs", 1, 60.0, 15.0
         )
         with pytest.raises(RuntimeError, match=r"store: .*no /nowhere/x\.db"):
             check_reach(config)
