@@ -10,7 +10,8 @@ from typing import Any
 from fake_gateway import FakeGateway, until
 from store_records import enqueue
 
-from agentrl.runner import RunnerConfig, start_pool
+from agentrl.runner.pool_client import start_pool
+from agentrl.runner.protocol import RunnerConfig
 from agentrl.supervisor import SupervisedProcess
 from agentrl_tracer.schemas import Attempt, Policies
 from agentrl_tracer.store import Store

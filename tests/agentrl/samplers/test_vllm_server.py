@@ -236,7 +236,7 @@ def test_serve_starts_vllm_and_outlives_its_death(
         until(lambda: not alive(last))
     finally:
         server.kill()
-        server.wait(print)
+        server.wait(30)
         if server.stdout is not None:
             server.stdout.close()
 
