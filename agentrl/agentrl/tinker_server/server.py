@@ -25,6 +25,7 @@ from agentrl_trainer.client import (
     TrainingClient,
 )
 from agentrl_trainer.client.futures import map_future
+from agentrl_trainer.client.parameters import TINKER_ONLY
 from agentrl_trainer.client.training import SAMPLERS, STATES
 from agentrl_trainer.models.loading import resolve_model
 
@@ -35,13 +36,7 @@ _KEPT = 64  # samplers
 _SCHEME = "tinker://"
 _LORA_OPTIONS = ("rank", "seed", "train_mlp", "train_attn")  # not train_unembed, True by default
 _SAMPLING_PARAMS = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
-_SAMPLE_OPTIONS = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-)
+_SAMPLE_OPTIONS = ("topk_sample_logprobs", *TINKER_ONLY["sample"])
 
 
 @dataclass

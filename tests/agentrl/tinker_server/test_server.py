@@ -17,9 +17,7 @@ from tinker.proto import tinker_public_pb2 as proto
 from agentrl.tinker_server import messages
 from agentrl.tinker_server import server as server_module
 from agentrl.tinker_server.server import TinkerServer
-from agentrl_trainer.checkpoint import save_checkpoint
 from agentrl_trainer.client import AdamParams, Datum, ForwardBackwardOutput, ServiceClient
-from agentrl_trainer.client.local_base import read_state
 
 ADAM = {"learning_rate": 1e-3}
 
@@ -191,19 +189,6 @@ def test_the_adapters_of_a_finished_session_go(client: Client) -> None:
     body = model("s3", 0, path=path, optimizer=True)
     assert client.done("load_weights", body)["model_id"] == "s3:train:0"
     assert client.learner.adapters == ("s1-train-0", "s3-train-0")
-
-
-def test_a_load_that_failed_leaves_its_name(client: Client) -> None:
-    path = client.save(client.create("s1"))
-    state = client.server.path(path)
-    found = read_state(str(state))
-    meta = {**found.meta, "lora": {**found.meta["lora"], "rank": 8}}  # the weights are of rank 4
-    save_checkpoint(state, 1, tensors=found.tensors, meta=meta, keep=1)
-    failed = client.done("load_weights", model("s2", 0, path=path, optimizer=False))
-    assert "has shape" in failed["error"]
-    assert set(client.learner.model.peft_config) == {"s1-train-0"}
-    made = client.server.service.create_lora_training_client(TINY, rank=4, name="s2-train-0")
-    assert made.model_id == "s2-train-0"
 
 
 def test_silence_ends_a_session(client: Client) -> None:
