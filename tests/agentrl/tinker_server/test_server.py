@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from client_data import ROW, TINY, supervised
 from fastapi import HTTPException
+from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from agentrl.tinker_server import messages
 from agentrl.tinker_server import server as server_module
@@ -67,18 +68,13 @@ def model(session: str, number: int, **more: Any) -> dict[str, Any]:
 
 
 def request_of(model_id: str, sequence: int, datum: Datum) -> bytes:
-    message = proto.ForwardBackwardRequest(
-        model_id=model_id, seq_id=sequence, loss_fn="cross_entropy"
+    read = types.ModelInput.from_ints(datum.model_input.to_ints())
+    data = [types.Datum(model_input=read, loss_fn_inputs={**datum.loss_fn_inputs})]
+    batch = types.ForwardBackwardInput(data=data, loss_fn="cross_entropy")
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=batch, model_id=model_id, seq_id=sequence
     )
-    made = message.data.add()
-    tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int32).tobytes()
-    made.model_input.add().encoded_text.tokens = tokens
-    for name, values in datum.loss_fn_inputs.items():
-        whole = name == "target_tokens"
-        tensor = made.loss_fn_inputs[name]
-        tensor.dense = np.asarray(values, dtype=np.int64 if whole else np.float32).tobytes()
-        tensor.dtype = proto.DTYPE_INT64 if whole else proto.DTYPE_FLOAT32
-    return message.SerializeToString()
+    return forward_backward_request_to_proto(request).SerializeToString()
 
 
 def test_a_step_is_the_local_clients(client: Client, tmp_path: Path) -> None:

@@ -102,10 +102,8 @@ class ServiceClient:
         self.folder = folder_of(folder, "client")
         self.names: set[str] = set()
         of_model = ours.keys() & {"load_in_4bit", "trust_remote_code"}
-        self._model_options = {k: ours.pop(k) for k in of_model} | {
-            "device": device,
-            "dtype": dtype,
-        }
+        self._model_options = {name: ours.pop(name) for name in of_model}
+        self._model_options |= {"device": device, "dtype": dtype}
         self._learner_options = ours
         self._bases: dict[str, LocalBase] = {}
         self._made = 0
