@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from official_clients import client
-from running_gateway import running
+from running_gateway import WEIGHTS, running
 from tiny_policy import Policy
+from transformers import AutoTokenizer
 
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import (
@@ -26,6 +27,12 @@ from agentrl_proxy.sampler import (
 )
 
 Answer = tuple[list[TokenEvent], FinishEvent]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    """Of the model that ships."""
+    return Renderer(AutoTokenizer.from_pretrained(WEIGHTS))
 
 
 @pytest.fixture(scope="module")

@@ -90,9 +90,9 @@ class TinkerTrainingClient(TrainingClient):
         self, convert: Callable[[Any], T], method: str, *args: Any, **options: Any
     ) -> APIFuture[T]:
         """Call a method of the SDK's client in its turn, and convert its result."""
-
-        sent = self._start(lambda: getattr(self._client, method)(*args, **options).future())
-        return map_future(sent, convert)
+        return self._start(
+            lambda: map_future(getattr(self._client, method)(*args, **options).future(), convert)
+        )
 
     def _loss(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
         if call.data and isinstance(call.data[0], TrainingRow):
