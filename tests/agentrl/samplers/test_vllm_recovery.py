@@ -377,7 +377,7 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
     try:
         killed = gateway.pid
         os.kill(killed, signal.SIGKILL)
-        until(lambda: gateway.pid != killed)
+        until(lambda: gateway.pid != killed, 30)
         environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
         [told] = [one for one in environment if one.startswith(f"{PLAN}=")]
         assert json.loads(told.partition("=")[2])["vllm_wait"] is None

@@ -106,7 +106,7 @@ def test_the_server_ends_with_its_starter(orphaned: bool, tmp_path: Path) -> Non
         grandchild = int(leash.stdout.readline())
         leash.stdin.close() if orphaned else leash.terminate()
         assert leash.wait(30) != 0
-        until(lambda: not alive(grandchild))
+        until(lambda: not alive(grandchild), 30)
 
 
 def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_serve_starts_vllm_and_outlives_its_death(
             before = {name: answer_of(client, name, policies[name]) for name in policies}
             assert before["asker"] != pytest.approx(before["answerer"], abs=0.01)
             os.kill(engine(log), signal.SIGKILL)
-            until(lambda: client.get("/healthz").status_code == 503)
+            until(lambda: client.get("/healthz").status_code == 503, 30)
             refused = client.post("/v1/chat/completions", json=chat("asker"))
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "sampler_unavailable"
@@ -229,7 +229,7 @@ def test_serve_starts_vllm_and_outlives_its_death(
         last = engine(log)
         server.send_signal(signal.SIGINT)
         assert server.wait(60) in (0, 130), server.stdout.read()
-        until(lambda: not alive(last))
+        until(lambda: not alive(last), 30)
     finally:
         server.kill()
         server.wait(print)
