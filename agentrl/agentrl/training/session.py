@@ -103,9 +103,8 @@ class Session:
         settings = config.model_dump(mode="json")
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
-            self.store.end_run(run_id, "running")
+            self.store.resume_run(run_id, settings, policies)
             self.store.cancel(run_id, "the run was resumed")
-            self.store.change_run(run_id, settings, policies)
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
             self.folder.run_id.write_text(run_id)
