@@ -87,7 +87,7 @@ class EmbeddedSampler:
         try:
             if params.grammar is not None and not self.engine.grammars.knows(params.grammar):
                 await asyncio.to_thread(self.engine.grammars.start, params.grammar)
-            handle = self.engine.submit(request)
+            cancel = self.engine.submit(request)
         except RequestError as error:
             raise _refusal(error) from error
         running = params.n
@@ -101,7 +101,7 @@ class EmbeddedSampler:
                     yield TokenEvent(e.index, e.token_id, e.logprob, e.top, e.adapter_version)
         finally:
             if running:
-                handle.cancel()
+                cancel()
 
     async def score(
         self, prompt_ids: Sequence[int], adapter: str | None, top: int

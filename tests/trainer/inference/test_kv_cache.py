@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from agentrl_trainer.inference.kv_cache import KVPool, KVRows, KVShape
@@ -16,16 +18,16 @@ def fill(rows: KVRows, row: int, length: int, value: float) -> None:
 
 
 def test_rows_stay_dense_and_keep_their_content() -> None:
-    rows = KVRows(SHAPE, KVPool(100_000))
+    rows, owner = KVRows(SHAPE, KVPool(100_000)), SimpleNamespace(held=10)
     for i in range(5):
         assert rows.reserve(i + 1, 10)
-        fill(rows, rows.append(), 10, float(i + 1))
-    rows.remove(1, 10)
+        fill(rows, rows.append(owner), 10, float(i + 1))
+    rows.remove(1)
     assert rows.reserve(30, 500)
     assert [float(rows.peek(r, 10).keys.mean()) for r in range(4)] == [1, 5, 3, 4]
     copy = rows.peek(1, 6).copied()
     rows.scrub(1)
-    assert len(copy) == 6
+    assert copy.cost == 6
     assert float(copy.values.mean()) == 5
     rows.load(0, copy, 6)
     assert rows.peek(0, 10).keys[0, 0, :, 0].tolist() == [5.0] * 6 + [1.0] * 4
@@ -36,7 +38,7 @@ def test_budget_is_kept_and_shrinks_a_rectangle() -> None:
     rows = KVRows(SHAPE, pool)
     assert rows.reserve(1, 500)
     assert pool.used == rows.rows * rows.time <= 1000
-    rows.append()
+    rows.append(None)
     fill(rows, 0, 10, 1.0)
     assert not rows.reserve(3, 500)
     # The long sequence is gone: the same tokens as more, shorter rows.

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from model_zoo import tiny_model
 from small_models import Asked, as_base, make_adapter, qwen3, worst_difference
 
-from agentrl_trainer.inference import SampleParams, SamplerEngine, batched_forward, llama_cpu
-from agentrl_trainer.inference.batched_forward import BLOCK, split_blocks
-from agentrl_trainer.inference.llama_cpu import FusedLinear, RmsNorm, can_pack
+from agentrl_trainer.inference import SampleParams, SamplerEngine, llama_cpu
+from agentrl_trainer.inference.llama_cpu import BLOCK, FusedLinear, RmsNorm, can_pack, split_blocks
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_it_works_with_a_torch_without_the_private_operations(engine_of, monkeyp
     base = as_base(qwen3())
     plain = copy.deepcopy(base.model)
     engine = engine_of(base)
-    assert all(p._packed is None for p in engine._scheduler.forward.decoder.base_products)
+    assert all(p._packed is None for p in engine._scheduler.forward.base_products)
     answer = Asked(engine, list(range(20)), SampleParams(max_tokens=8)).one()
     assert worst_difference(plain, list(range(20)), answer) < 1e-5
 
@@ -84,7 +83,7 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
             if any(max(a) > min(b) for a, b in itertools.pairwise(chunks)):
                 disordered.append(f"{lane.version}: {chunks}")
 
-    monkeypatch.setattr(batched_forward, "split_blocks", blocks)
+    monkeypatch.setattr(llama_cpu, "split_blocks", blocks)
     references = {v: make_adapter(base, tmp_path / f"v{v}", seed=v) for v in (1, 2)}
     engine = engine_of(base, after_round=look, prefill_chunk=1024)
     draw = random.Random(0)
@@ -111,9 +110,8 @@ def test_many_rows_of_mixed_lengths_while_an_adapter_is_swapped(
 def test_blocks_reach_every_token_of_their_rows(lengths: list[int]) -> None:
     view = max(lengths) + 9
     blocks = split_blocks(lengths, view)
-    assert blocks[0][0] == 0
-    ends = [first for first, _ in blocks[1:]] + [len(lengths)]
-    for (first, reach), end in zip(blocks, ends, strict=True):
+    assert [0, *(end for _, end, _ in blocks)] == [*(first for first, _, _ in blocks), len(lengths)]
+    for first, end, reach in blocks:
         assert first < end
         assert max(lengths[first:end]) < reach <= view
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 import pytest
 import torch
 
 from agentrl_trainer.inference import SampleParams
-from agentrl_trainer.inference.sampling import Uniforms, pick
+from agentrl_trainer.inference.sampling import pick, uniforms
 
 
 def draw(logits: list[float], count: int = 3000, **options) -> list[float]:
     """Frequencies of each token over ``count`` rows."""
     params = [SampleParams(max_tokens=1, **options)] * count
-    picked = pick(torch.tensor([logits] * count), params, [Uniforms(i) for i in range(count)])
+    picked = pick(torch.tensor([logits] * count), params, [uniforms(i) for i in range(count)])
     raw = torch.tensor(logits).log_softmax(-1).tolist()
     for token, logprob in zip(picked.ids, picked.logprobs, strict=True):
         assert logprob == pytest.approx(raw[token], abs=1e-6), "log-probs are of the raw logits"
@@ -54,20 +55,20 @@ def test_mixed_parameters_in_one_batch() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     options = [{}, {"temperature": 0}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.7}, {}]
     params = [SampleParams(max_tokens=1, **o) for o in options]
-    together = pick(logits, params, [Uniforms(i) for i in range(6)]).ids
-    alone = [pick(logits[i : i + 1], [params[i]], [Uniforms(i)]).ids[0] for i in range(6)]
+    together = pick(logits, params, [uniforms(i) for i in range(6)]).ids
+    alone = [pick(logits[i : i + 1], [params[i]], [uniforms(i)]).ids[0] for i in range(6)]
     assert together == alone
 
 
 def test_impossible_tokens_are_never_picked() -> None:
     logits = torch.full((500, 7), float("-inf"))
     logits[:, 2] = 0.0
-    picked = pick(logits, [SampleParams(max_tokens=1)] * 500, [Uniforms(i) for i in range(500)])
+    picked = pick(logits, [SampleParams(max_tokens=1)] * 500, [uniforms(i) for i in range(500)])
     assert set(picked.ids) == {2}
 
 
 def test_uniforms_depend_on_the_key_only() -> None:
-    a, b = Uniforms(0, 5, 1), Uniforms(0, 5, 1)
-    assert [a.next() for _ in range(200)] == [b.next() for _ in range(200)]
-    assert Uniforms(0, 5, 1).next() != Uniforms(0, 5, 2).next()
-    assert 0 <= Uniforms(0, -3).next() < 1
+    a, b = uniforms(0, 5, 1), uniforms(0, 5, 1)
+    assert [*islice(a, 200)] == [*islice(b, 200)]
+    assert next(uniforms(0, 5, 1)) != next(uniforms(0, 5, 2))
+    assert 0 <= next(uniforms(0, -3)) < 1

@@ -1,6 +1,6 @@
 """The embedded sampler: continuous batching over any causal language model."""
 
-from agentrl_trainer.inference.engine import Handle, SamplerEngine
+from agentrl_trainer.inference.engine import SamplerEngine
 from agentrl_trainer.inference.requests import (
     Event,
     Finished,
@@ -14,7 +14,6 @@ from agentrl_trainer.inference.requests import (
 __all__ = [
     "Event",
     "Finished",
-    "Handle",
     "RequestError",
     "SampleParams",
     "SampleRequest",

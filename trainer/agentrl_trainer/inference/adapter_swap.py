@@ -24,7 +24,7 @@ from peft import LoraModel, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
-from agentrl_trainer.inference.llama_cpu import FusedLinear, LlamaCpuDecoder
+from agentrl_trainer.inference.llama_cpu import FusedLinear, LlamaCpuForward
 from agentrl_trainer.models.loading import BaseModel, ModelError, evaluation_mode
 from agentrl_trainer.models.lora import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from agentrl_trainer.models.lora_targets import no_false_warnings
@@ -44,7 +44,7 @@ class PreparedAdapter:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Merged: adapted weight by module name. Unmerged: empty."""
     products: list[FusedLinear] | None = None
-    """The same weights for the ``LlamaCpuDecoder``, if there is one."""
+    """The same weights for ``LlamaCpuForward``, if that runs the model."""
     key: str = field(default_factory=lambda: f"v{next(_serial)}")
     """PEFT's name for it: unique, since two versions of an adapter live side by side."""
 
@@ -72,10 +72,11 @@ class AdapterWeights(ABC):
         """Make the next forwards use this adapter; None is the base model."""
         if prepared is not self._active:
             self._use(prepared)
+            self._active = prepared
 
     def drop(self, prepared: PreparedAdapter) -> None:
         if prepared is self._active:
-            self._use(None)
+            self.activate(None)
 
     @abstractmethod
     def _use(self, prepared: PreparedAdapter | None) -> None: ...
@@ -95,11 +96,11 @@ def why_not_merged(base: BaseModel, merge_below: int = MERGE_BELOW) -> str | Non
 
 
 class MergedWeights(AdapterWeights):
-    """Swaps ``Parameter.data``, and the products of ``decoder`` if that runs the model."""
+    """Swaps ``Parameter.data``, and the products of ``lean`` if that runs the model."""
 
-    def __init__(self, base: BaseModel, decoder: LlamaCpuDecoder | None = None) -> None:
+    def __init__(self, base: BaseModel, lean: LlamaCpuForward | None) -> None:
         super().__init__(base)
-        self._decoder = decoder
+        self._lean = lean
         self._adapted: dict[str, torch.nn.Linear | Conv1D] = {
             name: module
             for name, module in base.model.named_modules()
@@ -114,7 +115,6 @@ class MergedWeights(AdapterWeights):
             known.add(id(linear.weight))
         # The Parameters stay; only the storage they point at changes.
         self._original = {name: m.weight.data for name, m in self._adapted.items()}
-        self._changed: set[str] = set()
 
     @torch.no_grad()
     def prepare(self, folder: Path) -> PreparedAdapter:
@@ -132,18 +132,15 @@ class MergedWeights(AdapterWeights):
                 )
             update = (b.to(weight.device).float() @ a.to(weight.device).float()) * scale
             merged[name] = (weight.float() + update).to(weight.dtype)
-        products = self._decoder.adapted(merged) if self._decoder is not None else None
+        products = self._lean.adapted(merged) if self._lean is not None else None
         return PreparedAdapter(folder, merged, products)
 
     def _use(self, prepared: PreparedAdapter | None) -> None:
-        weights = prepared.weights if prepared else {}
-        for name in self._changed | weights.keys():
+        weights, before = (x.weights if x else {} for x in (prepared, self._active))
+        for name in before.keys() | weights.keys():
             self._adapted[name].weight.data = weights.get(name, self._original[name])
-        if self._decoder is not None:
-            products = prepared and prepared.products
-            self._decoder.products = products or self._decoder.base_products
-        self._changed = set(weights)
-        self._active = prepared
+        if self._lean is not None:
+            self._lean.products = (prepared and prepared.products) or self._lean.base_products
 
 
 class PeftWeights(AdapterWeights):
@@ -168,7 +165,7 @@ class PeftWeights(AdapterWeights):
                 read_adapter(self._peft, prepared.key, prepared.folder)
                 keep_weights_unmerged(self._peft)
                 evaluation_mode(self._peft)
-                self._use(prepared)
+                self.activate(prepared)
             except BaseException:
                 self._delete(prepared)
                 raise
@@ -193,7 +190,6 @@ class PeftWeights(AdapterWeights):
             if self._active is None:  # set_adapter() would not turn them on
                 layers.enable_adapter_layers()
             self._peft.set_adapter(prepared.key)
-        self._active = prepared
 
 
 def read_lora(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
@@ -208,23 +204,19 @@ def read_lora(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float
     config = json.loads((folder / CONFIG_FILE).read_text())
     if config.get("peft_type") != "LORA":
         raise ModelError(f"adapter: {folder} is {config.get('peft_type')}, not a LoRA.")
-    unusual = [name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)]
-    if config.get("bias", "none") != "none":
-        unusual.append("bias")
-    if unusual:
+    extras = ("use_dora", "modules_to_save", "lora_bias", "bias")
+    if unusual := [name for name in extras if config.get(name) not in (None, False, [], "none")]:
         raise ModelError(f"adapter: {folder} uses {', '.join(unusual)}, which is not supported.")
     tensors = load_file(str(folder / WEIGHTS_FILE))
     found: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+    odd = set(tensors)
     for key, a in tensors.items():
-        if not key.endswith(".lora_A.weight"):
-            continue
         stem = key.removesuffix(".lora_A.weight")
         b = tensors.get(f"{stem}.lora_B.weight")
-        if b is None:
-            raise ModelError(f"adapter: {folder} has {key} but no {stem}.lora_B.weight.")
-        name = stem.removeprefix("base_model.model.")
-        found[name] = (a, b, lora_scaling(config, name, a.shape[0]))
-    if 2 * len(found) != len(tensors):
-        odd = sorted(k for k in tensors if ".lora_A." not in k and ".lora_B." not in k)[:3]
-        raise ModelError(f"adapter: {folder} has tensors which are no plain LoRA: {odd}.")
+        if b is not None and stem != key:
+            odd -= {key, f"{stem}.lora_B.weight"}
+            name = stem.removeprefix("base_model.model.")
+            found[name] = (a, b, lora_scaling(config, name, a.shape[0]))
+    if odd:
+        raise ModelError(f"adapter: {folder} has tensors which are no LoRA: {sorted(odd)[:3]}.")
     return found

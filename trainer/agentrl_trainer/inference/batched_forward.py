@@ -17,15 +17,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
 
 from agentrl_trainer.inference.kv_cache import TIME_STEP, KVPool, KVRows, KVShape, Rows
-from agentrl_trainer.inference.llama_cpu import LlamaCpuDecoder
 from agentrl_trainer.models.loading import BaseModel
 from agentrl_trainer.models.prefix_attention import trie_attention
 
 ATTENTION = "agentrl_rows"
-BLOCK = 16
-"""Rows that a decode step attends over together, as far as the longest of them."""
-_WORTH = 1024
-"""Padding tokens that must be saved for a block to be computed by itself."""
 
 
 class BatchedForward:
@@ -40,37 +35,34 @@ class BatchedForward:
     """
 
     def __init__(self, base: BaseModel, options: dict[str, Any], *, by_rule: bool = False) -> None:
-        self.model = base.model
-        self.device = base.device
+        self._base = base
+        self._model = base.model
         windows = (DynamicSlidingWindowLayer,) if by_rule else ()
-        self.shape = _kv_shape(base, (DynamicLayer, *windows))
+        self._shape = _kv_shape(base, (DynamicLayer, *windows))
+        self.bytes_per_token = self._shape.bytes_per_token
         self._options = options
         self._by_rule = by_rule
         self._causal = torch.empty(0)
-        self._adds_mask = not (by_rule or getattr(self.model, "_supports_sdpa", False))
+        self._adds_mask = not (by_rule or getattr(self._model, "_supports_sdpa", False))
         base.model.set_attn_implementation("eager" if self._adds_mask else ATTENTION)
 
     def new_rows(self, pool: KVPool) -> Rows:
-        return KVRows(self.shape, pool)
+        return KVRows(self._shape, pool)
 
-    def __call__(
-        self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
+    def __call__(self, rows: Rows, chunks: list[list[int]], starts: Sequence[int]) -> Tensor:
         """Logits ``[batch, vocab]`` after the last token of each chunk.
 
         Shorter chunks are padded by *repeating their last token at its own position*: it
         overwrites itself with the same keys, and the last column holds every row's last token.
         """
         if all(len(chunk) == 1 for chunk in chunks):
-            ids: list[list[int]] = [list(chunk) for chunk in chunks]
-            places: list[list[int]] = [[start] for start in starts]
-            end = max(starts) + 1
+            ids, places = chunks, [[start] for start in starts]
         else:
             ids, places = _padded(chunks, starts)
-            end = max(at[-1] for at in places) + 1
-        token_ids, positions = torch.tensor([ids, places], device=self.device)
+        token_ids, positions = torch.tensor([ids, places], device=self._base.device)
+        end = max([at[-1] for at in places]) + 1
         rows = cast(KVRows, rows)
-        rows.begin(positions, min(-(-end // TIME_STEP) * TIME_STEP, rows.time))
+        rows.begin(positions, -(-end // TIME_STEP) * TIME_STEP)
         mask = None if self._by_rule else self._mask(positions, rows.view)
         return self._logits(rows, token_ids, positions, mask, starts)
 
@@ -84,7 +76,7 @@ class BatchedForward:
     ) -> Tensor:
         token = _positions.set(positions)
         try:
-            out = self.model(
+            out = self._model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
@@ -100,55 +92,16 @@ class BatchedForward:
         """Causal mask ``[batch, 1, new, view]``, cut out of one run of *seen*, then *unseen*."""
         if (reach := len(self._causal) // 2) < view:
             reach = 2 * view
-            lowest = torch.finfo(self.model.dtype).min
-            seen, unseen, dtype = (
-                (0.0, lowest, self.model.dtype) if self._adds_mask else (1, 0, torch.bool)
-            )
-            self._causal = torch.full((2 * reach,), unseen, dtype=dtype, device=self.device)
+            dtype = self._base.dtype if self._adds_mask else torch.bool
+            seen, unseen = (0.0, torch.finfo(dtype).min) if self._adds_mask else (True, False)
+            self._causal = torch.full((2 * reach,), unseen, dtype=dtype, device=self._base.device)
             self._causal[:reach] = seen
         windows = self._causal.unfold(0, view, 1).index_select(0, reach - 1 - positions.flatten())
         return windows.view(len(positions), 1, -1, view)
 
 
-class LlamaCpuForward(BatchedForward):
-    """``LlamaCpuDecoder`` over all rows at once.
-
-    Applies to float32 models made of the Llama family's parts, as long as nothing but the weights
-    of their linear layers changes.
-    """
-
-    def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
-        super().__init__(base, options)
-        self.decoder = LlamaCpuDecoder(base.model)
-        self._adds_mask = True
-
-    def _logits(
-        self,
-        rows: KVRows,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        starts: Sequence[int],
-    ) -> Tensor:
-        assert mask is not None
-        blocks = split_blocks(starts, rows.view) if ids.shape[1] == 1 else []
-        return self.decoder(rows, ids, positions, mask, blocks)
-
-
-def split_blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int]]:
-    """Return (first row, tokens to attend to) of blocks of rows, of which later ones are longer."""
-    found: list[tuple[int, int]] = []
-    reach = view
-    for start in range((len(lengths) - 1) // BLOCK * BLOCK, 0, -BLOCK):
-        before = max(lengths[:start]) + 1
-        if (reach - before) * start >= _WORTH:
-            found.append((start, reach))
-            reach = before
-    return [(0, reach), *reversed(found)]
-
-
 def _padded(
-    chunks: Sequence[Sequence[int]], starts: Sequence[int]
+    chunks: list[list[int]], starts: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids and positions, each ``[batch][longest chunk]``."""
     longest = max(map(len, chunks))

@@ -6,12 +6,13 @@ Knows threads and the scheduler, not HTTP, training or text (but for stop string
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,10 @@ from agentrl_trainer.inference.adapter_swap import (
     PeftWeights,
     why_not_merged,
 )
-from agentrl_trainer.inference.batched_forward import LlamaCpuForward
 from agentrl_trainer.inference.forward import Scorer, choose_forward, vocabulary
 from agentrl_trainer.inference.grammar import Grammars
 from agentrl_trainer.inference.kv_cache import KVPool, default_budget
+from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.inference.requests import (
     RequestError,
     SampleRequest,
@@ -34,7 +35,7 @@ from agentrl_trainer.inference.requests import (
     Scored,
     check_params,
 )
-from agentrl_trainer.inference.sampling import Uniforms
+from agentrl_trainer.inference.sampling import uniforms
 from agentrl_trainer.inference.scheduler import Scheduler
 from agentrl_trainer.inference.sequences import Sequence, StopStrings
 from agentrl_trainer.models.loading import BaseModel
@@ -43,21 +44,6 @@ log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 30.0
 T = TypeVar("T")
-
-
-class Handle:
-    """A submitted request."""
-
-    def __init__(self, engine: SamplerEngine, sequences: list[Sequence]) -> None:
-        self._engine = engine
-        self._sequences = sequences
-
-    def cancel(self) -> None:
-        """End it before the next step; unfinished sequences get ``Finished("cancelled")``."""
-        for seq in self._sequences:
-            seq.cancelled = True
-        with contextlib.suppress(RequestError):
-            self._engine._command(lambda: None)  # wakes the thread
 
 
 class SamplerEngine:
@@ -75,7 +61,7 @@ class SamplerEngine:
         kv_tokens: int | None = None,
         prefill_chunk: int | None = None,
         merge_below: int = MERGE_BELOW,
-        after_round: Callable[[], None] | None = None,
+        after_round: Callable[[], object] = lambda: None,
     ) -> None:
         """The engine owns ``base.model`` from here on: no other code may run or change it.
 
@@ -92,10 +78,10 @@ class SamplerEngine:
         self.strategy, forward, refused = choose_forward(base, llama_cpu=unmerged is None)
         """Name of the forward strategy: see docs/models.md."""
         self.why_not_lean = unmerged or refused
-        """Why the model's own modules decode instead of the ``LlamaCpuDecoder``; None: it does."""
-        decoder = forward.decoder if isinstance(forward, LlamaCpuForward) else None
-        self._weights = PeftWeights(base) if unmerged else MergedWeights(base, decoder)
-        self._pool = KVPool(kv_tokens or default_budget(forward.shape, base.context_length))
+        """Why the model's own modules decode instead of ``LlamaCpuForward``; None: it does."""
+        lean = forward if isinstance(forward, LlamaCpuForward) else None
+        self._weights = PeftWeights(base) if unmerged else MergedWeights(base, lean)
+        self._pool = KVPool(kv_tokens or default_budget(base, forward.bytes_per_token))
         self._vocab = vocabulary(base)
         self.grammars = Grammars(base.tokenizer, self._vocab, base.eos_ids)
         """Compile a slow one with ``start`` before ``submit``, on another thread."""
@@ -108,23 +94,24 @@ class SamplerEngine:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk or (512 if base.device.type == "cpu" else 4096),
         )
-        self._unseeded = 0
+        self._unseeded = itertools.count()
         self._after_round = after_round
+        self._thread = threading.Thread(target=self._run, name="agentrl-sampler", daemon=True)
 
         self._changed = threading.Condition()
         # Guarded by _changed; everything else belongs to the engine's thread.
         self._inbox: list[Sequence] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._stopping = False
-        self._thread: threading.Thread | None = None
-        self._died: BaseException | None = None
 
     # -- any thread -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        if self._thread is not None:
-            raise RuntimeError("the sampler has been started already")
-        self._thread = threading.Thread(target=self._run, name="agentrl-sampler", daemon=True)
+        """Start sampling.
+
+        Raises:
+            RuntimeError: it has been started already.
+        """
         self._thread.start()
 
     def stop(self) -> None:
@@ -132,12 +119,12 @@ class SamplerEngine:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_STOP_TIMEOUT_S)
 
     @property
     def healthy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and self._died is None
+        return self._thread.is_alive() and not self._stopping
 
     @property
     def adapters(self) -> dict[str, int]:
@@ -145,8 +132,11 @@ class SamplerEngine:
         current = self._scheduler.current.copy()  # in one step, while the engine's thread goes on
         return {name: x.version for name, x in current.items() if name and x.version is not None}
 
-    def submit(self, request: SampleRequest) -> Handle:
+    def submit(self, request: SampleRequest) -> Callable[[], None]:
         """Queue a request.
+
+        Returns a function that ends it before the next step, from any thread: unfinished sequences
+        get ``Finished("cancelled")``.
 
         Raises:
             RequestError: it can never be served, or the engine has stopped.
@@ -162,8 +152,25 @@ class SamplerEngine:
                 f"prompt and answer may take {limit} tokens of key/value storage, more than the "
                 f"sampler's budget of {self._pool.limit}: lower max_tokens, or raise kv_tokens",
             )
-        if params.grammar is not None:  # compiled outside the lock, which stops the engine
-            self.grammars.start(params.grammar)
+        bias = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            numbers = torch.tensor(values, dtype=torch.float32, device=self.base.device)
+            bias = (torch.tensor(ids, device=self.base.device), numbers)
+        key = (1, 0, next(self._unseeded)) if params.seed is None else (0, params.seed)
+        sequences = [
+            Sequence(
+                request=request,
+                index=index,
+                tokens=list(prompt),
+                limit=limit,
+                uniforms=uniforms(*key, index),
+                stops=StopStrings(self.base.tokenizer, params.stop) if params.stop else None,
+                grammar=self.grammars.start(params.grammar) if params.grammar is not None else None,
+                bias=bias,
+            )
+            for index in range(params.n)
+        ]
         with self._changed:
             self._require_running()
             if request.adapter not in self._scheduler.current:
@@ -171,15 +178,14 @@ class SamplerEngine:
                 raise RequestError(
                     "unknown_adapter", f"no adapter {request.adapter!r} is loaded (loaded: {known})"
                 )
-            if params.seed is None:
-                self._unseeded += 1
-                key = (1, 0, self._unseeded)
-            else:
-                key = (0, params.seed)
-            sequences = [self._sequence(request, limit, i, key) for i in range(params.n)]
             self._inbox += sequences
             self._changed.notify()
-        return Handle(self, sequences)
+
+        def cancel() -> None:
+            for seq in sequences:
+                seq.cancelled = True
+
+        return cancel
 
     def load_adapter(self, name: str, version: int, folder: str | Path) -> Future[None]:
         """Make ``version`` the one that new requests for ``name`` get, once the future is done.
@@ -213,12 +219,10 @@ class SamplerEngine:
         return self._command(lambda: self._scheduler.score(rows, adapter, top))
 
     def stats(self) -> SamplerStats:
-        with self._changed:
-            queued = len(self._inbox)
-        return SamplerStats(
-            **asdict(self._scheduler.count),
+        return replace(
+            self._scheduler.count,
             running=self._scheduler.running,
-            waiting=queued + len(self._scheduler.waiting),
+            waiting=len(self._inbox) + len(self._scheduler.waiting),
             kv_tokens=self._pool.used,
             kv_budget=self._pool.limit,
         )
@@ -233,7 +237,7 @@ class SamplerEngine:
         return done
 
     def _require_running(self) -> None:
-        if self._stopping or self._died is not None:
+        if self._stopping:
             raise RequestError("engine_stopped", "the sampler is not running")
 
     def _check_row(self, what: str, row: list[int], *, answer: bool = False) -> None:
@@ -252,40 +256,19 @@ class SamplerEngine:
             message = f"{what}: token ids must be in 0..{self._vocab - 1}"
             raise RequestError("invalid_parameter", message)
 
-    def _sequence(
-        self, request: SampleRequest, limit: int, index: int, key: tuple[int, ...]
-    ) -> Sequence:
-        params, device = request.params, self.base.device
-        bias = None
-        if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
-            numbers = torch.tensor(values, dtype=torch.float32, device=device)
-            bias = (torch.tensor(ids, device=device), numbers)
-        return Sequence(
-            request=request,
-            index=index,
-            tokens=list(request.prompt_ids),
-            limit=limit,
-            uniforms=Uniforms(*key, index),
-            stops=StopStrings(self.base.tokenizer, params.stop) if params.stop else None,
-            grammar=self.grammars.start(params.grammar) if params.grammar is not None else None,
-            bias=bias,
-        )
-
     # -- the engine's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
+        why = None
         try:
             with torch.inference_mode():
                 while self._collect():
                     self._scheduler.round()
-                    if self._after_round is not None:
-                        self._after_round()
+                    self._after_round()
         except BaseException as error:
             log.exception("the sampler's thread died")
-            self._died = error
-        finally:
-            self._close()
+            why = f"the sampler died: {error!r}"
+        self._close(why)
 
     def _collect(self) -> bool:
         """Take what arrived, sleeping while there is nothing to do; False to end."""
@@ -306,17 +289,16 @@ class SamplerEngine:
                     done.set_exception(error)
         return True
 
-    def _close(self) -> None:
+    def _close(self, why: str | None) -> None:
+        """End what is left, because the thread died (``why``) or was stopped."""
         with self._changed:
             self._stopping = True
             left = [*self._scheduler.unfinished(), *self._inbox]
             self._inbox.clear()
             commands, self._commands = self._commands, []
-        why = None if self._died is None else f"the sampler died: {self._died!r}"
         for seq in left:
             self._scheduler.finish(seq, "error" if why else "cancelled", why)
         for _, done in commands:
             done.set_exception(RequestError("engine_stopped", why or "the sampler stopped"))
-        if self._after_round is not None:
-            with contextlib.suppress(Exception):  # it may be what ended the thread
-                self._after_round()
+        with contextlib.suppress(Exception):  # it may be what ended the thread
+            self._after_round()

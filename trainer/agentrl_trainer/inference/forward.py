@@ -10,16 +10,18 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from transformers import PreTrainedConfig
 
-from agentrl_trainer.data.packing import MicroBatch, pack
+from agentrl_trainer.data.packing import pack
 from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.inference.batched_forward import BatchedForward, LlamaCpuForward
+from agentrl_trainer.inference.batched_forward import BatchedForward
 from agentrl_trainer.inference.kv_cache import KVPool
+from agentrl_trainer.inference.llama_cpu import LlamaCpuForward
 from agentrl_trainer.inference.recurrent_cache import Past, RowByRowForward
+from agentrl_trainer.inference.requests import Scored
 from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
 from agentrl_trainer.learner.model_support import shrunk_windows
 from agentrl_trainer.models.loading import BaseModel, ModelError
@@ -32,30 +34,21 @@ _CPU_TOKENS, _GPU_TOKENS = 4096, 16384
 Forward: TypeAlias = BatchedForward | RowByRowForward
 """One way of running a model over rows. Its class says when it applies.
 
-``shape`` is what a token of a row costs in memory. ``forward(rows, chunks, starts)`` returns logits
-``[batch, vocab]`` after the last token of each chunk: row i of ``rows``, which ``new_rows`` made,
-holds ``starts[i]`` tokens and gets ``chunks[i]`` appended.
+``forward(rows, chunks, starts)`` returns logits ``[batch, vocab]`` after the last token of each
+chunk: row i of ``rows``, which ``new_rows`` made, holds ``starts[i]`` tokens and gets ``chunks[i]``
+appended.
 """
 
-
-class _Strategy(NamedTuple):
-    name: str
-    """As in docs/models.md."""
-    tolerance: float
-    """Largest relative difference in float32 between its logits and a plain run's."""
-    construct: Callable[[BaseModel, dict[str, Any]], Forward]
-    """Raises ValueError for a model that it does not apply to."""
-
-
-STRATEGIES = (
-    _Strategy("llama cpu", 1e-4, LlamaCpuForward),
-    _Strategy("batched", 2e-4, BatchedForward),
-    _Strategy("batched", 2e-4, partial(BatchedForward, by_rule=True)),
-    _Strategy("row by row", 2e-4, partial(RowByRowForward, past=Past.CHUNKS)),
-    _Strategy("row by row", 2e-4, partial(RowByRowForward, past=Past.STEPS)),
-    _Strategy("row by row, recomputed", 2e-4, partial(RowByRowForward, past=Past.NONE)),
+STRATEGIES: tuple[tuple[str, float, Callable[[BaseModel, dict[str, Any]], Forward]], ...] = (
+    ("llama cpu", 1e-4, LlamaCpuForward),
+    ("batched", 2e-4, BatchedForward),
+    ("batched", 2e-4, partial(BatchedForward, by_rule=True)),
+    ("row by row", 2e-4, partial(RowByRowForward, past=Past.CHUNKS)),
+    ("row by row", 2e-4, partial(RowByRowForward, past=Past.STEPS)),
+    ("row by row, recomputed", 2e-4, partial(RowByRowForward, past=Past.NONE)),
 )
-"""Quickest first."""
+"""Name as in docs/models.md, largest relative difference in float32 to a plain run's logits, and
+the class, which raises ValueError for a model that it does not apply to. Quickest first."""
 
 _PROBE_CHUNKS = ((16, 2, 1, 4, 1), (9, 3, 1, 1, 3))
 """How the two probe rows are fed. Some models forget their state when they get several tokens on
@@ -80,7 +73,7 @@ def choose_forward(base: BaseModel, *, llama_cpu: bool) -> tuple[str, Forward, s
         tokens = [(i * 7919 + 13) % vocabulary(base) for i in range(30)]
         first, second = map(sum, _PROBE_CHUNKS)
         rows = [tokens[:first], tokens[3 : 3 + second]]
-        inputs = [torch.tensor([row], device=model.device) for row in rows]
+        inputs = [torch.tensor([row], device=base.device) for row in rows]
         plain = [model(input_ids=ids, use_cache=False).logits[0].float() for ids in inputs]
         scale = max(1.0, *(float(logits.abs().max()) for logits in plain))
         for name, tolerance, construct in STRATEGIES[not llama_cpu :]:
@@ -118,14 +111,14 @@ def vocabulary(base: BaseModel) -> int:
 
 
 def _worst_difference(
-    forward: Forward, tokens: Sequence[list[int]], expected: Sequence[torch.Tensor]
+    forward: Forward, tokens: list[list[int]], expected: list[torch.Tensor]
 ) -> float:
     """Largest difference to ``expected`` after each of several chunks; NaN if any logit is."""
     rows = forward.new_rows(KVPool(10**9))
     rows.reserve(len(tokens), max(map(len, tokens)))
-    for _ in tokens:
-        rows.append()
-    worst = torch.zeros((), device=expected[0].device)
+    for row in tokens:
+        rows.append(row)
+    worst = expected[0].new_zeros(())
     done = [0] * len(tokens)
     for sizes in zip(*_PROBE_CHUNKS, strict=True):
         chunks = [t[at : at + n] for t, at, n in zip(tokens, done, sizes, strict=True)]
@@ -146,44 +139,37 @@ class Scorer:
         self._base = base
         self._logprobs: TokenLogprobs | None = None
 
-    def logprobs(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Return each token's log-prob given the tokens before it; 0 for the first of a row."""
-        found = [[0.0] * len(row) for row in rows]
-        for batch, values in self._compute(rows):
-            scatter(batch, values, found)
-        return found
+    def __call__(self, rows: Sequence[list[int]], top: int, version: int | None) -> list[Scored]:
+        """Score rows, with the ``top`` likeliest tokens at each position.
 
-    def likeliest(self, row: list[int], count: int) -> list[list[tuple[int, float]]]:
-        """Return (id, log-prob) of the ``count`` likeliest tokens at each position given the
-        tokens before it, best first; empty for the first position."""
-        found: list[list[tuple[int, float]]] = [[] for _ in row]
-        for batch, top in self._compute([row], count):
-            ids, values = (part.tolist() for part in top)
-            where = zip(batch.columns.tolist(), ids, values, strict=True)
-            for column, some_ids, some in where:
-                found[column + 1] = list(zip(some_ids, some, strict=True))
-        return found
-
-    def _compute(self, rows: Sequence[list[int]], top: int = 0) -> list[tuple[MicroBatch, Any]]:
-        """Run the trainer's forward, then restore the sampler's attention in every config: the
-        towers of a multimodal model may not support what its language model does."""
-        found: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
-        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values()
+        The trainer's forward changes the attention in every config, which is restored: the towers
+        of a multimodal model may not support what its language model does.
+        """
+        modules: list[Any] = [getattr(m, "config", None) for m in self._base.model.modules()]
+        configs = {id(c): c for c in modules if isinstance(c, PreTrainedConfig)}.values()
         before = [(c, c._attn_implementation_internal) for c in configs]
+        found = [Scored([0.0] * len(row), [[] for _ in row], version) for row in rows]
         try:
             # Constructed at first use, because it tries out what the model allows.
             self._logprobs = compute = self._logprobs or TokenLogprobs(self._base.model)
+            blank = [[0.0] * len(row) for row in rows]
             batches = pack(
                 [
-                    TrainingRow(row, [False] + [True] * (len(row) - 1), blank, blank)
-                    for row in rows
-                    for blank in [[0.0] * len(row)]
+                    TrainingRow(row, [at > 0 for at in range(len(row))], zeros, zeros)
+                    for row, zeros in zip(rows, blank, strict=True)
                 ],
                 token_budget=_CPU_TOKENS if self._base.device.type == "cpu" else _GPU_TOKENS,
                 share=compute.why_padded is None,
             )
-            moved = (batch.to(self._base.device) for batch in batches)
-            return [(b, compute.likeliest(b, top) if top else compute(b)) for b in moved]
+            for batch in (packed.to(self._base.device) for packed in batches):
+                scatter(batch, compute(batch), [scored.logprobs for scored in found])
+                if top:
+                    best = (part.tolist() for part in compute.likeliest(batch, top))
+                    where = batch.rows.tolist(), batch.columns.tolist()
+                    for row, column, ids, values in zip(*where, *best, strict=True):
+                        likeliest = found[batch.indices[row]].top
+                        likeliest[column + 1] = list(zip(ids, values, strict=True))
         finally:
             for config, attention in before:
                 config._attn_implementation_internal = attention
+        return found

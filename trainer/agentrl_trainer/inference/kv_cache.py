@@ -14,12 +14,14 @@ import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
+
+from agentrl_trainer.models.loading import BaseModel
 
 log = logging.getLogger(__name__)
 
@@ -52,32 +54,26 @@ class KVShape:
         return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-def default_budget(shape: KVShape, context_length: int) -> int:
+def default_budget(base: BaseModel, bytes_per_token: int) -> int:
     """Return a share of the free memory in tokens, at least one full context."""
-    if shape.device.type == "cuda":
-        free = torch.cuda.mem_get_info(shape.device)[0] * _GPU_SHARE
+    if base.device.type == "cuda":
+        free = torch.cuda.mem_get_info(base.device)[0] * _GPU_SHARE
     else:
         try:
             pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             free = min(pages * _CPU_SHARE, _CPU_MOST_BYTES)
         except (ValueError, OSError, AttributeError):  # macOS, Windows
             free = _CPU_MOST_BYTES
-    return max(int(free // shape.bytes_per_token), context_length)
+    return max(int(free // bytes_per_token), base.context_length)
 
 
 class Stored(Protocol):
     """What the model computed for a run of tokens."""
 
-    def __len__(self) -> int: ...
-
     @property
     def cost(self) -> int:
         """Tokens that it is charged in the pool."""
-        return len(self)
-
-    def usable(self, length: int) -> int:
-        """Return how many of the first ``length`` tokens another row may copy."""
-        return length
+        ...
 
     def copied(self) -> Stored: ...
 
@@ -89,7 +85,8 @@ class KV(Stored):
     keys: Tensor
     values: Tensor
 
-    def __len__(self) -> int:
+    @property
+    def cost(self) -> int:
         return self.keys.shape[2]
 
     def copied(self) -> KV:
@@ -172,8 +169,8 @@ class Rows(ABC):
 
     def __init__(self, pool: KVPool) -> None:
         self.rows = self.time = 0
-        self.count = 0
-        """Rows in use: 0 to count - 1."""
+        self.owners: list[Any] = []
+        """Of the rows in use, which come first; an owner's ``held`` tokens are in its row."""
         self._pool = pool
 
     @abstractmethod
@@ -207,32 +204,33 @@ class Rows(ABC):
             self._resize(*doubled)
             return True
         # Callers say what *all* rows need, so this may shrink a rectangle that was longer.
-        rows = max(rows, self.count)
+        rows = max(rows, len(self.owners))
         if not self._pool.fits(rows * time - held) and not force:
             return False
         self._resize(rows, time)
         return True
 
-    def append(self) -> int:
-        """Take the next free row; ``reserve`` it first."""
-        assert self.count < self.rows
-        self.count += 1
-        return self.count - 1
+    def append(self, owner: Any) -> int:
+        """Give the next free row to ``owner``; ``reserve`` it first."""
+        assert len(self.owners) < self.rows
+        self.owners.append(owner)
+        return len(self.owners) - 1
 
-    def remove(self, row: int, last_length: int) -> None:
-        """Free a row; the last row, of ``last_length`` tokens, moves into its place."""
-        if row != self.count - 1:
-            self.move(self.count - 1, row, last_length)
-        self.count -= 1
-        if not self.count and self.rows * self.time > min(KEEP_EMPTY, self._pool.limit // 16):
+    def remove(self, row: int) -> None:
+        """Free a row; the last row moves into its place."""
+        if (last := len(self.owners) - 1) != row:
+            self.move(last, row)
+        self.owners.pop()
+        if not self.owners and self.rows * self.time > min(KEEP_EMPTY, self._pool.limit // 16):
             self._resize(0, 0)
 
-    def move(self, row: int, to: int, length: int) -> None:
-        """Copy the ``length`` tokens of a row over another one."""
-        self.load(to, self.peek(row, length), length)
+    def move(self, row: int, to: int) -> None:
+        """Copy a row over another one."""
+        owner = self.owners[to] = self.owners[row]
+        self.load(to, self.peek(row, owner.held), owner.held)
 
     def free(self) -> None:
-        self.count = 0
+        self.owners.clear()
         self._resize(0, 0)
 
     def _resize(self, rows: int, time: int) -> None:
@@ -241,47 +239,41 @@ class Rows(ABC):
         self.rows, self.time = rows, time
 
 
-class _RowLayer(CacheLayerMixin):
-    """One layer of a KVRows: writes new tokens where the current step says."""
-
-    def __init__(self, rows: KVRows, index: int) -> None:
-        super().__init__()
-        self._rows = rows
-        self._index = index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
-        keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        return self._rows.write(self._index, keys, values)
-
-    # The forward passes a 4D mask and positions, so most models never call these.
-    def get_seq_length(self) -> int:
-        return self._rows.view
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._rows.view, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
 class KVRows(Rows, Cache):
     """Keys and values as transformers' ``Cache``: the model writes into the rows and reads them."""
 
     def __init__(self, shape: KVShape, pool: KVPool) -> None:
         Rows.__init__(self, pool)
-        Cache.__init__(self, layers=[_RowLayer(self, i) for i in range(shape.layers)])
+        Cache.__init__(self, layers=[])
         self.shape = shape
         self._keys, self._values = self._empty(0, 0)
         # Set by begin(): where new tokens go, and how much of the rows is attended to.
         self._targets = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         self.view = 0
+
+    def __len__(self) -> int:
+        return self.shape.layers
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **more: object,
+    ) -> tuple[Tensor, Tensor]:
+        """``[batch, heads, new, dim]`` in; views ``[batch, heads, view, dim]`` out."""
+        return self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+
+    # The forward passes a 4D mask and positions, so most models never call these.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.view
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.view, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
 
     def begin(self, positions: Tensor, view: int) -> None:
         """Prepare a forward of new tokens at ``positions`` ``[batch, new]`` of the first rows."""
@@ -312,7 +304,7 @@ class KVRows(Rows, Cache):
     def _reallocate(self, rows: int, time: int) -> None:
         old = self._keys, self._values
         self._keys, self._values = self._empty(rows, time)
-        kept_rows, kept_time = min(self.count, rows), min(self.time, time)
+        kept_rows, kept_time = len(self.owners), min(self.time, time)
         for new, was in zip((self._keys, self._values), old, strict=True):
             new[:, :kept_rows, :, :kept_time] = was[:, :kept_rows, :, :kept_time]
 

@@ -1,4 +1,4 @@
-"""Decoder of the Llama family (Llama, Qwen2, Qwen3, ...) in few operations, for one forward.
+"""Forward strategy for the Llama family (Llama, Qwen2, Qwen3, ...) on a CPU, in few operations.
 
 Knows the modules that such a model has, and a KVRows; not requests, adapters or other families.
 
@@ -22,7 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agentrl_trainer.inference.batched_forward import BatchedForward
 from agentrl_trainer.inference.kv_cache import KVRows
+from agentrl_trainer.models.loading import BaseModel
+
+BLOCK = 16
+"""Rows that a decode step attends over together, as far as the longest of them."""
+_WORTH = 1024
+"""Padding tokens that must be saved for a block to be computed by itself."""
 
 _PARTS = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -37,7 +44,6 @@ _PACK_FROM_ROWS = 16
 _PACK_BELOW = 50_000_000
 """Models of fewer parameters hold their weights a second time, in oneDNN's order."""
 _onednn = torch.ops.mkldnn
-_PRIVATE = ("_reorder_linear_weight", "_linear_pointwise")
 
 
 class FusedLinear:
@@ -78,7 +84,8 @@ def can_pack(model: PreTrainedModel) -> bool:
     return (
         model.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
-        and all(hasattr(_onednn, name) for name in _PRIVATE)
+        and hasattr(_onednn, "_reorder_linear_weight")
+        and hasattr(_onednn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and sum(p.numel() for p in model.parameters()) < _PACK_BELOW
     )
@@ -99,47 +106,46 @@ class RmsNorm:
         return torch.div(x, torch.hypot(length, self._least)).mul_(self._weight)
 
 
-class LlamaCpuDecoder:
-    """``(rows, ids, positions, mask) -> logits [B, vocabulary]`` after each row's last column.
+class LlamaCpuForward(BatchedForward):
+    """Applies to float32 models made of the Llama family's parts, as long as nothing but the
+    weights of their linear layers changes.
 
     Raises:
-        ValueError: the model has a part that this decoder does not know.
+        ValueError: the model has a part that is not known here.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        decoder = cast(Any, model.get_decoder())
-        if why := unknown_part(model, decoder):
-            raise ValueError(why)
+    def __init__(self, base: BaseModel, options: dict[str, Any]) -> None:
+        super().__init__(base, options)
+        self._adds_mask = True
+        decoder = cast(Any, base.model.get_decoder())
+        require_known_parts(base.model, decoder)
         first = decoder.layers[0].self_attn
-        self.dim: int = first.head_dim
-        self.queries = first.q_proj.out_features // self.dim
-        self.keys = first.k_proj.out_features // self.dim
-        self._eps: float = model.config.get_text_config().rms_norm_eps
+        self._dim: int = first.head_dim
+        self._queries = first.q_proj.out_features // self._dim
+        self._keys = first.k_proj.out_features // self._dim
+        self._eps: float = base.model.config.get_text_config().rms_norm_eps
         self._scaling: float = first.scaling
         self._embedding: Tensor = decoder.embed_tokens.weight.data
         self._rotary = decoder.rotary_emb
         self._angles = (torch.empty(0), torch.empty(0))
-        self._norms = [
-            (
-                RmsNorm(layer.input_layernorm.weight.data, self._eps),
-                self._head_norm(layer.self_attn),
-                RmsNorm(layer.post_attention_layernorm.weight.data, self._eps),
-            )
-            for layer in decoder.layers
-        ]
         self._last_norm = RmsNorm(decoder.norm.weight.data, self._eps)
-        self._packed = can_pack(model)
+        self._norms: list[tuple[RmsNorm, RmsNorm | None, RmsNorm]] = []
         groups: list[list[nn.Linear]] = []
-        for attention, mlp in ((layer.self_attn, layer.mlp) for layer in decoder.layers):
+        for layer in decoder.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            around = (layer.input_layernorm, layer.post_attention_layernorm)
+            before_attention, before_mlp = (RmsNorm(n.weight.data, self._eps) for n in around)
+            self._norms.append((before_attention, self._head_norm(attention), before_mlp))
             groups += [
                 [attention.q_proj, attention.k_proj, attention.v_proj],
                 [attention.o_proj],
                 [mlp.gate_proj, mlp.up_proj],
                 [mlp.down_proj],
             ]
-        groups.append([cast(nn.Linear, model.get_output_embeddings())])
-        names = {module: name for name, module in model.named_modules()}
+        groups.append([cast(nn.Linear, base.model.get_output_embeddings())])
+        names = {module: name for name, module in base.model.named_modules()}
         self._groups = [[names[linear] for linear in group] for group in groups]
+        self._packed = can_pack(base.model)
         self.base_products = [self._fuse(group) for group in groups]
         """The base model's: four a layer, by common input, and the head."""
         self.products = self.base_products
@@ -172,34 +178,32 @@ class LlamaCpuDecoder:
         """Of queries and keys together, weights ``[H + G, D]``."""
         if not hasattr(attention, "q_norm"):
             return None
-        queries = attention.q_norm.weight.data.expand(self.queries, self.dim)
-        keys = attention.k_norm.weight.data.expand(self.keys, self.dim)
+        queries = attention.q_norm.weight.data.expand(self._queries, self._dim)
+        keys = attention.k_norm.weight.data.expand(self._keys, self._dim)
         return RmsNorm(torch.cat([queries, keys]), self._eps)
 
-    def __call__(
+    def _logits(
         self,
         rows: KVRows,
         ids: Tensor,
         positions: Tensor,
-        mask: Tensor,
-        blocks: list[tuple[int, int]],
+        mask: Tensor | None,
+        starts: Sequence[int],
     ) -> Tensor:
-        """Run ``ids`` and ``positions`` [B, T] with an additive ``mask`` [B, 1, T, view].
-
-        ``blocks``, if T is 1: each block's first row, and how many keys its rows see at most.
-        """
+        assert mask is not None
         batch, new = ids.shape
+        blocks = split_blocks(starts, rows.view) if new == 1 else []
         cos, sin = self._rotation(positions.flatten(), rows.view)
         hidden = F.embedding(ids.flatten(), self._embedding)
         for index, (before_attention, of_heads, before_mlp) in enumerate(self._norms):
             qkv, out, gate_up, down = self.products[4 * index : 4 * index + 4]
-            x = qkv(before_attention(hidden)).view(batch * new, -1, self.dim)
-            qk, v = x[:, : self.queries + self.keys], x[:, self.queries + self.keys :]
+            x = qkv(before_attention(hidden)).view(batch * new, -1, self._dim)
+            qk, v = x[:, : self._queries + self._keys], x[:, self._queries + self._keys :]
             if of_heads is not None:
                 qk = of_heads(qk)
             # Rolling by half is rotate_half but for the sign, which is in ``sin``.
-            qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
-            q, k = qk[:, : self.queries], qk[:, self.queries :]
+            qk = torch.addcmul(qk * cos, qk.roll(self._dim // 2, -1), sin)
+            q, k = qk[:, : self._queries], qk[:, self._queries :]
             k, v = k.unflatten(0, (batch, new)), v.unflatten(0, (batch, new))
             keys, values = rows.write(index, k, v)
             hidden = out.plus(self._attend(q, keys, values, mask, blocks), hidden)
@@ -209,22 +213,25 @@ class LlamaCpuDecoder:
         return self.products[-1](self._last_norm(last))
 
     def _attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, blocks: list[tuple[int, int]]
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        blocks: list[tuple[int, int, int]],
     ) -> Tensor:
         """[B * T, H * D], of queries [B * T, H, D], keys and values [B, G, view, D]."""
-        batch, new = len(keys), mask.shape[2]
-        if new == 1:
-            ends = [first for first, _ in blocks[1:]] + [batch]
+        if blocks:
             parts = [
                 self._attend_one(q[a:b], keys[a:b, :, :view], values[a:b, :, :view], mask[a:b])
-                for (a, view), b in zip(blocks, ends, strict=True)
+                for a, b, view in blocks
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        q = q.view(batch, new, self.queries, self.dim).transpose(1, 2)
+        q = q.view(len(keys), -1, self._queries, self._dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q, keys, values, mask, scale=self._scaling, enable_gqa=True
         )
-        return out.transpose(1, 2).reshape(batch * new, -1)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """The same for one new token per row.
@@ -233,7 +240,7 @@ class LlamaCpuDecoder:
         takes a third longer for so few of them.
         """
         batch, groups, view, _ = keys.shape
-        q = q.reshape(batch * groups, -1, self.dim)
+        q = q.reshape(batch * groups, -1, self._dim)
         mask = mask[..., :view].expand(batch, groups, 1, view).flatten(0, 1)
         scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), alpha=self._scaling)
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, -1)
@@ -243,23 +250,38 @@ class LlamaCpuDecoder:
         if end > len(self._angles[0]):
             at = torch.arange(-(-end // _STEP) * _STEP, device=positions.device)
             cos, sin = (x[0] for x in self._rotary(self._embedding, at[None]))
-            half = self.dim // 2
+            half = self._dim // 2
             signed = torch.cat([-sin[:, :half], sin[:, half:]], -1)
             self._angles = (cos[:, None].contiguous(), signed[:, None])
         cos, sin = self._angles
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
 
-def unknown_part(model: PreTrainedModel, decoder: Any) -> str | None:
-    """Name what the decoder does not know and a trial over few tokens might not show."""
+def split_blocks(lengths: Sequence[int], view: int) -> list[tuple[int, int, int]]:
+    """Return (first row, end, tokens to attend to) of blocks of rows, longer from one to the next.
+
+    ``lengths``: tokens of each row before the new one; every ``BLOCK`` rows are at most as long as
+    the next ones.
+    """
+    found: list[tuple[int, int, int]] = []
+    end, reach = len(lengths), view
+    for start in range((end - 1) // BLOCK * BLOCK, 0, -BLOCK):
+        before = max(lengths[:start]) + 1
+        if (reach - before) * start >= _WORTH:
+            found.append((start, end, reach))
+            end, reach = start, before
+    return [(0, end, reach), *reversed(found)]
+
+
+def require_known_parts(model: PreTrainedModel, decoder: Any) -> None:
+    """Refuse what the forward does not know and a trial over few tokens might not show."""
     outer = {"embed_tokens", "layers", "norm", "rotary_emb"}
     if decoder is None or {name for name, _ in decoder.named_children()} != outer:
-        return "its decoder has other parts"
+        raise ValueError("its decoder has other parts")
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
-        return "its rotary embedding depends on the length"
+        raise ValueError("its rotary embedding depends on the length")
     for layer in decoder.layers:
         own = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
         if own not in (_PARTS, _PARTS | _HEAD_NORMS):
-            return "its layers have other parts"
-    return None
+            raise ValueError("its layers have other parts")

@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from agentrl_trainer.inference.kv_cache import KVPool, KVShape, Rows, Stored
+from agentrl_trainer.inference.kv_cache import KVPool, Rows, Stored
 from agentrl_trainer.models.loading import BaseModel
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
@@ -46,22 +46,16 @@ class RowState(Stored):
     name: str = ""
     cache: Any = None
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     @property
     def cost(self) -> int:
-        return len(self) + _FIXED_COST
-
-    def usable(self, length: int) -> int:
-        return len(self) if len(self) <= length else 0
+        return len(self.tokens) + _FIXED_COST
 
     def copied(self) -> RowState:
         return RowState(list(self.tokens), self.name, copy.deepcopy(self.cache))
 
 
 class StateRows(Rows):
-    """``count`` states; ``rows`` and ``time`` are what the pool is charged."""
+    """A state per row; ``rows`` and ``time`` are what the pool is charged."""
 
     parts = False
 
@@ -69,17 +63,17 @@ class StateRows(Rows):
         super().__init__(pool)
         self.states: list[RowState] = []
 
-    def append(self) -> int:
-        row = super().append()
-        self.scrub(row)
+    def append(self, owner: Any) -> int:
+        row = super().append(owner)
+        self.states[row:] = [RowState()]
         return row
 
-    def move(self, row: int, to: int, length: int) -> None:
-        self.states[to], self.states[row] = self.states[row], RowState()
+    def move(self, row: int, to: int) -> None:
+        self.owners[to], self.states[to] = self.owners[row], self.states[row]
 
     def load(self, row: int, source: Stored, length: int) -> None:
         assert isinstance(source, RowState)
-        assert len(source) == length
+        assert len(source.tokens) == length
         self.states[row] = source.copied()
 
     def peek(self, row: int, length: int) -> RowState:
@@ -89,7 +83,7 @@ class StateRows(Rows):
         self.states[row] = RowState()
 
     def _reallocate(self, rows: int, time: int) -> None:
-        self.states = [*self.states[: self.count], *(RowState() for _ in range(rows - self.count))]
+        del self.states[len(self.owners) :]
 
 
 class RowByRowForward:
@@ -113,24 +107,20 @@ class RowByRowForward:
     def new_rows(self, pool: KVPool) -> Rows:
         return StateRows(pool)
 
-    def __call__(
-        self, rows: Rows, chunks: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> torch.Tensor:
+    def __call__(self, rows: Rows, chunks: list[list[int]], starts: Sequence[int]) -> torch.Tensor:
         states = cast(StateRows, rows).states
-        assert [len(state) for state in states[: len(chunks)]] == [*starts]
-        return torch.stack(
-            [self._advance(state, [*chunk]) for state, chunk in zip(states, chunks, strict=False)]
-        )
+        assert [len(state.tokens) for state in states[: len(chunks)]] == [*starts]
+        pairs = zip(states, chunks, strict=False)
+        return torch.stack([self._advance(state, chunk) for state, chunk in pairs])
 
     def _advance(self, state: RowState, chunk: list[int]) -> torch.Tensor:
         """Append ``chunk`` to the state's tokens; returns logits ``[vocab]`` after it."""
         caches = self.past is not Past.NONE
+        steps = self.past is Past.STEPS and bool(state.tokens)
         whole = [*state.tokens, *chunk]
-        parts = [chunk]
-        if not caches or (self.past is Past.STEPS and len(state) and len(chunk) > _FEW):
+        parts = [[token] for token in chunk] if steps else [chunk]
+        if not caches or (steps and len(chunk) > _FEW):
             state.cache, parts = None, [whole]
-        elif self.past is Past.STEPS and len(state):
-            parts = [[token] for token in chunk]
         output: Any = None
         for part in parts:
             ids = torch.tensor([part], device=self._base.device)
@@ -145,9 +135,8 @@ class RowByRowForward:
         return output.logits[0, -1]
 
     @cached_property
-    def shape(self) -> KVShape:
-        """Memory that a token of a row costs, as if it were keys: the fixed part of a state is
-        spread over ``_FIXED_COST`` tokens."""
+    def bytes_per_token(self) -> int:
+        """The fixed part of a state is spread over ``_FIXED_COST`` tokens."""
         state = RowState()
         sizes: list[int] = []
         with torch.inference_mode():
@@ -156,18 +145,11 @@ class RowByRowForward:
                 sizes.append(tensor_bytes(state.cache))
         each = max(0, sizes[1] - sizes[0]) // 16
         fixed = max(0, sizes[1] - 32 * each)
-        dtype = self._base.dtype
-        elements = max(1, (each + -(-fixed // _FIXED_COST)) // dtype.itemsize)
-        return KVShape(1, 1, elements, 0, dtype, self._base.device)
+        return max(self._base.dtype.itemsize, each + -(-fixed // _FIXED_COST))
 
 
-def tensor_bytes(held: Any) -> int:
+def tensor_bytes(cache: Any) -> int:
     """Return the bytes of all tensors in a cache, whatever its class."""
-    if isinstance(held, torch.Tensor):
-        return held.nbytes
-    if isinstance(held, dict):
-        return sum(map(tensor_bytes, cast(dict[Any, Any], held).values()))
-    if isinstance(held, (list, tuple)):
-        return sum(map(tensor_bytes, cast(Sequence[Any], held)))
-    ours = type(held).__module__.startswith("transformers.") and hasattr(held, "__dict__")
-    return tensor_bytes(vars(held)) if ours and not isinstance(held, PreTrainedConfig) else 0
+    copies: dict[int, Any] = {}
+    copy.deepcopy(cache, copies)
+    return sum(x.nbytes for x in copies.values() if isinstance(x, torch.Tensor))

@@ -124,8 +124,8 @@ class SampleRequest:
     """Called on the engine's thread; it must return at once."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Counters:
+@dataclass(slots=True)
+class SamplerStats:
     prefill_tokens: int = 0
     """Prompt tokens computed."""
     reused_tokens: int = 0
@@ -137,14 +137,10 @@ class Counters:
     """Adapter versions loaded."""
     preemptions: int = 0
     """Sequences sent back to the queue because keys and values outgrew their budget."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SamplerStats(Counters):
-    running: int
+    running: int = 0
     """Sequences in the batch, prefilling ones included."""
-    waiting: int
+    waiting: int = 0
     """Sequences in the queue."""
-    kv_tokens: int
+    kv_tokens: int = 0
     """Tokens of key/value storage allocated, prefix cache included."""
-    kv_budget: int
+    kv_budget: int = 0

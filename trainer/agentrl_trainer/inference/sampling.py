@@ -10,7 +10,7 @@ those of the raw logits, so a forced token's may be very low.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,22 +21,12 @@ from agentrl_trainer.inference.requests import SampleParams
 _BLOCK = 64
 
 
-class Uniforms:
-    """The uniform numbers of one sequence: a function of the key and the step only."""
-
-    def __init__(self, *key: int) -> None:
-        entropy = [part & 0xFFFFFFFFFFFFFFFF for part in key]
-        self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
-        self._block: list[float] = []
-        self._next = 0
-
-    def next(self) -> float:
-        """Return a number in [0, 1). A call of numpy costs as much as a whole block of them."""
-        if self._next == len(self._block):
-            self._block = self._generator.random(_BLOCK).tolist()
-            self._next = 0
-        self._next += 1
-        return self._block[self._next - 1]
+def uniforms(*key: int) -> Iterator[float]:
+    """Yield the numbers in [0, 1) of one sequence: a function of the key and the step only."""
+    entropy = [part & 0xFFFFFFFFFFFFFFFF for part in key]
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+    while True:  # a call of numpy costs as much as a whole block of numbers
+        yield from generator.random(_BLOCK).tolist()
 
 
 @dataclass(slots=True)
@@ -73,16 +63,16 @@ class Picked:
 def pick(
     logits: torch.Tensor,
     params: Sequence[SampleParams],
-    uniforms: Sequence[Uniforms],
+    numbers: Sequence[Iterator[float]],
     steering: Steering | None = None,
 ) -> Picked:
-    """Sample one token per row of ``logits`` ``[rows, vocab]``.
+    """Sample one token per row of ``logits`` ``[rows, vocab]``, with the row's next uniform number.
 
     Log-probabilities are of the raw logits in float32, before steering, temperature and filters.
     """
     logits = logits.float()
     u = torch.tensor(  # a greedy row consumes no number
-        [0.0 if p.temperature == 0 else s.next() for p, s in zip(params, uniforms, strict=True)],
+        [0.0 if p.temperature == 0 else next(u) for p, u in zip(params, numbers, strict=True)],
         dtype=torch.float64,
         device=logits.device,
     )

@@ -23,11 +23,11 @@ from agentrl_trainer.inference.forward import Forward, Scorer
 from agentrl_trainer.inference.grammar import Grammars
 from agentrl_trainer.inference.kv_cache import KVPool
 from agentrl_trainer.inference.requests import (
-    Counters,
     Event,
     Finished,
     FinishReason,
     RequestError,
+    SamplerStats,
     Scored,
     Token,
 )
@@ -47,7 +47,7 @@ class Scheduler:
     max_batch: int
     prefill_chunk: int
     waiting: deque[Sequence] = field(default_factory=deque)
-    count: Counters = field(default_factory=Counters)
+    count: SamplerStats = field(default_factory=SamplerStats)
     current: dict[str | None, Lane] = field(init=False)
     """Adapter name to the lane that new sequences join; None is the base model."""
     lanes: list[Lane] = field(init=False)
@@ -91,10 +91,12 @@ class Scheduler:
             self._retire()
 
     def _retire(self) -> None:
-        """Free superseded versions without sequences."""
-        for lane in [x for x in self.lanes if not x.current and not x.users]:
-            lane.clear()
+        """Free superseded versions without sequences, preempted ones included."""
+        for lane in [x for x in self.lanes if not x.current]:
+            if lane.resident or any(s.lane is lane for s in self.waiting):
+                continue
             self.lanes.remove(lane)
+            lane.clear()
             if lane.weights is not None:
                 self.weights.drop(lane.weights)
 
@@ -104,12 +106,7 @@ class Scheduler:
         if lane is None:
             raise RequestError("unknown_adapter", f"no adapter {adapter!r} is loaded")
         self.weights.activate(lane.weights)
-        return [
-            Scored(
-                logprobs, self.scorer.likeliest(row, top) if top else [[]] * len(row), lane.version
-            )
-            for row, logprobs in zip(rows, self.scorer.logprobs(rows), strict=True)
-        ]
+        return self.scorer(rows, top, lane.version)
 
     # -- a round --------------------------------------------------------------------------------
 
@@ -188,7 +185,6 @@ class Scheduler:
             if seq.lane is None:
                 seq.lane = lane
                 seq.admitted = next(self._admissions)
-                lane.users += 1
             running += 1
         self.waiting.extendleft(reversed(passed))
 
@@ -282,8 +278,6 @@ class Scheduler:
             return
         seq.done = True
         seq.failed = reason == "error"
-        if seq.lane is not None:
-            seq.lane.users -= 1
         mass = None if seq.grammar is None else seq.grammar.log_mass
         self._deliver(seq, Finished(seq.index, reason, error, stop, seq.reused, mass))
 

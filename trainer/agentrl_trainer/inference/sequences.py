@@ -8,6 +8,7 @@ changes version, and a superseded version disappears with its lane.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,12 +17,11 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from agentrl_trainer.inference.adapter_swap import PreparedAdapter
-from agentrl_trainer.inference.batched_forward import BLOCK
 from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
 from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
+from agentrl_trainer.inference.llama_cpu import BLOCK
 from agentrl_trainer.inference.requests import SampleRequest
-from agentrl_trainer.inference.sampling import Uniforms
 from agentrl_trainer.models.prefix_attention import common_prefix
 
 _OVERHEAD_TOKENS = 256
@@ -40,7 +40,7 @@ class Sequence:
     """Prompt and answer so far."""
     limit: int
     """Length at which it ends, prompt included."""
-    uniforms: Uniforms
+    uniforms: Iterator[float]
     stops: StopStrings | None
     grammar: GrammarState | None = None
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -54,6 +54,11 @@ class Sequence:
     done: bool = False
     failed: bool = False
     """Its keys and values may be wrong, even NaN, and must not be reused."""
+
+    @property
+    def held(self) -> int:
+        """Tokens whose keys and values are in its row: all but the last."""
+        return len(self.tokens) - 1
 
 
 class StopStrings:
@@ -92,7 +97,7 @@ class Prefill:
 
     tokens: list[int]
     sequences: list[Sequence]
-    computed: int
+    held: int
     """How many leading tokens have their keys and values in the row."""
 
 
@@ -107,22 +112,20 @@ class Lane:
     pool: KVPool
     current: bool = True
     """False once a newer version took its place: it only finishes what it has."""
-    users: int = 0
-    """Sequences bound to this lane, preempted ones included."""
-    jobs: list[Prefill] = field(default_factory=list)
-    """Row i of ``filling`` belongs to job i."""
-    decoding: list[Sequence] = field(default_factory=list)
-    """Row i of ``rows`` belongs to sequence i, and holds all its tokens but the last.
+    filling: Rows = field(init=False)
+    rows: Rows = field(init=False)
+    jobs: list[Prefill] = field(init=False)
+    """They own the rows of ``filling``."""
+    decoding: list[Sequence] = field(init=False)
+    """They own the rows of ``rows``.
 
     Every ``BLOCK`` rows are at most as long as the next ones. Rows grow together, which keeps that
     order, and attention over a block of short rows need not look as far as the longest row.
     """
-    filling: Rows = field(init=False)
-    rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.filling = self.forward.new_rows(self.pool)
-        self.rows = self.forward.new_rows(self.pool)
+        self.filling, self.rows = (self.forward.new_rows(self.pool) for _ in range(2))
+        self.jobs, self.decoding = self.filling.owners, self.rows.owners
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -136,23 +139,23 @@ class Lane:
 
     def find_source(self, tokens: list[int]) -> tuple[int, Stored | None]:
         """Find the longest stored prefix of ``tokens``, short of its last (which needs logits)."""
-        length, source, used = 0, None, None
+        length, source = 0, None
         held: list[tuple[list[int], int, Prefix | Rows, int]] = [
             *((e.tokens, len(e.tokens), e, 0) for e in self.pool.prefixes(self)),
-            *((s.tokens, len(s.tokens) - 1, self.rows, i) for i, s in enumerate(self.decoding)),
-            *((j.tokens, j.computed, self.filling, i) for i, j in enumerate(self.jobs)),
+            *((s.tokens, s.held, self.rows, i) for i, s in enumerate(self.decoding)),
+            *((j.tokens, j.held, self.filling, i) for i, j in enumerate(self.jobs)),
         ]
         for have, computed, place, row in held:
             size = min(_beats(have, tokens, length), computed, len(tokens) - 1)
-            if size > length:
-                kv = place.kv if isinstance(place, Prefix) else place.peek(row, size)
-                if kv.usable(size) > length:
-                    length, source, used = kv.usable(size), kv, place
-        if length < MIN_PREFIX:
+            if size > length and (self.rows.parts or size == computed):
+                length, source = size, (place, row)
+        if source is None or length < MIN_PREFIX:
             return 0, None
-        if isinstance(used, Prefix):
-            self.pool.touch(used)
-        return length, source
+        place, row = source
+        if isinstance(place, Rows):
+            return length, place.peek(row, length)
+        self.pool.touch(place)
+        return length, place.kv
 
     def worth_waiting(self, tokens: list[int], have: int) -> bool:
         """Whether a running prefill will soon offer a much longer prefix than ``have``."""
@@ -174,10 +177,9 @@ class Lane:
         longest = max([len(seq.tokens), *(len(j.tokens) for j in self.jobs)])
         if not self.filling.reserve(len(self.jobs) + 1, longest, force=force):
             return False
-        row = self.filling.append()
+        row = self.filling.append(Prefill(list(seq.tokens), [seq], computed))
         if source is not None:
             self.filling.load(row, source, computed)
-        self.jobs.append(Prefill(list(seq.tokens), [seq], computed))
         return True
 
     # -- computing ------------------------------------------------------------------------------
@@ -189,12 +191,12 @@ class Lane:
         they keep their rows until ``finish_prefill``.
         """
         jobs = self.jobs[:most_tokens]
-        size = _chunk_size([len(j.tokens) - j.computed for j in jobs], most_tokens)
-        chunks = [j.tokens[j.computed : j.computed + size] for j in jobs]
-        logits = self.forward(self.filling, chunks, [j.computed for j in jobs])
+        size = _chunk_size([len(j.tokens) - j.held for j in jobs], most_tokens)
+        chunks = [j.tokens[j.held : j.held + size] for j in jobs]
+        logits = self.forward(self.filling, chunks, [j.held for j in jobs])
         for job, chunk in zip(jobs, chunks, strict=True):
-            job.computed += len(chunk)
-        complete = [(j, logits[i]) for i, j in enumerate(jobs) if j.computed == len(j.tokens)]
+            job.held += len(chunk)
+        complete = [(j, logits[i]) for i, j in enumerate(jobs) if j.held == len(j.tokens)]
         return sum(map(len, chunks)), complete
 
     def finish_prefill(self, job: Prefill, *, force: bool) -> list[Sequence]:
@@ -231,56 +233,40 @@ class Lane:
     def leave(self, seq: Sequence, *, keep: bool = True) -> None:
         """Remove a decoding sequence; ``keep`` its prefix for later prompts."""
         row = self.decoding.index(seq)
-        length = len(seq.tokens) - 1
         if seq.failed:
             self.rows.scrub(row)
         elif keep and self.current:
-            self.pool.keep(self, seq.tokens[:length], self.rows.peek(row, length))
+            self.pool.keep(self, seq.tokens[:-1], self.rows.peek(row, seq.held))
         # The shortest row of each later block moves one block down, the last row into the hole.
         for start in range(row - row % BLOCK + BLOCK, len(self.decoding), BLOCK):
-            row = self._move(min(self._block(start), key=self._length), row)
-        last = self.decoding.pop()
-        self.rows.remove(row, len(last.tokens) - 1)
-        if row < len(self.decoding):
-            self.decoding[row] = last
+            shortest = min(self._block(start), key=lambda at: self.decoding[at].held)
+            self.rows.move(shortest, row)
+            row = shortest
+        self.rows.remove(row)
 
     def _join(self, seq: Sequence, kv: Stored) -> None:
         """Give ``seq`` a row; ``kv`` holds all its tokens but the last."""
-        row = self.rows.append()
-        self.decoding.append(seq)
+        row = self.rows.append(seq)
         # The longest row of each earlier block that is longer moves one block up.
         for start in range(row - row % BLOCK - BLOCK, -1, -BLOCK):
-            longest = max(self._block(start), key=self._length)
-            if self._length(longest) <= len(kv):
+            longest = max(self._block(start), key=lambda at: self.decoding[at].held)
+            if self.decoding[longest].held <= seq.held:
                 break
-            row = self._move(longest, row)
-        self.rows.load(row, kv, len(kv))
+            self.rows.move(longest, row)
+            row = longest
+        self.rows.load(row, kv, seq.held)
         self.decoding[row] = seq
 
     def _block(self, start: int) -> range:
         return range(start, min(start + BLOCK, len(self.decoding)))
 
-    def _length(self, row: int) -> int:
-        return len(self.decoding[row].tokens) - 1
-
-    def _move(self, row: int, to: int) -> int:
-        """Move a row; returns ``row``, which is free then."""
-        self.rows.move(row, to, self._length(row))
-        self.decoding[to] = self.decoding[row]
-        return row
-
     def drop_job(self, job: Prefill) -> None:
         row = self.jobs.index(job)
         if any(seq.failed for seq in job.sequences):
             self.filling.scrub(row)
-        last = self.jobs.pop()
-        self.filling.remove(row, last.computed)
-        if last is not job:
-            self.jobs[row] = last
+        self.filling.remove(row)
 
     def clear(self) -> None:
-        self.jobs.clear()
-        self.decoding.clear()
         self.filling.free()
         self.rows.free()
 

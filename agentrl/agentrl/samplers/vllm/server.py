@@ -75,7 +75,7 @@ class VllmServer(SupervisedProcess):
         while not self._listens():
             if self.restarts >= 2 or waiting.seconds > _START_TIMEOUT_S:
                 raise RuntimeError(f"vLLM does not start; the end of {self.log}:\n{log_tail()}")
-            waiting.still(lambda: f"vLLM starts since {waiting.seconds:.0f} s: {log_tail(1)}")
+            waiting.still(lambda: f"vLLM is starting ({waiting.seconds:.0f} s) {log_tail(1)}")
             time.sleep(_POLL_S)
 
     def _listens(self) -> bool:
