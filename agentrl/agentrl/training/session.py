@@ -189,7 +189,7 @@ class Session:
                     f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
-                lambda: f"the gateway starts since {waiting.seconds:.0f} s: {gateway.log_tail(1)}"
+                lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"
             )
             time.sleep(_POLL_S)
         return health
