@@ -295,7 +295,7 @@ def logprob_entries(
     """
     entries: list[dict[str, Any]] = []
     for i, token_id in enumerate(ids):
-        if hidden or not renderer.is_hidden(token_id):
+        if hidden or token_id not in renderer.hidden:
             entry = _token(renderer, token_id, logprobs[i])
             top = tops[i] if i < len(tops) else ()
             entry["top_logprobs"] = [_token(renderer, *pair) for pair in top]

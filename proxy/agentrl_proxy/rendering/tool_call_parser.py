@@ -155,7 +155,7 @@ class ReplyParser:
         """Take a piece of text, and parse it unless no delimiter has begun so far."""
         self._raw += text
         if self._marks is not None:
-            if not any(char in text for char in self._marks):
+            if self._marks.isdisjoint(text):
                 return True
             self._marks, text = None, self._raw
         self._parse(text)
@@ -268,18 +268,18 @@ def _literals(part: dict[str, Any], key: str) -> list[str]:
     return [literals] if isinstance(literals, str) else literals
 
 
-def _first_characters(spec: dict[str, Any]) -> str | None:
-    found = ""
+def _first_characters(spec: dict[str, Any]) -> frozenset[str] | None:
+    found: set[str] = set()
     for part in spec["fields"].values():
         for key in ("open", "close"):
-            found += "".join(literal[0] for literal in _literals(part, key))
+            found |= {literal[0] for literal in _literals(part, key)}
             pattern = part.get(f"{key}_pattern")
             if pattern is not None:
                 start = pattern.removeprefix(r"\s*").lstrip("\\(?:")
                 if not start or start[0] not in "<[{|":
                     return None
-                found += start[0]
-    return "".join(sorted(set(found)))
+                found.add(start[0])
+    return frozenset(found)
 
 
 PLAIN_TEXT = ReplyTemplate({"fields": {}}, "")
