@@ -78,7 +78,6 @@ def attempt(shared_gateway: Running, tmp_path: Path) -> Callable[..., Trace]:
         assert done.returncode == 0, done.stderr[-3000:]
         report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         assert report["state"] == "succeeded", done.stderr[-3000:]
-        assert not report["incomplete"]
         rollout, store = claim.rollout_id, gateway.store
         found = Trace(gateway.calls(claim), store.spans(rollout), store.rewards([rollout]))
         assert len({span.trace_id for span in found.spans.values()}) == 1
