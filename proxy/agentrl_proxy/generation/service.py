@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDependencies
+from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
 from agentrl_proxy.errors import context_length_exceeded, invalid, model_not_found, unavailable
 from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
 from agentrl_proxy.protocols import chat_objects
@@ -34,7 +34,6 @@ from agentrl_proxy.requests.recording import (
 )
 from agentrl_proxy.sampler import DecodingParams, PromptScorer
 from agentrl_proxy.server.sse import Write
-from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
