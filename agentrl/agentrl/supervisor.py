@@ -77,9 +77,7 @@ class SupervisedProcess:
 
     @property
     def pid(self) -> int:
-        pid = self._process.pid
-        assert pid is not None
-        return pid
+        return self._process.pid or 0
 
     def spawn(self, fork: Callable[[], None] | None = None) -> Self:
         """Start the process without supervision, which starts a thread.
@@ -180,10 +178,8 @@ def end_with_parent() -> None:
 
 def _wait(process: subprocess.Popen[bytes] | ForkProcess) -> int | None:
     if isinstance(process, subprocess.Popen):
-        code = process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-        return code
+        with process:  # closes its standard input at last
+            return process.wait()
     process.join()
     return process.exitcode
 

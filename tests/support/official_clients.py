@@ -19,8 +19,8 @@ CALL = '<tool_call>\n{"name":"search",  "arguments": {"q": "köln", "k":3}}\n</t
 
 def client(gateway: Running, claim: Claim | None = None, **more: Any) -> openai.OpenAI:
     claim = claim or gateway.claims[0]
-    settings = {"api_key": claim.key, "max_retries": 0, "timeout": 30}
-    return openai.OpenAI(base_url=gateway.base_url(claim), **(settings | more))
+    settings: dict[str, Any] = {"base_url": gateway.base_url(claim), "api_key": claim.key}
+    return openai.OpenAI(**(settings | {"max_retries": 0, "timeout": 30} | more))
 
 
 def claude(gateway: Running, claim: Claim | None = None, **more: Any) -> anthropic.Anthropic:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from gateway_client import ask
 from local_server import LocalServer
 from scripted_sampler import Running
 
@@ -30,12 +31,11 @@ def asking(start: Any, upstream: FaultyServer, model: str = "openai/x", **more: 
     return start(provider_models={"answerer": other}, **deps)
 
 
-def post_to(gateway: Running, path: str = "chat/completions", **body: Any) -> httpx.Response:
-    """Ask the model ``answerer`` as the first rollout."""
-    claim = gateway.claims[0]
-    asked = {"model": "answerer", "messages": [{"role": "user", "content": "h"}], **body}
-    headers = {"authorization": f"Bearer {claim.key}"}
-    return httpx.post(f"{gateway.base_url(claim)}/{path}", json=asked, headers=headers, timeout=60)
+def post_to(
+    gateway: Running, path: str = "chat/completions", model: str = "answerer", **body: Any
+) -> httpx.Response:
+    """Ask a provider's model as the first rollout."""
+    return ask(gateway, path, model=model, **body)
 
 
 class FaultyServer(LocalServer):

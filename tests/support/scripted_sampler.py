@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from store_records import enqueue
@@ -114,7 +114,7 @@ class Running:
 
     @property
     def stats(self) -> dict[str, Any]:
-        return self.app.state.gateway.stats.as_dict()
+        return asdict(self.app.state.gateway.stats)
 
     def base_url(self, claim: Claim | None = None) -> str:
         return f"{self.url}/v1" if claim is None else f"{self.url}/rollouts/{claim.rollout_id}/v1"

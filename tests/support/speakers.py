@@ -13,13 +13,6 @@ from scripted_sampler import Running
 from agentrl_tracer.schemas import Claim
 
 CLAUDE_TOOL: Any = {"name": "search", "description": "looks things up", "input_schema": SCHEMA}
-BODIES: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": [{"role": "user", "content": "Say you are 7."}]},
-    "completions": {"prompt": "Say you are 7.", "max_tokens": 99},
-    "responses": {"input": "Say you are 7."},
-    "messages": {"messages": [{"role": "user", "content": "Say you are 7."}], "max_tokens": 99},
-}
-"""The shortest request of each path, without its model."""
 
 
 @dataclass

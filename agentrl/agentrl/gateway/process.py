@@ -203,16 +203,12 @@ def _log_failure(error: Exception) -> None:
 
     # Of SQLAlchemy's errors, only the driver's own words: the rest is a link.
     said = " ".join(str(getattr(error, "orig", None) or error).split())
+    unexpected = None
     if isinstance(error, SQLAlchemyError):
         said = f"store: {said}"
-    expected = isinstance(
-        error, ValueError | OSError | VllmError | SQLAlchemyError | httpx.HTTPError
-    )
-    log.critical(
-        "the gateway cannot start: %s",
-        said if expected else f"{type(error).__name__}: {said}",
-        exc_info=None if expected else error,
-    )
+    elif not isinstance(error, ValueError | OSError | VllmError | httpx.HTTPError):
+        said, unexpected = f"{type(error).__name__}: {said}", error
+    log.critical("the gateway cannot start: %s", said, exc_info=unexpected)
 
 
 def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | TinkerSampler, Any]:

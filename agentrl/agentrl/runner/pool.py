@@ -72,7 +72,6 @@ class Pool:
     def __init__(self, config: RunnerConfig, skip: Sequence[str]) -> None:
         self.config = config
         self.agent = parse_agent(config.agent)
-        self._deaths = 0
         self._skip = skip
         self._slots = [_Slot(i) for i in range(config.runners)]
         self._stopping = False
@@ -199,13 +198,10 @@ class Pool:
         code = child.kill()  # useless without its socket
         slot.child, slot.due = None, time.monotonic()
         if code != 0 and not self._stopping:
-            self._deaths += 1
             delay = slot.backoff.after(slot.due - child.started)
             slot.due += delay
-            logger.warning(
-                "runner %d (pid %d) ended with %d; number %d to die, again in %.1f s",
-                slot.index, child.pid, code, self._deaths, delay,
-            )  # fmt: skip
+            said = "runner %d (pid %d) ended with %d; another one follows in %.1f s"
+            logger.warning(said, slot.index, child.pid, code, delay)
         kill_children(keep=[other.pid for other in self._children])
 
     def _stop_workers(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import select
@@ -22,15 +23,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
+from urllib.request import ProxyHandler, build_opener
 
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.agent_process.attempts import run_attempts
 from agentrl.runner.agent_process.environment import storage_folder
 from agentrl.runner.agent_process.external_python import become
-from agentrl.runner.health_checks import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.schemas import AttemptState, CallState, Claim
@@ -41,6 +44,8 @@ logger = logging.getLogger("agentrl.runner")
 _GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _HEALTH_AGE_S = 1.0
+_GATEWAY_TIMEOUT_S = 5.0
+_LONGEST_SILENCE_S = 1.0
 
 P, T = ParamSpec("P"), TypeVar("T")
 
@@ -89,13 +94,9 @@ class Worker:
     def _on_sigterm(self, *_: object) -> None:
         self._stopping = True  # seen within a tick; raising here could tear a transaction
 
-    @property
-    def _full(self) -> bool:
-        return len(self._running) >= self._config.concurrency
-
     def _start_attempts(self) -> None:
         config, lease_s = self._config, self._config.lease_s
-        while not (self._stopping or self._retiring or self._full):
+        while len(self._running) < config.concurrency and not (self._stopping or self._retiring):
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
             if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
                 return
@@ -131,7 +132,8 @@ class Worker:
 
     def _listen(self) -> None:
         """Sleep until the agent or the pool says something, or something else is due."""
-        tick_s = _TICK_S if self._full or self._stopping else QueueWatch.TICK_S
+        full = len(self._running) == self._config.concurrency
+        tick_s = _TICK_S if full or self._stopping else QueueWatch.TICK_S
         soon = min((one.deadline for one in self._running.values()), default=float("inf"))
         timeout_s = min(tick_s, max(soon - time.monotonic(), 0.001))
         watched = [] if self._process is None else [self._process.socket]
@@ -232,7 +234,7 @@ class Worker:
         shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log = _keep_log(Path(self._config.log_of(claim)))
         state, error = ending.state, ending.error
-        if error is not None and (reason := self._fault_of_gateway(running, ending)):
+        if error is not None and (reason := self._fault_of_gateway(running, state)):
             state, error = AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {error}"
         deadline = time.monotonic() + self._config.lease_s
         while time.monotonic() < deadline:  # then the lease is lost, and the rollout runs again
@@ -244,18 +246,16 @@ class Worker:
                 time.sleep(_TICK_S)
         self._tell_pool({"ended": True, "modules": ending.modules})
 
-    def _fault_of_gateway(self, running: _RunningAttempt, ending: AttemptEnding) -> str | None:
+    def _fault_of_gateway(self, running: _RunningAttempt, state: AttemptState) -> str | None:
         """Return how the gateway, not the agent, made an attempt fail; None: it did not."""
-        if ending.state is AttemptState.INFRASTRUCTURE:
+        if state is AttemptState.INFRASTRUCTURE:
             return None  # it says more already
         boot_id = self._gateway.boot_id()
         if boot_id is None:
             return "the gateway does not answer"
         if boot_id != running.boot_id:
             return "the gateway was restarted meanwhile"
-        if ending.incomplete:
-            return "spans or rewards did not reach the gateway"
-        if ending.state is AttemptState.ERROR:
+        if state is AttemptState.ERROR:
             ids = [running.claim.attempt_id]
             for call in reversed(self._try_store(self._store.calls, attempt_ids=ids) or []):
                 status = call.params.get("provider_status", 0)
@@ -276,6 +276,74 @@ class Worker:
         except (SQLAlchemyError, OSError) as error:
             logger.warning("the store failed: %s", error)
             return None
+
+
+class GatewayProbe:
+    """Asks the gateway's ``/healthz`` whether it is well, and which boot of it answers."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/healthz"
+        self._opener = build_opener(ProxyHandler({}))
+        self._known: tuple[float, str | None] = (float("-inf"), None)
+
+    def boot_id(self, max_age_s: float = 0.0) -> str | None:
+        """Return the id of a healthy gateway's boot and of its sampler's, which may restart alone.
+
+        Returns None when the gateway is unreachable or unwell.
+        """
+        asked, boot_id = self._known
+        if boot_id is None or time.monotonic() - asked > max_age_s:
+            try:
+                with self._opener.open(self._url, timeout=_GATEWAY_TIMEOUT_S) as answer:
+                    health = json.load(answer)
+                boot_id = f"{health['boot_id']}-{health['recoveries']}"
+            except (OSError, HTTPException, ValueError, KeyError, TypeError):
+                boot_id = None
+            self._known = (time.monotonic(), boot_id)
+        return boot_id
+
+
+class QueueWatch:
+    """Tells when an idle worker should look at the queue again.
+
+    A look costs a transaction. With SQLite one ``stat`` of the write-ahead log tells whether the
+    store has changed: an idle worker looks at once when it has, and hardly ever when not. Where
+    the store changes all the time, looks that find nothing become rarer.
+    """
+
+    TICK_S = 0.05
+    _FIRST_S, _LONGEST_S = 0.02, 0.2
+
+    def __init__(self, store_url: str) -> None:
+        url = make_url(store_url)
+        sqlite = url.database if url.get_backend_name() == "sqlite" else None
+        self._files = [f"{sqlite}-wal", sqlite] if sqlite else []
+        self.found()
+
+    def due(self) -> bool:
+        """Tell whether to look now; the caller is expected to look at once."""
+        now, stamp = time.monotonic(), self._stamp()
+        # A write within the same tick of the file system's clock may leave no trace.
+        unchanged = stamp is not None and stamp == self._seen
+        if now - self._looked < (_LONGEST_SILENCE_S if unchanged else self._pause):
+            return False
+        # Taken before the look: what is written meanwhile counts as new.
+        self._looked, self._seen = now, stamp
+        self._pause = self._FIRST_S if unchanged else min(self._pause * 1.5, self._LONGEST_S)
+        return True
+
+    def found(self) -> None:
+        """Make the next look due at once, because the last one found a rollout."""
+        self._looked = float("-inf")
+        self._seen: object = None
+        self._pause = self._FIRST_S
+
+    def _stamp(self) -> object:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # no log: everything is in the database itself
+                stat = os.stat(file)
+                return file, stat.st_mtime_ns, stat.st_size
+        return None
 
 
 def _keep_log(log: Path) -> str | None:

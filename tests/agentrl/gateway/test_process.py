@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import sys
@@ -61,10 +60,9 @@ main(sys.argv[1:])
 """
 
 
-@contextlib.contextmanager
-def fragile_gateway(tmp_path: Path) -> Iterator[tuple[str, Claim, Store, SupervisedProcess]]:
-    """A supervised gateway process over the tiny model, and one rollout: url, claim, store."""
-    store = Store(str(tmp_path / "trace.db"))
+@pytest.fixture
+def gateway(tmp_path: Path, store: Store) -> Iterator[tuple[str, Claim, SupervisedProcess]]:
+    """A supervised gateway process over the tiny model, and one rollout."""
     run_id = store.create_run("test", "train", {})
     enqueue(store, run_id, {})
     claim = store.claim("runner", 600.0, run_id)
@@ -77,70 +75,64 @@ def fragile_gateway(tmp_path: Path) -> Iterator[tuple[str, Claim, Store, Supervi
         operator_key="sk-operator-key-of-the-test",
         rollouts=RunnerSettings(max_calls_per_rollout=15),
     )  # fmt: skip
-    with contextlib.closing(store), socket.create_server(("127.0.0.1", 0)) as sock:
-        process = (
-            SupervisedProcess(
-                "gateway",
-                [sys.executable, "-c", FRAGILE.format(folder=str(tmp_path)), str(sock.fileno())],
-                tmp_path / "gateway.log",
-                {**os.environ, PLAN: plan.model_dump_json()},
-                pass_fds=[sock.fileno()],
-            )
-            .spawn()
-            .supervise()
-        )
-        try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}", claim, store, process
-        finally:
-            process.stop()
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        command = [sys.executable, "-c", FRAGILE.format(folder=str(tmp_path)), str(sock.fileno())]
+        env = {**os.environ, PLAN: plan.model_dump_json()}
+        log = tmp_path / "gateway.log"
+        process = SupervisedProcess("gateway", command, log, env, pass_fds=[sock.fileno()])
+        process.spawn().supervise()
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", claim, process
+        process.stop()
 
 
-def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(tmp_path: Path) -> None:
+def test_a_gateway_that_dies_comes_back_and_samples_no_retry_again(
+    gateway: tuple[str, Claim, SupervisedProcess], tmp_path: Path, store: Store
+) -> None:
     """Its engine dies; then it is killed twice, and the SDK's own retry, that of a broken stream
     and one of long ago are answered from the store: each request has its one row."""
-    with fragile_gateway(tmp_path) as (url, claim, store, process):
-        base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
-        patient: Any = {"api_key": claim.key, "timeout": 90, "max_retries": 4}
-        marked: Any = {"extra_headers": {"x-stainless-retry-count": "1"}}
-        asked: Any = {"model": "m", "messages": ASKED}
-        with openai.OpenAI(base_url=base_url, **patient) as api:
-            once = api.with_options(max_retries=0)
-            chat = api.chat.completions.create
-            legacy = partial(api.completions.create, model="m", prompt=["One", "Two"])
-            earlier = legacy()
-            first = httpx.get(f"{url}/healthz").json()
-            (tmp_path / "fail").touch()
-            with pytest.raises(openai.APIStatusError) as caught:
-                once.chat.completions.create(**asked)
-            assert (caught.value.status_code, caught.value.code) == (503, "sampler_error")
-            assert int(caught.value.response.headers["retry-after"]) >= 1
-            (tmp_path / "kill").touch()
-            own = chat(**asked, n=2)  # held in the socket's backlog until a process answers
-            second = httpx.get(f"{url}/healthz", timeout=30).json()
-            assert (first["status"], second["status"]) == ("ok", "ok")
-            assert first["boot_id"] != second["boot_id"]
-            (tmp_path / "kill").touch()
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(chat(**asked, stream=True))
-            stream = list(chat(**asked, stream=True, **marked))
-            assert process.restarts == 3
-            assert legacy(**marked) == earlier
-            assert chat(**asked, n=2).id != own.id  # unmarked: a sample of its own
-            # The budget counts the calls of all four processes.
-            with pytest.raises(openai.RateLimitError, match="has made 8 of its 15 calls"):
-                once.chat.completions.create(**asked, n=8)
-        process.stop()
-        assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
-        calls = store.calls(attempt_ids=[claim.attempt_id])
-        failed = calls.pop(2)
-        assert (failed.state, failed.skip_reason) == (CallState.ERROR, SkipReason.SAMPLER_ERROR)
-        ids = [call.response_id for call in calls[:-2]]
-        assert ids == [earlier.id, earlier.id, own.id, own.id, stream[0].id]
-        texts = [(c.response or {})["choices"][0]["message"]["content"] for c in calls[2:5]]
-        assert [one.message.content for one in own.choices] == texts[:2]
-        assert "".join(c.choices[0].delta.content or "" for c in stream) == texts[2]
-        assert {(call.state, call.skip_reason) for call in calls} == {(CallState.COMPLETED, None)}
-        assert store.accounting(claim.run_id).adds_up
+    url, claim, process = gateway
+    base_url = f"{url}/rollouts/{claim.rollout_id}/v1"
+    patient: Any = {"api_key": claim.key, "timeout": 90, "max_retries": 4}
+    marked: Any = {"extra_headers": {"x-stainless-retry-count": "1"}}
+    asked: Any = {"model": "m", "messages": ASKED}
+    with openai.OpenAI(base_url=base_url, **patient) as api:
+        once = api.with_options(max_retries=0)
+        chat = api.chat.completions.create
+        legacy = partial(api.completions.create, model="m", prompt=["One", "Two"])
+        earlier = legacy()
+        first = httpx.get(f"{url}/healthz").json()
+        (tmp_path / "fail").touch()
+        with pytest.raises(openai.APIStatusError) as caught:
+            once.chat.completions.create(**asked)
+        assert (caught.value.status_code, caught.value.code) == (503, "sampler_error")
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        (tmp_path / "kill").touch()
+        own = chat(**asked, n=2)  # held in the socket's backlog until a process answers
+        second = httpx.get(f"{url}/healthz", timeout=30).json()
+        assert (first["status"], second["status"]) == ("ok", "ok")
+        assert first["boot_id"] != second["boot_id"]
+        (tmp_path / "kill").touch()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(chat(**asked, stream=True))
+        stream = list(chat(**asked, stream=True, **marked))
+        assert process.restarts == 3
+        assert legacy(**marked) == earlier
+        assert chat(**asked, n=2).id != own.id  # unmarked: a sample of its own
+        # The budget counts the calls of all four processes.
+        with pytest.raises(openai.RateLimitError, match="has made 8 of its 15 calls"):
+            once.chat.completions.create(**asked, n=8)
+    process.stop()
+    assert "the sampler has died" in (tmp_path / "gateway.log").read_text()
+    calls = store.calls(attempt_ids=[claim.attempt_id])
+    failed = calls.pop(2)
+    assert (failed.state, failed.skip_reason) == (CallState.ERROR, SkipReason.SAMPLER_ERROR)
+    ids = [call.response_id for call in calls[:-2]]
+    assert ids == [earlier.id, earlier.id, own.id, own.id, stream[0].id]
+    texts = [(c.response or {})["choices"][0]["message"]["content"] for c in calls[2:5]]
+    assert [one.message.content for one in own.choices] == texts[:2]
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == texts[2]
+    assert {(call.state, call.skip_reason) for call in calls} == {(CallState.COMPLETED, None)}
+    assert store.accounting(claim.run_id).adds_up
 
 
 async def test_refusals_of_the_engine() -> None:

@@ -43,7 +43,7 @@ def test_a_killed_worker_loses_its_lease_and_its_agent(
     until(lambda: not alive(agent))
     first, second = harness.finish(ids)
     assert (first.state, second.state) == (AttemptState.LOST, AttemptState.SUCCEEDED)
-    assert "number 1 to die" in harness.log()
+    assert "ended with -9; another one follows" in harness.log()
 
 
 def test_runners_join_over_postgres(tmp_path: Path, postgres: str) -> None:

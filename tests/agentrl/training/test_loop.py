@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -21,7 +22,6 @@ from call_records import make
 from peft import PeftModel
 from settings import nested
 from store_records import record_spans
-from strict_json import strictly
 from training_run import Run, children, wait_for
 
 from agentrl.config.commands import TrainConfig
@@ -188,6 +188,7 @@ def test_a_run_without_rewards_says_that_nothing_trained(tmp_path: Path) -> None
     assert "4 no_reward: their rollouts emitted no reward" in output
     assert "nan" not in output
     assert "agentrl serve" not in output
+    strictly = functools.partial(json.loads, parse_constant=pytest.fail)  # neither NaN nor infinity
     rows = [strictly(line) for line in run.folder.metrics.read_text().splitlines()]
     assert [row["reward/mean"] for row in rows if "reward/mean" in row] == [None]
     assert strictly(run.folder.summary.read_text())["reward"] == [None]

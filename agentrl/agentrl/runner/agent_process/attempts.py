@@ -35,7 +35,7 @@ from typing import Any, NoReturn, TextIO
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentrl.runner.agent_process.environment import attempt_environment, shared_environment
+from agentrl.runner.agent_process.environment import attempt_environment, client_environment
 from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
@@ -199,7 +199,8 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
     # Takes what is written below Python, by any attempt.
     _redirect_output(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
-    os.environ.update(shared_environment(config))
+    # A header names each call's rollout; a call without one is refused, not misattributed.
+    os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))
     # In a thread: an agent that blocks the loop must not outlive its worker.
     _hear_worker(worker_fd, hear)
     await asyncio.Event().wait()

@@ -77,20 +77,12 @@ def direct_to_gateway(gateway: str, inherited: Mapping[str, str] = os.environ) -
     return env
 
 
-def shared_environment(config: RunnerConfig) -> dict[str, str]:
-    """Return the variables of a process that several attempts share: no rollout's URL and key.
-
-    A header names each call's rollout; a call without one is refused rather than misattributed.
-    """
-    return _client_environment(config, config.gateway, "sk-shared-process", os.environ)
-
-
 def attempt_environment(
     config: RunnerConfig, claim: Claim, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the variables to set for one attempt, on top of ``inherited``."""
     base = f"{config.gateway}/rollouts/{claim.rollout_id}"
-    env = _client_environment(config, base, claim.key, inherited) | {
+    env = client_environment(config, base, claim.key, inherited) | {
         "AGENTRL_ROLLOUT_ID": claim.rollout_id,
         "AGENTRL_ATTEMPT_ID": claim.attempt_id,
         "AGENTRL_KEY": claim.key,
@@ -113,9 +105,10 @@ def attempt_environment(
     return env
 
 
-def _client_environment(
-    config: RunnerConfig, base: str, key: str, inherited: Mapping[str, str]
+def client_environment(
+    config: RunnerConfig, base: str, key: str, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
+    """Return the variables that lead the clients of models to a base URL with a key."""
     env = {
         "OPENAI_BASE_URL": f"{base}/v1",
         "OPENAI_API_BASE": f"{base}/v1",  # langchain-openai prefers it, llama-index knows no other
