@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from call_records import make
@@ -39,5 +40,8 @@ def record_spans(store: Store, spans: Sequence[Span], rewards: Sequence[Reward] 
 
 
 def call_of(claim: Claim, name: str, **changes: Any) -> Call:
-    mine = {"run_id": claim.run_id, "rollout_id": claim.rollout_id, "attempt_id": claim.attempt_id}
-    return make(name, [1, 2], [151643], adapter="policy", **(mine | changes))
+    call = make(
+        name, [1, 2], [151643], run_id=claim.run_id, rollout_id=claim.rollout_id,
+        attempt_id=claim.attempt_id, adapter="policy",
+    )  # fmt: skip
+    return replace(call, **changes)

@@ -103,9 +103,8 @@ class Session:
         settings = config.model_dump(mode="json")
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
-            self.store.end_run(run_id, "running")
+            self.store.resume_run(run_id, settings, policies)
             self.store.cancel(run_id, "the run was resumed")
-            self.store.change_run(run_id, settings, policies)
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
             self.folder.run_id.write_text(run_id)
@@ -190,7 +189,7 @@ class Session:
                     f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
-                lambda: f"the gateway starts since {waiting.seconds:.0f} s: {gateway.log_tail(1)}"
+                lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"
             )
             time.sleep(_POLL_S)
         return health
