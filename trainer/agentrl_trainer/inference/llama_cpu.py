@@ -182,16 +182,9 @@ class LlamaCpuForward(BatchedForward):
         keys = attention.k_norm.weight.data.expand(self._keys, self._dim)
         return RmsNorm(torch.cat([queries, keys]), self._eps)
 
-    def _logits(
-        self,
-        rows: KVRows,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        starts: Sequence[int],
-    ) -> Tensor:
-        assert mask is not None
+    def _logits(self, rows: KVRows, ids: Tensor, positions: Tensor, starts: list[int]) -> Tensor:
         batch, new = ids.shape
+        mask = self._mask(positions, rows.view)
         blocks = split_blocks(starts, rows.view) if new == 1 else []
         cos, sin = self._rotation(positions.flatten(), rows.view)
         hidden = F.embedding(ids.flatten(), self._embedding)

@@ -66,10 +66,6 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting) or self.running > 0
 
-    def unfinished(self) -> list[Sequence]:
-        computing = (s for lane in self.lanes for s in lane.sequences)
-        return [s for s in (*self.waiting, *computing) if not s.done]
-
     # -- adapter versions: a running sequence keeps the one that it started with -----------------
 
     def swap(self, name: str, version: int, prepared: PreparedAdapter) -> None:
@@ -181,7 +177,6 @@ class Scheduler:
                     self.waiting.appendleft(seq)
                     break
             self.count.reused_tokens += reused
-            seq.reused = seq.reused or reused
             if seq.lane is None:
                 seq.lane = lane
                 seq.admitted = next(self._admissions)
@@ -217,7 +212,7 @@ class Scheduler:
         sequences = list(lane.decoding)
         self._sample(sequences, logits)
         for seq in sequences:
-            if seq.done:
+            if seq.ended is not None:
                 lane.leave(seq)
 
     def _requeue(self, sequences: list[Sequence]) -> None:
@@ -227,9 +222,9 @@ class Scheduler:
     # -- tokens ---------------------------------------------------------------------------------
 
     def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Append the next token to each sequence; sequences that end are ``done`` afterwards."""
+        """Append the next token to each sequence; those that end have ``ended`` set."""
         params = [s.request.params for s in sequences]
-        steering, stuck = self._steering(sequences, logits.device)
+        steering = self._steering(sequences, logits.device)
         picked = pick(logits, params, [s.uniforms for s in sequences], steering)
         self.count.generated_tokens += len(sequences)
         for row, (seq, token, logprob, top) in enumerate(
@@ -242,7 +237,7 @@ class Scheduler:
                 self.finish(seq, "error", why)
                 continue
             if seq.grammar is not None:
-                if row in stuck or not seq.grammar.push(token):
+                if not seq.grammar.push(token):
                     self.finish(seq, "error", f"the grammar failed: {seq.grammar.error}")
                     continue
                 seq.grammar.log_mass += picked.log_masses[row]
@@ -255,31 +250,20 @@ class Scheduler:
             elif len(seq.tokens) >= seq.limit:
                 self.finish(seq, "length")
 
-    def _steering(
-        self, sequences: list[Sequence], device: torch.device
-    ) -> tuple[Steering | None, set[int]]:
-        """Return biases and masks, if any, and the rows whose grammar allows no token."""
+    def _steering(self, sequences: list[Sequence], device: torch.device) -> Steering | None:
         rows = [i for i, s in enumerate(sequences) if s.grammar or s.bias is not None]
-        if not rows:
-            return None, set()
-        biases = [sequences[i].bias for i in rows]
         grammars = [sequences[i].grammar for i in rows]
-        if not any(grammars):
-            return Steering(rows, biases, None), set()
-        allowed = self.grammars.allowed(grammars)
-        stuck = (~allowed.any(dim=1)).nonzero()[:, 0]
-        allowed[stuck] = True  # _sample fails it; until then its row must be one to sample from
-        return Steering(rows, biases, allowed.to(device)), {rows[i] for i in stuck.tolist()}
+        allowed = self.grammars.allowed(grammars).to(device) if any(grammars) else None
+        return Steering(rows, [sequences[i].bias for i in rows], allowed) if rows else None
 
     def finish(
         self, seq: Sequence, reason: FinishReason, error: str | None = None, stop: str | None = None
     ) -> None:
-        if seq.done:
+        if seq.ended is not None:
             return
-        seq.done = True
-        seq.failed = reason == "error"
+        seq.ended = reason
         mass = None if seq.grammar is None else seq.grammar.log_mass
-        self._deliver(seq, Finished(seq.index, reason, error, stop, seq.reused, mass))
+        self._deliver(seq, Finished(seq.index, reason, error, stop, mass))
 
     def _deliver(self, seq: Sequence, event: Event) -> None:
         try:

@@ -21,7 +21,7 @@ from agentrl_trainer.inference.forward import Forward
 from agentrl_trainer.inference.grammar import GrammarState
 from agentrl_trainer.inference.kv_cache import MIN_PREFIX, KVPool, Prefix, Rows, Stored
 from agentrl_trainer.inference.llama_cpu import BLOCK
-from agentrl_trainer.inference.requests import SampleRequest
+from agentrl_trainer.inference.requests import FinishReason, SampleRequest
 from agentrl_trainer.models.prefix_attention import common_prefix
 
 _OVERHEAD_TOKENS = 256
@@ -49,11 +49,9 @@ class Sequence:
     """Set when first admitted, and kept: a sequence has one adapter version."""
     admitted: int = 0
     """Serial number of its *first* admission; preemption does not make it younger."""
-    reused: int = 0
     cancelled: bool = False
-    done: bool = False
-    failed: bool = False
-    """Its keys and values may be wrong, even NaN, and must not be reused."""
+    ended: FinishReason | None = None
+    """After an error its keys and values may be wrong, even NaN, and must not be reused."""
 
     @property
     def held(self) -> int:
@@ -99,6 +97,10 @@ class Prefill:
     sequences: list[Sequence]
     held: int
     """How many leading tokens have their keys and values in the row."""
+
+    @property
+    def failed(self) -> bool:
+        return any(seq.ended == "error" for seq in self.sequences)
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +206,7 @@ class Lane:
 
         They have their next token already. Returns those that the pool has no room for.
         """
-        living = [s for s in job.sequences if not s.done]
+        living = [s for s in job.sequences if s.ended is None]
         row, length = self.jobs.index(job), len(job.tokens)
         refused: list[Sequence] = []
         for seq in living:
@@ -213,7 +215,7 @@ class Lane:
                 self._join(seq, self.filling.peek(row, length))
             else:
                 refused.append(seq)
-        if (refused or not living) and self.current and not any(s.failed for s in job.sequences):
+        if (refused or not living) and self.current and not job.failed:
             self.pool.keep(self, job.tokens, self.filling.peek(row, length))
         self.drop_job(job)
         return refused
@@ -233,7 +235,7 @@ class Lane:
     def leave(self, seq: Sequence, *, keep: bool = True) -> None:
         """Remove a decoding sequence; ``keep`` its prefix for later prompts."""
         row = self.decoding.index(seq)
-        if seq.failed:
+        if seq.ended == "error":
             self.rows.scrub(row)
         elif keep and self.current:
             self.pool.keep(self, seq.tokens[:-1], self.rows.peek(row, seq.held))
@@ -262,7 +264,7 @@ class Lane:
 
     def drop_job(self, job: Prefill) -> None:
         row = self.jobs.index(job)
-        if any(seq.failed for seq in job.sequences):
+        if job.failed:
             self.filling.scrub(row)
         self.filling.remove(row)
 
