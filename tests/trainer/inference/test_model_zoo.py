@@ -10,7 +10,7 @@ import torch
 from model_zoo import PAGE, examined, group, plain, tiny_model
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from small_models import Asked, as_base, make_adapter, running_engine, save_model, worst_difference
+from small_models import Asked, as_base, make_adapter, save_model, worst_difference
 from transformers import PreTrainedModel
 
 from agentrl.export.adapter import export
@@ -58,14 +58,14 @@ def test_of_a_multimodal_model_the_language_model_learns(targets: Any, tmp_path:
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
-def test_names_that_peft_loses_reach_the_sampler(tmp_path: Path) -> None:
+def test_names_that_peft_loses_reach_the_sampler(engine_of, tmp_path: Path) -> None:
     """Unmerged, as large models are: PEFT's own layers, which read the folder themselves."""
     base = as_base(tiny_model("laguna"))
     reference = make_adapter(base, tmp_path / "v1", seed=1)
-    with running_engine(base, merge_below=0) as engine:
-        engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
-        asked = Asked(engine, [1, 2, 3], SampleParams(max_tokens=20, seed=1), "policy")
-        assert worst_difference(reference, asked.prompt, asked.one()) < 1e-5
+    engine = engine_of(base, merge_below=0)
+    engine.load_adapter("policy", 1, tmp_path / "v1").result(30)
+    asked = Asked(engine, [1, 2, 3], SampleParams(max_tokens=20, seed=1), "policy")
+    assert worst_difference(reference, asked.prompt, asked.one()) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["laguna", "gemma2", "jamba", "mixtral", "olmoe", "qwen2_moe"])

@@ -95,11 +95,8 @@ def _padded(chunks: list[list[int]], starts: list[int]) -> tuple[list[list[int]]
     """Token ids and positions, each ``[batch][longest chunk]``."""
     longest = max(map(len, chunks))
     ids = [[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks]
-    ends = [start + len(chunk) for start, chunk in zip(starts, chunks, strict=True)]
-    places = [
-        [*range(start, end), *[end - 1] * (longest - end + start)]
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    spans = [(at, at + len(chunk)) for at, chunk in zip(starts, chunks, strict=True)]
+    places = [[*range(at, end), *[end - 1] * (longest - end + at)] for at, end in spans]
     return ids, places
 
 

@@ -41,13 +41,10 @@ class Past(Enum):
 class RowState(Stored):
     """What a model remembers of ``tokens``."""
 
+    overhead = _FIXED_COST
     tokens: list[int] = field(default_factory=list[int])
     name: str = ""
     cache: Any = None
-
-    @property
-    def cost(self) -> int:
-        return len(self.tokens) + _FIXED_COST
 
     def copied(self) -> RowState:
         return RowState(list(self.tokens), self.name, copy.deepcopy(self.cache))

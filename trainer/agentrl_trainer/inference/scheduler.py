@@ -32,7 +32,7 @@ from agentrl_trainer.inference.requests import (
     Token,
 )
 from agentrl_trainer.inference.sampling import Steering, pick
-from agentrl_trainer.inference.sequences import Lane, Sequence
+from agentrl_trainer.inference.sequences import Lane, Sequence, chunk_size
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Scheduler:
     _admissions: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def __post_init__(self) -> None:
-        base = Lane(None, None, None, self.forward, self.pool)
+        base = Lane(None, None, None, self.pool, self.forward)
         self.current, self.lanes = {None: base}, [base]
 
     @property
@@ -72,7 +72,7 @@ class Scheduler:
         """Make a version the current one; the old one finishes what it has."""
         self.weights.install(prepared)
         superseded = self.current.get(name)
-        self.current[name] = lane = Lane(name, version, prepared, self.forward, self.pool)
+        self.current[name] = lane = Lane(name, version, prepared, self.pool, self.forward)
         self.lanes.append(lane)
         self._supersede(superseded)
         self.count.swaps += 1
@@ -184,32 +184,43 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _prefill(self, lane: Lane) -> None:
+        """Compute up to ``prefill_chunk`` tokens of the lane's jobs, padding included."""
         self.weights.activate(lane.weights)
-        computed, complete = lane.prefill(self.prefill_chunk)
+        jobs = lane.jobs[: self.prefill_chunk]
+        size = chunk_size([len(j.tokens) - j.held for j in jobs], self.prefill_chunk)
+        chunks = [j.tokens[j.held : j.held + size] for j in jobs]
+        logits = self.forward(lane.filling, chunks, [j.held for j in jobs])
+        for job, chunk in zip(jobs, chunks, strict=True):
+            job.held += len(chunk)
+            self.count.prefill_tokens += len(chunk)
         self.count.prefill_steps += 1
-        self.count.prefill_tokens += computed
+        complete = [(row, job) for row, job in enumerate(jobs) if job.held == len(job.tokens)]
         if not complete:
             return
-        sequences = [s for job, _ in complete for s in job.sequences]
-        logits = torch.stack([row for job, row in complete for _ in job.sequences])
-        self._sample(sequences, logits)
-        for job, _ in complete:
+        sequences = [s for _, job in complete for s in job.sequences]
+        rows = [row for row, job in complete for _ in job.sequences]
+        self._sample(sequences, logits[rows])
+        for _, job in complete:
             # Nothing else may hold keys and values that could be given up: then exceed the pool.
             alone = self.running <= len(job.sequences)
             self._requeue(lane.finish_prefill(job, force=alone))
 
     def _decode(self, lane: Lane) -> None:
-        while not lane.make_room(force=self.running <= 1):
+        while lane.decoding:
+            longest = max(len(s.tokens) for s in lane.decoding)
+            if lane.rows.reserve(len(lane.decoding), longest, force=self.running <= 1):
+                break
             # The youngest returns to the queue; its tokens stay, its keys are computed again.
             seq = max(lane.decoding, key=lambda s: s.admitted)
             lane.leave(seq, keep=False)
             self._requeue([seq])
-            if not lane.decoding:
-                return
+        else:
+            return
         self.weights.activate(lane.weights)
-        logits = lane.decode()
-        self.count.decode_steps += 1
         sequences = list(lane.decoding)
+        starts = [len(s.tokens) - 1 for s in sequences]
+        logits = self.forward(lane.rows, [s.tokens[-1:] for s in sequences], starts)
+        self.count.decode_steps += 1
         self._sample(sequences, logits)
         for seq in sequences:
             if seq.ended is not None:
