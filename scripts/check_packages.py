@@ -58,7 +58,7 @@ def check(wheel: Path, extra: str) -> str:
     """Install ``wheel[extra]`` in a fresh environment; return what failed, or an empty string."""
     needs_torch, modules = EXTRAS[extra]
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
+        venv.create(folder, with_pip=True, upgrade_deps=True)
         python = f"{folder}/bin/python"
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
         wanted = f"{wheel}[{extra}]" if extra else str(wheel)

@@ -77,9 +77,7 @@ class SupervisedProcess:
 
     @property
     def pid(self) -> int:
-        pid = self._process.pid
-        assert pid is not None
-        return pid
+        return self._process.pid or 0
 
     def spawn(self, fork: Callable[[], None] | None = None) -> Self:
         """Start the process without supervision, which starts a thread.
@@ -111,7 +109,7 @@ class SupervisedProcess:
             return
         self.begin_stop()
         if self._thread.ident is None:
-            self._thread.start()
+            self.supervise()
         self._thread.join(self.grace_s)
         if self._thread.is_alive():
             self._process.kill()
@@ -146,10 +144,9 @@ class SupervisedProcess:
         backoff = Backoff()
         while True:
             started = time.monotonic()
-            code = _wait(self._process)
+            code = self.last_code = _wait(self._process)
             if self._stopping.is_set():
                 return
-            self.last_code = code
             self.deaths += 1
             if self.deaths == 1 and code == self.cannot_start:
                 self.could_not_start = True
@@ -181,10 +178,8 @@ def end_with_parent() -> None:
 
 def _wait(process: subprocess.Popen[bytes] | ForkProcess) -> int | None:
     if isinstance(process, subprocess.Popen):
-        code = process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-        return code
+        with process:  # closes its standard input at last
+            return process.wait()
     process.join()
     return process.exitcode
 

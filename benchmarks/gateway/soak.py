@@ -91,7 +91,7 @@ class InstantSampler:
         return {}
 
 
-def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
+def serve(store_path: str, run_id: str, ready: Any) -> None:
     """The gateway's process."""
     from agentrl.gateway.process import import_gateway
 
@@ -101,7 +101,7 @@ def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
-    from agentrl_proxy.server.uvicorn import serving
+    from agentrl_proxy.server.uvicorn import bind, serve_on, url_of
     from agentrl_tracer.store import Store
     from agentrl_tracer.store.writer import TraceWriter
 
@@ -119,9 +119,9 @@ def serve(store_path: str, run_id: str, ready: Any, stop: Any) -> None:
         limits=ConnectionLimits(receive_s=60, receive_bytes=2**27, stall_s=60, grace_s=5),
     )  # fmt: skip
     try:
-        with serving(create_app(deps)) as url:
-            ready.put(url)
-            stop.wait()
+        with bind("127.0.0.1", 0, operator_key=OPERATOR_KEY) as bound:
+            ready.put(url_of(bound))
+            serve_on(create_app(deps), bound)
     finally:
         writer.close()
         store.close()
@@ -215,15 +215,15 @@ def soak(folder: Path, *, rollouts: int, seconds: float) -> Outcome:
     found = [store.claim("soak", 3600.0, run_id) for _ in range(rollouts)]
     claims = [claim for claim in found if claim is not None]
     context = multiprocessing.get_context("spawn")
-    ready, stop = context.Queue(), context.Event()
-    process = context.Process(target=serve, args=(path, run_id, ready, stop), daemon=True)
+    ready = context.Queue()
+    process = context.Process(target=serve, args=(path, run_id, ready), daemon=True)
     process.start()
     try:
         url = ready.get(timeout=120)
         assert process.pid is not None
         seen = asyncio.run(drive(url, claims, seconds, process.pid))
     finally:
-        stop.set()
+        process.terminate()
         process.join(60)
     recorded = tokens = 0
     for claim in claims:  # one attempt at a time: a minute's calls need not fit in memory

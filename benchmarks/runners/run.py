@@ -26,7 +26,8 @@ from cpu import cpu_seconds
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 from fake_gateway import FakeGateway  # the runners' tests have one
 
-from agentrl.runner import RunnerConfig, start_pool
+from agentrl.runner.pool_client import start_pool
+from agentrl.runner.protocol import RunnerConfig
 from agentrl.runs.folder import RunFolder
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store

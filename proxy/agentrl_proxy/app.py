@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -14,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl_proxy.dependencies import GatewayDependencies
-from agentrl_proxy.errors import ApiError
+from agentrl_proxy.errors import ApiError, internal_error
 from agentrl_proxy.handlers import Handlers, speaks_anthropic
 from agentrl_proxy.protocols.messages import anthropic_error
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.sse import internal_error, json_response
+from agentrl_proxy.server.sse import json_response
 
 log = logging.getLogger("agentrl.proxy")
 
@@ -55,13 +56,16 @@ class GatewayApp(FastAPI):
 
     def __init__(self, handlers: Handlers) -> None:
         # No document of FastAPI's: handlers read raw bodies, so it would be empty.
-        super().__init__(lifespan=_lifespan, openapi_url=None, redirect_slashes=False)
+        refused: Any = dict.fromkeys((HTTPException, ApiError, Exception), _refusal)
+        super().__init__(
+            lifespan=_lifespan,
+            openapi_url=None,
+            redirect_slashes=False,
+            exception_handlers=refused,
+        )
         self.state.gateway = handlers
         for path, (method, handler) in ROUTES.items():
             self.router.add_route(path, handler.__get__(handlers), methods=[method])
-        self.add_exception_handler(HTTPException, _http_error)
-        self.add_exception_handler(ApiError, _any_error)
-        self.add_exception_handler(Exception, _any_error)
         self._direct: dict[str, _Handler] = {
             path: handler.__get__(handlers)
             for path, (method, handler) in _MODEL_ROUTES.items()
@@ -89,7 +93,7 @@ class GatewayApp(FastAPI):
         except Exception as error:
             if started:  # an answer cannot begin again: the server logs and closes
                 raise
-            refusal = await _any_error(request, error)
+            refusal = await _refusal(request, error)
             await refusal(scope, receive, send)
 
     def _find(self, scope: Scope) -> _Handler | None:
@@ -108,27 +112,19 @@ def create_app(deps: GatewayDependencies) -> FastAPI:
     return GatewayApp(Handlers(deps))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer unknown paths and methods, which the router refuses."""
-    assert isinstance(error, HTTPException)
-    texts = {
-        404: (f"no such path: {request.scope['path'][:200]}", "not_found"),
-        405: (f"{request.method} is not allowed here", "method_not_allowed"),
-    }
-    message, code = texts.get(error.status_code, (str(error.detail), "http_error"))
-    headers = dict(error.headers) if error.headers else None
-    return _refusal(request, ApiError(error.status_code, message, code=code, headers=headers))
-
-
-async def _any_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return _refusal(request, error)
-    log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-    # The client gets no detail: it could quote a credential.
-    return _refusal(request, internal_error())
-
-
-def _refusal(request: Request, error: ApiError) -> Response:
+async def _refusal(request: Request, error: Exception) -> Response:
+    """Answer a request that failed, in its client's format."""
+    if isinstance(error, HTTPException):  # of the router: an unknown path or method
+        texts = {
+            404: (f"no such path: {request.scope['path'][:200]}", "not_found"),
+            405: (f"{request.method} is not allowed here", "method_not_allowed"),
+        }
+        message, code = texts.get(error.status_code, (str(error.detail), "http_error"))
+        headers = dict(error.headers) if error.headers else None
+        error = ApiError(error.status_code, message, code=code, headers=headers)
+    elif not isinstance(error, ApiError):
+        log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
+        error = internal_error()  # without detail, which could quote a credential
     body = anthropic_error(error) if speaks_anthropic(request) else error.body()
     return json_response(body, error.status, error.headers)
 

@@ -1,4 +1,4 @@
-"""Define what a gateway is given: its sampler, renderer, store, models and limits.
+"""Define what a gateway is given (sampler, renderer, store, models, limits) and what it counts.
 
 Defaults of settings are in agentrl/config/settings.py.
 """
@@ -16,8 +16,6 @@ from agentrl_tracer.schemas import AttemptState, Call, Reward, Span
 if TYPE_CHECKING:
     from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store import Store
-
-MAX_BODY_BYTES = 32 * 1024 * 1024
 
 
 class TraceSink(Protocol):
@@ -91,10 +89,34 @@ class GatewayDependencies:
     """Tokens of prompt and answer together; None: only the sampler knows."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sampling values that neither the request nor its rollout sets."""
-    max_body_bytes: int = MAX_BODY_BYTES
+    max_body_bytes: int = 32 * 1024 * 1024
     max_calls_per_rollout: int | None = None
     """Choices that one attempt may request; None: no limit."""
     max_tokens_per_rollout: int | None = None
     """Prompt and sampled tokens that one attempt may use; None: no limit."""
     forward: OtlpExporter | None = None
     """Exports what is recorded. The app closes it."""
+
+
+@dataclass(slots=True)
+class GatewayStats:
+    """Counts since start: ``accepted`` and ``other_models`` of choices, the rest of requests."""
+
+    accepted: int = 0
+    in_flight: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    late: int = 0  # 409: the attempt was sealed while sampling
+    replayed: int = 0  # client retries answered with a replayed answer
+    continued: int = 0  # prompts that kept the exact tokens of an earlier call
+    rendered: int = 0
+    constrained: int = 0  # sampled under a grammar: response_format, tool_choice
+    branched: dict[str, int] = field(default_factory=dict[str, int])
+    """Prompts that did not continue the last reply, by reason: see rendering.continuity.Branch."""
+    other_models: int = 0  # choices of providers' models
+    refused: int = 0  # 401 and 403
+    mismatched: int = 0  # of those, header, path and key named different rollouts
+    sealed: int = 0  # 409 at once: the attempt had ended
+    overloaded: int = 0  # 429: too many requests at once
+    over_budget: int = 0  # 429: the rollout's budget is used up

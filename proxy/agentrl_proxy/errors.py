@@ -109,10 +109,10 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
 
 
-def budget_exceeded(message: str) -> ApiError:
-    kind, code = "rate_limit_error", "rollout_budget_exceeded"
-    return ApiError(429, message, kind=kind, code=code, headers=DO_NOT_RETRY)
-
-
 def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+def internal_error() -> ApiError:
+    message = "internal error of the gateway; see its log"
+    return ApiError(500, message, kind="server_error", code="internal_error")

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentrl_proxy.dependencies import GatewayDependencies
+from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
 from agentrl_proxy.errors import model_not_found, refused_by_sampler, unavailable
 from agentrl_proxy.generation.service import ChatService
 from agentrl_proxy.protocols import openapi, translation
@@ -41,7 +41,6 @@ from agentrl_proxy.requests.recording import agent_name
 from agentrl_proxy.sampler import RefusedError
 from agentrl_proxy.server.request_body import BodyReader
 from agentrl_proxy.server.sse import WorkResponse, json_response
-from agentrl_proxy.stats import GatewayStats
 from agentrl_proxy.telemetry import otlp_ingest
 from agentrl_proxy.telemetry.otlp_export import ExportingSink
 from agentrl_tracer.schemas import AttemptRef, AttemptState
@@ -60,7 +59,7 @@ class Handlers:
         self.stats = GatewayStats()
         self.attempts = AttemptMemories()
         self.credentials = Credentials(deps.store, deps.operator_key, self.stats)
-        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self._count_overload)
+        self.bodies = BodyReader(deps.max_body_bytes, deps.limits, self.stats)
         self.admission = Admission(deps, self.stats)
         self.chat = ChatService(deps, self.stats)
         self.providers = ProviderService(deps, self.stats)
@@ -82,7 +81,7 @@ class Handlers:
                 "pid": os.getpid(),
                 "adapters": dict(sampler.adapters),
                 "in_flight": self.stats.in_flight,
-                "gateway": self.stats.as_dict(),
+                "gateway": asdict(self.stats),
                 "sampler": sampler_stats,
             }
             if self.deps.forward is not None:
@@ -197,9 +196,6 @@ class Handlers:
             if await ask(store, store.attempt_state, attempt_id) is not AttemptState.RUNNING:
                 self.attempts.pop(attempt_id, None)
             await asyncio.sleep(0)  # there may be thousands
-
-    def _count_overload(self) -> None:
-        self.stats.overloaded += 1
 
 
 def speaks_anthropic(request: Request) -> bool:

@@ -89,8 +89,10 @@ class AgentRLLLM(CustomLLM):
         try:
             async with self._clients[loop].stream(**_request(arguments, stream=stream)) as answer:
                 if answer.status_code != 200:
-                    await answer.aread()
-                    raise _refused(answer)
+                    said = (await answer.aread()).decode(errors="replace")
+                    with contextlib.suppress(ValueError, LookupError, TypeError):
+                        said = json.loads(said)["error"]["message"]
+                    raise CustomLLMError(answer.status_code, str(said)[:1000])
                 yield answer
         except httpx.HTTPError as error:
             said = f"{type(error).__name__}: {error}"
@@ -125,14 +127,6 @@ def _request(arguments: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
         "headers": headers,
         "timeout": _TIMEOUT_S if timeout is None else timeout,
     }
-
-
-def _refused(answer: httpx.Response) -> CustomLLMError:
-    try:
-        message = answer.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        message = answer.text[:500]
-    return CustomLLMError(answer.status_code, message)
 
 
 agentrl_llm = AgentRLLLM()

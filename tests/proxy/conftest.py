@@ -23,7 +23,7 @@ _OF_LITELLM = (  # its use of pydantic, and connections that it closes too late
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = [Path(__file__).parent / name for name in ("providers", "protocols")]
+    folders = [Path(__file__).parent / name for name in ("providers", "protocols", "requests")]
     for item in items:
         if any(folder in item.path.parents for folder in folders):
             for one in _OF_LITELLM:

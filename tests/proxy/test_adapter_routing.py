@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import httpx
 import pytest
-from gateway_client import HTTP
+from gateway_client import BODIES, ask
 from scripted_sampler import Running
 
 MODELS = {"asker": "asker", "answerer": "answerer", "base": None}
 AGENTS = {"Asker": "asker", "Answerer": "answerer"}
-BODIES = {
-    "chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
-    "completions": {"prompt": "Hi"},
-    "responses": {"input": "Hi"},
-    "messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8},
-}
-
-
-def post(
-    gateway: Running, path: str, model: str, headers: Mapping[str, str] | None = None
-) -> httpx.Response:
-    claim = gateway.claims[0]
-    return HTTP.post(
-        f"{gateway.base_url(claim)}/{path}",
-        json={"model": model, **BODIES[path]},
-        headers={"authorization": f"Bearer {claim.key}", **(headers or {})},
-        timeout=30,
-    )
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -45,7 +26,8 @@ def test_name_then_agent_then_base(start: Callable[..., Running], path: str) -> 
         ("gpt-4o-mini", None, None),
     ]
     for model, agent, _ in asked:
-        answer = post(gateway, path, model, {"x-agentrl-agent": agent} if agent else {})
+        headers = {"x-agentrl-agent": agent} if agent else {}
+        answer = ask(gateway, path, model=model, headers=headers)
         assert answer.status_code == 200, answer.text
     calls = sorted(gateway.calls(gateway.claims[0]), key=lambda call: call.seq)
     assert [(call.model, call.agent, call.adapter) for call in calls] == asked
@@ -55,6 +37,6 @@ def test_name_then_agent_then_base(start: Callable[..., Running], path: str) -> 
 
 def test_a_sole_adapter_answers_agents_it_does_not_know(start: Callable[..., Running]) -> None:
     gateway = start(models={"policy": "policy"}, agents={"Player": "policy"})
-    post(gateway, "chat/completions", "gpt-4o-mini", {"x-agentrl-agent": "Title writer"})
+    ask(gateway, model="gpt-4o-mini", headers={"x-agentrl-agent": "Title writer"})
     [call] = gateway.calls(gateway.claims[0])
     assert (call.adapter, call.agent) == ("policy", "Title writer")

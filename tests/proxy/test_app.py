@@ -9,10 +9,11 @@ import openai
 import pytest
 from gateway_client import BODY, HTTP, error_of, post
 from official_clients import TOOLS, USER, client
+from running_gateway import serving
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.server.uvicorn import bind, is_loopback, serving
+from agentrl_proxy.server.uvicorn import bind, is_loopback
 
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 
@@ -28,26 +29,25 @@ NESTED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0]",
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
-        "messages[0].tool_calls[0].function.name",
-    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+     "messages[0].content[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+     "messages[0].tool_calls[0].function.name"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [*(({name: value}, name) for name, values in WRONG.items() for value in values), *NESTED],
 )
-def test_a_wrong_field_is_named(gateway: Running, change: dict[str, Any], param: str) -> None:
+def test_a_wrong_field_is_named(
+    shared_gateway: Running, change: dict[str, Any], param: str
+) -> None:
+    gateway = shared_gateway
     response = post(gateway.base_url() + "/chat/completions", OPERATOR_KEY, BODY | change)
     assert response.status_code == 400
     error = error_of(response)

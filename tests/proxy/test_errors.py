@@ -46,16 +46,6 @@ def test_refusals_of_the_sampler(
     assert (call.state, call.error) == (CallState.ERROR, "RefusedError: because")
 
 
-def test_a_dead_sampler_shows(gateway: Running) -> None:
-    gateway.sampler.healthy = False
-    response = post(gateway.url + CHAT, OPERATOR_KEY)
-    assert (response.status_code, error_of(response)["code"]) == (503, "sampler_unavailable")
-    assert int(response.headers["retry-after"]) >= 1
-    assert HTTP.get(f"{gateway.url}/healthz").status_code == 503
-    gateway.sampler.healthy = True
-    assert HTTP.get(f"{gateway.url}/healthz").status_code == 200
-
-
 def test_no_key_is_told_to_anyone(
     gateway: Running, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from scripted_sampler import Running
 
-from agentrl.runner import RunnerConfig
+from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import Call, Reward, Span
 
 CLIENTS = Path(__file__).parent / "clients"
@@ -42,14 +42,6 @@ class Trace:
             names.insert(0, span.name)
             span_id = span.parent_span_id
         return names
-
-    def tree(self, parent: str | None = None, depth: int = 0) -> str:
-        """For a reader of a failed test."""
-        return "".join(
-            f"{'  ' * depth}{span.name}\n{self.tree(span.span_id, depth + 1)}"
-            for span in self.spans.values()
-            if span.parent_span_id == parent
-        )
 
     def path_of(self, name: str) -> list[str]:
         [found] = [s for s in self.spans.values() if s.name == name]
@@ -86,14 +78,13 @@ def attempt(shared_gateway: Running, tmp_path: Path) -> Callable[..., Trace]:
         assert done.returncode == 0, done.stderr[-3000:]
         report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         assert report["state"] == "succeeded", done.stderr[-3000:]
-        assert not report["incomplete"]
         rollout, store = claim.rollout_id, gateway.store
         found = Trace(gateway.calls(claim), store.spans(rollout), store.rewards([rollout]))
         assert len({span.trace_id for span in found.spans.values()}) == 1
         assert not [s for s in found.spans.values() if "agentrl.unfinished" in s.attributes]
         for call in found.calls:  # linked to the span that made it, by both keys
             span = found.spans[call.span_id or ""]
-            assert span.attributes["gen_ai.operation.name"] == "chat", found.tree()
+            assert span.attributes["gen_ai.operation.name"] == "chat", found.spans
             assert span.attributes.get("gen_ai.response.id") in (call.response_id, None)
         return found
 

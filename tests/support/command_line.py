@@ -13,6 +13,6 @@ def agentrl(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "agentrl", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, check=False, cwd=cwd,
+        capture_output=True, text=True, timeout=175, check=False, cwd=cwd,
         env={**os.environ, "COLUMNS": "200", **env},
     )  # fmt: skip

@@ -11,10 +11,14 @@ from typing import Any
 import httpx
 from scripted_sampler import OPERATOR_KEY, Running
 
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say you are 7."}],
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "Say you are 7."}]},
+    "completions": {"prompt": "Say you are 7.", "max_tokens": 99},
+    "responses": {"input": "Say you are 7."},
+    "messages": {"messages": [{"role": "user", "content": "Say you are 7."}], "max_tokens": 99},
 }
+"""The shortest request of each path, without its model."""
+BODY: dict[str, Any] = {"model": "policy"} | BODIES["chat/completions"]
 # One SSL context for all tests: making one takes longer than a request.
 HTTP = httpx.Client(
     verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
@@ -25,6 +29,21 @@ def post(url: str, key: str | None, body: Any = None, **more: Any) -> httpx.Resp
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     headers |= more.pop("headers", None) or {}
     return HTTP.post(url, json=BODY if body is None else body, headers=headers, **more)
+
+
+def ask(
+    gateway: Running,
+    path: str = "chat/completions",
+    key: str | None = None,
+    *,
+    model: str = "policy",
+    headers: Any = None,
+    **body: Any,
+) -> httpx.Response:
+    """Send a path's shortest request as the first rollout, with more fields."""
+    claim = gateway.claims[0]
+    asked = {"model": model} | BODIES.get(path, BODIES["chat/completions"]) | body
+    return post(f"{gateway.base_url(claim)}/{path}", key or claim.key, asked, headers=headers)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

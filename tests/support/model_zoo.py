@@ -230,13 +230,13 @@ def examine(kind: str, folder: Path) -> Seen:
     lora_b_from(1, learner.model)
     learner.save_adapter("default", folder / "v1")
     seen = Seen(trains="shared" if learner.why_not_shared is None else "rows")
-    trained, seen.gradients = _train(learner, folder)
+    seen.logprobs, seen.gradients = _train(learner, folder)
     learner.save_adapter("default", folder / "v2")
     try:
         seen.samples, sampled = _sample(folder)
+        seen.logprobs = max(seen.logprobs, sampled)
     except ModelError:
-        seen.samples, sampled = "refused", 0.0
-    seen.logprobs = max(trained, sampled)
+        seen.samples = "refused"
     return seen
 
 

@@ -11,23 +11,16 @@ from scripted_sampler import Running
 from agentrl_tracer.schemas import Claim
 
 USER: list[Any] = [{"role": "user", "content": "Say you are 7."}]
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "looks things up",
-            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
-        },
-    }
-]
+SCHEMA: Any = {"type": "object", "properties": {"q": {"type": "string"}}}
+FUNCTION: Any = {"name": "search", "description": "looks things up", "parameters": SCHEMA}
+TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]
 CALL = '<tool_call>\n{"name":"search",  "arguments": {"q": "köln", "k":3}}\n</tool_call>'
 
 
 def client(gateway: Running, claim: Claim | None = None, **more: Any) -> openai.OpenAI:
     claim = claim or gateway.claims[0]
-    settings = {"api_key": claim.key, "max_retries": 0, "timeout": 30}
-    return openai.OpenAI(base_url=gateway.base_url(claim), **(settings | more))
+    settings: dict[str, Any] = {"base_url": gateway.base_url(claim), "api_key": claim.key}
+    return openai.OpenAI(**(settings | {"max_retries": 0, "timeout": 30} | more))
 
 
 def claude(gateway: Running, claim: Claim | None = None, **more: Any) -> anthropic.Anthropic:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
+from gateway_client import ask
+from local_server import LocalServer
 from scripted_sampler import Running
 
 from agentrl_proxy.dependencies import ProviderModel
@@ -31,55 +31,34 @@ def asking(start: Any, upstream: FaultyServer, model: str = "openai/x", **more: 
     return start(provider_models={"answerer": other}, **deps)
 
 
-def post_to(gateway: Running, path: str = "chat/completions", **body: Any) -> httpx.Response:
-    """Ask the model ``answerer`` as the first rollout."""
-    claim = gateway.claims[0]
-    asked = {"model": "answerer", "messages": [{"role": "user", "content": "h"}], **body}
-    headers = {"authorization": f"Bearer {claim.key}"}
-    return httpx.post(f"{gateway.base_url(claim)}/{path}", json=asked, headers=headers, timeout=60)
+def post_to(
+    gateway: Running, path: str = "chat/completions", model: str = "answerer", **body: Any
+) -> httpx.Response:
+    """Ask a provider's model as the first rollout."""
+    return ask(gateway, path, model=model, **body)
 
 
-class FaultyServer:
-    """An HTTP server that answers with what it is given, in turn; the last one for good. Bytes are
-    an event stream."""
+class FaultyServer(LocalServer):
+    """Answers with what it is given, in turn; the last one for good. Bytes are an event stream."""
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self.answers = list(answers)
         self.seen: list[dict[str, Any]] = []
-        faulty = self
+        super().__init__()
+        self.url += "/v1"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                headers = {k.lower(): v for k, v in self.headers.items()}
-                faulty.seen.append(
-                    {"body": json.loads(body), "headers": headers, "path": self.path}
-                )
-                at = min(len(faulty.seen), len(faulty.answers)) - 1
-                status, said = faulty.answers[at]
-                if callable(said):
-                    said = said(self.headers)
-                kind = "text/event-stream" if isinstance(said, bytes) else "application/json"
-                data = said if isinstance(said, bytes) else json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("content-type", kind)
-                self.send_header("content-length", str(len(data)))
-                if status == 429:
-                    self.send_header("retry-after", "7")
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        self.thread = Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+    def answer(
+        self, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, bytes, dict[str, str]]:
+        self.seen.append({"body": json.loads(body), "headers": headers, "path": path})
+        status, said = self.answers[min(len(self.seen), len(self.answers)) - 1]
+        if callable(said):
+            said = said(headers)
+        stream = isinstance(said, bytes)
+        more = {"content-type": "text/event-stream" if stream else "application/json"}
+        if status == 429:
+            more["retry-after"] = "7"
+        return status, said if stream else json.dumps(said).encode(), more
 
 
 def said(text: str) -> dict[str, Any]:

@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fake_gateway import FakeGateway, until
+from store_records import enqueue
 
-from agentrl.runner import RunnerConfig, start_pool
+from agentrl.runner.pool_client import start_pool
+from agentrl.runner.protocol import RunnerConfig
 from agentrl.supervisor import SupervisedProcess
-from agentrl_tracer.schemas import Attempt, NewRollout, Policies, Purpose
+from agentrl_tracer.schemas import Attempt, Policies
 from agentrl_tracer.store import Store
 
 AGENTS = Path(__file__).parent / "runner_agents.py"
-
-
-def enqueue(
-    store: Store, run_id: str, task: Any, count: int = 1, split: str = "train"
-) -> list[str]:
-    [task_id] = store.add_tasks(run_id, split, [task])
-    new = [NewRollout(task_id, "g", Purpose.TRAIN, 0, i, i) for i in range(count)]
-    return store.enqueue(run_id, new)
 
 
 class RunnerHarness:

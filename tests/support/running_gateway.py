@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from scripted_sampler import OPERATOR_KEY, Running, ScriptedSampler
 from agentrl_proxy.app import create_app
 from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.uvicorn import serving
+from agentrl_proxy.server.uvicorn import bind, server_of, url_of
 from agentrl_tracer.schemas import NewRollout, Purpose
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.writer import TraceWriter
@@ -38,6 +40,24 @@ def gateway_dependencies(
         "limits": LIMITS,
     }
     return GatewayDependencies(sampler, renderer, store, writer, **(usual | settings))
+
+
+@contextlib.contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve an app from a thread of this process; yields its URL."""
+    deps = app.state.gateway.deps
+    server = server_of(app)
+    with bind("127.0.0.1", 0, operator_key=deps.operator_key) as bound:
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive(), "the gateway did not start"
+                time.sleep(0.01)
+            yield url_of(bound)
+        finally:
+            server.should_exit = True
+            thread.join(timeout=deps.limits.grace_s + 10)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from store_records import enqueue
 
 from agentrl_proxy.dependencies import GatewayDependencies
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import DecodingParams, FinishEvent, SampleEvent, TokenEvent
-from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Claim, NewRollout, Purpose
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Call, Claim
 from agentrl_tracer.store import Store
 
 OPERATOR_KEY = "sk-operator-secret"
@@ -109,11 +111,10 @@ class Running:
     app: Any
     run_id: str
     claims: list[Claim]
-    _made: int = 0
 
     @property
     def stats(self) -> dict[str, Any]:
-        return self.app.state.gateway.stats.as_dict()
+        return asdict(self.app.state.gateway.stats)
 
     def base_url(self, claim: Claim | None = None) -> str:
         return f"{self.url}/v1" if claim is None else f"{self.url}/rollouts/{claim.rollout_id}/v1"
@@ -123,13 +124,7 @@ class Running:
 
     def new_claims(self, count: int = 1) -> list[Claim]:
         """Rollouts besides the three that every gateway starts with."""
-        [task] = self.store.add_tasks(self.run_id, "train", [{"more": self._made}])
-        self._made += 1
-        group = f"more-{self._made}"
-        self.store.enqueue(
-            self.run_id,
-            [NewRollout(task, group, Purpose.TRAIN, 0, i, seed=i) for i in range(count)],
-        )
+        enqueue(self.store, self.run_id, {"more": True}, count)
         claims = [self.store.claim("runner", 600.0, self.run_id) for _ in range(count)]
         return [claim for claim in claims if claim is not None]
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import transformers as hf
+from small_models import lora_b_from
 from torch import Tensor
 
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
@@ -58,10 +59,7 @@ def learner(*, off_start: bool = False, **options: Any) -> Learner:
     options = {"rank": 4, "alpha": 8, "adam": AdamParams(learning_rate=1e-2), **options}
     trainer = Learner(base_model(options.pop("build", qwen3)), **options)
     if off_start:
-        generator = torch.Generator().manual_seed(5)
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(0.0, 0.1, generator=generator)
+        lora_b_from(5, trainer.model)
     return trainer
 
 

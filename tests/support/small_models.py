@@ -76,13 +76,12 @@ def training_row(tokens: list[int], start: int = 1, credit: float = 1.0) -> Trai
     return TrainingRow(tokens, [at >= start for at in range(size)], [0.0] * size, [credit] * size)
 
 
-def lora_b_from(seed: int, model: PreTrainedModel) -> None:
+def lora_b_from(seed: int, model: torch.nn.Module) -> None:
     """Draw B, which begins at zero, where half of LoRA's gradients vanish and adapters agree."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1, generator=generator)
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> str:

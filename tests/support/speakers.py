@@ -7,21 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from official_clients import claude, client, streamed
+from official_clients import FUNCTION, SCHEMA, TOOLS, claude, client, streamed
 from scripted_sampler import Running
 
 from agentrl_tracer.schemas import Claim
 
-SCHEMA: Any = {"type": "object", "properties": {"q": {"type": "string"}}}
-FUNCTION: Any = {"name": "search", "description": "looks things up", "parameters": SCHEMA}
 CLAUDE_TOOL: Any = {"name": "search", "description": "looks things up", "input_schema": SCHEMA}
-BODIES: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": [{"role": "user", "content": "Say you are 7."}]},
-    "completions": {"prompt": "Say you are 7.", "max_tokens": 99},
-    "responses": {"input": "Say you are 7."},
-    "messages": {"messages": [{"role": "user", "content": "Say you are 7."}], "max_tokens": 99},
-}
-"""The shortest request of each path, without its model."""
 
 
 @dataclass
@@ -38,11 +29,10 @@ class Answer:
 
 
 def chat(gateway: Running, claim: Claim, turns: list[Any], stream: bool) -> Answer:
-    tools: Any = [{"type": "function", "function": FUNCTION}]
     asked = [{"role": "system", "content": "s"}, *turns]
     with client(gateway, claim) as api:
         made: Any = api.chat.completions.create(
-            model="policy", messages=asked, tools=tools, stream=stream,
+            model="policy", messages=asked, tools=TOOLS, stream=stream,
             **({"stream_options": {"include_usage": True}} if stream else {}),
         )  # fmt: skip
         if stream:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from agentrl_tracer.schemas import (
-    Call,
-    CallState,
-    Claim,
-    NewRollout,
-    Policies,
-    Purpose,
-    Reward,
-    Span,
-)
+from call_records import make
+
+from agentrl_tracer.schemas import Call, Claim, NewRollout, Policies, Purpose, Reward, Span
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.calls import Delivery
 
 
+def enqueue(
+    store: Store, run_id: str, task: Any, count: int = 1, split: str = "train", step: int = 0
+) -> list[str]:
+    """Queue rollouts of one task; return their ids."""
+    [task_id] = store.add_tasks(run_id, split, [task])
+    new = [NewRollout(task_id, "g", Purpose.TRAIN, step, i, seed=i) for i in range(count)]
+    return store.enqueue(run_id, new)
+
+
 def start_run(store: Store, rollouts: int = 1, policies: Policies | None = None) -> str:
     run_id = store.create_run("test", "train", {}, policies)
-    (task,) = store.add_tasks(run_id, "train", [{"n": 7}])
-    store.enqueue(
-        run_id, [NewRollout(task, "g", Purpose.TRAIN, 1, i, seed=i) for i in range(rollouts)]
-    )
+    enqueue(store, run_id, {"n": 7}, rollouts, step=1)
     return run_id
 
 
@@ -39,12 +39,9 @@ def record_spans(store: Store, spans: Sequence[Span], rewards: Sequence[Reward] 
     store.write_calls("boot", [], [Delivery(None, spans, rewards)], 0)
 
 
-def call_of(claim: Claim, name: str, **changes: object) -> Call:
-    call = Call(
-        id=name, response_id=name, choice=0, run_id=claim.run_id, rollout_id=claim.rollout_id,
-        attempt_id=claim.attempt_id, seq=0, agent=None, model="m", adapter="policy",
-        adapter_version=3, state=CallState.COMPLETED, prompt_ids=[1, 2], response_ids=[151643],
-        response_logprobs=[-0.25], finish_reason="stop", params={}, request=None, response=None,
-        error=None, trace_id=None, span_id=None, started_at=1.0, ended_at=2.0,
+def call_of(claim: Claim, name: str, **changes: Any) -> Call:
+    call = make(
+        name, [1, 2], [151643], run_id=claim.run_id, rollout_id=claim.rollout_id,
+        attempt_id=claim.attempt_id, adapter="policy",
     )  # fmt: skip
     return replace(call, **changes)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from agentrl.runs.folder import RunFolder
 from agentrl_trainer.models.loading import load_base
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
 
@@ -15,9 +16,9 @@ RANK = 8
 
 
 class Policy:
-    def __init__(self) -> None:
+    def __init__(self, rank: int = RANK) -> None:
         base = load_base("agentrl-tiny", device="cpu", dtype="float32")
-        self.model = attach_adapter(base, "policy", lora_config(RANK, RANK), seed=0)
+        self.model = attach_adapter(base, "policy", lora_config(rank, rank), seed=0)
 
     def become(self, seed: int, folder: Path) -> None:
         """Draws other weights and saves them."""
@@ -30,9 +31,8 @@ class Policy:
         save_adapter(self.model, "policy", folder)
 
     def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-        return (
-            self._logprobs(prompt, answer).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
-        )
+        found = self._logprobs(prompt, answer)
+        return found.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
 
     def likeliest(self, prompt: Sequence[int]) -> list[int]:
         return self._logprobs(prompt, [0])[0].topk(3).indices.tolist()
@@ -41,3 +41,14 @@ class Policy:
     def _logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
         logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0]
         return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+
+
+def trained_run(runs: Path) -> RunFolder:
+    """A run folder with versions 3 and 7 of an adapter."""
+    folder = RunFolder.create(runs, "trained", "train")
+    folder.write_json(folder.config, {"model": {"name": "agentrl-tiny"}})
+    folder.run_id.write_text("run")
+    policy = Policy()
+    for version in (3, 7):
+        policy.become(version, folder.adapter_version("policy", version))
+    return folder

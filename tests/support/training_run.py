@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,8 @@ class Run:
     def run_id(self) -> str:
         return self.folder.run_id.read_text()
 
-    @contextmanager
-    def store(self) -> Iterator[Store]:
-        store = Store(str(self.folder.store))
-        try:
-            yield store
-        finally:
-            store.close()
+    def store(self) -> closing[Store]:
+        return closing(Store(str(self.folder.store)))
 
     def accounting(self) -> Accounting:
         """Return the accounting of calls, which must balance."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from otlp_collector import Collector, collecting
+from otlp_collector import Collector
 from store_records import claimed, start_run
 
 from agentrl_tracer import tracing
@@ -43,7 +44,7 @@ def _empty(store: Store) -> None:
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """The gateway's OTLP side; the environment says that this process runs a rollout."""
-    with collecting() as server:
+    with closing(Collector()) as server:
         for name, value in {
             "AGENTRL_ROLLOUT_ID": "r1",
             "AGENTRL_ATTEMPT_ID": "a1",

@@ -50,85 +50,74 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 
 # ---- records that both sides read: groups of members, each with turns and a final reward
 
-Turn = dict[str, Any]
-Member = dict[str, Any]
-
-
-def turn(rng: random.Random, prompt: list[int]) -> Turn:
-    count = rng.choice([1, 1, 2, 5])
-    return {
-        "prompt": prompt,
-        "response": tokens(rng, count),
-        "logprobs": [-rng.randrange(1, 999) / 128 for _ in range(count)],
-        "reward": rng.choice([0.0, 0.0, 0.25, -0.5]),
-    }
-
 
 def tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, 50_000) for _ in range(count)]
 
 
-def whole(turn: Turn) -> list[int]:
-    return turn["prompt"] + turn["response"]
+def turn(rng: random.Random, prompt: list[int], reward: float | None = None) -> dict[str, Any]:
+    count = rng.choice([1, 1, 2, 5])
+    return {
+        "prompt": prompt,
+        "response": tokens(rng, count),
+        "logprobs": [-rng.randrange(1, 999) / 128 for _ in range(count)],
+        "reward": rng.choice([0.0, 0.0, 0.25, -0.5]) if reward is None else reward,
+    }
 
 
-def conversation(rng: random.Random, root: list[int]) -> list[Turn]:
+def conversation(rng: random.Random, root: list[int]) -> list[dict[str, Any]]:
     """Turns that append (now and then nothing), rewrite history, branch off, or ask again."""
     turns = [turn(rng, root)]
-    continued: list[Turn] = []
+    continued: list[list[int]] = []
     for _ in range(rng.randrange(5)):
+        last = turns[-1]["prompt"] + turns[-1]["response"]
         how = rng.choice(["append", "append", "append", "rewrite", "branch", "again"])
+        prompt = tokens(rng, rng.choice([1, 6]))
         if how == "append":
-            prompt = whole(turns[-1]) + tokens(rng, rng.choice([0, 1, 4]))
-            continued.append(turns[-1])
+            prompt = last + tokens(rng, rng.choice([0, 1, 4]))
+            continued.append(last)
         elif how == "branch" and continued:
             # From a turn that already goes on elsewhere: the cookbook looks at neighbors only.
-            prompt = whole(rng.choice(continued)) + tokens(rng, 3)
+            prompt = rng.choice(continued) + tokens(rng, 3)
         elif how == "again":
             prompt = list(turns[-1]["prompt"])
-        else:
-            prompt = tokens(rng, rng.choice([1, 6]))
         turns.append(turn(rng, prompt))
     return turns
 
 
-def groups(seed: int) -> list[list[Member]]:
+def groups(seed: int) -> list[list[dict[str, Any]]]:
     rng = random.Random(seed)
-    made: list[list[Member]] = []
+    made: list[list[dict[str, Any]]] = []
     for size in (1, 2, 4, 8):
-        root = tokens(rng, rng.choice([1, 7]))
-        group = [
-            {"turns": conversation(rng, root), "final": rng.choice([0.0, 1.0, 2.5, -1.0])}
-            for _ in range(size)
-        ]
-        made.append(group)
-    # Everybody earned the same, for the same turns.
-    alike = [{"turns": [turn(rng, tokens(rng, 3))], "final": 1.0} for _ in range(3)]
-    for member in alike:
-        member["turns"][0]["reward"] = 0.0
+        root, finals = tokens(rng, rng.choice([1, 7])), [0.0, 1.0, 2.5, -1.0]
+        members = range(size)
+        made.append(
+            [{"turns": conversation(rng, root), "final": rng.choice(finals)} for _ in members]
+        )
+    # All members earned the same.
+    alike = [{"turns": [turn(rng, tokens(rng, 3), 0.0)], "final": 1.0} for _ in range(3)]
     return [*made, alike]
 
 
-def ours(made: list[list[Member]]) -> StepBatch:
-    """The same as records of a step, through the function that ``agentrl train`` uses."""
+def ours(made: list[list[dict[str, Any]]]) -> StepBatch:
+    """Assemble the same as records of a step, by the function that ``agentrl train`` uses."""
     rollouts: list[Rollout] = []
     calls: list[Call] = []
     rewards: list[Reward] = []
     for g, group in enumerate(made):
         for m, member in enumerate(group):
-            name = f"{g}-{m}"
-            attempt = f"{name}-a"
+            name, attempt = f"{g}-{m}", f"{g}-{m}-a"
             rollouts.append(rollout(name, f"group{g}"))
-            for t, turn in enumerate(member["turns"]):
-                one = f"{name}-{t}"
-                calls.append(
-                    make(
-                        one, turn["prompt"], turn["response"], t, rollout_id=name,
-                        attempt_id=attempt, response_logprobs=turn["logprobs"], adapter="policy",
-                    )
+            for t, one in enumerate(member["turns"]):
+                call = make(
+                    f"{name}-{t}", one["prompt"], one["response"], t, rollout_id=name,
+                    attempt_id=attempt, response_logprobs=one["logprobs"], adapter="policy",
                 )  # fmt: skip
+                calls.append(call)
                 rewards.append(
-                    Reward(attempt, name, "turn", turn["reward"], f"{one}-r", response_id=one)
+                    Reward(
+                        attempt, name, "turn", one["reward"], f"{call.id}-r", response_id=call.id
+                    )
                 )
             rewards.append(Reward(attempt, name, "final", member["final"], f"{name}-r"))
     return assemble(rollouts, calls, rewards, SETTINGS)

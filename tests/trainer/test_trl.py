@@ -46,13 +46,9 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         yield ask
 
 
-def close(found: Any, expected: Any, rel: float = 1e-9) -> None:
-    torch.testing.assert_close(
-        torch.as_tensor(found, dtype=torch.float64),
-        torch.as_tensor(expected, dtype=torch.float64),
-        rtol=rel,
-        atol=1e-12,
-    )
+def close(found: Any, expected: Any) -> None:
+    found, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 # ---- advantages

@@ -17,7 +17,7 @@ from agentrl.config.commands import EvalConfig
 from agentrl.config.loading import load, load_tasks
 from agentrl.console.output import console
 from agentrl.console.report import facts
-from agentrl.runner import validate_agent
+from agentrl.runner.agent_spec import validate_agent
 from agentrl.training.evaluation import pass_at_k, plan_evaluation, task_interval
 from agentrl.training.metrics import count_failures
 from agentrl_tracer.schemas import Reward, Rollout

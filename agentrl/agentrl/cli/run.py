@@ -13,7 +13,7 @@ from agentrl.config.loading import load
 from agentrl.config.settings import OtherModelSettings
 from agentrl.console.output import console
 from agentrl.console.trace_tree import rollout_tree
-from agentrl.runner import validate_agent
+from agentrl.runner.agent_spec import validate_agent
 from agentrl.training.rollout_queue import rollout_seed
 from agentrl_tracer.schemas import NewRollout, Purpose, RolloutState
 from agentrl_trainer.tiny import MODEL_DIR

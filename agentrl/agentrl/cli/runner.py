@@ -18,7 +18,8 @@ from agentrl.config.setting_names import recorded
 from agentrl.config.settings import RunnerSettings
 from agentrl.console.output import print_line
 from agentrl.gateway.handle import secret_variables
-from agentrl.runner import RunnerConfig, start_pool
+from agentrl.runner.pool_client import start_pool
+from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.store import Store
 
 _POLL_S = 1.0
@@ -58,7 +59,7 @@ def runner_config(settings: JoinConfig, run: dict[str, Any]) -> RunnerConfig:
     ours = RunnerSettings().model_dump() | (started.get("rollouts") or {})
     return RunnerConfig(
         store=settings.run.store,
-        gateway=settings.gateway.url,
+        gateway=settings.gateway.url.rstrip("/"),
         run_id=run["id"],
         agent=settings.agent.entrypoint or agent,
         model=_model_name(run),

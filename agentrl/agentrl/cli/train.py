@@ -11,7 +11,7 @@ from agentrl.config.loading import load, load_tasks, resume_of, steps_of
 from agentrl.console.live import TrainDisplay
 from agentrl.console.output import console, print_line
 from agentrl.console.report import serve_command, training_report
-from agentrl.runner import validate_agent
+from agentrl.runner.agent_spec import validate_agent
 from agentrl.runs.folder import RunFolder, how_to_fetch
 from agentrl.timing import heavy_imports
 from agentrl.training.resume import check_resume, tell_changes

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,19 +19,10 @@ from agentrl.config.secrets import variables_in
 from agentrl.gateway.process import CANNOT_START, FORWARD_HEADERS, PLAN, GatewayPlan, run_gateway
 from agentrl.supervisor import SupervisedProcess, end_with_parent
 
-TINKER_KEY = "TINKER_API_KEY"
 _HOPELESS_DEATHS = 5  # in a row, after which ``watch`` gives up
 _LIVED_S = 30.0  # of health, after which earlier deaths are forgotten
 _WATCH_S = 0.1
 _STOP_S = 5.0  # to stop the sampler and write the last rows, beyond the grace for answers
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProblem:
-    """Why the gateway has not loaded an adapter."""
-
-    text: str
-    refused: bool  # another try would not help; False: the adapter may load later
 
 
 class GatewayHandle(SupervisedProcess):
@@ -54,13 +44,12 @@ class GatewayHandle(SupervisedProcess):
         self._plan = plan
         self._socket = listening
         host, port = listening.getsockname()[:2]
-        here: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or host
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, str(host))
         self.url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
-        key = plan.operator_key
         self._client = httpx.Client(
             base_url=self.url,
-            headers={} if key is None else {"authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(30.0),
+            headers={"authorization": f"Bearer {key}"} if (key := plan.operator_key) else {},
+            timeout=30.0,
             trust_env=False,  # no proxy between us and loopback
         )
 
@@ -78,25 +67,26 @@ class GatewayHandle(SupervisedProcess):
     def health(self) -> dict[str, Any] | None:
         """Return the answer of /healthz; None while the gateway is not up."""
         with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
-            answer = self._client.get("/healthz", timeout=2.0)
-            if answer.status_code == 200:
-                return answer.json()
+            return self._client.get("/healthz", timeout=2.0).raise_for_status().json()
         return None
 
-    def try_load_adapter(self, name: str, version: int, path: str) -> LoadProblem | None:
-        """Have the gateway answer with an adapter version from now on; None: it does."""
+    def try_load_adapter(self, name: str, version: int, path: str) -> tuple[str, bool] | None:
+        """Have the gateway answer with an adapter version from now on.
+
+        Returns None when it does, else why not, and whether it refuses: another try would not help.
+        """
         adapter = {"name": name, "version": version, "path": path}
         try:
             answer = self._client.post("/admin/adapters", json=adapter)
         except httpx.HTTPError as error:
-            return LoadProblem(f"{type(error).__name__}: {error}", refused=False)
-        if answer.status_code == 200:
+            return f"{type(error).__name__}: {error}", False
+        if answer.is_success:
             return None
         try:
-            text = str(answer.json()["error"]["message"])
+            said = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            text = answer.text
-        return LoadProblem(text, refused=answer.status_code // 100 == 4)
+            said = answer.text
+        return said, answer.is_client_error
 
     def watch(self) -> NoReturn:
         """Wait until interrupted.
@@ -145,9 +135,7 @@ def secret_variables(models: Mapping[str, Any], vllm_key_env: str | None) -> lis
 
     ``models``: the settings of other models, as recorded.
     """
-    named = [
-        name
-        for one in models.values()
-        for name in (one.get("api_key_env"), *variables_in(one.get("params")))
-    ]
-    return [*filter(None, (FORWARD_HEADERS, TINKER_KEY, vllm_key_env, *named))]
+    names = [FORWARD_HEADERS, "TINKER_API_KEY", vllm_key_env]
+    for one in models.values():
+        names += [one.get("api_key_env"), *variables_in(one.get("params"))]
+    return [*filter(None, names)]

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from agentrl.samplers.vllm.sampler import VllmSampler
     from agentrl_proxy.dependencies import ProviderModel
     from agentrl_proxy.sampler import Sampler
-    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
 
 log = logging.getLogger("agentrl")
 
@@ -127,10 +126,12 @@ def run_gateway(plan: GatewayPlan, sock: socket.socket) -> None:
 def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
     import_gateway()
     import torch
+    from opentelemetry.util.re import parse_env_headers
 
     from agentrl_proxy.app import create_app
     from agentrl_proxy.dependencies import ConnectionLimits, GatewayDependencies
     from agentrl_proxy.rendering.renderer import Renderer
+    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
     from agentrl_tracer.store.writer import TraceWriter
 
     torch.set_num_threads(1)  # the event loop needs the other core more than the sampler does
@@ -173,9 +174,12 @@ def _ready_app(plan: GatewayPlan, ending: contextlib.ExitStack) -> FastAPI:
         ),
         max_calls_per_rollout=budget and budget.max_calls_per_rollout,
         max_tokens_per_rollout=budget and budget.max_tokens_per_rollout,
-        forward=_otlp_exporter(own.forward_otlp) if own.forward_otlp else None,
+        forward=OtlpExporter(
+            own.forward_otlp, parse_env_headers(os.environ.get(FORWARD_HEADERS, ""), liberal=True)
+        )
+        if own.forward_otlp
+        else None,
     )
-
     ending.callback(sampler.stop)
     sampler.start()
     deps.context_length = sampler.context_length  # known once it runs
@@ -199,16 +203,12 @@ def _log_failure(error: Exception) -> None:
 
     # Of SQLAlchemy's errors, only the driver's own words: the rest is a link.
     said = " ".join(str(getattr(error, "orig", None) or error).split())
+    unexpected = None
     if isinstance(error, SQLAlchemyError):
         said = f"store: {said}"
-    expected = isinstance(
-        error, ValueError | OSError | VllmError | SQLAlchemyError | httpx.HTTPError
-    )
-    log.critical(
-        "the gateway cannot start: %s",
-        said if expected else f"{type(error).__name__}: {said}",
-        exc_info=None if expected else error,
-    )
+    elif not isinstance(error, ValueError | OSError | VllmError | httpx.HTTPError):
+        said, unexpected = f"{type(error).__name__}: {said}", error
+    log.critical("the gateway cannot start: %s", said, exc_info=unexpected)
 
 
 def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | TinkerSampler, Any]:
@@ -224,23 +224,21 @@ def make_sampler(plan: GatewayPlan) -> tuple[EmbeddedSampler | VllmSampler | Tin
         return EmbeddedSampler(base), base.tokenizer
     source = tinker.tokenizer if tinker and tinker.tokenizer else model.name
     facts = load_facts(source, trust_remote_code=model.trust_remote_code)
-    if tinker is not None:
+    if tinker:
         from agentrl.samplers.tinker import TinkerSampler
 
-        sampler = TinkerSampler(
-            model.name, tinker.base_url, facts.tokenizer, facts.eos_ids, facts.context_length
-        )
-    else:
-        from agentrl.samplers.vllm.sampler import VllmSampler
+        tokenizer, eos_ids, length = facts.tokenizer, facts.eos_ids, facts.context_length
+        return TinkerSampler(model.name, tinker.base_url, tokenizer, eos_ids, length), tokenizer
+    from agentrl.samplers.vllm.sampler import VllmSampler
 
-        variable = plan.sampler.vllm.key_env
-        sampler = VllmSampler(
-            plan.vllm_url or "",
-            eos_ids=facts.eos_ids,
-            context_length=facts.context_length,
-            api_key=os.environ[variable] if variable else None,
-            wait_s=plan.vllm_wait,
-        )
+    variable = plan.sampler.vllm.key_env
+    sampler = VllmSampler(
+        plan.vllm_url or "",
+        eos_ids=facts.eos_ids,
+        context_length=facts.context_length,
+        api_key=os.environ[variable] if variable else None,
+        wait_s=plan.vllm_wait,
+    )
     return sampler, facts.tokenizer
 
 
@@ -254,15 +252,6 @@ def provider_model(settings: OtherModelSettings) -> ProviderModel:
     fields = settings.model_dump(exclude={"api_key_env"})
     fields["params"] = filled(fields["params"], os.environ)
     return ProviderModel(**fields, api_key=key)
-
-
-def _otlp_exporter(url: str) -> OtlpExporter:
-    from opentelemetry.util.re import parse_env_headers
-
-    from agentrl_proxy.telemetry.otlp_export import OtlpExporter
-
-    headers = parse_env_headers(os.environ.get(FORWARD_HEADERS, ""), liberal=True)
-    return OtlpExporter(url, headers)
 
 
 def _end_with_sampler(sampler: Sampler, stopping: threading.Event) -> None:

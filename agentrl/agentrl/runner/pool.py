@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # The attempt's own imports, so that every fork has them: OpenTelemetry and the tracer among them.
 import agentrl_tracer.emit  # noqa: F401
@@ -32,8 +32,7 @@ from agentrl.runner.agent_process.environment import (
     attempt_environment,
     direct_to_gateway,
 )
-from agentrl.runner.agent_process.loading import load_agent
-from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.agent_spec import load_agent, parse_agent
 from agentrl.runner.preload import (
     StartedThreads,
     installed_roots,
@@ -73,7 +72,6 @@ class Pool:
     def __init__(self, config: RunnerConfig, skip: Sequence[str]) -> None:
         self.config = config
         self.agent = parse_agent(config.agent)
-        self.deaths = 0
         self._skip = skip
         self._slots = [_Slot(i) for i in range(config.runners)]
         self._stopping = False
@@ -113,20 +111,20 @@ class Pool:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.alarm(_SCOUT_TIMEOUT_S)
-            known = frozenset(sys.modules)
+            known = len(sys.modules)
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
             # Clients made while the module is imported need a key and a URL.
             claim = Claim("scout", "scout", 0, "", Purpose.TRAIN, 0, "", {}, "sk-scout", 0.0)
             os.environ.update(attempt_environment(self.config, claim))
-            message: dict[str, Any] = {}
+            failed = None
             try:
                 load_agent(self.config.agent)
             except BaseException as raised:
-                message["failed"] = f"{type(raised).__name__}: {raised}"
-            message["modules"] = third_party_modules(self.agent, known)
-            send(control.fileno(), message)
+                failed = f"{type(raised).__name__}: {raised}"
+            modules = third_party_modules(self.agent, known)
+            send(control.fileno(), {"failed": failed, "modules": modules})
         finally:
             os._exit(0)
 
@@ -187,8 +185,8 @@ class Pool:
 
     def _hear(self, slot: _Slot, child: ForkedChild) -> None:
         for message in child.messages():
-            if "failed" in message:
-                logger.warning("importing the agent failed: %s", message["failed"])
+            if failed := message.get("failed"):
+                logger.warning("importing the agent failed: %s", failed)
             if "modules" in message and self._lessons < _MOST_LESSONS:
                 self._learn(message["modules"])
             if "claimed" in message:  # the first attempt begins, or has begun
@@ -200,13 +198,10 @@ class Pool:
         code = child.kill()  # useless without its socket
         slot.child, slot.due = None, time.monotonic()
         if code != 0 and not self._stopping:
-            self.deaths += 1
             delay = slot.backoff.after(slot.due - child.started)
             slot.due += delay
-            logger.warning(
-                "runner %d (pid %d) ended with %d; number %d to die, again in %.1f s",
-                slot.index, child.pid, code, self.deaths, delay,
-            )  # fmt: skip
+            said = "runner %d (pid %d) ended with %d; another one follows in %.1f s"
+            logger.warning(said, slot.index, child.pid, code, delay)
         kill_children(keep=[other.pid for other in self._children])
 
     def _stop_workers(self) -> None:

@@ -34,19 +34,18 @@ class StartedThreads(Exception):
     """Importing the named module started a thread, which no forked child would have."""
 
 
-def third_party_modules(agent: AgentSpec, known: Collection[str]) -> list[str]:
-    """Return loaded modules that are installed (not the user's, not the standard library's).
+def third_party_modules(agent: AgentSpec, known: int) -> list[str]:
+    """Return the installed ones of the modules that were imported after the first ``known``.
 
-    They are in order of import. ``known``, the modules imported first, are left out.
+    They are in order of import; the user's and the standard library's are left out.
     """
     roots = installed_roots()
     own = Path(agent.target).stem if agent.kind == "file" else agent.target.partition(".")[0]
     found: list[str] = []
-    # New modules are at the end. Walking over all would touch, and so copy, every module's memory
-    # page after a fork: 3 ms.
-    count = max(0, len(sys.modules) - len(known))
-    for name in reversed(list(itertools.islice(reversed(sys.modules), count))):
-        if name in known or name.partition(".")[0] == own or _within(name, _NEVER):
+    # Walking over all would touch, and so copy, every module's memory page after a fork: 3 ms.
+    new = itertools.islice(reversed(sys.modules), max(0, len(sys.modules) - known))
+    for name in reversed(list(new)):
+        if name.partition(".")[0] == own or _within(name, _NEVER):
             continue
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)

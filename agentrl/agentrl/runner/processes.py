@@ -65,11 +65,7 @@ class ForkedChild:
         theirs.close()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the process has died.
-        """
+        """Send a message; raise ``OSError`` if the process has died."""
         send(self.socket.fileno(), message)
 
     def messages(self) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ class RunnerConfig:
     """The configuration of a pool of runners; ``agentrl.config`` has the defaults of settings."""
 
     store: str  # URL or path of the trace store
-    gateway: str  # base URL, without ``/v1``
+    gateway: str  # base URL, without ``/v1`` and a slash at its end
     run_id: str  # whose rollouts are claimed
     agent: str  # ``module:function``, ``file.py:function`` or a command line
     model: str  # the model name that agents are told to ask for (``AGENTRL_MODEL``)
@@ -52,26 +52,20 @@ class AttemptEnding:
 
     state: AttemptState
     error: str | None = None
-    incomplete: bool = False  # some span or reward did not reach the gateway
     modules: Sequence[str] = ()  # installed modules that the attempt imported
 
     @classmethod
     def of(cls, errors: Sequence[str], *, complete: bool) -> AttemptEnding:
         """Return the ending of an agent that returned (no ``errors``) or failed."""
-        if errors:
-            return cls(AttemptState.ERROR, errors[0], incomplete=not complete)
-        if complete:
-            return cls(AttemptState.SUCCEEDED)
-        lost = "its spans or rewards did not reach the gateway"
-        return cls(AttemptState.INFRASTRUCTURE, lost, incomplete=True)
+        if not complete:
+            lost = "its spans or rewards did not reach the gateway"
+            said = "; the agent: ".join([lost, *errors])
+            return cls(AttemptState.INFRASTRUCTURE, said)
+        return cls(AttemptState.ERROR, errors[0]) if errors else cls(AttemptState.SUCCEEDED)
 
 
 def send(fd: int, message: Mapping[str, Any]) -> None:
-    """Write a message to a socket; wait while it is full.
-
-    Raises:
-        OSError: the other end is closed.
-    """
+    """Write a message to a socket, in full; raise ``OSError`` if the other end is closed."""
     view = memoryview(json.dumps(message).encode() + b"\n")
     while view:
         view = view[os.write(fd, view) :]

@@ -77,12 +77,7 @@ class RayPool:
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             _join_or_start(ray, config.runners)
-        try:
-            self._config = _within_reach(ray, config, gateway_host)
-        except ValueError:
-            if self._started_ray:
-                ray.shutdown()
-            raise
+        self._config = _within_reach(ray, config, gateway_host)
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < config.runners:
             logger.warning(
@@ -104,18 +99,17 @@ class RayPool:
         """Replace actors that die for good, and log why."""
         self._thread.start()
 
-    def begin_stop(self) -> None:
-        """Ask the runners to end, without waiting."""
+    def begin_stop(self) -> list[Any]:
+        """Ask the runners to end, without waiting; return what their answers will be."""
         self._stopping.set()
-        for actor in self._actors:
-            actor.stop.remote()
+        return [actor.stop.remote() for actor in self._actors]
 
     def stop(self) -> None:
         """Stop the runners, their agents, and Ray if it was started here."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        answers = [actor.stop.remote() for actor in self._actors]
+        answers = self.begin_stop()
         self._ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_S)
         for actor in self._actors:
             self._ray.kill(actor)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import select
@@ -22,25 +23,29 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
+from urllib.request import ProxyHandler, build_opener
 
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentrl.runner.agent_process.attempts import run_attempts
 from agentrl.runner.agent_process.environment import storage_folder
 from agentrl.runner.agent_process.external_python import become
-from agentrl.runner.health_checks import GatewayProbe, QueueWatch
 from agentrl.runner.processes import ForkedChild, adopt_orphans, kill_children
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
-from agentrl_tracer.schemas import AttemptState, Call, CallState, Claim
+from agentrl_tracer.schemas import AttemptState, CallState, Claim
 from agentrl_tracer.store import Store
 
 logger = logging.getLogger("agentrl.runner")
 
-_KILL_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
+_GRACE_S = 2.0  # between SIGTERM (or a cancellation) and SIGKILL
 _TICK_S = 0.25  # longest sleep: how late a stop, or a death without a closed pipe, may be noticed
 _HEALTH_AGE_S = 1.0
+_GATEWAY_TIMEOUT_S = 5.0
+_LONGEST_SILENCE_S = 1.0
 
 P, T = ParamSpec("P"), TypeVar("T")
 
@@ -65,14 +70,13 @@ class Worker:
         self._gateway = GatewayProbe(config.gateway)
         self._queue = QueueWatch(store.url)
         self._control = control
-        self._known_modules = frozenset(sys.modules)
+        self._known_modules = len(sys.modules)
         self._running: dict[str, _RunningAttempt] = {}
         self._process: ForkedChild | None = None
         self._attempts_left = 0  # that the process may still run
         self._busy_with = ""  # the attempt that a shared process last named as running
         self._stopping = False
         self._retiring = False
-        self._next_expiry = 0.0
         self._next_heartbeat = 0.0
 
     def run(self) -> None:
@@ -90,20 +94,12 @@ class Worker:
     def _on_sigterm(self, *_: object) -> None:
         self._stopping = True  # seen within a tick; raising here could tear a transaction
 
-    @property
-    def _full(self) -> bool:
-        return len(self._running) >= self._config.concurrency
-
     def _start_attempts(self) -> None:
         config, lease_s = self._config, self._config.lease_s
-        while not (self._stopping or self._retiring or self._full):
+        while len(self._running) < config.concurrency and not (self._stopping or self._retiring):
             # Cheap checks first: may the queue hold a rollout, and is the gateway well?
             if not self._queue.due() or (boot_id := self._gateway.boot_id(_HEALTH_AGE_S)) is None:
                 return
-            now = time.monotonic()
-            if now >= self._next_expiry:
-                self._next_expiry = now + lease_s / 2
-                self._try_store(self._store.expire_leases)
             claim = self._try_store(self._store.claim, self._name, lease_s, config.run_id)
             if claim is None:
                 return
@@ -116,8 +112,8 @@ class Worker:
                     self._process = self._fork()
                 self._process.send(asdict(claim))
             except OSError as error:  # out of processes or descriptors
-                failed = f"could not start: {error}"
-                self._finish(running, AttemptEnding(AttemptState.INFRASTRUCTURE, failed))
+                ending = AttemptEnding(AttemptState.INFRASTRUCTURE, f"could not start: {error}")
+                self._finish(running, ending)
 
     def _fork(self) -> ForkedChild:
         """Fork a process, in a group of its own, that runs the attempts whose claims it is sent."""
@@ -136,7 +132,8 @@ class Worker:
 
     def _listen(self) -> None:
         """Sleep until the agent or the pool says something, or something else is due."""
-        tick_s = _TICK_S if self._full or self._stopping else QueueWatch.TICK_S
+        full = len(self._running) == self._config.concurrency
+        tick_s = _TICK_S if full or self._stopping else QueueWatch.TICK_S
         soon = min((one.deadline for one in self._running.values()), default=float("inf"))
         timeout_s = min(tick_s, max(soon - time.monotonic(), 0.001))
         watched = [] if self._process is None else [self._process.socket]
@@ -167,11 +164,10 @@ class Worker:
         now = time.monotonic()
         for running in self._running.values():
             if self._stopping:
-                stopped = "its runner was stopped"
-                self._cancel(running, AttemptEnding(AttemptState.INFRASTRUCTURE, stopped))
+                self._cancel(running, AttemptState.INFRASTRUCTURE, "its runner was stopped")
             elif now >= running.deadline:
                 timeout = f"timeout: it was still running after {self._config.timeout_s:g} s"
-                self._cancel(running, AttemptEnding(AttemptState.TIMEOUT, timeout))
+                self._cancel(running, AttemptState.TIMEOUT, timeout)
         overdue = [one for one in self._running.values() if one.cause and now >= one.deadline]
         if overdue:
             # An attempt that blocks the event loop keeps others from ending, too.
@@ -185,19 +181,20 @@ class Worker:
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + self._config.lease_s / 3
+        self._try_store(self._store.expire_leases)
         for running in self._running.values():
             attempt_id = running.claim.attempt_id
             beat = self._try_store(self._store.heartbeat, attempt_id, self._config.lease_s)
             if beat is False:
                 # The gateway refuses what the attempt does until it ends.
                 logger.info("attempt %s lost its lease or was canceled", attempt_id)
-                self._cancel(running, AttemptEnding(AttemptState.CANCELLED, "its lease was lost"))
+                self._cancel(running, AttemptState.CANCELLED, "its lease was lost")
 
-    def _cancel(self, running: _RunningAttempt, cause: AttemptEnding) -> None:
+    def _cancel(self, running: _RunningAttempt, state: AttemptState, error: str) -> None:
         """Ask an attempt to end, once; soon it is killed."""
         if running.cause is not None or self._process is None:
             return
-        running.cause, running.deadline = cause, time.monotonic() + _KILL_GRACE_S
+        running.cause, running.deadline = AttemptEnding(state, error), time.monotonic() + _GRACE_S
         if self._config.concurrency == 1:
             self._process.signal(signal.SIGTERM)
         else:
@@ -236,39 +233,37 @@ class Worker:
         del self._running[claim.attempt_id]
         shutil.rmtree(storage_folder(claim.attempt_id), ignore_errors=True)
         log = _keep_log(Path(self._config.log_of(claim)))
-        if ending.error is not None:
-            ending = self._blame(ending, running)
+        state, error = ending.state, ending.error
+        if error is not None and (reason := self._fault_of_gateway(running, state)):
+            state, error = AttemptState.INFRASTRUCTURE, f"{reason}; the agent: {error}"
         deadline = time.monotonic() + self._config.lease_s
         while time.monotonic() < deadline:  # then the lease is lost, and the rollout runs again
             try:
-                self._store.end_attempt(claim.attempt_id, ending.state, error=ending.error, log=log)
+                self._store.end_attempt(claim.attempt_id, state, error=error, log=log)
                 break
-            except (SQLAlchemyError, OSError) as error:
-                logger.warning("ending attempt %s: %s", claim.attempt_id, error)
+            except (SQLAlchemyError, OSError) as failure:
+                logger.warning("ending attempt %s: %s", claim.attempt_id, failure)
                 time.sleep(_TICK_S)
         self._tell_pool({"ended": True, "modules": ending.modules})
 
-    def _blame(self, ending: AttemptEnding, running: _RunningAttempt) -> AttemptEnding:
-        """Make an ending INFRASTRUCTURE where the gateway, not the agent, is the cause."""
-        if ending.state is AttemptState.INFRASTRUCTURE:
-            return ending
-        reason, now = None, self._gateway.boot_id()
-        if now is None:
-            reason = "the gateway does not answer"
-        elif now != running.boot_id:
-            reason = "the gateway was restarted meanwhile"
-        elif ending.incomplete:
-            reason = "spans or rewards did not reach the gateway"
-        elif ending.state is AttemptState.ERROR:
+    def _fault_of_gateway(self, running: _RunningAttempt, state: AttemptState) -> str | None:
+        """Return how the gateway, not the agent, made an attempt fail; None: it did not."""
+        if state is AttemptState.INFRASTRUCTURE:
+            return None  # it says more already
+        boot_id = self._gateway.boot_id()
+        if boot_id is None:
+            return "the gateway does not answer"
+        if boot_id != running.boot_id:
+            return "the gateway was restarted meanwhile"
+        if state is AttemptState.ERROR:
             ids = [running.claim.attempt_id]
-            calls = self._try_store(self._store.calls, attempt_ids=ids) or []
-            failed = [c for c in calls if c.state == CallState.ERROR and not _refused_request(c)]
-            if failed:
-                reason = f"the model failed call {failed[-1].id} ({failed[-1].error})"
-        if reason is None:
-            return ending
-        error = f"{reason}; the agent: {ending.error}"
-        return AttemptEnding(AttemptState.INFRASTRUCTURE, error, modules=ending.modules)
+            for call in reversed(self._try_store(self._store.calls, attempt_ids=ids) or []):
+                status = call.params.get("provider_status", 0)
+                # The agent's fault: another model's provider refused the request itself.
+                refused = 400 <= status < 500 and status not in (408, 429)
+                if call.state == CallState.ERROR and not refused:
+                    return f"the model failed call {call.id} ({call.error})"
+        return None
 
     def _tell_pool(self, message: dict[str, object]) -> None:
         with contextlib.suppress(OSError):  # a dying pool: ``_listen`` notices
@@ -283,10 +278,72 @@ class Worker:
             return None
 
 
-def _refused_request(call: Call) -> bool:
-    """Tell whether another model's provider refused the agent's request itself."""
-    status = call.params.get("provider_status", 0)
-    return 400 <= status < 500 and status not in (408, 429)
+class GatewayProbe:
+    """Asks the gateway's ``/healthz`` whether it is well, and which boot of it answers."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/healthz"
+        self._opener = build_opener(ProxyHandler({}))
+        self._known: tuple[float, str | None] = (float("-inf"), None)
+
+    def boot_id(self, max_age_s: float = 0.0) -> str | None:
+        """Return the id of a healthy gateway's boot and of its sampler's, which may restart alone.
+
+        Returns None when the gateway is unreachable or unwell.
+        """
+        asked, boot_id = self._known
+        if boot_id is None or time.monotonic() - asked > max_age_s:
+            try:
+                with self._opener.open(self._url, timeout=_GATEWAY_TIMEOUT_S) as answer:
+                    health = json.load(answer)
+                boot_id = f"{health['boot_id']}-{health['recoveries']}"
+            except (OSError, HTTPException, ValueError, KeyError, TypeError):
+                boot_id = None
+            self._known = (time.monotonic(), boot_id)
+        return boot_id
+
+
+class QueueWatch:
+    """Tells when an idle worker should look at the queue again.
+
+    A look costs a transaction. With SQLite one ``stat`` of the write-ahead log tells whether the
+    store has changed: an idle worker looks at once when it has, and hardly ever when not. Where
+    the store changes all the time, looks that find nothing become rarer.
+    """
+
+    TICK_S = 0.05
+    _FIRST_S, _LONGEST_S = 0.02, 0.2
+
+    def __init__(self, store_url: str) -> None:
+        url = make_url(store_url)
+        sqlite = url.database if url.get_backend_name() == "sqlite" else None
+        self._files = [f"{sqlite}-wal", sqlite] if sqlite else []
+        self.found()
+
+    def due(self) -> bool:
+        """Tell whether to look now; the caller is expected to look at once."""
+        now, stamp = time.monotonic(), self._stamp()
+        # A write within the same tick of the file system's clock may leave no trace.
+        unchanged = stamp is not None and stamp == self._seen
+        if now - self._looked < (_LONGEST_SILENCE_S if unchanged else self._pause):
+            return False
+        # Taken before the look: what is written meanwhile counts as new.
+        self._looked, self._seen = now, stamp
+        self._pause = self._FIRST_S if unchanged else min(self._pause * 1.5, self._LONGEST_S)
+        return True
+
+    def found(self) -> None:
+        """Make the next look due at once, because the last one found a rollout."""
+        self._looked = float("-inf")
+        self._seen: object = None
+        self._pause = self._FIRST_S
+
+    def _stamp(self) -> object:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # no log: everything is in the database itself
+                stat = os.stat(file)
+                return file, stat.st_mtime_ns, stat.st_size
+        return None
 
 
 def _keep_log(log: Path) -> str | None:

@@ -235,13 +235,12 @@ def _adapters_of(run: RunFolder, step: str, field: str) -> dict[str, Path]:
     """Return each adapter of a run, as of a step or (empty) the newest one kept."""
     found: dict[str, Path] = {}
     for folder in sorted(path for path in run.adapters.glob("*") if path.is_dir()):
-        versions = {int(path.name[1:]): path for path in folder.glob("v*")}
-        version = max(versions, default=-1) if not step else int(step) if step.isdecimal() else -1
+        versions = {str(int(path.name[1:])): path for path in sorted(folder.glob("v*"))}
+        version = step or next(reversed(versions), None)
         if version not in versions:
-            kept = ", ".join(map(str, sorted(versions))) or "none"
             raise ConfigError(
                 f"{field}: {run.root} has no adapter {folder.name!r} of step {step or 'any'}; "
-                f"kept are those of: {kept}"
+                f"kept are those of: {', '.join(versions) or 'none'}"
             )
         found[folder.name] = versions[version]
     return found

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from agentrl_trainer.client import (
     TrainingClient,
 )
 from agentrl_trainer.client.futures import map_future
+from agentrl_trainer.client.parameters import TINKER_ONLY
 from agentrl_trainer.client.training import SAMPLERS, STATES
 from agentrl_trainer.models.loading import resolve_model
 
@@ -35,13 +36,7 @@ _KEPT = 64  # samplers
 _SCHEME = "tinker://"
 _LORA_OPTIONS = ("rank", "seed", "train_mlp", "train_attn")  # not train_unembed, True by default
 _SAMPLING_PARAMS = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
-_SAMPLE_OPTIONS = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-)
+_SAMPLE_OPTIONS = ("topk_sample_logprobs", *TINKER_ONLY["sample"])
 
 
 @dataclass
@@ -131,11 +126,9 @@ class TinkerServer:
         return self._loading.submit(work)
 
     def info(self, body: Json) -> Json:
-        info, model_id = self.model(body["model_id"]).get_info(), body["model_id"]
-        name, arch = info.model_name, info.model_data.arch
-        data = {"arch": arch, "model_name": name, "tokenizer_id": resolve_model(name)}
-        own = {"is_lora": True, "lora_rank": info.lora_rank, "model_name": name}
-        return {"model_id": model_id, "model_data": data} | own
+        info = asdict(self.model(body["model_id"]).get_info())
+        info["model_data"]["tokenizer_id"] = resolve_model(info["model_name"])
+        return info | {"model_id": body["model_id"]}
 
     def forward_backward(self, request: ForwardBackwardRequest) -> Future[Answer]:
         client = self.model(request.model_id)

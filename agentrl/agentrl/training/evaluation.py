@@ -90,12 +90,7 @@ def wilson(rate: float, trials: float) -> tuple[float, float]:
 
     Unlike mean ± 1.96 standard errors it stays within 0..1, and is right for few trials and for
     rates near 0 and 1. ``trials`` may be an effective number, hence a fraction.
-
-    Raises:
-        ValueError: there are no trials.
     """
-    if not trials > 0:
-        raise ValueError("trials must be above 0")
     weight = _Z95**2 / trials
     center = (rate + weight / 2) / (1 + weight)
     half = _Z95 * math.sqrt(rate * (1 - rate) / trials + weight / (4 * trials)) / (1 + weight)
@@ -117,14 +112,7 @@ def task_interval(values: Sequence[float], samples: int) -> tuple[float, float]:
     are tests) it covers the true value in 95 % or more of evaluations, down to 10 tasks, where mean
     ± 1.96 standard errors falls below 80 % near 0 and 1. With one outcome per task it dips as
     Wilson's does, to about 90 % where fewer than one failure (or success) is to be expected.
-
-    Raises:
-        ValueError: there are no values, or one is outside 0..1.
     """
-    if not values:
-        raise ValueError("values are empty")
-    if odd := [value for value in values if not 0 <= value <= 1]:
-        raise ValueError(f"values must be in 0..1, not {odd[0]}")
     smoothed = [*values, 0.0, 1.0]
     mean = fmean(smoothed)
     worth = min(mean * (1 - mean) / pvariance(smoothed, mean), samples)
@@ -136,10 +124,5 @@ def pass_at_k(successes: int, samples: int, k: int) -> float:
 
     1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on
     Code", equation 1.
-
-    Raises:
-        ValueError: k is not in 1..samples.
     """
-    if not 1 <= k <= samples:
-        raise ValueError(f"k must be in 1..{samples} (the samples of the task), not {k}")
     return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)

@@ -60,7 +60,7 @@ def train_step(run: TrainingRun, step: int) -> None:
         whole = batches.whole()
         run.store.settle(trained=dict.fromkeys(whole.trained, step), skipped=whole.skipped)
     outcomes = run.store.outcomes(run.run_id, step=step, purpose=Purpose.TRAIN)
-    report_step_failures(taken.rollouts, whole, outcomes, run.display.note, run.folder.logs)
+    report_step_failures(run, taken.rollouts, whole, outcomes)
     row = step_row(step, taken, calls, batches, passes, outcomes, run.records.staleness)
     row |= {"learning_rate": run.learning_rate(step), **seconds_row(timer), **seconds_row(parts)}
     with timer("checkpoint"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.runs.metric_names import DIFFERENCE
 from agentrl.timing import PhaseTimer
@@ -18,6 +17,9 @@ from agentrl_trainer.data.adapter_split import AdapterBatches
 from agentrl_trainer.data.batch_assembly import StepBatch
 from agentrl_trainer.data.skip_reasons import token_versions
 from agentrl_trainer.learner.step_stats import StepStats
+
+if TYPE_CHECKING:
+    from agentrl.training.run import TrainingRun
 
 _OF_UPDATE = {
     "tokens/trained": "tokens",
@@ -138,20 +140,14 @@ def note_failed_rollouts(
 
 
 def report_step_failures(
-    rollouts: Sequence[Rollout],
-    batch: StepBatch,
-    outcomes: Outcomes,
-    note: Callable[[str], None],
-    logs: Path,
+    run: TrainingRun, rollouts: Sequence[Rollout], batch: StepBatch, outcomes: Outcomes
 ) -> None:
     """Report what went wrong in a step.
-
-    Args:
-        logs: folder of the agents' output.
 
     Raises:
         RunError: every rollout of the step failed.
     """
+    note = run.display.note
     expected = (AttemptState.RUNNING, AttemptState.SUCCEEDED, AttemptState.CANCELLED)
     failures = {name: count for name, count in outcomes.attempts.items() if name not in expected}
     words = [
@@ -168,7 +164,7 @@ def report_step_failures(
         raise RunError(
             "every rollout of the step failed. "
             + "; ".join(f"{count}×: {reason}" for reason, count in problems.items())
-            + f"\nThe agent's output is in {logs}"
+            + f"\nThe agent's output is in {run.folder.logs}"
         )
     if missing := sum(reward is None for reward in batch.rewards.values()) - failed:
         note(f"{missing} of {len(rollouts)} rollouts emitted no reward")

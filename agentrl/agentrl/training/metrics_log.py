@@ -11,6 +11,7 @@ import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.config.commands import TrainConfig
@@ -29,30 +30,26 @@ _MAY_HOLD_SECRETS: dict[str, Any] = {
 """Settings with URLs or parameters that may hold passwords: no tracker gets them."""
 
 
+@dataclass(slots=True)
 class MetricsLog:
     """The metrics of one run. ``go_back`` opens the trackers, before the first ``log``.
-
-    Args:
-        note: receives a message when a tracker fails.
 
     Raises:
         ConfigError: the package of a configured tracker is not installed.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        store: Store,
-        run_id: str,
-        note: Callable[[str], None],
-    ) -> None:
-        self._config, self._folder, self._store, self._run_id = config, folder, store, run_id
-        self._note = note
-        self.rows = folder.read_metrics
-        self._trackers: dict[str, Any] = {}  # open ones, each with the interface of W&B's run
-        self._told: defaultdict[int, set[str]] = defaultdict(set)  # before a resume, by step
-        for name in config.run.trackers:
+    config: TrainConfig
+    folder: RunFolder
+    store: Store
+    run_id: str
+    note: Callable[[str], None]
+    """Receives a message when a tracker fails."""
+    _trackers: dict[str, Any] = field(default_factory=dict[str, Any])  # each like a run of W&B
+    _told: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set[str]))
+    """The metrics of each step that were logged before a resume."""
+
+    def __post_init__(self) -> None:
+        for name in self.config.run.trackers:
             try:
                 importlib.import_module(name)
             except ImportError as error:
@@ -63,7 +60,7 @@ class MetricsLog:
 
     def held_out(self) -> dict[int, float]:
         """Return the held-out accuracies measured so far, by step."""
-        return {row["step"]: row[HELD_OUT] for row in self.rows() if HELD_OUT in row}
+        return {row["step"]: row[HELD_OUT] for row in self.folder.read_metrics() if HELD_OUT in row}
 
     def go_back(self, step: int, checkpointed: Mapping[str, Any] | None) -> None:
         """Keep the rows up to ``step`` and open the trackers.
@@ -72,12 +69,12 @@ class MetricsLog:
             checkpointed: the row of ``step`` in its checkpoint. It is logged where the process died
                 between checkpoint and log, and lacks the seconds of what came after.
         """
-        rows = self.rows()
-        self._folder.drop_metrics_after(step)
-        self._store.drop_metrics_after(self._run_id, step)
+        rows = self.folder.read_metrics()
+        self.folder.drop_metrics_after(step)
+        self.store.drop_metrics_after(self.run_id, step)
         for row in rows:
             self._told[int(row["step"])].update(row)
-        for name in self._config.run.trackers:
+        for name in self.config.run.trackers:
             with self._given_up_if_it_fails(name):
                 self._trackers[name] = self._open(name, step if rows else None)
         of_step = [row for row in rows if row["step"] == step]
@@ -87,12 +84,12 @@ class MetricsLog:
             self.log(step, checkpointed)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        self._folder.append_metrics(row)
+        self.folder.append_metrics(row)
         self._publish(step, row)
 
     def _publish(self, step: int, row: Mapping[str, Any]) -> None:
         numbers = finite_numbers(row)
-        self._store.log_metrics(self._run_id, step, numbers)
+        self.store.log_metrics(self.run_id, step, numbers)
         values = {name: value for name, value in numbers.items() if name != "step"}  # the axis
         news = {name: value for name, value in values.items() if name not in self._told[step]}
         for name, tracker in list(self._trackers.items()):
@@ -112,15 +109,15 @@ class MetricsLog:
             yield
         except Exception as error:  # a tracker's server may be away
             self._trackers.pop(name, None)
-            self._note(f"tracker {name} was given up: {type(error).__name__}: {error}")
+            self.note(f"tracker {name} was given up: {type(error).__name__}: {error}")
 
     def _open(self, name: str, step: int | None) -> Any:
         """Open a tracker; ``step`` is the one that a resumed run continues after."""
-        folder = self._folder
+        folder = self.folder
         if name == "tensorboard":
             return _TensorBoard(folder, step)
         run_id = folder.run_id.read_text().strip()
-        settings = self._config.model_dump(mode="json", exclude=_MAY_HOLD_SECRETS)
+        settings = self.config.model_dump(mode="json", exclude=_MAY_HOLD_SECRETS)
         common: dict[str, Any] = {"project": "agentrl", "resume": "allow", "config": settings}
         if name == "trackio":
             import trackio  # pyright: ignore[reportMissingImports]

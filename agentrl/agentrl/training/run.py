@@ -111,7 +111,7 @@ class TrainingRun:
         step, meta = (found.checkpoint.step, found.checkpoint.meta) if found.checkpoint else (0, {})
         faults = {path.name: fault for path, fault in found.torn.items()}
         made = [int(name.rpartition("-")[2]) for name in faults]
-        made += [row["step"] for row in self.metrics_log.rows() if REWARD in row]
+        made += [row["step"] for row in self.folder.read_metrics() if REWARD in row]
         if found.checkpoint is not None:
             self.queue.restore(meta["rollouts"])
         elif made:
@@ -165,15 +165,10 @@ class StepRecords:
         self.staleness = StalenessLimit(how.max_staleness, how.stale or "wait")
         self._store = store
         self._rules = {
-            name: AdapterRule(
-                frozenset(one.agents) if one.agents else None,
-                frozenset(one.rewards) if one.rewards else None,
-            )
+            name: AdapterRule(one.agents, one.rewards or None)
             for name, one in config.trained.items()
         }
-        self._settings = step_settings(
-            config, adapters=frozenset(self._rules), max_length=max_length
-        )
+        self._settings = step_settings(config, adapters=frozenset(), max_length=max_length)
 
     def assemble(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[Call], AdapterBatches]:
         """Return the rollouts' calls, and the batch of each adapter.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from agentrl.config.commands import EvalConfig, RunConfig, TrainConfig
 from agentrl.gateway.handle import GatewayHandle, secret_variables
 from agentrl.gateway.process import GatewayPlan, import_gateway
-from agentrl.runner import RunnerConfig, start_pool
+from agentrl.runner.pool_client import start_pool
+from agentrl.runner.protocol import RunnerConfig
 from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import planned_server
 from agentrl.supervisor import SupervisedProcess
@@ -102,9 +103,8 @@ class Session:
         settings = config.model_dump(mode="json")
         if self.folder.config.exists():
             run_id = self.folder.run_id.read_text().strip()
-            self.store.end_run(run_id, "running")
+            self.store.resume_run(run_id, settings, policies)
             self.store.cancel(run_id, "the run was resumed")
-            self.store.change_run(run_id, settings, policies)
         else:
             run_id = self.store.create_run(self.folder.name, kind, settings, policies)
             self.folder.run_id.write_text(run_id)
@@ -189,7 +189,7 @@ class Session:
                     f"the gateway does not start; the end of {gateway.log}:\n{gateway.log_tail()}"
                 )
             waiting.still(
-                lambda: f"the gateway starts since {waiting.seconds:.0f} s: {gateway.log_tail(1)}"
+                lambda: f"the gateway is starting ({waiting.seconds:.0f} s) {gateway.log_tail(1)}"
             )
             time.sleep(_POLL_S)
         return health
@@ -212,11 +212,12 @@ class Session:
         waiting, refused_since, pause = Waiting(on_trouble), None, _POLL_S
         while problem := self.gateway.try_load_adapter(name, version, path):
             now = time.monotonic()
-            refused_since = (refused_since or now) if problem.refused else None
+            why, refuses = problem
+            refused_since = (refused_since or now) if refuses else None
             refused = refused_since is not None and now - refused_since >= _REFUSED_S
             if refused or self._restarts() - restarts >= _HOPELESS_RESTARTS:
-                raise RunError(f"{what} cannot be published: {problem.text}")
-            waiting.still(lambda why=problem.text: f"{what} is not published yet: {why}")
+                raise RunError(f"{what} cannot be published: {why}")
+            waiting.still(lambda why=why: f"{what} is not published yet: {why}")
             self.maintain()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)

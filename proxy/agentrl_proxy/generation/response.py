@@ -204,7 +204,7 @@ class Choice:
     async def push(self) -> None:
         """Read the newest token; send the text that it completes."""
         token_id = self.sampled.ids[-1]
-        if self._renderer.is_hidden(token_id):
+        if token_id in self._renderer.hidden:
             return
         if piece := self._tokens.push(token_id):
             reply = self.parser.feed(piece)
@@ -216,14 +216,15 @@ class Choice:
 
     def read(self) -> None:
         """Parse the reply, whose tokens are all there."""
-        renderer, parser = self._renderer, self.parser
-        visible = [i for i in self.sampled.ids if not renderer.is_hidden(i)]
-        self.text = whole_text(renderer.decode_raw, visible, self._call.params.stop)
-        self.reply = parser.finish(self._tokens.finish() if self.in_pieces else self.text)
-        if parser.ended_at >= 0:
-            self.text, self.sampled.cut_at_call = parser.text, True
+        if self.in_pieces:
+            rest = self._tokens.finish()
+        else:
+            visible = [i for i in self.sampled.ids if i not in self._renderer.hidden]
+            rest = whole_text(self._renderer.decode_raw, visible, self._call.params.stop)
+        self.reply, self.text = self.parser.finish(rest), self.parser.text
+        self.sampled.cut_at_call = self.parser.ended_at >= 0
         if self._write is not None:
-            self.withdrawn = parser.withdrawn
+            self.withdrawn = self.parser.withdrawn
 
     def response(self, prompt_logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
         """Return the choice as it stands in a chat completion.
@@ -232,13 +233,13 @@ class Choice:
             prompt_logprobs: of the prompt's tokens; then special tokens have entries, too.
         """
         finish = self.sampled.finish
-        reason = "stop" if finish is None else finish.reason
-        if self.reply.tool_calls and reason == "stop":
-            reason = "tool_calls"
+        assert finish is not None
+        called = bool(self.reply.tool_calls) and finish.reason == "stop"
+        reason = "tool_calls" if called else finish.reason
         entries = self._entries(0, hidden=prompt_logprobs is not None)
         message = chat_objects.message(self.reply, self.withdrawn)
         said = chat_objects.choice(self._index, reason, entries, message=message)
-        if finish is not None and finish.stop_string is not None:
+        if finish.stop_string is not None:
             said["stop_reason"] = finish.stop_string  # vLLM's field
         if prompt_logprobs is not None:
             said["prompt_logprobs"] = prompt_logprobs
@@ -262,8 +263,9 @@ class Choice:
 
     def _chunk(self, delta: dict[str, Any]) -> bytes:
         self._begun = True
-        entries = self._entries(self._sent)
-        self._sent = len(self.sampled.ids)
+        entries = None
+        if self._call.request.logprobs:
+            entries, self._sent = self._entries(self._sent), len(self.sampled.ids)
         choice = chat_objects.choice(self._index, None, entries, delta=delta)
         return self._call.request.dialect.chunk(self._call.client.heading, choice)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDependencies
+from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
 from agentrl_proxy.errors import context_length_exceeded, invalid, model_not_found, unavailable
 from agentrl_proxy.generation.response import Choice, SampledCall, generate_response
 from agentrl_proxy.protocols import chat_objects
@@ -34,7 +34,6 @@ from agentrl_proxy.requests.recording import (
 )
 from agentrl_proxy.sampler import DecodingParams, PromptScorer
 from agentrl_proxy.server.sse import Write
-from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.schemas import AttemptState, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
@@ -96,12 +95,15 @@ class ChatService:
         one_call = constraint is None and bool(request.tools) and not request.parallel_tool_calls
         one_call = one_call and deps.renderer.tells_calls_apart
         recorded = {**_recorded_params(params), "continued": prompt.continued}
-        not_enforced = request.grammar_fields
+        not_enforced: list[str] = []
         if constraint is not None:
             recorded["constrained"] = constraint.kind
-            not_enforced = list(constraint.not_enforced)
-        if one_call:
-            not_enforced.remove("parallel_tool_calls")
+            not_enforced += constraint.not_enforced
+        elif request.tools:  # what only a grammar can enforce
+            if not request.parallel_tool_calls and not one_call:
+                not_enforced.append("parallel_tool_calls")
+            if any(tool["function"].get("strict") for tool in request.tools):
+                not_enforced.append("strict")
         if not_enforced:
             recorded["not_enforced"] = not_enforced
         if prompt.branched is not None:

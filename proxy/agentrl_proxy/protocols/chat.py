@@ -60,6 +60,11 @@ def _is_bias(value: Any) -> bool:
     )
 
 
+def _number(accepts: Callable[[float], bool], allowed: str, **limits: float) -> Value:
+    schema = {"type": "number", **limits}
+    return Value(lambda v: is_number(v) and accepts(v), f"a number {allowed}", schema, NUMBER)
+
+
 def tool_choice(function: Object) -> Either:
     """``function``: the object that chooses one tool."""
     return Either(
@@ -85,18 +90,8 @@ LOGIT_BIAS = Value(
 STREAM_OPTIONS = Object([], include_usage=BOOLEAN)
 _STOP = replace(NONEMPTY, for_provider=TEXT)
 SAMPLING: dict[str, Field] = {
-    "temperature": Value(
-        lambda v: is_number(v) and 0 <= v <= 2,
-        "a number from 0 to 2",
-        {"type": "number", "minimum": 0, "maximum": 2},
-        NUMBER,
-    ),
-    "top_p": Value(
-        lambda v: is_number(v) and 0 < v <= 1,
-        "a number above 0 and up to 1",
-        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        NUMBER,
-    ),
+    "temperature": _number(lambda v: 0 <= v <= 2, "from 0 to 2", minimum=0, maximum=2),
+    "top_p": _number(lambda v: 0 < v <= 1, "above 0 and up to 1", exclusiveMinimum=0, maximum=1),
     "top_k": replace(integer(-1), allowed="an integer; 0 and -1 mean all tokens"),
     "stop": Either(
         f"a non-empty string or a list of up to {MAX_STOPS} of them",
@@ -208,16 +203,6 @@ class ChatRequest:
     """One prompt of a text completion: tokens to continue, in place of messages."""
     first_choice: int = 0  # index in the response of this prompt's first choice
     scored: bool = False  # the answer has the log-probs of the prompt's tokens, too
-
-    @property
-    def grammar_fields(self) -> list[str]:
-        """The request's fields about tool calls that only a grammar can enforce."""
-        found: list[str] = []
-        if self.tools and not self.parallel_tool_calls:
-            found.append("parallel_tool_calls")
-        if any(tool["function"].get("strict") for tool in self.tools or ()):
-            found.append("strict")
-        return found
 
 
 def chat_request(raw: dict[str, Any]) -> ChatRequest:

@@ -8,6 +8,7 @@ the others. Does not know how tokens are sampled or recorded.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,8 +18,6 @@ import orjson
 from agentrl_proxy.errors import ApiError, Names
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.rendering.reply import ParsedReply, ToolCall
-
-_LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 
 
 @dataclass(slots=True)
@@ -51,19 +50,15 @@ class Dialect(Protocol):
 
     def chunk(self, heading: Heading, choice: dict[str, Any]) -> bytes:
         """Write a piece of a streamed answer; ``choice`` is that of a chat completion chunk."""
-        ...
 
     def end(self, response: dict[str, Any]) -> bytes:
         """Write what follows the last chunk. ``response`` is the whole chat completion."""
-        ...
 
     def whole(self, response: dict[str, Any]) -> dict[str, Any]:
         """Return a chat completion as the protocol's JSON body."""
-        ...
 
     def failed(self, error: ApiError) -> bytes:
         """Write the event that ends a failed stream."""
-        ...
 
 
 class ChatDialect:
@@ -96,6 +91,79 @@ class ChatDialect:
 
     def failed(self, error: ApiError) -> bytes:
         return sse(error.body())
+
+
+class BlockEvents(ABC):
+    """A dialect that streams an answer's blocks, one after another: reasoning, text or a tool call.
+
+    Anthropic's and the Responses API name and write the events that open, extend and close a block
+    differently (messages.py, responses.py); their order is the same.
+    """
+
+    text_kind: str
+    call_kind: str
+
+    def __init__(self) -> None:
+        self._heading: Heading | None = None  # once the stream has begun
+        self._index = 0  # of the open block, else of the next
+        self._kind = ""  # of the open block
+
+    def chunk(self, heading: Heading, choice: dict[str, Any]) -> bytes:
+        delta, out = choice["delta"], b""
+        if self._heading is None:
+            self._heading = heading
+            out = self._start(heading)
+        out += self._think(delta)
+        if delta.get("content"):
+            out += self._switch(self.text_kind) + self._extend(delta["content"], choice)
+        for call in delta.get("tool_calls") or ():
+            if "id" in call:  # the first piece of a call
+                out += self._open(self.call_kind, call)
+            if arguments := call["function"].get("arguments"):
+                out += self._extend(arguments, choice)
+        return out
+
+    def _switch(self, kind: str) -> bytes:
+        """Open a block of this kind unless one is open."""
+        return b"" if self._kind == kind else self._open(kind)
+
+    def _open(self, kind: str, said: dict[str, Any] | None = None) -> bytes:
+        """Close the open block and begin another; ``said`` is the first piece of a tool call."""
+        out = self._close()
+        self._kind = kind
+        return out + self._opened(said or {})
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        out = self._closed()
+        self._kind = ""
+        self._index += 1
+        return out
+
+    @abstractmethod
+    def _start(self, heading: Heading) -> bytes:
+        """Write the events before the first block."""
+
+    @abstractmethod
+    def _think(self, delta: dict[str, Any]) -> bytes:
+        """Write the reasoning of a delta, which may have none."""
+
+    @abstractmethod
+    def _opened(self, said: dict[str, Any]) -> bytes:
+        """Write how the open block begins."""
+
+    @abstractmethod
+    def _extend(self, text: str, choice: dict[str, Any]) -> bytes:
+        """Write the next text, reasoning or arguments of the open block."""
+
+    @abstractmethod
+    def _closed(self) -> bytes:
+        """Write how the open block ends."""
+
+
+def event(kind: str, **data: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data}))
 
 
 def sse(value: Any) -> bytes:
@@ -227,7 +295,7 @@ def logprob_entries(
     """
     entries: list[dict[str, Any]] = []
     for i, token_id in enumerate(ids):
-        if hidden or not renderer.is_hidden(token_id):
+        if hidden or token_id not in renderer.hidden:
             entry = _token(renderer, token_id, logprobs[i])
             top = tops[i] if i < len(tops) else ()
             entry["top_logprobs"] = [_token(renderer, *pair) for pair in top]
@@ -237,8 +305,5 @@ def logprob_entries(
 
 def _token(renderer: Renderer, token_id: int, logprob: float) -> dict[str, Any]:
     data = renderer.token_bytes(token_id)
-    return {
-        "token": data.decode("utf-8", "replace"),
-        "logprob": max(logprob, _LEAST_LOGPROB),
-        "bytes": list(data),
-    }
+    logprob = max(logprob, -9999.0)  # OpenAI's stand-in for minus infinity, which JSON lacks
+    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}

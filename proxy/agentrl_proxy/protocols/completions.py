@@ -111,11 +111,10 @@ def completion_requests(
             "messages": [{"role": "user", "content": ""}],  # a chat needs one
             "logprobs": logprobs is not None,
             "top_logprobs": logprobs,
-            "max_tokens": limit or DEFAULT_MAX_TOKENS,
+            "max_tokens": None,
         }
     )
-    if limit == 0:  # nothing is sampled
-        common.sampling["max_tokens"] = 0
+    common.sampling["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else limit
     prompts = _prompts(raw["prompt"], renderer)
     longest = max(map(len, prompts))
     if context_length is not None and longest >= context_length:  # before any prompt is accepted

@@ -53,21 +53,17 @@ class Value:
 
 
 class Array:
-    """A list of one field type."""
+    """A list of one field type. Providers judge its maximum length themselves."""
 
     def __init__(
         self, items: Field, *, minimum: int = 0, maximum: int | None = None, **more: Any
     ) -> None:
-        self._items = items
-        self._minimum, self._maximum = minimum, maximum
-        self._allowed = f"a {'non-empty ' if minimum else ''}list"
-        if maximum is not None:
-            self._allowed += f" of up to {maximum}"
+        self._items, self._minimum, self._maximum = items, minimum, maximum
+        length = "" if maximum is None else f" of up to {maximum}"
+        self._allowed = f"a {'non-empty ' if minimum else ''}list{length}"
+        limits = {"minItems": minimum or None, "maxItems": maximum}
         self.schema: Schema = {"type": "array", "items": items.schema, **more}
-        if minimum:
-            self.schema["minItems"] = minimum
-        if maximum is not None:
-            self.schema["maxItems"] = maximum
+        self.schema |= {name: limit for name, limit in limits.items() if limit is not None}
 
     def check(self, value: Any, ours: bool) -> None:
         if not isinstance(value, list) or len(value) < self._minimum:
@@ -254,11 +250,15 @@ def is_number(value: Any) -> bool:
 
 
 def integer(minimum: int, maximum: int = LARGEST_INTEGER) -> Value:
-    allowed = f"an integer from {minimum} to {maximum}"
-    if maximum == LARGEST_INTEGER:
-        allowed = f"an integer of at least {minimum}"
+    unlimited = maximum == LARGEST_INTEGER
+    allowed = f"of at least {minimum}" if unlimited else f"from {minimum} to {maximum}"
     schema = {"type": "integer", "minimum": minimum, "maximum": maximum}
-    return Value(lambda v: is_integer(v) and minimum <= v <= maximum, allowed, schema, INTEGER)
+    return Value(
+        lambda v: is_integer(v) and minimum <= v <= maximum,
+        f"an integer {allowed}",
+        schema,
+        INTEGER,
+    )
 
 
 def one_of(*names: str) -> Value:
@@ -267,9 +267,8 @@ def one_of(*names: str) -> Value:
 
 def text_or(items: Field, *, minimum: int = 0) -> Either:
     """A string or a list; ``minimum`` is the length of both."""
-    text = NONEMPTY if minimum else TEXT
-    allowed = "a string or a list of parts"
-    return Either(allowed, str=text, list=Array(items, minimum=minimum))
+    parts = Array(items, minimum=minimum)
+    return Either("a string or a list of parts", str=NONEMPTY if minimum else TEXT, list=parts)
 
 
 ANYTHING = Value(lambda _: True, "anything", {})

@@ -14,13 +14,12 @@ import orjson
 
 from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import translation
-from agentrl_proxy.protocols.blocks import BlockEvents, event
 from agentrl_proxy.protocols.chat import (
     MAX_STOPS,
     MAX_TOKENS,
     SAMPLING,
 )
-from agentrl_proxy.protocols.chat_objects import Heading, heading_of
+from agentrl_proxy.protocols.chat_objects import BlockEvents, Heading, event, heading_of
 from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     JSON_SCHEMA,
@@ -67,16 +66,9 @@ _MESSAGE = Tagged(
     | {"assistant": Object(["content"], content=text_or(_BLOCK))},
     tag="role",
 )
+_CUSTOM = {"name": NONEMPTY, "description": TEXT, "input_schema": JSON_SCHEMA, "strict": BOOLEAN}
 _TOOL = Tagged(
-    {
-        "custom": Object(
-            ["name", "input_schema"],
-            name=NONEMPTY,
-            description=TEXT,
-            input_schema=JSON_SCHEMA,
-            strict=BOOLEAN,
-        )
-    },
+    {"custom": Object(["name", "input_schema"], **_CUSTOM)},
     default="custom",
     refusal=("unsupported_tool", "a server tool; this model has client tools only"),
 )
@@ -179,12 +171,8 @@ _EMPTY: dict[str, dict[str, Any]] = {  # how blocks begin
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
 }
-_STOP_REASONS = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-    "content_filter": "refusal",
-}
+# Anthropic's API has no word for other reasons.
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 # One Anthropic message may become several chat messages, so its index is lost.
 _NAMES: Names = [
     (r"^messages\[\d+\][.\w\[\]]*", "messages"),
@@ -318,7 +306,6 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     stopped_by = choice.get("stop_reason")
     if stopped_by is not None and choice["finish_reason"] == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-    # Anthropic's API has no word for some reasons.
     reason = _STOP_REASONS.get(choice["finish_reason"], "end_turn")
     return {"stop_reason": reason, "stop_sequence": None}
 

@@ -24,5 +24,5 @@ def model_list(names: Sequence[str], *, anthropic: bool) -> dict[str, Any]:
     cards = [model_card(name, anthropic=anthropic) for name in names]
     if not anthropic:
         return {"object": "list", "data": cards}
-    ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
-    return {"data": cards, "has_more": False, "first_id": None, "last_id": None, **ends}
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return {"data": cards, "has_more": False, "first_id": first, "last_id": last}

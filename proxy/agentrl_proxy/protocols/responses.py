@@ -11,7 +11,6 @@ from typing import Any
 
 from agentrl_proxy.errors import ApiError, Names, invalid
 from agentrl_proxy.protocols import translation
-from agentrl_proxy.protocols.blocks import BlockEvents, event
 from agentrl_proxy.protocols.chat import (
     FUNCTION,
     MAX_TOKENS,
@@ -20,7 +19,7 @@ from agentrl_proxy.protocols.chat import (
     SCHEMA_FORMAT,
     tool_choice,
 )
-from agentrl_proxy.protocols.chat_objects import Heading, entries_of, heading_of
+from agentrl_proxy.protocols.chat_objects import BlockEvents, Heading, entries_of, event, heading_of
 from agentrl_proxy.protocols.fields import (
     BOOLEAN,
     LIST,

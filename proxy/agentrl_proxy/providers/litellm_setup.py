@@ -51,6 +51,18 @@ def make_router(models: Mapping[str, ProviderModel]) -> Any:
         )
 
 
+async def close_connections() -> None:
+    """Close LiteLLM's connections: uvloop waits for them as it closes."""
+    import litellm
+    from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
+
+    await close_litellm_async_clients()
+    litellm.in_memory_llm_clients_cache.flush_cache()
+    # Of streamed Anthropic calls. The client itself must stay open: LiteLLM has no other.
+    if (shared := vars(litellm).get("module_level_aclient")) is not None:
+        await shared.client._transport.aclose()
+
+
 async def _warm_up(litellm: Any) -> None:
     """Let LiteLLM import what it imports at its first calls. On the gateway's event loop that
     would stall all streams for half a second or more."""
@@ -58,9 +70,7 @@ async def _warm_up(litellm: Any) -> None:
     with socket.socket() as unused:  # bound, not listening: connections to it are refused
         unused.bind(("127.0.0.1", 0))
         base = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with contextlib.suppress(Exception):
-            await litellm.acompletion(
-                model="openai/none", messages=hello, api_base=base, api_key="none", max_retries=0
-            )
-    with contextlib.suppress(Exception):
-        await litellm.acompletion(model="openai/none", messages=hello, mock_response="hello")
+        for more in ({"mock_response": "hello"}, {"api_base": base, "api_key": "none"}):
+            with contextlib.suppress(Exception):
+                await litellm.acompletion("openai/none", hello, max_retries=0, **more)
+    await close_connections()  # they belong to this event loop

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDependencies, ProviderModel
+from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats, ProviderModel
 from agentrl_proxy.errors import invalid, unavailable
 from agentrl_proxy.protocols import chat_objects
 from agentrl_proxy.protocols.chat import PROVIDER_CHAT
@@ -35,7 +35,6 @@ from agentrl_proxy.providers.streaming import StreamedAnswer, normalized
 from agentrl_proxy.requests.lifecycle import ClientRequest, OpenCall
 from agentrl_proxy.requests.recording import latest_state, open_calls
 from agentrl_proxy.server.sse import Write
-from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.schemas import AttemptState, Call, CallState, SkipReason
 
 log = logging.getLogger("agentrl.proxy")
@@ -101,11 +100,8 @@ class ProviderService:
             self._router = asyncio.create_task(making)
 
     async def close(self) -> None:
-        """Close LiteLLM's connections to providers: uvloop waits for them as it closes."""
         if self._router is not None and self._router.done() and not self._router.exception():
-            from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
-
-            await close_litellm_async_clients()
+            await litellm_setup.close_connections()
 
     def model_of(self, raw: Mapping[str, Any]) -> ProviderModel | None:
         """Return the provider's model that a request names, if it does."""

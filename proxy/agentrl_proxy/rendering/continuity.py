@@ -99,8 +99,6 @@ class Conversations:
     def __init__(self) -> None:
         self._said: OrderedDict[ConversationKey, Said] = OrderedDict()
         self._total = 0
-        self.said_with: dict[bytes, ConversationKey] = {}
-        """By messages: the key of their newest reply. It only tells why a prompt branched."""
 
     def __len__(self) -> int:
         return len(self._said)
@@ -109,18 +107,18 @@ class Conversations:
         old = self._said.pop(key, None)
         self._total += said.length - (0 if old is None else old.length)
         self._said[key] = said
-        self.said_with[key.messages] = key
         while self._said and (len(self._said) > MAX_CONVERSATIONS or self._total > MAX_TOKENS):
-            key, said = self._said.popitem(last=False)
-            self._total -= said.length
-            if self.said_with.get(key.messages) == key:
-                del self.said_with[key.messages]
+            self._total -= self._said.popitem(last=False)[1].length
 
     def get(self, key: ConversationKey) -> Said | None:
         said = self._said.get(key)
         if said is not None:
             self._said.move_to_end(key)
         return said
+
+    def of(self, messages: bytes) -> list[ConversationKey]:
+        """Return the remembered conversations with these messages, whatever tools and adapter."""
+        return [key for key in self._said if key.messages == messages]
 
 
 def render_prompt(
@@ -214,12 +212,12 @@ def _continue(
 
 def _reason(conversations: Conversations, messages: list[Message], key: ConversationKey) -> Branch:
     """Return why the last reply is not continued. ``key`` covers the messages up to it."""
-    said_with = conversations.said_with.get(key.messages)
-    if said_with is None:
+    known = conversations.of(key.messages)
+    if not known:
         return Branch.HISTORY_EDITED
-    if said_with.tools != key.tools:
+    if key.tools not in [one.tools for one in known]:
         return Branch.TOOLS_CHANGED
-    if said_with.adapter != key.adapter:
+    if key not in known:
         return Branch.MODEL_CHANGED
     thoughts = any(message.get("reasoning_content") for message in messages)
     return Branch.THINKING_STRIPPED if thoughts else Branch.TEMPLATE_REWRITES

@@ -30,7 +30,8 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Take a token; return the text that is now certain, often empty."""
         self._ids.append(token_id)
-        return self._release(self._decoded(final=False), final=False)
+        new = self._decoded(final=False)
+        return self._release(new, final=False) if self._stop else new
 
     def finish(self) -> str:
         """Return the rest of the text."""

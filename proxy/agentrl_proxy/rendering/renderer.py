@@ -56,7 +56,7 @@ class Renderer:
         self._text_of = cache(lambda token_id: self._decoded([token_id]))
         self.token_bytes = cache(self._bytes_of)
         """The bytes of a token, which may be part of a character, by its id."""
-        self._hidden = self._hidden_ids(special, template)
+        self.hidden = self._hidden_ids(special, template)
         self._format = ReplyTemplate(template, self.generation_prompt)
         self.tells_calls_apart = self._format.streams_calls  # before the reply ends
         self.reasoning_marks = self._format.reasoning_marks
@@ -107,13 +107,9 @@ class Renderer:
     def is_stop(self, token_id: int) -> bool:
         return token_id in self._stop_ids
 
-    def is_hidden(self, token_id: int) -> bool:
-        """Return whether this special token is left out of the client's text."""
-        return token_id in self._hidden
-
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of sampled ids without hidden special tokens."""
-        hidden = self._hidden
+        hidden = self.hidden
         return self.decode_raw([i for i in ids if i not in hidden])
 
     def decode_raw(self, ids: Sequence[int]) -> str:

@@ -96,7 +96,7 @@ class Constraints:
         format = request.response_format
         if format is not None and request.tool_choice == "auto":
             kind, param = format["type"], "response_format"
-            asked = format.get("json_schema", {"schema": {"type": "object"}})
+            asked = {"schema": {"type": "object"}} | format.get(kind, {})
             options = {"whitespace_pattern": _WHITESPACE, "lenient": not asked.get("strict")}
             where = "response_format.json_schema.schema"
             rules.append(f"answer: {_json(asked['schema'], options, param, where, missed)}")

@@ -11,6 +11,7 @@ reply only, so they do not stream.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from agentrl_proxy.rendering.reply import CallReader, ParsedReply, ToolCall, tool_call
@@ -23,7 +24,7 @@ _TEXT_FIELDS = _REASONING_FIELDS | {"content"}
 
 
 class ReplyTemplate:
-    """A response template, compiled with tool calls and without.
+    """A response template.
 
     Args:
         spec: the response template.
@@ -33,7 +34,6 @@ class ReplyTemplate:
     def __init__(self, spec: dict[str, Any], prefill: str) -> None:
         self._spec = spec
         self.prefill = prefill
-        self._loaded: dict[bool, Any] = {}
         self.streams_calls = _is_json_call(spec["fields"].get("tool_calls"))
         # Most replies contain no delimiter: without any of these first characters there is nothing
         # to parse. None disables the shortcut: the chat template wrote a part of the reply, or a
@@ -50,6 +50,28 @@ class ReplyTemplate:
                 return opened[0], closed[0]
         return None
 
+    @cached_property
+    def without_calls(self) -> ReplyTemplate:
+        """The template for replies to requests without tools."""
+        fields = {k: v for k, v in self._spec["fields"].items() if k in _TEXT_FIELDS}
+        return ReplyTemplate({**self._spec, "fields": fields}, self.prefill)
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The template as transformers compiles it."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        spec = self._spec
+        if self.streams_calls:
+            # transformers delimits calls, and CallReader reads them. transformers refuses a
+            # template whose transform uses no named group.
+            calls = spec["fields"]["tool_calls"]
+            whole = calls["transform"]["function"] == "{content}"
+            transform = "{content}" if whole else {"name": "{name}"}
+            calls = {**calls, "content": "text", "transform": transform}
+            spec = {**spec, "fields": {**spec["fields"], "tool_calls": calls}}
+        return load_response_template(spec)
+
     def stream(self, tools: Tools) -> Any:
         """Return transformers' parser at the start of a reply."""
         from transformers.utils.chat_parsing import ResponseParser
@@ -57,28 +79,7 @@ class ReplyTemplate:
         # The tools' schemas cast the arguments of notations without types.
         typed = isinstance(tools, list) and not self.streams_calls
         schemas: Any = tools if typed else None
-        return ResponseParser(self.loaded(bool(tools)), prefix=self.prefill, tools=schemas)
-
-    def loaded(self, tools: bool) -> Any:
-        """Return the compiled template, with tool calls or without."""
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        loaded = self._loaded.get(tools)
-        if loaded is None:
-            spec = self._spec
-            if not tools:
-                fields = {k: v for k, v in spec["fields"].items() if k in _TEXT_FIELDS}
-                spec = {**spec, "fields": fields}
-            elif self.streams_calls:
-                # transformers delimits calls, and CallReader reads them. transformers refuses a
-                # template whose transform uses no named group.
-                calls = spec["fields"]["tool_calls"]
-                whole = calls["transform"]["function"] == "{content}"
-                transform = "{content}" if whole else {"name": "{name}"}
-                calls = {**calls, "content": "text", "transform": transform}
-                spec = {**spec, "fields": {**spec["fields"], "tool_calls": calls}}
-            loaded = self._loaded[tools] = load_response_template(spec)
-        return loaded
+        return ResponseParser(self.compiled, prefix=self.prefill, tools=schemas)
 
 
 class ReplyParser:
@@ -91,7 +92,7 @@ class ReplyParser:
 
     def __init__(self, format: ReplyTemplate, *, tools: Tools, one_call: bool = False) -> None:
         self.ended_at = -1  # where the excluded second call began
-        self._format = format
+        self._format = format = format if tools else format.without_calls
         self._tools = tools
         self._one_call = one_call
         self._stream: Any = None  # made at the first text that may be a delimiter
@@ -137,7 +138,7 @@ class ReplyParser:
         if self.ended_at < 0 and self._is_plain(text):
             return ParsedReply(content=self._raw)
         self._parse(None)
-        if self._malformed and not self._format.streams_calls:
+        if self._malformed and self._tools and not self._format.streams_calls:
             # Parse again without tools, so that a malformed call is content.
             return ReplyParser(self._format, tools=False).finish(self._raw)
         if self._malformed and self._open is not None:
@@ -148,17 +149,13 @@ class ReplyParser:
 
     def remainder(self, whole: ParsedReply) -> ParsedReply:
         """Return what ``feed`` has not shown of the whole reply."""
-        shown = self._shown
-        content = whole.content[len(shown.content) :]
-        reasoning = whole.reasoning[len(shown.reasoning) :]
-        pieces = [self._piece(index, call) for index, call in enumerate(whole.tool_calls)]
-        return ParsedReply(content, reasoning, pieces=[one for one in pieces if one is not None])
+        return self._reveal(whole.content, whole.reasoning, whole.tool_calls)
 
     def _is_plain(self, text: str) -> bool:
         """Take a piece of text, and parse it unless no delimiter has begun so far."""
         self._raw += text
         if self._marks is not None:
-            if not any(char in text for char in self._marks):
+            if self._marks.isdisjoint(text):
                 return True
             self._marks, text = None, self._raw
         self._parse(text)
@@ -205,7 +202,7 @@ class ReplyParser:
 
     def _take_call(self, event: dict[str, Any]) -> None:
         if event["type"] == "region_open":
-            opening = self._format.loaded(True).fields["tool_calls"].open_re
+            opening = self._format.compiled.fields["tool_calls"].open_re
             found = opening.search(self._raw, self._read_to)
             assert found is not None  # the parser has just seen it
             if self._one_call and self._calls:
@@ -235,27 +232,25 @@ class ReplyParser:
     def _show(self) -> ParsedReply:
         if self._malformed or (self._before_calls >= 0 and not self._format.streams_calls):
             return ParsedReply()
-        # Trailing whitespace belongs to the reasoning only if more follows.
-        reasoning, content = self._reasoning.rstrip(), self._certain_content()
-        shown = self._shown
-        piece = ParsedReply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
-        shown.content, shown.reasoning = content, reasoning
         calls = self._calls
         if self._open is not None and (begun := self._open.begun) is not None:
             calls = [*calls, begun]
-        for index in range(max(len(shown.tool_calls) - 1, 0), len(calls)):
-            more = self._piece(index, calls[index])
-            if more is not None:
-                piece.pieces.append(more)
-                shown.tool_calls[index:] = [calls[index]]
-        return piece
+        # Trailing whitespace belongs to the reasoning only if more follows.
+        return self._reveal(self._certain_content(), self._reasoning.rstrip(), calls)
 
-    def _piece(self, index: int, call: ToolCall) -> dict[str, Any] | None:
-        """Return what has not been shown of a call, or None."""
-        if index >= len(self._shown.tool_calls):
-            return {"index": index, **call.as_dict()}
-        rest = call.arguments[len(self._shown.tool_calls[index].arguments) :]
-        return {"index": index, "function": {"arguments": rest}} if rest else None
+    def _reveal(self, content: str, reasoning: str, calls: list[ToolCall]) -> ParsedReply:
+        """Return what has not been shown of this reply. From now on it has."""
+        shown = self._shown
+        piece = ParsedReply(content[len(shown.content) :], reasoning[len(shown.reasoning) :])
+        shown.content, shown.reasoning = content, reasoning
+        for index in range(max(len(shown.tool_calls) - 1, 0), len(calls)):
+            call = calls[index]
+            if index == len(shown.tool_calls):
+                piece.pieces.append({"index": index, **call.as_dict()})
+            elif rest := call.arguments[len(shown.tool_calls[index].arguments) :]:
+                piece.pieces.append({"index": index, "function": {"arguments": rest}})
+            shown.tool_calls[index:] = [call]
+        return piece
 
 
 def _is_json_call(field: dict[str, Any] | None) -> bool:
@@ -273,18 +268,18 @@ def _literals(part: dict[str, Any], key: str) -> list[str]:
     return [literals] if isinstance(literals, str) else literals
 
 
-def _first_characters(spec: dict[str, Any]) -> str | None:
-    found = ""
+def _first_characters(spec: dict[str, Any]) -> frozenset[str] | None:
+    found: set[str] = set()
     for part in spec["fields"].values():
         for key in ("open", "close"):
-            found += "".join(literal[0] for literal in _literals(part, key))
+            found |= {literal[0] for literal in _literals(part, key)}
             pattern = part.get(f"{key}_pattern")
             if pattern is not None:
                 start = pattern.removeprefix(r"\s*").lstrip("\\(?:")
                 if not start or start[0] not in "<[{|":
                     return None
-                found += start[0]
-    return "".join(sorted(set(found)))
+                found.add(start[0])
+    return frozenset(found)
 
 
 PLAIN_TEXT = ReplyTemplate({"fields": {}}, "")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.errors import ApiError, attempt_sealed, forbidden, unauthorized
-from agentrl_proxy.stats import GatewayStats
 from agentrl_tracer.conventions import ROLLOUT_HEADER as CONTEXT_HEADER
 from agentrl_tracer.schemas import AttemptRef, AttemptState
 
@@ -62,10 +62,9 @@ class Credentials:
                 when the attempt is sealed.
         """
         try:
-            attempt, state = await self._caller(headers, rollout_id)
+            attempt = await self._caller(headers, rollout_id)
             if attempt is not None and not may_be_sealed:
-                if state is None:
-                    state = await ask(self._store, self._store.attempt_state, attempt.attempt_id)
+                state = await ask(self._store, self._store.attempt_state, attempt.attempt_id)
                 if state is not AttemptState.RUNNING:
                     raise attempt_sealed(state)
             return attempt
@@ -93,15 +92,14 @@ class Credentials:
 
     async def _caller(
         self, headers: Mapping[str, str], rollout_id: str | None
-    ) -> tuple[AttemptRef | None, AttemptState | None]:
-        """Return the caller's attempt, and its state if it was just read."""
+    ) -> AttemptRef | None:
         named, key = headers.get(CONTEXT_HEADER), _key_in(headers)
         if named is None and self._is_operator(key):
             if rollout_id is not None:
                 # Only an attempt's own key tells which attempt of the rollout it is.
                 raise self._mismatch(rollout_id, "the operator key belongs to no rollout")
-            return None, None
-        attempt, state = await self._attempt(key if named is None else named.strip())
+            return None
+        attempt = await self._attempt(key if named is None else named.strip())
         if attempt is None:
             if named is not None:
                 raise unauthorized(f"the key in {CONTEXT_HEADER} is not known here")
@@ -109,30 +107,29 @@ class Credentials:
                 raise unauthorized("send a key as `Authorization: Bearer <key>` or `x-api-key`")
             if rollout_id is not None or self._operator is not None or _is_ours(key):
                 raise unauthorized("this key is not known here")
-            return None, None
+            return None
         origin = "the key" if named is None else CONTEXT_HEADER
         if rollout_id is not None and rollout_id != attempt.rollout_id:
             raise self._mismatch(rollout_id, f"{origin} belongs to another rollout")
         if named is not None and _is_ours(key):
-            other, _ = await self._attempt(key)
+            other = await self._attempt(key)
             if other is None or other.attempt_id != attempt.attempt_id:
                 why = f"the key belongs to another rollout than {CONTEXT_HEADER}"
                 raise self._mismatch(attempt.rollout_id, why)
-        return attempt, state
+        return attempt
 
-    async def _attempt(self, key: str | None) -> tuple[AttemptRef | None, AttemptState | None]:
+    async def _attempt(self, key: str | None) -> AttemptRef | None:
         if key is None:
-            return None, None
+            return None
         digest = _digest(key)
-        if (known := self._known.get(digest)) is not None:
-            return known, None
-        found = await ask(self._store, self._store.authenticate, key)
-        if found is None:
-            return None, None
-        if len(self._known) >= _MAX_CACHED:
-            self._known.clear()
-        self._known[digest] = found
-        return found, found.state
+        attempt = self._known.get(digest)
+        if attempt is None:
+            attempt = await ask(self._store, self._store.authenticate, key)
+            if len(self._known) >= _MAX_CACHED:
+                self._known.clear()
+            if attempt is not None:
+                self._known[digest] = attempt
+        return attempt
 
     def _is_operator(self, key: str | None) -> bool:
         """Whether this is the operator's key. Without one there is no operator."""

@@ -22,8 +22,7 @@ from agentrl_proxy.requests.client_retries import Completion
 from agentrl_proxy.requests.rate_limits import Admission
 from agentrl_proxy.requests.recording import agent_name, is_retry, latest_state
 from agentrl_proxy.server.sse import Write
-from agentrl_tracer.ids import new_id
-from agentrl_tracer.schemas import AttemptState, CallState
+from agentrl_tracer.schemas import AttemptState, CallState, new_id
 
 log = logging.getLogger("agentrl.proxy")
 

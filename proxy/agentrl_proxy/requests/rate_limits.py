@@ -10,11 +10,10 @@ import random
 import time
 from typing import Any
 
-from agentrl_proxy.dependencies import GatewayDependencies
-from agentrl_proxy.errors import budget_exceeded, overloaded
+from agentrl_proxy.dependencies import GatewayDependencies, GatewayStats
+from agentrl_proxy.errors import DO_NOT_RETRY, ApiError, overloaded
 from agentrl_proxy.requests.attempts import AttemptMemory, Spent
 from agentrl_proxy.requests.auth import ask
-from agentrl_proxy.stats import GatewayStats
 
 _LONGEST_RETRY_S = 30
 
@@ -100,7 +99,9 @@ class Admission:
 
     def _over_budget(self, what: str) -> Exception:
         self.stats.over_budget += 1
-        return budget_exceeded(f"this rollout has {what}")
+        kind, code = "rate_limit_error", "rollout_budget_exceeded"
+        message = f"this rollout has {what}"
+        return ApiError(429, message, kind=kind, code=code, headers=DO_NOT_RETRY)
 
     def _overloaded(self, what: str) -> Exception:
         self.stats.overloaded += 1

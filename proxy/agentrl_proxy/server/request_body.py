@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from agentrl_proxy.dependencies import ConnectionLimits
+from agentrl_proxy.dependencies import ConnectionLimits, GatewayStats
 from agentrl_proxy.errors import ApiError, body_too_large, invalid, overloaded
 
 _UNCOUNTED_BYTES = 64 * 1024  # of each body, so that small requests pass while large ones are stuck
@@ -22,7 +22,7 @@ class BodyReader:
 
     max_bytes: int  # of one body, before and after decompression
     limits: ConnectionLimits
-    on_overload: Callable[[], None]  # called for each body that is refused for lack of memory
+    stats: GatewayStats
     _arriving: int = 0  # counted bytes of bodies that have not arrived entirely
 
     async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
@@ -60,7 +60,7 @@ class BodyReader:
                         raise body_too_large(self.max_bytes)
                     new = max(size - _UNCOUNTED_BYTES - counted, 0)
                     if self._arriving + new > self.limits.receive_bytes:
-                        self.on_overload()
+                        self.stats.overloaded += 1
                         seconds = random.randint(1, 4)  # so that clients do not return together
                         raise overloaded(
                             f"too many large requests are arriving; retry in {seconds} s", seconds

@@ -14,7 +14,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentrl_proxy.errors import ApiError
+from agentrl_proxy.errors import ApiError, internal_error
 
 if TYPE_CHECKING:
     from agentrl_proxy.requests.lifecycle import ClientRequest
@@ -42,11 +42,6 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     )
 
 
-def internal_error() -> ApiError:
-    message = "internal error of the gateway; see its log"
-    return ApiError(500, message, kind="server_error", code="internal_error")
-
-
 class WorkResponse(Response):
     """Runs work and sends its answer. The work is canceled when the client disconnects, unless a
     retry of it waits for the answer.
@@ -59,7 +54,6 @@ class WorkResponse(Response):
         # No super().__init__: there is no body to render.
         self._work = work
         self._stream = stream
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = asyncio.current_task()
@@ -93,7 +87,11 @@ class WorkResponse(Response):
             if self._stream:
                 await events.flush(more=False)
             else:
-                await json_response(result)(scope, receive, send)
+                body = orjson.dumps(result)  # a Response would take longer
+                length = (b"content-length", b"%d" % len(body))
+                headers = [length, (b"content-type", b"application/json")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
         finally:
             watcher.cancel()
             events.close()

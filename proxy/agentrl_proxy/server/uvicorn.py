@@ -6,13 +6,9 @@ Enforces that a gateway without an operator key listens on this machine only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import uvicorn
@@ -58,74 +54,42 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(
-    app: FastAPI, host: str, port: int, *, on_bound: Callable[[str], None] | None = None
-) -> None:
-    """Serve until SIGINT or SIGTERM. ``on_bound`` gets the URL before the start."""
-    with bind(host, port, operator_key=app.state.gateway.deps.operator_key) as bound:
-        if on_bound is not None:
-            on_bound(url_of(bound))
-        serve_on(app, bound)
-
-
 def serve_on(app: FastAPI, listening: socket.socket) -> None:
-    """Serve on a listening socket until SIGINT or SIGTERM.
+    """Serve on a listening socket until SIGINT or SIGTERM, in the main thread.
 
     Then take no new connections, let running answers finish within the grace period, and cancel
     and record the rest. SIGTERM ends in ``SystemExit``: its default action would kill the process
     before the caller could close the store.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _exit) if in_main else None
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
-        _server(app).run(sockets=[listening])
+        server_of(app).run(sockets=[listening])
     finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _exit(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-@contextlib.contextmanager
-def serving(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve from a thread of this process while the context lasts; yields the URL."""
-    bound = bind(host, port, operator_key=app.state.gateway.deps.operator_key)
-    server = _server(app)
-    thread = threading.Thread(
-        target=server.run, kwargs={"sockets": [bound]}, name="gateway", daemon=True
-    )
-    with bound:
-        thread.start()
-        try:
-            while not server.started:
-                if not thread.is_alive():
-                    raise RuntimeError("the gateway did not start; its log says why")
-                time.sleep(0.01)
-            yield url_of(bound)
-        finally:
-            server.should_exit = True
-            thread.join(timeout=app.state.gateway.deps.limits.grace_s + 10)
-
-
-def _server(app: FastAPI) -> uvicorn.Server:
+def server_of(app: FastAPI) -> uvicorn.Server:
     limits: ConnectionLimits = app.state.gateway.deps.limits
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http=type("Protocol", (_Protocol,), {"stall_s": limits.stall_s}),
-        ws="none",
-        lifespan="on",
-        access_log=False,  # every call is in the store
-        log_config=None,
-        server_header=False,
-        proxy_headers=False,  # a request's address decides nothing
-        date_header=False,
-        timeout_graceful_shutdown=limits.grace_s,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http=type("Protocol", (_Protocol,), {"stall_s": limits.stall_s}),
+            ws="none",
+            lifespan="on",
+            access_log=False,  # every call is in the store
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,  # a request's address decides nothing
+            date_header=False,
+            timeout_graceful_shutdown=limits.grace_s,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
     )
-    return uvicorn.Server(config)
 
 
 class _Protocol(HttpToolsProtocol):

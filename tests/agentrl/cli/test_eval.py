@@ -12,7 +12,7 @@ import torch
 from command_line import agentrl
 from peft import PeftModel
 from served import Served
-from tiny_adapter import trained_run
+from tiny_policy import trained_run
 
 from agentrl.runs.folder import RunFolder, find_adapters
 from agentrl_tracer.schemas import Call

@@ -44,7 +44,7 @@ def test_its_gateway_comes_back_and_then_ends_in_order(serve: Callable[..., Serv
     served = serve("--gateway.grace", "30")
     assert served.ask().status_code == 200
     first = served.gateway()
-    # As a gateway ends whose engine has died (see test_gateway_process.py).
+    # As a gateway ends whose engine has died (see gateway/test_process.py).
     os.kill(first, signal.SIGTERM)
     until(lambda: not Path(f"/proc/{first}").exists(), 20)
     assert served.ask().status_code == 200  # the connection waited for the next one

@@ -15,8 +15,8 @@ from agentrl.config.errors import explain
 from agentrl.config.settings import OtherModelSettings
 from agentrl.gateway.handle import secret_variables
 from agentrl.gateway.process import GatewayPlan, provider_model
-from agentrl.runner import RunnerConfig
 from agentrl.runner.agent_process.environment import attempt_environment, runner_environment
+from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import Claim, Purpose
 
 PARAMS = 'params = {temperature = 0, drop_params = true, stop = ["x"]}'

@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import agentrl
 from peft import PeftModel
-from tiny_adapter import tiny_adapter, trained_run
+from tiny_policy import Policy, trained_run
 
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
@@ -97,7 +97,8 @@ def test_the_modelfile_is_the_tokenizers(tmp_path: Path) -> None:
 
 def test_commands_are_for_a_shell_whatever_a_folder_is_called(tmp_path: Path) -> None:
     out = tmp_path / "My model; x"
-    servers = exported(tiny_adapter(tmp_path / "peft"), out, "agentrl-tiny").servers
+    Policy().become(0, tmp_path / "peft")
+    servers = exported(tmp_path / "peft", out, "agentrl-tiny").servers
     ours, theirs = (shlex.split(servers[name][0]) for name in ("agentrl", "vLLM"))
     assert ours == ["agentrl", "serve", "--adapter-path", str(out), "--model", "agentrl-tiny"]
     assert theirs[-2:] == ["--lora-modules", f"peft={out}"]
@@ -139,8 +140,9 @@ def test_what_serves_a_trusted_model_says_so(
     ("rank", "said"), [(16, "--enable-lora --lora"), (48, "--enable-lora --max-lora-rank 64 --l")]
 )
 def test_vllm_is_told_of_a_large_rank(rank: int, said: str, tmp_path: Path) -> None:
-    source = tiny_adapter(tmp_path / "peft", rank=rank)
-    assert said in exported(source, tmp_path / "out", "agentrl-tiny").servers["vLLM"][0]
+    Policy(rank).become(0, tmp_path / "peft")
+    made = exported(tmp_path / "peft", tmp_path / "out", "agentrl-tiny")
+    assert said in made.servers["vLLM"][0]
 
 
 def test_a_folder_of_several_adapters_wants_a_choice(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 from agentrl.runner import preload as preloading
 from agentrl.runner.preload import StartedThreads, preload, warm_up
 
+pytest.importorskip("openai")
+
 PACKAGE = "a_package_with_a_thread"
 STARTS = f"{PACKAGE}.store"
 
@@ -30,13 +32,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
-        module = sys.modules.pop(name)
-        if name == STARTS:
-            module.end.set()
+    if STARTS in sys.modules:
+        sys.modules[STARTS].end.set()
+    for name in (PACKAGE, f"{PACKAGE}.calm", STARTS):
+        sys.modules.pop(name, None)
 
 
-def test_the_module_is_named(package: None) -> None:
+def test_a_module_that_starts_a_thread_is_named(package: None) -> None:
     with pytest.raises(StartedThreads, match=f"^{STARTS}$"):
         preload([PACKAGE, f"{PACKAGE}.calm", STARTS])
 
@@ -77,7 +79,6 @@ print(json.dumps([unchanged, connections, sorted(set(sys.modules) - known)]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_the_warm_up_leaves_nothing_but_a_warm_library() -> None:
-    pytest.importorskip("openai")
     done = subprocess.run(
         [sys.executable, "-c", TRACES], capture_output=True, text=True, check=True
     )
@@ -89,7 +90,6 @@ def test_the_warm_up_leaves_nothing_but_a_warm_library() -> None:
 def test_a_warm_up_that_fails_is_left_to_the_attempts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("openai")
 
     def fail() -> None:
         raise RuntimeError("another version")
@@ -102,7 +102,6 @@ def test_a_warm_up_that_fails_is_left_to_the_attempts(
 
 
 def test_a_thread_that_the_warm_up_leaves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openai")
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait, daemon=True)
     monkeypatch.setattr(preloading, "_call_openai", thread.start)

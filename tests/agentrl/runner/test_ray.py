@@ -17,7 +17,8 @@ from runner_harness import RunnerHarness
 from settings import nested
 
 from agentrl.config.commands import TrainConfig
-from agentrl.runner import RunnerConfig
+from agentrl.runner.protocol import RunnerConfig
+from agentrl.runner.ray import RayPool, check_reach
 from agentrl_tracer.schemas import RolloutState
 
 AGENT = "import time\ndef agent(task):\n    time.sleep(0.2)\n    return task['n']\n"
@@ -45,8 +46,6 @@ def finish(harness: RunnerHarness, ids: list[str]) -> None:
 
 def test_runners_on_a_local_ray_cluster(harness: RunnerHarness) -> None:
     pytest.importorskip("ray")
-    from agentrl.runner.ray import RayPool
-
     harness.agents.write_text(AGENT)
     pool = RayPool(harness.config("agent", runners=2, timeout_s=60.0, lease_s=4.0))
     pool.supervise()
@@ -95,8 +94,6 @@ def joined(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_what_other_nodes_cannot_reach_is_refused(
     joined: Any, harness: RunnerHarness, store: str, gateway_host: str | None, complaint: str
 ) -> None:
-    from agentrl.runner.ray import RayPool
-
     with pytest.raises(ValueError, match=complaint):
         RayPool(replace(harness.config("good"), store=store), gateway_host)
 
@@ -105,8 +102,6 @@ def test_two_nodes_share_the_work_and_one_of_them_may_die(
     joined: Any, tmp_path: Path, postgres: str
 ) -> None:
     import ray
-
-    from agentrl.runner.ray import RayPool
 
     harness = RunnerHarness(tmp_path, postgres, "0.0.0.0")
     store = harness.store
@@ -131,12 +126,10 @@ def test_two_nodes_share_the_work_and_one_of_them_may_die(
 
 
 def test_a_node_that_cannot_reach_the_gateway_says_so() -> None:
-    from agentrl.runner.ray import check_reach
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         gateway = f"http://127.0.0.1:{server.getsockname()[1]}"
         config = RunnerConfig(
-            "sqlite:////nowhere/x.db", gateway, None, "a", "policy", "logs", 1, 60.0, 15.0
+            "sqlite:////nowhere/x.db", gateway, "r", "a", "policy", "logs", 1, 60.0, 15.0
         )
         with pytest.raises(RuntimeError, match=r"store: .*no /nowhere/x\.db"):
             check_reach(config)

@@ -6,14 +6,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_gateway import until
 from runner_harness import RunnerHarness, alive, written
 
-from agentrl_tracer.schemas import Attempt, AttemptState, Call, CallState, Policies
+from agentrl_tracer.schemas import AttemptState, Call, CallState, Policies
 
 
 def test_success_is_recorded_with_reward_root_span_and_log(shared_harness: RunnerHarness) -> None:
@@ -156,50 +156,31 @@ def test_workers_wait_for_the_gateway(harness: RunnerHarness) -> None:
     assert attempt.state is AttemptState.SUCCEEDED
 
 
-def restarted(harness: RunnerHarness, attempt: Attempt) -> None:
-    harness.gateway.boot_id = "boot-2"
-
-
-def gone(harness: RunnerHarness, attempt: Attempt) -> None:
-    harness.gateway.healthy = False
-
-
-def with_a_failed_call(harness: RunnerHarness, attempt: Attempt) -> None:
-    """As the gateway would record it."""
-    call = Call(
-        "c1", "c1", 0, harness.run_id, attempt.rollout_id, attempt.id, 0, None, "m", None, None,
-        CallState.ERROR, [], [], [], None, {}, None, None, "out of memory", None, None,
-        time.time(), time.time(),
-    )  # fmt: skip
-    harness.store.write_calls("boot-1", [], [call], 1)
-
-
-def deaf(harness: RunnerHarness, attempt: Attempt) -> None:
-    harness.gateway.takes_spans = False
-
-
 @pytest.mark.parametrize(
-    ("happens", "then", "reason"),
+    ("gateway", "then", "reason"),
     [
-        (restarted, "raise", "was restarted meanwhile; the agent: "),
-        (gone, "raise", "the gateway does not answer; the agent: "),
-        (with_a_failed_call, "raise", "the model failed call c1 (out of memory); the agent: "),
-        (deaf, "return", "did not reach the gateway"),
+        ({"boot_id": "boot-2"}, "raise", "was restarted meanwhile; the agent: "),
+        ({"healthy": False}, "raise", "the gateway does not answer; the agent: "),
+        ({}, "raise", "the model failed call c1 (out of memory); the agent: "),
+        ({"takes_spans": False}, "return", "did not reach the gateway"),
     ],
 )
 def test_what_the_gateway_fails_is_tried_again(
-    harness: RunnerHarness,
-    tmp_path: Path,
-    happens: Callable[[RunnerHarness, Attempt], None],
-    then: str,
-    reason: str,
+    harness: RunnerHarness, tmp_path: Path, gateway: dict[str, Any], then: str, reason: str
 ) -> None:
     go = tmp_path / "go"
     harness.start("goes", Policies(on_error="drop", max_infrastructure_retries=1))
     ids = harness.enqueue({"go": str(go), "then": then})
     [attempt] = until(lambda: harness.store.attempts(ids))
     time.sleep(0.2)
-    happens(harness, attempt)
+    vars(harness.gateway).update(gateway)
+    if not gateway:  # a failed call, as the gateway would record it
+        call = Call(
+            "c1", "c1", 0, harness.run_id, attempt.rollout_id, attempt.id, 0, None, "m", None, None,
+            CallState.ERROR, [], [], [], None, {}, None, None, "out of memory", None, None,
+            time.time(), time.time(),
+        )  # fmt: skip
+        harness.store.write_calls("boot-1", [], [call], 1)
     go.touch()
     until(lambda: harness.store.attempts(ids)[0].state is not AttemptState.RUNNING)
     harness.gateway.healthy = harness.gateway.takes_spans = True

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from official_clients import client
-from running_gateway import running
+from running_gateway import WEIGHTS, running
 from tiny_policy import Policy
+from transformers import AutoTokenizer
 
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import (
@@ -27,6 +27,12 @@ from agentrl_proxy.sampler import (
 )
 
 Answer = tuple[list[TokenEvent], FinishEvent]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    """Of the model that ships."""
+    return Renderer(AutoTokenizer.from_pretrained(WEIGHTS))
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +289,17 @@ def test_chat_over_a_sampler(tmp_path: Path, tiny_sampler: Any, renderer: Render
         context_length=tiny_sampler.context_length, defaults={"max_tokens": 24},
     ) as gateway:  # fmt: skip
         with client(gateway) as api:
-            _converse(api)
+            create = api.chat.completions.create
+            asked: list[Any] = [{"role": "user", "content": "Who are you?"}]
+            said = create(model="m", messages=asked, seed=7).choices[0].message.content
+            chunks = create(model="m", messages=asked, seed=7, stream=True)
+            assert "".join(c.choices[0].delta.content or "" for c in chunks) == said
+            assert said
+            answered: Any = {"role": "assistant", "content": said}
+            create(model="m", messages=[*asked, answered, {"role": "user", "content": "And?"}])
+            stop = said[len(said) // 2]
+            cut = create(model="m", messages=asked, seed=7, stop=stop)
+            assert cut.choices[0].message.content == said[: said.index(stop)]
         calls = gateway.calls(gateway.claims[0])
         assert gateway.store.accounting(gateway.run_id).adds_up
     assert calls[0].response_ids == calls[1].response_ids  # one seed, streamed or not
@@ -294,17 +310,3 @@ def test_chat_over_a_sampler(tmp_path: Path, tiny_sampler: Any, renderer: Render
     known = calls[0].prompt_ids + calls[0].response_ids
     assert calls[2].prompt_ids[: len(known)] == known
     assert [call.state for call in calls] == ["completed"] * 4
-
-
-def _converse(api: openai.OpenAI) -> None:
-    asked: list[Any] = [{"role": "user", "content": "Who are you?"}]
-    answer = api.chat.completions.create(model="m", messages=asked, seed=7)
-    chunks = api.chat.completions.create(model="m", messages=asked, seed=7, stream=True)
-    said = answer.choices[0].message.content
-    assert said
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == said
-    more = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
-    api.chat.completions.create(model="m", messages=more, seed=7)
-    stop = said[len(said) // 2]
-    cut = api.chat.completions.create(model="m", messages=asked, seed=7, stop=stop)
-    assert cut.choices[0].message.content == said[: said.index(stop)]

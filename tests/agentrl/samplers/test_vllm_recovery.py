@@ -24,8 +24,7 @@ from agentrl.gateway import handle
 from agentrl.gateway.handle import GatewayHandle
 from agentrl.gateway.process import PLAN, GatewayPlan
 from agentrl.runs.folder import RunFolder
-from agentrl.samplers.vllm import adapters, client, recovery
-from agentrl.samplers.vllm import sampler as vllm_sampler
+from agentrl.samplers.vllm import adapters, api, recovery
 from agentrl.samplers.vllm.api import VllmError
 from agentrl.samplers.vllm.sampler import VllmSampler
 from agentrl.training import session
@@ -138,7 +137,6 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def sampler(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmSampler]:
     monkeypatch.setattr(recovery, "_POLL_S", 0.02)
-    monkeypatch.setattr(vllm_sampler, "_PATIENCE_S", 0.2)
     sampler = VllmSampler(f"{server.url}/v1", eos_ids=frozenset({2}), context_length=128, wait_s=10)
     sampler.start()
     yield sampler
@@ -261,7 +259,7 @@ def test_answers_under_way_end_with_a_server_that_leaves_its_sockets_open(
         for name, value in loss.items():
             setattr(server, name, value)
         if "silent" in loss:
-            monkeypatch.setattr(client, "SILENCE_S", 1.0)
+            monkeypatch.setattr(api, "_SILENCE_S", 1.0)
         for error in await asyncio.wait_for(answers, 20):
             assert isinstance(error, RefusedError)
             assert (error.code, why in str(error)) == ("stopped", True), error
@@ -379,7 +377,7 @@ def test_a_gateway_that_takes_over_waits_for_the_server_without_end(tmp_path: Pa
     try:
         killed = gateway.pid
         os.kill(killed, signal.SIGKILL)
-        until(lambda: gateway.pid != killed)
+        until(lambda: gateway.pid != killed, 30)
         environment = Path(f"/proc/{gateway.pid}/environ").read_bytes().decode().split("\0")
         [told] = [one for one in environment if one.startswith(f"{PLAN}=")]
         assert json.loads(told.partition("=")[2])["vllm_wait"] is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -25,11 +24,8 @@ from training_run import Run
 from agentrl import timing
 from agentrl.config.commands import ServeConfig
 from agentrl.config.errors import ConfigError
-from agentrl.runs.folder import RunFolder
 from agentrl.samplers.vllm.server import VllmServer, planned_server, vllm_command
-from agentrl_tracer.store import Store
 
-HELLO = Path(__file__).parents[3] / "examples/hello"
 CLI = [sys.executable, "-m", "agentrl"]
 
 
@@ -110,7 +106,7 @@ def test_the_server_ends_with_its_starter(orphaned: bool, tmp_path: Path) -> Non
         grandchild = int(leash.stdout.readline())
         leash.stdin.close() if orphaned else leash.terminate()
         assert leash.wait(30) != 0
-        until(lambda: not alive(grandchild))
+        until(lambda: not alive(grandchild), 30)
 
 
 def test_a_server_without_its_engine_is_ended(tmp_path: Path) -> None:
@@ -140,7 +136,7 @@ def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.Mon
 
     def tell(said: str) -> None:
         told.append(said)
-        if said.endswith(" s: Loading weights"):
+        if said.endswith(" s) Loading weights"):
             permission.touch()
 
     server.start()
@@ -148,7 +144,7 @@ def test_how_far_a_server_is_that_starts(tmp_path: Path, monkeypatch: pytest.Mon
         server.wait(tell)
     finally:
         server.stop()
-    assert told[-1].startswith("vLLM starts since ")
+    assert told[-1].startswith("vLLM is starting (")
     assert permission.exists()
 
 
@@ -221,7 +217,7 @@ def test_serve_starts_vllm_and_outlives_its_death(
             before = {name: answer_of(client, name, policies[name]) for name in policies}
             assert before["asker"] != pytest.approx(before["answerer"], abs=0.01)
             os.kill(engine(log), signal.SIGKILL)
-            until(lambda: client.get("/healthz").status_code == 503)
+            until(lambda: client.get("/healthz").status_code == 503, 30)
             refused = client.post("/v1/chat/completions", json=chat("asker"))
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "sampler_unavailable"
@@ -233,10 +229,10 @@ def test_serve_starts_vllm_and_outlives_its_death(
         last = engine(log)
         server.send_signal(signal.SIGINT)
         assert server.wait(60) in (0, 130), server.stdout.read()
-        until(lambda: not alive(last))
+        until(lambda: not alive(last), 30)
     finally:
         server.kill()
-        server.wait(print)
+        server.wait(30)
         if server.stdout is not None:
             server.stdout.close()
 
@@ -257,30 +253,6 @@ def answer_of(client: httpx.Client, model: str, policy: Policy) -> list[float]:
     assert len(got) >= 5
     assert got == pytest.approx(expected[: len(got)], abs=2e-4)  # a stop token is not shown
     return got
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(900)
-def test_eval_through_a_vllm_that_runs_already(vllm_url: str, tmp_path: Path) -> None:
-    policy = Policy()
-    policy.become(5, tmp_path / "policy")
-    settings = flags(
-        "eval", agent=f"{HELLO / 'agent.py'}:agent", tasks=HELLO / "held_out.jsonl",
-        runs=tmp_path / "runs", runners=2, adapter_path=tmp_path / "policy", sampler="vllm",
-        vllm_url=vllm_url,
-    )  # fmt: skip
-    done = subprocess.run([*CLI, "eval", *settings], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [folder] = (tmp_path / "runs").glob("eval-*")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["rollouts"], summary["failures"]) == (24, {})
-    store = Store(str(RunFolder(folder).store))
-    calls = store.calls(rollout_ids=[one.id for one in store.rollouts(store.runs()[0]["id"])])
-    store.close()
-    assert len(calls) == 24
-    for call in calls:
-        expected = policy.logprobs(call.prompt_ids, call.response_ids)
-        assert call.response_logprobs == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.vllm

@@ -79,10 +79,3 @@ def test_every_parameter_of_the_sdk_is_taken() -> None:
 def test_the_page_lists_the_tinker_only_parameters() -> None:
     listed = table("Tinker-only parameters") - {"save_weights_and_get_sampling_client"}
     assert listed == {name for known in TINKER_ONLY.values() for name in known}
-
-
-def test_an_async_variant_has_its_methods_parameters() -> None:
-    for kind in OURS.values():
-        for name, function in methods(kind).items():
-            if name.endswith("_async"):
-                assert parameters(function) == parameters(getattr(kind, name[:-6]))

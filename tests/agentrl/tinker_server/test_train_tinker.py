@@ -131,30 +131,21 @@ def weights(run: Run, served: Path) -> dict[str, Any]:
     return found
 
 
+TWO_ADAPTERS = {
+    "adapters": "asker,answerer", "steps": 1, "loss": "gspo", "kl_coef": 0.05,
+    "length_normalization": "sequence",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("agent", "settings", "moment"),
-    [
-        pytest.param("mixed", {"loss": "ppo", "epochs": 2}, "publishing", id="resumed, its loss"),
-        pytest.param(
-            "two_models",
-            {
-                "adapters": "asker,answerer", "steps": 1, "loss": "gspo", "kl_coef": 0.05,
-                "length_normalization": "sequence",
-            },
-            None,
-            id="two adapters, a custom loss",
-        ),
-    ],
-)  # fmt: skip
+    ("agent", "killed", "settings"),
+    [("mixed", True, {"loss": "ppo", "epochs": 2}), ("two_models", False, TWO_ADAPTERS)],
+    ids=["resumed, its loss", "two adapters, a custom loss"],
+)
 def test_a_run_on_tinker_is_the_run_here(
-    served: Any,
-    key: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    agent: str,
-    settings: dict[str, Any],
-    moment: str | None,
-) -> None:
+    served: Any, key: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    agent: str, killed: bool, settings: dict[str, Any],
+) -> None:  # fmt: skip
     """With one runner both runs sample in one order."""
     settings = {
         "runners": 1, "steps": 2, "seed": 5, "eval_every": 9, "batch_size": 2, "group_size": 3,
@@ -163,11 +154,9 @@ def test_a_run_on_tinker_is_the_run_here(
     here = Run(tmp_path / "here", agent, **settings).finish()
     monkeypatch.setenv("TINKER_BASE_URL", served.url)
     there = Run(tmp_path / "there", agent, backend="tinker", **settings)
-    if moment is None:
-        there.finish()
-    else:
-        there.kill_at(moment, 1)
-        there.finish()
+    if killed:
+        there.kill_at("publishing", 1)
+    there.finish()
 
     there.accounting()
     rows, expected = there.curve(), here.curve()

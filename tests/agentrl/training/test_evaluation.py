@@ -23,8 +23,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_success(samples: int) -> None:
             draws = list(itertools.combinations(outcomes, k))
             expected = sum(any(draw) for draw in draws) / len(draws)
             assert pass_at_k(successes, samples, k) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="k must be in 1"):
-        pass_at_k(0, samples, samples + 1)
 
 
 def test_wilson_against_published_values() -> None:
@@ -34,8 +32,6 @@ def test_wilson_against_published_values() -> None:
         (1, 29, 0.0061, 0.1718),
     ):  # fmt: skip
         assert wilson(successes / trials, trials) == pytest.approx((low, high), abs=5e-5)
-    with pytest.raises(ValueError, match="trials"):
-        wilson(0, 0)
     for rate, tenths in itertools.product((0.0, 1.0), range(1, 2000)):  # whatever is rounded
         low, high = wilson(rate, tenths / 10)
         assert 0 <= low <= rate <= high <= 1
@@ -71,10 +67,6 @@ def test_samples_that_agree_are_no_more_than_tasks() -> None:
     assert task_interval([1.0] * 24, 64) == task_interval([1.0] * 24, 1) == wilson(1, 24)
     binary = [1.0] * 9 + [0.0] * 4
     assert task_interval(binary, 8) == pytest.approx(wilson(9 / 13, 13))
-    with pytest.raises(ValueError, match=r"in 0..1"):
-        task_interval([1.5], 1)
-    with pytest.raises(ValueError, match="empty"):
-        task_interval([], 1)
 
 
 @pytest.mark.parametrize("shape", [(2.0, 2.0), (30.0, 1.0), (0.3, 3.0)])

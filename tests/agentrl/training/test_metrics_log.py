@@ -69,7 +69,7 @@ def test_the_checkpoints_row_stands_in_where_none_was_logged(
         folder.append_metrics(one)  # the process died before the store had them
     log = log_of(folder, store=store)
     log.go_back(2, row)
-    assert log.rows() == [*rows, *([] if logged else [row])]
+    assert folder.read_metrics() == [*rows, *([] if logged else [row])]
     assert log.held_out() == {2: 1.0}
     expected = {"eval/accuracy": 1.0, "loss": 0.5} | ({"seconds/publish": 1.0} if logged else {})
     assert {n: v for n, v in store.metrics("run")[2].items() if n != "step"} == expected

@@ -4,8 +4,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from agentrl.runner import RunnerConfig
 from agentrl.runner.agent_process.attempts import run_attempt
+from agentrl.runner.protocol import RunnerConfig
 from agentrl_tracer.schemas import Claim
 
 config = RunnerConfig.from_json(sys.argv[1])

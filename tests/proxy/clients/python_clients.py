@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 QUESTION = "Where is Köln?"
@@ -32,29 +33,24 @@ TOOLS: list[Any] = [
 ]
 
 
-class Deltas:
-    """A streamed message added up as the API's documentation says."""
-
-    def __init__(self) -> None:
-        self.content = ""
-        self.calls: list[dict[str, Any]] = []
-        self.pieces = 0  # chunks that brought a part of a call
-
-    def add(self, delta: Any) -> None:
-        self.content += delta.content or ""
+def added_up(chunks: Iterable[Any]) -> tuple[dict[str, Any], int]:
+    """A streamed message as the API's documentation says, and how many pieces of calls came."""
+    content, calls, pieces = "", list[dict[str, Any]](), 0
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
         for piece in delta.tool_calls or []:
-            self.pieces += 1
-            if piece.index == len(self.calls):
+            pieces += 1
+            if piece.index == len(calls):
                 function = {"name": piece.function.name, "arguments": ""}
-                self.calls.append({"id": piece.id, "type": "function", "function": function})
-            self.calls[piece.index]["function"]["arguments"] += piece.function.arguments
-
-    def message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
-        return {**message, "tool_calls": self.calls} if self.calls else message
+                calls.append({"id": piece.id, "type": "function", "function": function})
+            calls[piece.index]["function"]["arguments"] += piece.function.arguments
+    message: dict[str, Any] = {"role": "assistant", "content": content or None}
+    return ({**message, "tool_calls": calls} if calls else message), pieces
 
 
-def whole(message: Any) -> dict[str, Any]:
+def whole(answer: Any) -> dict[str, Any]:
+    message = answer.choices[0].message
     out: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
         out["tool_calls"] = [
@@ -68,88 +64,62 @@ def whole(message: Any) -> dict[str, Any]:
     return out
 
 
-def told(replies: list[dict[str, Any]], pieces: int) -> dict[str, Any]:
-    calls = [
-        [call["function"]["name"], json.loads(call["function"]["arguments"])]
-        for reply in replies
-        for call in reply.get("tool_calls", [])
-    ]
-    return {
-        "texts": [reply["content"] or "" for reply in replies],
-        "calls": calls,
-        "pieces": pieces,
-    }
-
-
-def results(reply: dict[str, Any]) -> list[Any]:
-    return [
-        {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
-        for call in reply["tool_calls"]
-    ]
+def conversation(
+    ask: Callable[[dict[str, Any]], Any],
+    read: Callable[[Any], tuple[dict[str, Any], int]] = added_up,
+) -> dict[str, Any]:
+    """``ask`` sends a request and returns its answer or chunks; ``read`` adds up chunks."""
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    texts, calls, pieces = list[str](), list[Any](), 0
+    for stream in (True, True, False, False):
+        answer = ask({"messages": messages, "tools": TOOLS, "stream": stream})
+        reply, came = read(answer) if stream else (whole(answer), 0)
+        pieces += came
+        texts.append(reply["content"] or "")
+        messages.append(reply)
+        for call in reply.get("tool_calls", []):
+            function = call["function"]
+            calls.append([function["name"], json.loads(function["arguments"])])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": RESULT})
+        if "tool_calls" not in reply:
+            messages.append({"role": "user", "content": AGAIN})
+    return {"texts": texts, "calls": calls, "pieces": pieces}
 
 
 def openai_sync(base_url: str, key: str) -> dict[str, Any]:
     import openai
 
     client = openai.OpenAI(base_url=base_url, api_key=key)
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    replies, pieces = list[dict[str, Any]](), 0
-    for stream in (True, True, False, False):
-        answer: Any = client.chat.completions.create(
-            model="policy", messages=messages, tools=TOOLS, stream=stream
-        )
-        if stream:
-            deltas = Deltas()
-            for chunk in answer:
-                deltas.add(chunk.choices[0].delta)
-            reply, pieces = deltas.message(), pieces + deltas.pieces
-        else:
-            reply = whole(answer.choices[0].message)
-        _go_on(messages, replies, reply)
-    return told(replies, pieces)
+    return conversation(lambda asked: client.chat.completions.create(model="policy", **asked))
 
 
 def openai_async(base_url: str, key: str) -> dict[str, Any]:
-    return asyncio.run(_openai_async(base_url, key))
-
-
-async def _openai_async(base_url: str, key: str) -> dict[str, Any]:
     import openai
 
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    replies, pieces = list[dict[str, Any]](), 0
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
-        for stream in (True, True, False, False):
-            answer: Any = await client.chat.completions.create(
-                model="policy", messages=messages, tools=TOOLS, stream=stream
-            )
-            if stream:
-                deltas = Deltas()
-                async for chunk in answer:
-                    deltas.add(chunk.choices[0].delta)
-                reply, pieces = deltas.message(), pieces + deltas.pieces
-            else:
-                reply = whole(answer.choices[0].message)
-            _go_on(messages, replies, reply)
-    return told(replies, pieces)
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=key)
+
+    async def ask(asked: dict[str, Any]) -> Any:
+        answer: Any = await client.chat.completions.create(model="policy", **asked)
+        return [chunk async for chunk in answer] if asked["stream"] else answer
+
+    with asyncio.Runner() as runner:
+        found = conversation(lambda asked: runner.run(ask(asked)))
+        runner.run(client.close())
+    return found
 
 
 def litellm(base_url: str, key: str) -> dict[str, Any]:
     import litellm
 
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    replies, pieces = list[dict[str, Any]](), 0
-    for stream in (True, True, False, False):
-        answer: Any = litellm.completion(
-            model="openai/policy", api_base=base_url, api_key=key,
-            messages=messages, tools=TOOLS, stream=stream,
-        )  # fmt: skip
-        if stream:
-            chunks = list(answer)
-            pieces += sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks)
-            answer = litellm.stream_chunk_builder(chunks, messages=messages)
-        _go_on(messages, replies, whole(answer.choices[0].message))
-    return told(replies, pieces)
+    def read(answer: Any) -> tuple[dict[str, Any], int]:
+        chunks = list(answer)
+        pieces = sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks)
+        return whole(litellm.stream_chunk_builder(chunks)), pieces
+
+    return conversation(
+        lambda asked: litellm.completion("openai/policy", api_base=base_url, api_key=key, **asked),
+        read,
+    )
 
 
 def langchain(base_url: str, key: str) -> dict[str, Any]:
@@ -195,12 +165,6 @@ def crewai(base_url: str, key: str) -> dict[str, Any]:
         texts.append(str(result))
         texts.append(str(llm.call([{"role": "user", "content": AGAIN}])))
     return {"texts": texts, "calls": calls, "pieces": 0}
-
-
-def _go_on(messages: list[Any], replies: list[dict[str, Any]], reply: dict[str, Any]) -> None:
-    replies.append(reply)
-    messages.append(reply)
-    messages += results(reply) if "tool_calls" in reply else [{"role": "user", "content": AGAIN}]
 
 
 CLIENTS = {f.__name__: f for f in (openai_sync, openai_async, litellm, langchain, crewai)}

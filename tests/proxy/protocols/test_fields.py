@@ -6,10 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_client import post
+from gateway_client import BODIES, post
 from provider_servers import SECRET, FaultyServer, said
 from scripted_sampler import Running
-from speakers import BODIES
 
 from agentrl_proxy.dependencies import ProviderModel
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,18 +16,9 @@ from agentrl_proxy.rendering.renderer import Renderer
 
 
 @pytest.fixture(scope="module", autouse=True)
-def litellm() -> Iterator[Any]:
-    """LiteLLM, imported before a test measures time. The HTTP sessions that it leaves open end with
-    the module, where pytest ignores the warning about them."""
+def litellm() -> None:
+    """LiteLLM, imported before a test measures time."""
     make_router({})
-    yield sys.modules["litellm"]
-    gc.collect()
-
-
-@pytest.fixture(autouse=True)
-def own_sessions(litellm: Any) -> None:
-    """Keeps LiteLLM from using one gateway's closed sessions in the next."""
-    litellm.in_memory_llm_clients_cache.flush_cache()
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ import logging
 import time
 from typing import Any
 
-import openai
 import pytest
-from official_clients import USER, client
 from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
 from provider_servers import (
     SECRET,
@@ -38,29 +36,22 @@ def test_timeout(start: Any, provider: Running) -> None:
     provider.sampler.delay = 0.5
     gateway: Running = start(provider_models={"answerer": answerer(provider, timeout=0.7)})
     begun = time.monotonic()
-    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
-        api.chat.completions.create(model="answerer", messages=USER)
+    answer = post_to(gateway)
     assert time.monotonic() - begun < 8  # the import of LiteLLM is in it
-    assert caught.value.status_code == 504
-    assert caught.value.code == "provider_timeout"
-    assert "'answerer' did not answer in time" in str(caught.value)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "provider_timeout")
+    assert "'answerer' did not answer in time" in answer.text
     assert only_call(gateway).state is CallState.ERROR
 
 
 def test_provider_down(start: Any) -> None:
-    gateway: Running = start(
-        provider_models={
-            "answerer": ProviderModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
-        }
-    )
-    with client(gateway) as api, pytest.raises(openai.InternalServerError) as caught:
-        api.chat.completions.create(model="answerer", messages=USER)
-    assert (caught.value.status_code, caught.value.code) == (502, "provider_unreachable")
-    assert "the provider of 'answerer' cannot be reached" in str(caught.value)
+    other = ProviderModel("openai/x", "http://127.0.0.1:9/v1", SECRET, num_retries=0)
+    gateway: Running = start(provider_models={"answerer": other})
+    answer = post_to(gateway)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "provider_unreachable")
+    assert "the provider of 'answerer' cannot be reached" in answer.text
     call = only_call(gateway)
     assert (call.state, call.skip_reason) == (CallState.ERROR, SkipReason.NOT_TRAINABLE_MODEL)
-    assert call.error is not None
-    assert "cannot be reached" in call.error
+    assert "cannot be reached" in (call.error or "")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,178 +3,95 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
-from gateway_client import wait_until
-from official_clients import CALL, TOOLS, USER, claude, client
+from gateway_client import BODIES, wait_until
+from official_clients import CALL, USER, claude, client
 from provider_servers import (
     SECRET,
     answerer,
     asking,
     assert_no_key,
     only_call,
+    post_to,
     recorded,
     said,
     streaming,
     trouble,
 )
+from running_gateway import serving
 from scripted_sampler import Running
+from speakers import CLAUDE_TOOL, SPEAKERS
 
 from agentrl_proxy.app import create_app
 from agentrl_proxy.dependencies import ProviderModel
-from agentrl_proxy.server.uvicorn import serving
 from agentrl_tracer.schemas import Call, CallState, SkipReason
 
-THOUGHT = "<think>\nlet me see\n</think>\n\n"
-SEARCH = {"name": "search", "parameters": TOOLS[0]["function"]["parameters"]}
-FUNCTION: Any = {"type": "function", **SEARCH, "strict": False}
-TOOL: Any = {"name": "search", "input_schema": SEARCH["parameters"]}
-ARGUMENTS = {"q": "köln", "k": 3}
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
+# Each protocol once, and both kinds of answer.
+WHOLE_OR_STREAMED = [
+    ("chat/completions", True), ("responses", False), ("messages", True), ("completions", False),
+    ("completions", True),
+]  # fmt: skip
 
 
 def total(call: Call) -> int:
     return call.params["usage"]["total_tokens"]
 
 
-ASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/chat/completions", {"messages": USER}),
-    "responses": ("/responses", {"input": "hi"}),
-    "messages": ("/messages", {"messages": USER, "max_tokens": 50}),
-    "completions": ("/completions", {"prompt": "hi"}),
-}
-# Each protocol once, and both kinds of answer.
-WHOLE_OR_STREAMED = [
-    ("chat", True), ("responses", False), ("messages", True), ("completions", False),
-    ("completions", True),
-]  # fmt: skip
-
-
-def post(running: Running, protocol: str, model: str = "answerer", **more: Any) -> httpx.Response:
-    claim, (path, body) = running.claims[0], ASKED[protocol]
-    headers = {"authorization": f"Bearer {claim.key}"}
-    asked = {"model": model, **body, **more}
-    return httpx.post(running.base_url(claim) + path, json=asked, headers=headers, timeout=60)
-
-
-# --- Responses
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses(gateway: Running, provider: Running, stream: bool) -> None:
-    """A tool called twice at once, and its results, through the Responses API."""
-    provider.sampler.script = lambda *_: f"Let me look.\n{CALL}\n{CALL}"
-    items: list[Any] = [{"role": "user", "content": "Where is Köln?"}]
-    with client(gateway) as api:
-
-        def ask() -> Any:
-            settings: Any = {"model": "answerer", "input": items, "tools": [FUNCTION]}
-            settings |= {"instructions": "Be brief.", "max_output_tokens": 99}
-            if not stream:
-                return api.responses.create(**settings)
-            with api.responses.stream(**settings) as events:
-                kinds = [event.type for event in events]
-                assert kinds[0] == "response.created"
-                assert kinds[-1] == "response.completed"
-                assert kinds.count("response.output_text.delta") >= 1
-                return events.get_final_response()
-
-        first = ask()
-        calls = [item for item in first.output if item.type == "function_call"]
-        assert first.output_text == "Let me look."
-        assert [(c.name, json.loads(c.arguments)) for c in calls] == [("search", ARGUMENTS)] * 2
-        assert len({call.call_id for call in calls}) == 2
-        items += [item.model_dump(exclude_none=True) for item in first.output]
-        items += [
-            {"type": "function_call_output", "call_id": call.call_id, "output": f"result {i}"}
-            for i, call in enumerate(calls)
-        ]
-        provider.sampler.script = lambda *_: "It is there."
-        second = ask()
-    assert second.output_text == "It is there."
-    asked = provider.sampler.requests
-    prompt = provider.renderer.decode_raw(asked[1].prompt_ids)
-    assert prompt.index("Be brief.") < prompt.index("result 0") < prompt.index("result 1")
-    assert asked[0].params.max_tokens == 99
-    for call, response, one in zip(recorded(gateway, 2), (first, second), asked, strict=True):
-        assert call.id == response.id
-        assert response.id.startswith("resp_")
-        usage = response.usage
-        assert usage is not None
-        assert usage.input_tokens == len(one.prompt_ids)
-        assert usage.output_tokens == len(one.sampled[0])
-        assert total(call) == usage.total_tokens
-        assert call.request is not None
-        assert call.request["input"][0] == items[0]
-        assert call.params["max_tokens"] == 99
-    assert_no_key(gateway)
-
-
-def test_a_schema_is_the_providers_to_enforce(gateway: Running, provider: Running) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    format: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    with client(gateway) as api:
-        api.responses.create(model="answerer", input="hi", text={"format": format})
-    assert provider.sampler.requests[0].params.grammar
-
-
-# --- Messages
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("upstream", ["openai", "anthropic"])
-def test_messages(start: Any, provider: Running, upstream: str, stream: bool) -> None:
-    """Thinking, text, a tool and its result through the Messages API, by two kinds of provider."""
+@pytest.mark.parametrize(
+    ("path", "upstream"),
+    [*((path, "openai") for path in SPEAKERS), ("messages", "anthropic")],
+)
+def test_a_conversation_with_tools(
+    start: Any, provider: Running, path: str, upstream: str, stream: bool
+) -> None:
+    """A tool called twice at once, and its results, by two kinds of provider."""
     base = provider.url if upstream == "anthropic" else f"{provider.url}/v1"
     other = ProviderModel(f"{upstream}/policy", base, SECRET, num_retries=0, timeout=60)
-    gateway: Running = start(provider_models={"answerer": other})
-    provider.sampler.script = lambda *_: f"{THOUGHT}Let me look.\n{CALL}"
-    messages: list[Any] = [{"role": "user", "content": "Where is Köln?"}]
-    with claude(gateway) as api:
-
-        def ask() -> Any:
-            settings: Any = {"model": "answerer", "max_tokens": 99, "messages": messages}
-            settings |= {"tools": [TOOL], "system": "Be brief.", "stop_sequences": ["END"]}
-            if not stream:
-                return api.messages.create(**settings)
-            with api.messages.stream(**settings) as events:
-                kinds = [event.type for event in events]
-                assert kinds[0] == "message_start"
-                assert kinds[-1] == "message_stop"
-                return events.get_final_message()
-
-        first = ask()
-        assert [b.type for b in first.content] == ["thinking", "text", "tool_use"]
-        thought, text, use = first.content
-        assert (thought.thinking, text.text) == ("let me see", "Let me look.")
-        assert (use.name, use.input) == ("search", ARGUMENTS)
-        assert first.stop_reason == "tool_use"
-        messages += [
-            {"role": "assistant", "content": [text.model_dump(), use.model_dump()]},
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "50.9 N"}],
-            },
-        ]
-        provider.sampler.script = lambda *_: "It is there. END"
-        second = ask()
-    assert second.content[0].text.strip() == "It is there."
+    gateway: Running = start(provider_models={"policy": other})
+    speak, turns = partial(SPEAKERS[path], gateway, gateway.claims[0]), [*USER]
+    provider.sampler.script = lambda *_: (
+        f"<think>\nlet me see\n</think>\n\nLet me look.\n{CALL}\n{CALL}"
+    )
+    first = speak(turns, stream)
+    assert (first.text.strip(), first.reason) == ("Let me look.", "tool_calls")
+    assert first.calls == [("search", {"q": "köln", "k": 3})] * 2
+    assert first.thought == "let me see"
+    provider.sampler.script = lambda *_: "It is there."
+    second = speak([*turns, *first.turn], stream)
+    assert (second.text, second.reason) == ("It is there.", "stop")
     asked = provider.sampler.requests
     prompt = provider.renderer.decode_raw(asked[1].prompt_ids)
-    assert prompt.index("Be brief.") < prompt.index("50.9 N")
-    assert asked[0].params.stop == ("END",)
-    for call, message, one in zip(recorded(gateway, 2), (first, second), asked, strict=True):
-        assert call.id == message.id
-        assert message.id.startswith("msg_")
-        assert message.usage.input_tokens == len(one.prompt_ids)
-        assert message.usage.output_tokens == len(one.sampled[0])
-        assert total(call) == message.usage.input_tokens + message.usage.output_tokens
+    assert prompt.startswith("<|im_start|>system\ns")
+    assert prompt.count("found") == 2
+    for call, answer, one in zip(recorded(gateway, 2), (first, second), asked, strict=True):
+        assert call.id == answer.id
+        counted = answer.usage.model_dump().values()
+        assert len(one.prompt_ids) in counted
+        assert len(one.sampled[0]) in counted
+        assert total(call) == len(one.prompt_ids) + len(one.sampled[0])
         assert call.request is not None
-        assert call.request["system"] == "Be brief."
+        assert call.request["model"] == "policy"
     assert_no_key(gateway)
+
+
+def test_fields_reach_the_provider(gateway: Running, provider: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    format: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    post_to(gateway, "responses", max_output_tokens=98, text={"format": format})
+    post_to(gateway, "messages", max_tokens=97, stop_sequences=["END"])
+    first, second = [request.params for request in provider.sampler.requests]
+    assert (first.max_tokens, second.max_tokens, second.stop) == (98, 97, ("END",))
+    assert first.grammar  # a schema is the provider's to enforce
+    assert [call.params["max_tokens"] for call in recorded(gateway, 2)] == [98, 97]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -216,7 +133,7 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
     gateway: Running = start(provider_models={"answerer": other})
     messages: list[Any] = [{"role": "user", "content": "?"}]
     with claude(gateway) as api:
-        settings: Any = {"model": "answerer", "max_tokens": 2000, "tools": [TOOL],
+        settings: Any = {"model": "answerer", "max_tokens": 2000, "tools": [CLAUDE_TOOL],
                          "thinking": {"type": "enabled", "budget_tokens": 1024}}  # fmt: skip
         for _ in range(2):
             if stream:
@@ -248,30 +165,17 @@ def test_signed_thinking_goes_there_and_back(start: Any, faulty: Any, stream: bo
         assert message["reasoning_content"] == "Hm. Well.So be it."
 
 
-def test_tokens_are_counted(gateway: Running, provider: Running) -> None:
-    with claude(gateway) as api:
-        few, many = (
-            api.messages.count_tokens(
-                model="answerer", messages=[{"role": "user", "content": "word " * n}]
-            ).input_tokens
-            for n in (1, 500)
-        )
-    assert 0 < few < 20
-    assert 400 < many < 700
-    assert recorded(gateway, 0) == provider.sampler.requests == []
-
-
 def test_a_count_asks_no_provider(start: Any, faulty: Any) -> None:
     upstream = faulty((500, {}))
-    other = ProviderModel("anthropic/claude-opus-4-6", upstream.url, SECRET)
-    with claude(start(provider_models={"answerer": other})) as api:
-        counted = api.messages.count_tokens(
-            model="answerer",
-            system="Be brief.",
-            messages=[{"role": "user", "content": "word " * 100}],
-        )
-    assert 90 < counted.input_tokens < 160
-    assert upstream.seen == []
+    others = {name: ProviderModel(name, upstream.url, SECRET)
+              for name in ("openai/x", "anthropic/claude-opus-4-6")}  # fmt: skip
+    gateway: Running = start(provider_models=others)
+    with claude(gateway) as api:
+        for model, words in itertools.product(others, (1, 500)):
+            messages: Any = [{"role": "user", "content": "word " * words}]
+            made = api.messages.count_tokens(model=model, system="Be brief.", messages=messages)
+            assert 0.9 * words < made.input_tokens < 1.2 * words + 40
+    assert recorded(gateway, 0) == upstream.seen == []
 
 
 def test_effort_is_handed_on(start: Any, faulty: Any) -> None:
@@ -294,10 +198,10 @@ def test_effort_is_handed_on(start: Any, faulty: Any) -> None:
         ),
     ):
         more = {"max_tokens": 2000, "thinking": thinking}
-        wrong = post(gateway, "messages", model, output_config={"effort": 3}, **more)
+        wrong = post_to(gateway, "messages", model, output_config={"effort": 3}, **more)
         assert wrong.status_code == 400
         upstream.seen.clear()
-        post(gateway, "messages", model, output_config={"effort": "low"}, **more)
+        post_to(gateway, "messages", model, output_config={"effort": "low"}, **more)
         [sent] = [one["body"] for one in upstream.seen]
         fields = ("reasoning_effort", "output_config")
         assert {k: sent[k] for k in fields if k in sent} == told, (model, thinking)
@@ -402,7 +306,7 @@ def test_logprobs_that_lack_something(start: Any, faulty: Any, stream: bool, ent
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1], [2]], [], None, [""] * 200])
 def test_prompts_that_a_provider_cannot_take(gateway: Running, prompt: Any) -> None:
-    response = post(gateway, "completions", prompt=prompt)
+    response = post_to(gateway, "completions", prompt=prompt)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "prompt"
     recorded(gateway, 0)
@@ -422,7 +326,7 @@ def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
     for protocol, field, part in shown:
         for model, status in (("answerer", 200), ("policy", 400)):
             more = {field: [{"role": "user", "content": [part]}]}
-            assert post(gateway, protocol, model, **more).status_code == status
+            assert post_to(gateway, protocol, model, **more).status_code == status
     for one in upstream.seen:
         [message] = one["body"]["messages"]
         [seen] = message["content"]
@@ -430,7 +334,7 @@ def test_pictures_reach_a_model_that_may_see(start: Any, faulty: Any) -> None:
     assert len(upstream.seen) == 2
 
 
-@pytest.mark.parametrize(("protocol", "stream"), [("chat", True), ("messages", False)])
+@pytest.mark.parametrize(("protocol", "stream"), [("chat/completions", True), ("messages", False)])
 def test_retries_and_fallbacks_are_the_routers(
     start: Any, faulty: Any, provider: Running, protocol: str, stream: bool
 ) -> None:
@@ -442,7 +346,7 @@ def test_retries_and_fallbacks_are_the_routers(
         "b": answerer(provider),
     }
     gateway: Running = start(provider_models=others)
-    response = post(gateway, protocol, stream=stream)
+    response = post_to(gateway, protocol, stream=stream)
     assert response.status_code == 200
     assert len(upstream.seen) == 2
     assert len(provider.sampler.requests) == 1
@@ -457,7 +361,7 @@ def test_a_refusal_is_said_in_the_clients_protocol(
 ) -> None:
     upstream = faulty((429, trouble(f"slow down, {SECRET}")))
     gateway = asking(start, upstream)
-    response = post(gateway, protocol, stream=stream)
+    response = post_to(gateway, protocol, stream=stream)
     assert response.status_code == 429
     assert response.headers["retry-after"] == "7"
     error = response.json()["error"]
@@ -471,12 +375,12 @@ def test_a_refusal_is_said_in_the_clients_protocol(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("protocol", ASKED)
+@pytest.mark.parametrize("protocol", BODIES)
 async def test_a_client_that_leaves_cancels_the_call(
     gateway: Running, provider: Running, protocol: str, stream: bool
 ) -> None:
     provider.sampler.delay = 0.1
-    claim, (path, body) = gateway.claims[0], ASKED[protocol]
+    claim, path, body = gateway.claims[0], f"/{protocol}", BODIES[protocol]
     headers = {"authorization": f"Bearer {claim.key}"}
     async with httpx.AsyncClient(base_url=gateway.base_url(claim), headers=headers) as api:
         body = {"model": "answerer", "stream": stream, **body}
@@ -507,7 +411,7 @@ async def test_a_client_that_leaves_cancels_the_call(
 # --- budgets
 
 
-@pytest.mark.parametrize(("protocol", "stream"), [("chat", True), ("messages", False)])
+@pytest.mark.parametrize(("protocol", "stream"), [("chat/completions", True), ("messages", False)])
 def test_tokens_of_providers_models_count(
     start: Any, provider: Running, protocol: str, stream: bool
 ) -> None:
@@ -516,7 +420,7 @@ def test_tokens_of_providers_models_count(
         provider_models={"answerer": answerer(provider)}, max_tokens_per_rollout=100
     )
     claim = gateway.claims[0]
-    answers = [post(gateway, protocol, stream=stream) for _ in range(8)]
+    answers = [post_to(gateway, protocol, stream=stream) for _ in range(8)]
     good = [answer for answer in answers if answer.is_success]
     assert 0 < len(good) < 8
     calls = recorded(gateway, len(good))
@@ -528,15 +432,9 @@ def test_tokens_of_providers_models_count(
     refused = answers[-1]
     assert refused.status_code == 429
     assert f"used {sum(used)} of its 100 tokens" in refused.json()["error"]["message"]
-    assert post(gateway, protocol, "policy", stream=stream).status_code == 429
+    assert post_to(gateway, protocol, "policy", stream=stream).status_code == 429
     with serving(create_app(gateway.deps)) as url:  # it remembers nothing
-        path, body = ASKED[protocol]
-        again = httpx.post(
-            f"{url}/rollouts/{claim.rollout_id}/v1{path}",
-            json={"model": "answerer", "stream": stream, **body},
-            headers={"authorization": f"Bearer {claim.key}"},
-        )
-    assert again.status_code == 429
+        assert post_to(replace(gateway, url=url), protocol, stream=stream).status_code == 429
     assert len(provider.sampler.requests) == len(calls)
 
 
@@ -557,10 +455,10 @@ def test_no_usage_is_made_up(start: Any, faulty: Any, stream: bool) -> None:
         else:
             answer = api.chat.completions.create(model="answerer", messages=USER)
             assert answer.usage is None
-        spoken = post(gateway, "responses", stream=stream)
+        spoken = post_to(gateway, "responses", stream=stream)
         assert spoken.is_success
         assert '"usage":null' in spoken.text
-        assert post(gateway, "messages", stream=stream).is_success
+        assert post_to(gateway, "messages", stream=stream).is_success
     for call in recorded(gateway, 3):
         assert "usage" not in call.params
         assert call.params["usage_unknown"] == "the provider did not tell it"

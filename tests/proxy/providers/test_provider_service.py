@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import pytest
 from gateway_client import wait_until
-from official_clients import CALL, TOOLS, USER, client, streamed
+from official_clients import TOOLS, USER, client, streamed
 from provider_servers import (
     SECRET,
     answerer,
@@ -23,14 +25,15 @@ from provider_servers import (
     streaming,
     trouble,
 )
+from running_gateway import running
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.dependencies import ProviderModel
+from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_tracer.schemas import CallState, SkipReason
 
 
-def test_answer_is_recorded_and_not_trained(start: Any, provider: Running) -> None:
-    gateway: Running = start(provider_models={"answerer": answerer(provider)})
+def test_answer_is_recorded_and_not_trained(gateway: Running, provider: Running) -> None:
     with client(gateway) as api:
         answer = api.chat.completions.create(
             model="answerer", messages=USER, seed=5, max_tokens=9, user="u", extra_body={"odd": 1}
@@ -107,38 +110,6 @@ def test_a_stream_is_incremental_and_recorded_before_it_ends(
     assert call.response["choices"][0]["message"]["content"] == text
     assert call.params["usage"]["completion_tokens"] == len(asked.sampled[0])
     assert call.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_tools_pass_through(gateway: Running, provider: Running, stream: bool) -> None:
-    provider.sampler.script = lambda *_: f"Let me look.\n{CALL}\n{CALL}"
-    with client(gateway) as api:
-        made = api.chat.completions.create(
-            model="answerer", messages=USER, tools=TOOLS, stream=stream
-        )
-        if stream:
-            text, calls, finish, _ = streamed(made)
-        else:
-            message = made.choices[0].message
-            text, calls, finish = message.content, message.tool_calls, made.choices[0].finish_reason
-        assert text == "Let me look."
-        assert finish == "tool_calls"
-        assert [call.function.name for call in calls] == ["search", "search"]
-        assert json.loads(calls[0].function.arguments) == {"q": "köln", "k": 3}
-        recorded = only_call(gateway).response
-        assert recorded is not None
-        message = recorded["choices"][0]["message"]
-        assert [call["id"] for call in message["tool_calls"]] == [call.id for call in calls]
-        assert message["tool_calls"][1]["function"]["arguments"] == calls[1].function.arguments
-        results = [
-            {"role": "tool", "tool_call_id": call["id"], "content": "nothing"}
-            for call in message["tool_calls"]
-        ]
-        provider.sampler.script = lambda *_: "Not found."
-        after = api.chat.completions.create(
-            model="answerer", messages=[*USER, message, *results], tools=TOOLS
-        )
-    assert after.choices[0].message.content == "Not found."
 
 
 SEARCH = {"name": "search", "arguments": ""}
@@ -260,8 +231,7 @@ def test_an_agents_own_temperature_is_refused_as_ever(start: Any, faulty: Any) -
     assert not upstream.seen
 
 
-def test_a_sealed_attempt_gets_no_answer(start: Any, provider: Running) -> None:
-    gateway: Running = start(provider_models={"answerer": answerer(provider)})
+def test_a_sealed_attempt_gets_no_answer(gateway: Running, provider: Running) -> None:
     provider.sampler.script = lambda *_: gateway.seal(gateway.claims[0]) or "late"
     with client(gateway) as api, pytest.raises(openai.ConflictError):
         api.chat.completions.create(model="answerer", messages=USER)
@@ -274,12 +244,12 @@ def test_calls_count_in_the_rollouts_budget(start: Any, provider: Running) -> No
     gateway: Running = start(
         provider_models={"answerer": answerer(provider)}, max_calls_per_rollout=3
     )
-    with client(gateway) as api:
-        api.chat.completions.create(model="answerer", messages=USER, n=2)
-        api.chat.completions.create(model="policy", messages=USER)
-        for model in ("answerer", "policy"):
-            with pytest.raises(openai.RateLimitError, match="made 3 of its 3 calls"):
-                api.chat.completions.create(model=model, messages=USER)
+    assert post_to(gateway, n=2).is_success
+    assert post_to(gateway, model="policy").is_success
+    for model in ("answerer", "policy"):
+        refused = post_to(gateway, model=model)
+        assert refused.status_code == 429
+        assert "made 3 of its 3 calls" in refused.text
     assert len(gateway.calls(gateway.claims[0])) == 3
     assert gateway.stats["over_budget"] == 2
 
@@ -311,9 +281,8 @@ async def test_overload_is_refused_and_every_place_comes_back(
     assert gateway.store.accounting(gateway.run_id).adds_up
 
 
-def test_outside_a_rollout(start: Any, provider: Running) -> None:
-    gateway: Running = start(provider_models={"answerer": answerer(provider)})
-    with openai.OpenAI(base_url=gateway.base_url(), api_key=OPERATOR_KEY) as api:
+def test_outside_a_rollout(gateway: Running) -> None:
+    with client(gateway, base_url=gateway.base_url(), api_key=OPERATOR_KEY) as api:
         api.chat.completions.create(model="answerer", messages=USER)
     sums = gateway.store.accounting(gateway.run_id)
     assert sums.adds_up
@@ -321,13 +290,31 @@ def test_outside_a_rollout(start: Any, provider: Running) -> None:
 
 
 def test_unknown_models_keep_their_rule(start: Any, provider: Running) -> None:
-    strict: Running = start(
-        provider_models={"answerer": answerer(provider)}, accept_any_model=False
-    )
-    with client(strict) as api:
-        with pytest.raises(openai.NotFoundError):
-            api.chat.completions.create(model="judge", messages=USER)
-        api.chat.completions.create(model="answerer", messages=USER)
+    models = {"answerer": answerer(provider)}
+    strict: Running = start(provider_models=models, accept_any_model=False)
+    assert post_to(strict, model="judge").status_code == 404
+    assert post_to(strict).is_success
+
+
+@pytest.mark.parametrize("upstream", ["openai", "anthropic"])
+def test_a_gateway_that_stops_closes_its_connections(
+    tmp_path: Path, renderer: Renderer, provider: Running, monkeypatch: Any, upstream: str
+) -> None:
+    made, init = list[aiohttp.ClientSession](), aiohttp.ClientSession.__init__
+
+    def noted(session: aiohttp.ClientSession, *args: Any, **more: Any) -> None:
+        init(session, *args, **more)
+        made.append(session)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "__init__", noted)
+    base = provider.url if upstream == "anthropic" else f"{provider.url}/v1"
+    models = {"answerer": ProviderModel(f"{upstream}/policy", base, SECRET)}
+    with running(tmp_path, renderer, {}, provider_models=models) as gateway:
+        assert post_to(gateway, "messages", stream=True).is_success
+        assert not all(session.closed for session in made)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 3
+    assert all(session.closed for session in made)
 
 
 @pytest.mark.parametrize(

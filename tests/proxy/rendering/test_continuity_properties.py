@@ -244,16 +244,9 @@ def converse(gateway: Running, plan: list[Turn]) -> list[Branch | None]:
         assert calls[-1].response is not None
         assert value(calls[-1].response["choices"][0]["message"]) == value(reply)
         past.put([*talk.messages, reply], talk.tools, calls[-1])
-        if calls[-1].finish_reason != "tool_calls":
-            without = {**reply, "tool_calls": []}
-            unfinished = value(reply) != value(without)
-            complete = all(
-                _is_json(c["function"]["arguments"]) for c in reply.get("tool_calls", [])
-            )
-            if unfinished and not complete:  # calls that broke off may be left out
-                kept = [c for c in reply["tool_calls"] if _is_json(c["function"]["arguments"])]
-                without = {**reply, "tool_calls": kept}
-                past.put([*talk.messages, without], talk.tools, calls[-1])
+        whole = [c for c in reply.get("tool_calls", []) if _is_json(c["function"]["arguments"])]
+        if len(whole) < len(reply.get("tool_calls", [])):  # calls that broke off may be left out
+            past.put([*talk.messages, {**reply, "tool_calls": whole}], talk.tools, calls[-1])
         talk.after(turn, reply, count)
     after = gateway.stats
     assert after["accepted"] - before["accepted"] == count

@@ -7,15 +7,13 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import jsonschema
+import openai
 import pytest
 import torch
 from family_templates import FAMILIES
-from gateway_client import HTTP
 from official_clients import client
 from pydantic import BaseModel, ConfigDict, Field
 from running_gateway import running
@@ -58,25 +56,23 @@ TOOLS: list[Any] = [
 
 
 class Live:
-    """A gateway over the tiny model, one rollout, and a client of each kind."""
+    """A gateway over the tiny model, and OpenAI's client of one rollout."""
 
     def __init__(self, gateway: Running, base: Any) -> None:
-        self.store, self.claim, self.app = gateway.store, gateway.claims[0], gateway.app
-        self.base = base
-        self.url = gateway.base_url(self.claim)
-        self.api = client(gateway)
+        self.gateway, self.base, self.api = gateway, base, client(gateway)
 
     @property
     def calls(self) -> list[Call]:
-        return self.store.calls(attempt_ids=[self.claim.attempt_id])
+        return self.gateway.calls(self.gateway.claims[0])
 
-    def post(self, **body: Any) -> httpx.Response:
-        return HTTP.post(
-            f"{self.url}/chat/completions",
-            json={"model": "m", "messages": ASKED, **body},
-            headers={"authorization": f"Bearer {self.claim.key}"},
-            timeout=30,
-        )
+    def ask(self, **body: Any) -> Any:
+        return self.api.chat.completions.create(**{"model": "m", "messages": ASKED} | body)
+
+    def speaker(self, template: str) -> Renderer:
+        """The tiny model's renderer with another chat template."""
+        tokenizer = copy.deepcopy(self.base.tokenizer)
+        tokenizer.chat_template = template
+        return Renderer(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -124,32 +120,21 @@ def test_parse_gives_objects_and_the_record_keeps_raw_logprobs(live: Live) -> No
         assert call.params["constrained_log_mass"] < -1
     found, expected = calls[0].response_logprobs, raw_logprobs(live, calls[0])
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
-    assert live.app.state.gateway.stats.constrained >= 8
+    assert live.gateway.stats["constrained"] >= 8
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_object_and_n(live: Live, stream: bool) -> None:
     # Left to itself the tiny model would ramble on inside a string until the limit.
     ends = {i: 9 for t in ('"', '"}', "}") for i in live.base.tokenizer.encode(t)}
-    body: dict[str, Any] = {
-        "response_format": {"type": "json_object"},
-        "n": 4,
-        "seed": 4,
-        "max_tokens": 200,
-        "logit_bias": ends,
-    }
+    body: dict[str, Any] = {"response_format": {"type": "json_object"}, "n": 4, "seed": 4}
+    body |= {"max_tokens": 200, "logit_bias": ends}
     texts, reasons = [""] * 4, [""] * 4
-    if stream:
-        for chunk in live.api.chat.completions.create(
-            model="m", messages=ASKED, stream=True, **body
-        ):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-                reasons[choice.index] = choice.finish_reason or ""
-    else:
-        for choice in live.api.chat.completions.create(model="m", messages=ASKED, **body).choices:
-            texts[choice.index] = choice.message.content or ""
-            reasons[choice.index] = choice.finish_reason
+    made = live.ask(stream=stream, **body)
+    for answer in made if stream else [made]:
+        for choice in answer.choices:
+            texts[choice.index] += (choice.delta if stream else choice.message).content or ""
+            reasons[choice.index] = choice.finish_reason or ""
     assert len(set(texts)) > 1
     for text, reason in zip(texts, reasons, strict=True):
         if reason == "stop":
@@ -166,11 +151,9 @@ def test_tool_choice_required(live: Live, stream: bool) -> None:
         body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "seed": seed}
         if stream:
             with live.api.chat.completions.stream(model="m", messages=ASKED, **body) as events:
-                for _ in events:
-                    pass
-                choice = events.get_final_completion().choices[0]
+                choice: Any = events.get_final_completion().choices[0]
         else:
-            choice = live.api.chat.completions.create(model="m", messages=ASKED, **body).choices[0]
+            choice = live.ask(**body).choices[0]
         if choice.finish_reason == "length":
             continue
         assert choice.finish_reason == "tool_calls"
@@ -189,14 +172,8 @@ def test_tool_choice_required(live: Live, stream: bool) -> None:
 
 def test_a_named_tool_once(live: Live) -> None:
     for name in ("give_up", "get_weather"):
-        answer = live.api.chat.completions.create(
-            model="m",
-            messages=ASKED,
-            tools=TOOLS,
-            tool_choice={"type": "function", "function": {"name": name}},
-            parallel_tool_calls=False,
-            n=6,
-        )
+        choice = {"type": "function", "function": {"name": name}}
+        answer = live.ask(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, n=6)
         done = [c for c in answer.choices if c.finish_reason != "length"]
         assert done
         for choice in done:
@@ -207,10 +184,8 @@ def test_a_named_tool_once(live: Live) -> None:
 
 
 def test_a_forced_call_continues_as_a_conversation(live: Live) -> None:
-    asked = live.api.chat.completions.create(
-        model="m", messages=ASKED, tools=TOOLS, seed=1, parallel_tool_calls=False,
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-    )  # fmt: skip
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    asked = live.ask(tools=TOOLS, seed=1, parallel_tool_calls=False, tool_choice=choice)
     message = asked.choices[0].message
     assert message.tool_calls
     more = [
@@ -218,7 +193,7 @@ def test_a_forced_call_continues_as_a_conversation(live: Live) -> None:
         message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"},
     ]
-    live.api.chat.completions.create(model="m", messages=more, tools=TOOLS, max_tokens=5)
+    live.ask(messages=more, tools=TOOLS, max_tokens=5)
     first, second = live.calls[-2:]
     known = first.prompt_ids + first.response_ids
     assert second.prompt_ids[: len(known)] == known
@@ -227,10 +202,8 @@ def test_a_forced_call_continues_as_a_conversation(live: Live) -> None:
 
 
 def test_a_format_beside_tools_allows_either(live: Live) -> None:
-    answer = live.api.chat.completions.create(
-        model="m", messages=ASKED, tools=TOOLS, n=24, seed=3,
-        response_format=_format(Verdict.model_json_schema(), strict=True),
-    )  # fmt: skip
+    format = _format(Verdict.model_json_schema(), strict=True)
+    answer = live.ask(tools=TOOLS, n=24, seed=3, response_format=format)
     for choice in answer.choices:
         if choice.finish_reason == "tool_calls":
             assert choice.message.tool_calls
@@ -282,37 +255,34 @@ def test_refusals_name_the_field(
     live: Live, body: dict[str, Any], param: str | None, says: str
 ) -> None:
     before = len(live.calls)
-    answer = live.post(**body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert says in error["message"]
+    with pytest.raises(openai.BadRequestError) as refused:
+        live.ask(**body)
+    assert refused.value.param == param
+    assert says in refused.value.message
     assert len(live.calls) == before
 
 
 def test_not_strict_keeps_what_can_be_enforced(live: Live) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
-    answer = live.post(response_format=_format(schema), seed=1)
-    assert answer.status_code == 200
-    assert set(json.loads(answer.json()["choices"][0]["message"]["content"])) <= {1, 2}
+    answer = live.ask(response_format=_format(schema), seed=1)
+    assert set(json.loads(answer.choices[0].message.content)) <= {1, 2}
     [missed] = live.calls[-1].params["not_enforced"]
     assert missed.startswith("response_format.json_schema.schema: ")
     assert "uniqueItems" in missed
     del schema["uniqueItems"]
-    assert live.post(response_format=_format(schema), seed=1).status_code == 200
+    live.ask(response_format=_format(schema), seed=1)
     assert "not_enforced" not in live.calls[-1].params
     tool = copy.deepcopy(TOOLS[0])
     tool["function"]["parameters"]["properties"]["q"] = {"type": "string", "format": "color"}
-    answer = live.post(tools=[tool], tool_choice="required", max_tokens=4)
-    assert answer.status_code == 200, answer.text
+    live.ask(tools=[tool], tool_choice="required", max_tokens=4)
     assert live.calls[-1].params["not_enforced"] == [
         "tools[0].function.parameters: Unknown format: color"
     ]
 
 
 def test_tool_choice_none_does_not_show_tools(live: Live) -> None:
-    assert live.post(tools=TOOLS, tool_choice="none", max_tokens=4).status_code == 200
-    assert live.post(max_tokens=4).status_code == 200
+    live.ask(tools=TOOLS, tool_choice="none", max_tokens=4)
+    live.ask(max_tokens=4)
     first, second = live.calls[-2:]
     assert first.prompt_ids == second.prompt_ids
 
@@ -334,13 +304,7 @@ LLAMA = """{%- for m in messages -%}
 
 def test_an_unknown_tool_form_is_refused(live: Live) -> None:
     """The template writes calls that the reply parser would not read back."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        Path(__file__).parents[3] / "trainer/agentrl_trainer/tiny/weights"
-    )
-    tokenizer.chat_template = LLAMA
-    renderer = Renderer(tokenizer)
+    renderer = live.speaker(LLAMA)
     assert probe_tool_form(renderer) is None
     constraints = Constraints(renderer)
     with pytest.raises(ApiError) as refused:
@@ -352,19 +316,18 @@ def test_an_unknown_tool_form_is_refused(live: Live) -> None:
 
 
 def test_a_template_of_one_call_at_a_time(live: Live) -> None:
-    tokenizer = copy.deepcopy(live.base.tokenizer)
-    own = tokenizer.get_chat_template()
+    own = live.base.tokenizer.get_chat_template()
     only_one = (
         "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('x') }}{% endif %}"
     )
-    tokenizer.chat_template = f"{{% for m in messages %}}{only_one}{{% endfor %}}{own}"
-    form = probe_tool_form(Renderer(tokenizer))
+    renderer = live.speaker(f"{{% for m in messages %}}{only_one}{{% endfor %}}{own}")
+    form = probe_tool_form(renderer)
     several = probe_tool_form(Renderer(live.base.tokenizer))
     assert several is not None
     assert form == replace(several, between=None)
     assert several.between is not None
     asked = asking(tools=TOOLS, tool_choice="required")
-    one = asyncio.run(Constraints(Renderer(tokenizer)).of(asked))
+    one = asyncio.run(Constraints(renderer).of(asked))
     limited = asking(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     same = asyncio.run(Constraints(Renderer(live.base.tokenizer)).of(limited))
     assert one == same
@@ -372,15 +335,11 @@ def test_a_template_of_one_call_at_a_time(live: Live) -> None:
 
 @pytest.mark.parametrize("opened", [False, True], ids=["optional", "opened"])
 def test_reasoning_comes_before_what_is_constrained(live: Live, opened: bool) -> None:
-    tokenizer = copy.deepcopy(live.base.tokenizer)
+    template = live.base.tokenizer.get_chat_template()
     if opened:
-        template = tokenizer.get_chat_template()
-        start = "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-        assert template.rstrip().endswith(start)
-        tokenizer.chat_template = template.rstrip().removesuffix(start) + (
-            "{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"
-        )
-    renderer = Renderer(tokenizer)
+        begin = "'<|im_start|>assistant\\n' -}}{%- endif -%}"
+        template = template.replace(begin, begin.replace("n'", "n<think>\\n'"))
+    renderer = live.speaker(template)
     assert ("<think>" in renderer.generation_prompt) == opened
     asked = [
         asking(response_format=_format(PLACE)),
@@ -398,9 +357,7 @@ def test_reasoning_comes_before_what_is_constrained(live: Live, opened: bool) ->
 
 def test_no_reasoning_is_open_where_the_template_opened_no_turn(live: Live) -> None:
     """DeepSeek R1's template opens a thought with the turn, and no turn after a tool's result."""
-    tokenizer = copy.deepcopy(live.base.tokenizer)
-    tokenizer.chat_template = FAMILIES["deepseek-r1"].template
-    renderer = Renderer(tokenizer)
+    renderer = live.speaker(FAMILIES["deepseek-r1"].template)
     assert "<think>" in renderer.generation_prompt
     request = asking(response_format=_format(PLACE))
     answer = '{"city": "Paris", "days": 3}'

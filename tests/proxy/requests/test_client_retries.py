@@ -15,34 +15,24 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import sqlalchemy as sa
+from gateway_client import BODIES as SHORTEST
 from gateway_client import HTTP, wait_until
+from official_clients import CALL, TOOLS, USER
 from running_gateway import restarted, running
 from scripted_sampler import Running
+from speakers import CLAUDE_TOOL, FUNCTION
 
 from agentrl_proxy.dependencies import ProviderModel
 from agentrl_proxy.protocols.chat import MAX_CHOICES
 from agentrl_proxy.rendering.renderer import Renderer
 from agentrl_proxy.sampler import DecodingParams, FinishEvent
 from agentrl_tracer.schemas import CallState, Claim, SkipReason
-from agentrl_tracer.store.database import normalize_url
 from agentrl_trainer.data.skip_reasons import SkipRules
 from agentrl_trainer.data.trajectories import build_trajectories
 
-pytestmark = [  # LiteLLM's use of pydantic
-    pytest.mark.filterwarnings("ignore:.*using the `ReadOnly` qualifier:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-USER = [{"role": "user", "content": "Who are you?"}]
 RETRY = {"x-stainless-retry-count": "1"}
-BODIES: dict[str, dict[str, Any]] = {
-    "/chat/completions": {"messages": USER},
-    "/completions": {"prompt": ["One", "Two"]},
-    "/responses": {"input": "Who are you?"},
-    "/messages": {"messages": USER, "max_tokens": 50},
+BODIES = {f"/{path}": body for path, body in SHORTEST.items()} | {
+    "/completions": {"prompt": ["One", "Two"]}
 }
 
 
@@ -124,25 +114,19 @@ def test_a_retry_during_the_commit_waits_for_it(gateway: Running) -> None:
 
 # --- after a restart of the gateway
 
-CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "köln", "k": 3}}\n</tool_call>'
 SAID = f"<think>\nhm\n</think>\n\nLet me look. {CALL}\n{CALL}"
-SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
-LONG = "look_" + "things_" * 12 + "up"  # Anthropic's names may be longer than OpenAI's
-FUNCTION = {"type": "function", "function": {"name": "search", "parameters": SCHEMA}}
 OURS: list[tuple[str, dict[str, Any]]] = [
-    ("/chat/completions", {"messages": USER, "tools": [FUNCTION]}),
+    ("/chat/completions", {"messages": USER, "tools": TOOLS}),
     ("/chat/completions", {"messages": USER, "n": 3, "logprobs": True, "top_logprobs": 2}),
     ("/chat/completions", {"messages": USER, "return_token_ids": True, "max_tokens": 5}),
     ("/chat/completions", {"messages": USER, "stop": ["look"], "stream_options":
                            {"include_usage": True}}),
     ("/completions", {"prompt": "One", "stop": "look", "echo": True}),
     ("/completions", {"prompt": ["One", "Two"], "n": 2, "logprobs": 2, "stop": "look"}),
-    ("/responses", {"input": "Hi", "tools": [{"type": "function", "name": "search",
-                                              "parameters": SCHEMA}]}),
+    ("/responses", {"input": "Hi", "tools": [{"type": "function", **FUNCTION}]}),
     ("/responses", {"input": "Hi", "include": ["message.output_text.logprobs"],
                     "top_logprobs": 1, "max_output_tokens": 9}),
-    ("/messages", {"messages": USER, "max_tokens": 99, "tools": [
-        {"name": "search", "input_schema": SCHEMA}]}),
+    ("/messages", {"messages": USER, "max_tokens": 99, "tools": [CLAUDE_TOOL]}),
     ("/messages", {"messages": USER, "max_tokens": 99, "stop_sequences": ["look"]}),
     ("/messages", {"messages": USER, "max_tokens": 5}),
     # The same body as another protocol's is another request.
@@ -209,21 +193,15 @@ def test_a_retry_after_a_restart_is_of_the_same_name_and_agent(gateway: Running)
         for _ in range(2):
             again = [said(after, **headers, **RETRY) for headers in (one, other, player, judge)]
             assert again == ids
-        assert said(after, **RETRY) not in ids
+        for unknown in ({}, {"idempotency-key": "third"}):
+            assert said(after, **unknown, **RETRY) not in ids
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_retries_at_once_after_a_restart(
     start: Callable[..., Running], request: pytest.FixtureRequest, database: str
 ) -> None:
-    store_url = None
-    if database == "postgres":
-        server = normalize_url(request.getfixturevalue("postgres"))
-        admin = sa.create_engine(server, isolation_level="AUTOCOMMIT")
-        with admin.connect() as c:
-            c.execute(sa.text("CREATE DATABASE retries"))
-        store_url = admin.url.set(database="retries").render_as_string(hide_password=False)
-        admin.dispose()
+    store_url = None if database == "sqlite" else request.getfixturevalue("postgres")
     gateway = start(store_url=store_url)
     first = said(gateway)
     with restarted(gateway) as after, ThreadPoolExecutor() as pool:
@@ -498,12 +476,3 @@ async def test_the_retry_of_a_cancelled_request_is_sampled(gateway: Running) -> 
         again = await create(extra_headers=RETRY)
         assert again.id != (await other).id
     assert gateway.stats["replayed"] == 0
-
-
-def test_an_idempotency_key_tells_requests_apart(gateway: Running) -> None:
-    def ask(name: str, **headers: str) -> str:
-        return said(gateway, **{"idempotency-key": name}, **headers)
-
-    a, b = ask("a"), ask("b")
-    assert (ask("a", **RETRY), ask("b", **RETRY), ask("a", **RETRY)) == (a, b, a)
-    assert ask("c", **RETRY) not in (a, b)

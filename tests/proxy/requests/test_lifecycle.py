@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway_client import HTTP, post, wait_until
+from gateway_client import BODIES, HTTP, ask, post, wait_until
 from official_clients import CALL, USER, client
 from scripted_sampler import Running
-from speakers import BODIES, SPEAKERS
+from speakers import SPEAKERS
 
 from agentrl_proxy.requests.recording import derived_seed
 from agentrl_tracer.schemas import CallState, SkipReason
@@ -25,13 +25,6 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 in_each_protocol = pytest.mark.parametrize("path", BODIES)
 whole_or_streamed = pytest.mark.parametrize("stream", [False, True])
-
-
-def ask(gateway: Running, path: str, key: str | None = None, **more: Any) -> httpx.Response:
-    claim = gateway.claims[0]
-    headers = more.pop("headers", None)
-    body = {"model": "policy"} | BODIES[path] | more
-    return post(f"{gateway.base_url(claim)}/{path}", key or claim.key, body, headers=headers)
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -273,6 +266,7 @@ def test_refusals_are_those_of_the_protocol(gateway: Running, path: str) -> None
     gateway.sampler.healthy = False
     refused(503, "api_error")
     assert HTTP.get(f"{gateway.url}/healthz").status_code == 503
+    assert int(ask(gateway, path).headers["retry-after"]) >= 1
     assert gateway.calls(gateway.claims[0]) == []
     gateway.seal(gateway.claims[0])
     refused(409, "invalid_request_error")

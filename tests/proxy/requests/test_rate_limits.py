@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from gateway_client import BODY, error_of, post
-from official_clients import USER, client
+from gateway_client import BODY, ask, error_of, post
+from official_clients import USER
+from running_gateway import serving
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.app import create_app
-from agentrl_proxy.server.uvicorn import serving
 
 CHAT = "/chat/completions"
 
@@ -23,69 +24,48 @@ CHAT = "/chat/completions"
 
 def test_calls_of_a_rollout_are_limited(start: Any) -> None:
     gateway: Running = start(max_calls_per_rollout=3)
-    with client(gateway) as api:
-        api.chat.completions.create(model="policy", messages=USER, n=2)
-        with pytest.raises(openai.RateLimitError) as caught:
-            api.chat.completions.create(model="policy", messages=USER, n=2)
-        assert caught.value.code == "rollout_budget_exceeded"
-        api.chat.completions.create(model="policy", messages=USER)
-        with pytest.raises(openai.RateLimitError):
-            api.chat.completions.create(model="policy", messages=USER)
-    assert caught.value.response.headers["x-should-retry"] == "false"
+    answers = [ask(gateway, n=n) for n in (2, 2, 1, 1)]
+    assert [answer.status_code for answer in answers] == [200, 429, 200, 429]
+    assert error_of(answers[1])["code"] == "rollout_budget_exceeded"
+    assert answers[1].headers["x-should-retry"] == "false"
     assert len(gateway.calls(gateway.claims[0])) == 3  # a refusal leaves no row
     assert gateway.stats["over_budget"] == 2
-    with client(gateway, gateway.claims[1]) as api:  # another rollout has its own
-        api.chat.completions.create(model="policy", messages=USER)
-    assert post(gateway.base_url() + CHAT, OPERATOR_KEY).status_code == 200  # no attempt, no budget
+    for key in (gateway.claims[1].key, OPERATOR_KEY):  # another rollout has its own, or none
+        assert post(gateway.base_url() + CHAT, key).status_code == 200
     assert gateway.store.accounting(gateway.run_id).adds_up
 
 
 def test_tokens_of_a_rollout_are_limited(start: Any) -> None:
     gateway: Running = start(max_tokens_per_rollout=200)
-    claim = gateway.claims[0]
     used: list[int] = []
-
-    def use_up(api: openai.OpenAI) -> None:
-        for _ in range(50):
-            answer = api.chat.completions.create(model="policy", messages=USER)
-            assert answer.usage is not None
-            used.append(answer.usage.total_tokens)
-
-    with (
-        client(gateway).with_options(max_retries=3) as api,
-        pytest.raises(openai.RateLimitError, match="max_tokens_per_rollout") as caught,
-    ):
-        use_up(api)
-    assert caught.value.code == "rollout_budget_exceeded"
+    while (answer := ask(gateway)).is_success:
+        used.append(answer.json()["usage"]["total_tokens"])
+    assert error_of(answer)["code"] == "rollout_budget_exceeded"
+    assert "max_tokens_per_rollout" in answer.text
     # The last answer was cut to what was left, so not one token more was used.
-    calls = gateway.calls(claim)
+    calls = gateway.calls(gateway.claims[0])
     assert sum(used) == sum(len(c.prompt_ids) + len(c.response_ids) for c in calls) <= 200
     assert calls[-1].finish_reason == "length"
-    assert gateway.store.spent(claim.attempt_id) == (len(calls), sum(used))
+    assert gateway.store.spent(gateway.claims[0].attempt_id) == (len(calls), sum(used))
     assert len(gateway.sampler.requests) == len(calls)
-    assert gateway.stats["over_budget"] == 1  # and the client did not try again
 
 
 def test_a_budget_survives_a_restart(start: Any) -> None:
     gateway: Running = start(max_calls_per_rollout=2)
-    claim = gateway.claims[0]
-    assert post(gateway.base_url(claim) + CHAT, claim.key).status_code == 200
+    assert ask(gateway).is_success
     with serving(create_app(gateway.deps)) as url:  # it remembers nothing
-        path = f"{url}/rollouts/{claim.rollout_id}/v1{CHAT}"
-        assert post(path, claim.key).status_code == 200
-        response = post(path, claim.key)
-    assert (response.status_code, error_of(response)["code"]) == (429, "rollout_budget_exceeded")
+        after = replace(gateway, url=url)
+        assert ask(after).is_success
+        assert error_of(ask(after))["code"] == "rollout_budget_exceeded"
 
 
 def test_choices_share_a_prompt(start: Any) -> None:
     gateway: Running = start(max_tokens_per_rollout=10_000)
-    claim = gateway.claims[0]
-    with client(gateway) as api:
-        answer = api.chat.completions.create(model="policy", messages=USER, n=3)
-    assert answer.usage is not None
-    assert gateway.store.spent(claim.attempt_id) == (3, answer.usage.total_tokens)
-    memory = gateway.app.state.gateway.attempts.get(claim.attempt_id)
-    assert (memory.spent.calls, memory.spent.tokens) == (3, answer.usage.total_tokens)
+    attempt_id = gateway.claims[0].attempt_id
+    used = ask(gateway, n=3).json()["usage"]["total_tokens"]
+    assert gateway.store.spent(attempt_id) == (3, used)
+    spent = gateway.app.state.gateway.attempts[attempt_id].spent
+    assert (spent.calls, spent.tokens) == (3, used)
 
 
 # --- overload

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from running_gateway import LIMITS
 
+from agentrl_proxy.dependencies import GatewayStats
 from agentrl_proxy.errors import ApiError
 from agentrl_proxy.server.request_body import BodyReader
 
@@ -44,11 +45,7 @@ class Arrival:
 
 class Reader(BodyReader):
     def __init__(self, max_bytes: int = KIB, **limits: Any) -> None:
-        self.overloads = 0
-        super().__init__(max_bytes, replace(LIMITS, **limits), self._overloaded)
-
-    def _overloaded(self) -> None:
-        self.overloads += 1
+        super().__init__(max_bytes, replace(LIMITS, **limits), GatewayStats())
 
 
 @pytest.fixture
@@ -81,7 +78,7 @@ async def test_arriving_bodies_share_one_bound_that_small_bodies_do_not_touch() 
     error = await Arrival(reader, large).error()
     assert (error.status, error.code) == (429, "overloaded")
     assert 1 <= int((error.headers or {})["retry-after"]) <= 4
-    assert reader.overloads == 1
+    assert reader.stats.overloaded == 1
     assert await Arrival(reader, [b"a" * 64 * KIB]).body()
     assert [len(await one.body()) for one in stuck] == [300 * KIB] * 2
 
@@ -101,7 +98,7 @@ async def test_the_bound_is_whole_again_however_a_body_ends() -> None:
         with pytest.raises(asyncio.CancelledError):
             await canceled.reading
         assert await Arrival(reader, [large]).body() == large
-    assert reader.overloads == 0
+    assert reader.stats.overloaded == 0
 
 
 @pytest.mark.parametrize(

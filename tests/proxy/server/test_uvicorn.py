@@ -138,7 +138,7 @@ from scripted_sampler import ScriptedSampler
 from transformers import AutoTokenizer
 from agentrl_proxy.app import create_app
 from agentrl_proxy.rendering.renderer import Renderer
-from agentrl_proxy.server.uvicorn import serve
+from agentrl_proxy.server.uvicorn import bind, serve_on, url_of
 from agentrl_tracer.store import Store
 from agentrl_tracer.store.writer import TraceWriter
 
@@ -153,7 +153,9 @@ deps = gateway_dependencies(
     sampler, renderer, store, writer, default_adapter="policy", limits=limits
 )
 try:
-    serve(create_app(deps), "127.0.0.1", 0, on_bound=lambda url: print(url, flush=True))
+    with bind("127.0.0.1", 0, operator_key=None) as bound:
+        print(url_of(bound), flush=True)
+        serve_on(create_app(deps), bound)
 finally:
     writer.close()
     store.close()

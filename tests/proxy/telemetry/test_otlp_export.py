@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import httpx
 import pytest
 from gateway_client import post, reward_export, wait_until
-from otlp_collector import Collector, collecting
+from otlp_collector import Collector
 from scripted_sampler import OPERATOR_KEY, Running
 
 from agentrl_proxy.telemetry import otlp_export as forward
@@ -19,7 +20,7 @@ from agentrl_tracer.otlp_codec import parse_traces
 
 @pytest.fixture
 def backend() -> Iterator[Collector]:
-    with collecting() as server:
+    with closing(Collector()) as server:
         yield server
 
 

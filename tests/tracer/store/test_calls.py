@@ -15,7 +15,6 @@ from agentrl_tracer.schemas import (
     NewRollout,
     Purpose,
     Reward,
-    RolloutState,
     SkipReason,
 )
 from agentrl_tracer.store import Store, tables
@@ -60,18 +59,6 @@ def test_a_verdict_stands(store: Store, claim: Claim) -> None:
     assert (call.trained_step, call.skip_reason) == (None, SkipReason.ZERO_ADVANTAGE)
 
 
-def test_a_resumed_run_supersedes_what_it_repeats(store: Store, claim: Claim) -> None:
-    store.write_calls("boot", [], [call_of(claim, "x")], 1)
-    store.settle(trained={"x": 1}, skipped={})
-    assert store.supersede(claim.run_id, after_step=1) == 0
-    store.write_calls("boot", [], [call_of(claim, "under way")], 1)
-    assert store.supersede(claim.run_id, after_step=1) == 1
-    assert store.supersede(claim.run_id, after_step=0) == 1
-    assert store.accounting(claim.run_id).skipped == {SkipReason.SUPERSEDED: 2}
-    assert store.cancel(claim.run_id, "resumed", after_step=0) == 1
-    assert store.rollouts(claim.run_id)[0].state == RolloutState.CANCELLED
-
-
 def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
     run_id = start_run(store, rollouts=1)
     (task,) = store.add_tasks(run_id, "eval", [{"n": 8}])
@@ -90,14 +77,18 @@ def test_a_resumed_run_counts_what_it_repeats_once(store: Store) -> None:
         calls = store.calls(rollout_ids=[r.id for r in store.rollouts(run_id)])
         return {call.id for call in calls if call.skip_reason != SkipReason.SUPERSEDED}
 
+    assert store.supersede(run_id, after_step=2) == 0
+    store.write_calls("boot", [], [call_of(claim, "under way")], 1)
     assert store.cancel(run_id, "resumed", after_step=1, evaluated=True) == 1
-    store.supersede(run_id, after_step=1)
+    assert store.supersede(run_id, after_step=1) == 2  # evaluation 2, and the call under way
     assert standing() == {"train 1", "eval 0", "eval 1"}
     assert store.cancel(run_id, "resumed", after_step=1, evaluated=False) == 2
     store.supersede(run_id, after_step=1)
     assert standing() == {"train 1", "eval 0"}
     assert store.outcomes(run_id, purpose=Purpose.EVAL).attempts == {"succeeded": 1}
-    assert store.accounting(run_id).skipped == {SkipReason.EVALUATION: 1, SkipReason.SUPERSEDED: 2}
+    assert store.accounting(run_id).skipped == {SkipReason.EVALUATION: 1, SkipReason.SUPERSEDED: 3}
+    store.supersede(run_id, after_step=0)  # what later steps trained on, too
+    assert standing() == {"eval 0"}
 
 
 @pytest.mark.parametrize("request_", [ODD, {"temperature": 1.0, "x": "\ud800"}, {}])

@@ -155,10 +155,11 @@ def test_key_opens_its_attempt_and_is_not_stored(store: Store, claim: Claim) -> 
 
 
 def test_a_lost_lease_makes_a_new_attempt_and_shuts_the_old_one_out(store: Store) -> None:
-    run_id = start_run(store)
-    old = claimed(store, lease_s=5)
+    run_id = start_run(store, rollouts=2)
+    old, alive = claimed(store, lease_s=5), claimed(store, lease_s=5)
     assert store.expire_leases() == []
     assert store.heartbeat(old.attempt_id, 5)
+    assert store.heartbeat(alive.attempt_id, 60)  # renews no other lease
     assert store.expire_leases(now=time.time() + 6) == [old.attempt_id]
     assert not store.heartbeat(old.attempt_id, 5)
     new = claimed(store)
@@ -167,10 +168,3 @@ def test_a_lost_lease_makes_a_new_attempt_and_shuts_the_old_one_out(store: Store
     assert store.end_attempt(old.attempt_id, AttemptState.SUCCEEDED) is None
     assert store.end_attempt(new.attempt_id, AttemptState.SUCCEEDED) == RolloutState.SUCCEEDED
     assert store.rollouts(run_id)[0].winner == new.attempt_id
-
-
-def test_a_heartbeat_renews_no_other_lease(store: Store) -> None:
-    start_run(store, rollouts=2)
-    alive, dead = claimed(store, lease_s=5), claimed(store, lease_s=5)
-    assert store.heartbeat(alive.attempt_id, 60)
-    assert store.expire_leases(now=time.time() + 6) == [dead.attempt_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from call_records import call_of, reward, rollout
 from hypothesis import given
@@ -26,55 +27,56 @@ def named(of: str, name: str, value: float) -> Reward:
     return replace(reward(of, value), name=name, key=f"{of}{name}")
 
 
+def split(
+    calls: list[Call], rewards: list[Reward] = WON, rules: Any = BOTH, rollouts: Any = PAIR
+) -> AdapterBatches:
+    return assemble_adapters(rollouts, calls, rewards, SETTINGS, rules)
+
+
+def calls_of_both(rollouts: Any) -> list[Call]:
+    return [call(r.id, f"{r.id}-{a}", a, seq=i) for r in rollouts for i, a in enumerate(BOTH)]
+
+
 def advantages(batches: AdapterBatches, adapter: str) -> list[float]:
     return [max(datum.advantages, key=abs) for datum in batches.by_adapter[adapter].rows]
 
 
 def test_one_reward_reaches_both_adapters_each_on_its_own_calls() -> None:
-    calls = [call(r.id, f"{r.id}-{a}", a, seq=i) for r in PAIR for i, a in enumerate(BOTH)]
-    batches = assemble_adapters(PAIR, calls, WON, SETTINGS, BOTH)
+    batches = split(calls_of_both(PAIR))
     for adapter in BOTH:
         batch = batches.by_adapter[adapter]
         assert batch.trained == {f"r1-{adapter}", f"r2-{adapter}"}
-        assert {datum.adapter for datum in batch.rows} == {adapter}
+        assert {row.adapter for row in batch.rows} == {adapter}
         assert advantages(batches, adapter) == [0.5, -0.5]
     whole = batches.whole()
-    assert whole.trained == {c.id for c in calls}
-    assert whole.skipped == {}
+    assert (len(whole.trained), whole.skipped) == (4, {})
     assert whole.metrics()["reward/mean"] == 0.5
     assert whole.metrics()["groups/used"] == 2
 
 
 def test_a_group_that_did_not_ask_an_adapter_has_not_shrunk() -> None:
     """Told apart: one rollout asked the answerer, and a rollout that earned nothing was lost."""
-    rollouts = [rollout("r1"), rollout("r2"), rollout("s1", "h"), rollout("s2", "h")]
+    rollouts = [*PAIR, rollout("s1", "h"), rollout("s2", "h")]
     calls = [call(r.id, f"{r.id}-asker", "asker") for r in rollouts]
     calls.append(call("r1", "r1-answerer", "answerer", seq=1))
-    rewards = [reward("r1", 1), reward("r2", 0), reward("s1", 1), reward("s2", 0)]
-    batches = assemble_adapters(rollouts, calls, rewards, SETTINGS, BOTH)
-    assert batches.whole().skipped == {"r1-answerer": SkipReason.SMALL_GROUP}
-    assert batches.whole().shrunk() == 0
-    batches = assemble_adapters(rollouts, calls, rewards[:3], SETTINGS, BOTH)
-    assert batches.by_adapter["asker"].shrunk() == 1
+    rewards = [*WON, reward("s1", 1), reward("s2", 0)]
+    whole = split(calls, rewards, rollouts=rollouts).whole()
+    assert whole.skipped == {"r1-answerer": SkipReason.SMALL_GROUP}
+    assert whole.shrunk() == 0
+    assert split(calls, rewards[:3], rollouts=rollouts).by_adapter["asker"].shrunk() == 1
 
 
 def test_rewards_by_name() -> None:
-    rules = {
-        "asker": AdapterRule(rewards=frozenset({"question"})),
-        "answerer": AdapterRule(rewards=frozenset({"answer", "style"})),
-    }
-    rollouts = [rollout("r1"), rollout("r2"), rollout("r3")]
-    calls = [call(r.id, f"{r.id}-{a}", a, seq=i) for r in rollouts for i, a in enumerate(rules)]
-    policy = replace(reward("r3", -1.0), key=POLICY_REWARD_KEY, name="on_error")
+    """A policy's reward has no adapter's name, and counts for each."""
+    named_by = {"asker": ["question"], "answerer": ["answer", "style"]}
+    rules = {adapter: AdapterRule(rewards=names) for adapter, names in named_by.items()}
+    rollouts = [*PAIR, rollout("r3")]
     rewards = [
-        named("r1", "question", 1.0),
-        named("r2", "question", 0.0),
-        named("r1", "answer", 0.0),
-        named("r1", "style", 0.5),
-        named("r2", "answer", 2.0),
-        policy,
-    ]
-    batches = assemble_adapters(rollouts, calls, rewards, SETTINGS, rules)
+        named("r1", "question", 1.0), named("r2", "question", 0.0), named("r1", "answer", 0.0),
+        named("r1", "style", 0.5), named("r2", "answer", 2.0),
+        replace(reward("r3", -1.0), key=POLICY_REWARD_KEY, name="on_error"),
+    ]  # fmt: skip
+    batches = split(calls_of_both(rollouts), rewards, rules, rollouts)
     assert batches.by_adapter["asker"].rewards == {"r1": 1.0, "r2": 0.0, "r3": -1.0}
     assert batches.by_adapter["answerer"].rewards == {"r1": 0.5, "r2": 2.0, "r3": -1.0}
     assert advantages(batches, "asker") == [1.0, 0.0, -1.0]
@@ -82,30 +84,29 @@ def test_rewards_by_name() -> None:
 
 
 def test_a_reward_for_the_other_role_alone_is_no_reward() -> None:
-    rules = {"asker": AdapterRule(rewards=frozenset({"question"})), "answerer": AdapterRule()}
-    calls = [call(r.id, f"{r.id}-{a}", a, seq=i) for r in PAIR for i, a in enumerate(rules)]
+    rules = {"asker": AdapterRule(rewards=["question"]), "answerer": AdapterRule()}
     rewards = [named("r1", "answer", 1.0), named("r2", "answer", 0.0)]
-    batches = assemble_adapters(PAIR, calls, rewards, SETTINGS, rules)
+    batches = split(calls_of_both(PAIR), rewards, rules)
     assert set(batches.by_adapter["asker"].skipped.values()) == {SkipReason.NO_REWARD}
     assert advantages(batches, "answerer") == [0.5, -0.5]
 
 
 def test_calls_of_other_agents_and_other_models_are_left_out_with_their_reasons() -> None:
-    rules = {"asker": AdapterRule(agents=frozenset({"Asker"})), "answerer": AdapterRule()}
+    rules = {"asker": AdapterRule(agents=["Asker"]), "answerer": AdapterRule()}
     calls = [
         call("r1", "a1", "asker", "Asker"),
         call("r2", "a2", "asker", "Asker"),
         call("r1", "title", "asker", "Title writer", seq=1),
-        call("r1", "nobody", "asker", None, seq=2),
+        call("r1", "nameless", "asker", None, seq=2),
         call("r1", "base", None, "Asker", seq=3),
         call("r1", "late", "frozen", "Asker", seq=4),
         replace(call("r1", "lost", "asker", "Title writer"), attempt_id="r1-b"),
     ]
-    whole = assemble_adapters(PAIR, calls, WON, SETTINGS, rules).whole()
+    whole = split(calls, rules=rules).whole()
     assert whole.trained == {"a1", "a2"}
     assert whole.skipped == {
         "title": SkipReason.OTHER_AGENT,
-        "nobody": SkipReason.OTHER_AGENT,
+        "nameless": SkipReason.OTHER_AGENT,
         "base": SkipReason.NOT_TRAINABLE_MODEL,
         "late": SkipReason.NOT_TRAINABLE_MODEL,
         "lost": SkipReason.FAILED_ATTEMPT,
@@ -114,13 +115,9 @@ def test_calls_of_other_agents_and_other_models_are_left_out_with_their_reasons(
 
 def test_an_adapter_is_compared_where_it_spoke() -> None:
     """The helper was asked in r1 and r2 only: what r3 earned without it says nothing of it."""
-    rollouts = [rollout("r1"), rollout("r2"), rollout("r3")]
-    calls = [
-        *(call(f"r{i}", f"m{i}", "asker") for i in (1, 2, 3)),
-        *(call(f"r{i}", f"h{i}", "answerer", seq=1) for i in (1, 2)),
-    ]
-    rewards = [reward("r1", 1), reward("r2", 0), reward("r3", 5)]
-    batches = assemble_adapters(rollouts, calls, rewards, SETTINGS, BOTH)
+    rollouts = [*PAIR, rollout("r3")]
+    calls = [*calls_of_both(PAIR), call("r3", "r3-asker", "asker")]
+    batches = split(calls, [*WON, reward("r3", 5)], rollouts=rollouts)
     assert advantages(batches, "answerer") == [0.5, -0.5]
     assert advantages(batches, "asker") == [-1.0, -2.0, 3.0]
 
@@ -155,11 +152,8 @@ def test_every_call_is_judged_once(
         for i, (of, adapter, agent, attempt) in enumerate(drawn)
     ]
     rewards = [reward(f"r{i}", score) for i, score in enumerate(scores) if score is not None]
-    rules = {
-        "asker": AdapterRule(agents=frozenset({"Asker"}) if picky else None),
-        "answerer": AdapterRule(),
-    }
-    batches = assemble_adapters(rollouts, calls, rewards, SETTINGS, rules)
+    rules = BOTH | ({"asker": AdapterRule(agents=["Asker"])} if picky else {})
+    batches = split(calls, rewards, rules, rollouts)
     parts = [*batches.by_adapter.values(), batches.rest]
     judged = [c for part in parts for c in (*part.trained, *part.skipped)]
     assert sorted(judged) == sorted(c.id for c in calls)
@@ -169,15 +163,11 @@ def test_every_call_is_judged_once(
 
 
 def test_of_one_adapter_it_is_what_assemble_says() -> None:
-    rollouts = [rollout("r1"), rollout("r2"), rollout("r3", "h", RolloutState.FAILED)]
-    calls = [
-        call("r1", "c1", "policy"),
-        call("r2", "c2", "policy"),
-        call("r3", "c3", "policy"),
-        call("r1", "base", None, seq=1),
-    ]
+    rollouts = [*PAIR, rollout("r3", "h", RolloutState.FAILED)]
+    calls = [call(f"r{i}", f"c{i}", "policy") for i in (1, 2, 3)]
+    calls.append(call("r1", "base", None, seq=1))
     alone = assemble(rollouts, calls, WON, replace(SETTINGS, adapters=frozenset({"policy"})))
-    whole = assemble_adapters(rollouts, calls, WON, SETTINGS, {"policy": AdapterRule()}).whole()
+    whole = split(calls, rules={"policy": AdapterRule()}, rollouts=rollouts).whole()
     assert whole.rows == alone.rows
     assert whole.trained == alone.trained
     assert whole.skipped == alone.skipped

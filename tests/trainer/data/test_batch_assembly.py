@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -29,19 +30,25 @@ from agentrl_trainer.data.trajectories import build_trajectories
 PAIR = [rollout("r1"), rollout("r2")]
 WON = [reward("r1", 1.0), reward("r2", 0.0)]
 SETTINGS = StepSettings(adapters=frozenset({"policy"}), max_length=64)
+FORCED = {"constrained": "json_schema", "constrained_log_mass": -1.0}
 
 
-def pair(first: list[Reward], second: list[Reward], *more: Call, **options: Any) -> StepBatch:
-    calls = [call_of("r1", "c1"), call_of("r2", "c2"), *more]
-    settings = replace(SETTINGS, **options)
-    return assemble(PAIR, calls, [*first, *second], settings)
+def pair(
+    *more: Call, earned: list[Reward] = WON, c1: dict[str, Any] | None = None, **options: Any
+) -> StepBatch:
+    """Assemble call c1 of r1, call c2 of r2, and more; ``c1`` are the params of c1."""
+    calls = [replace(call_of("r1", "c1"), params=c1 or {}), call_of("r2", "c2"), *more]
+    return assemble(PAIR, calls, earned, replace(SETTINGS, **options))
 
 
 def test_advantages_reach_the_sampled_tokens() -> None:
-    batch = pair([reward("r1", 1)], [reward("r2", 0)])
+    batch = pair()
     assert batch.trained == {"c1", "c2"}
     assert [row.advantages for row in batch.rows] == [[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, -0.5]]
     assert batch.metrics()["reward/mean"] == 0.5
+    batch.refuse(SkipReason.NON_FINITE_STEP)
+    assert batch.trained == set()
+    assert batch.skipped == dict.fromkeys(("c1", "c2"), SkipReason.NON_FINITE_STEP)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce", "turn", "gigpo", "gae"])
@@ -65,9 +72,9 @@ def test_the_reasons_of_skipped_groups_add_up(estimator: str) -> None:
 
 
 def test_only_the_winning_attempt_trains_and_earns() -> None:
-    calls = [call_of("r1", "lost", attempt="b"), call_of("r1", "won"), call_of("r2", "c2")]
-    batch = assemble(PAIR, calls, [reward("r1", 5, attempt="b"), *WON], SETTINGS)
-    assert batch.trained == {"won", "c2"}
+    lost = call_of("r1", "lost", attempt="b")
+    batch = pair(lost, earned=[reward("r1", 5, attempt="b"), *WON])
+    assert batch.trained == {"c1", "c2"}
     assert batch.skipped == {"lost": SkipReason.FAILED_ATTEMPT}
     assert batch.rewards == {"r1": 1, "r2": 0}
 
@@ -76,14 +83,7 @@ def test_missing_is_not_zero() -> None:
     rollouts = [*PAIR, rollout("r3")]
     batch = assemble(rollouts, [call_of(r.id, f"c{r.id}") for r in rollouts], WON, SETTINGS)
     assert batch.skipped == {"cr3": SkipReason.NO_REWARD}
-    assert [d.advantages[-1] for d in batch.rows] == [0.5, -0.5]
-
-
-def test_a_refused_step_trains_nothing() -> None:
-    batch = pair([reward("r1", 1)], [reward("r2", 0)])
-    batch.refuse(SkipReason.NON_FINITE_STEP)
-    assert batch.trained == set()
-    assert set(batch.skipped.values()) == {SkipReason.NON_FINITE_STEP}
+    assert [row.advantages[-1] for row in batch.rows] == [0.5, -0.5]
 
 
 def test_answers_that_are_too_old_are_dropped_and_their_rollout_still_counts() -> None:
@@ -96,26 +96,26 @@ def test_answers_that_are_too_old_are_dropped_and_their_rollout_still_counts() -
     batch = assemble(PAIR, calls, WON, replace(SETTINGS, oldest_version=3))
     assert batch.skipped == {"old": SkipReason.STALE}
     assert batch.trained == {"new", "c2"}
-    assert [max(d.advantages, key=abs) for d in batch.rows] == [0.5, -0.5]
+    assert [row.advantages[-1] for row in batch.rows] == [0.5, -0.5]
 
 
-def test_a_temperature_reaches_the_tokens_it_was_asked_for() -> None:
-    warm = replace(call_of("r1", "c1"), params={"temperature": 0.5})
-    batch = assemble(PAIR, [warm, call_of("r2", "c2")], WON, SETTINGS)
-    assert [dict(row.extra) for row in batch.rows] == [{"temperature": [1, 1, 1, 0.5, 0.5]}, {}]
-    assert batch.off_policy == {"temperature": 1}
+@pytest.mark.parametrize("given", [1, 0.5, 0])
+def test_a_temperature_reaches_the_tokens_it_was_asked_for(given: float) -> None:
+    """Greedy answers train at temperature 1."""
+    batch = pair(c1={"temperature": given})
+    warm = {"temperature": [1, 1, 1, 0.5, 0.5]} if given == 0.5 else {}
+    assert [dict(row.extra) for row in batch.rows] == [warm, {}]
+    assert batch.off_policy == ({0.5: {"temperature": 1}, 0: {"greedy": 1}}.get(given) or {})
 
 
 def test_a_reward_before_any_call_counts() -> None:
     early = replace(reward("r1", 1.0), created_at=-1.0)
-    batch = pair([early], [reward("r2", 0.0)])
-    assert batch.rewards == {"r1": 1.0, "r2": 0.0}
+    assert pair(earned=[early, reward("r2", 0.0)]).rewards == {"r1": 1.0, "r2": 0.0}
     assert turn_rewards([early], [call_of("r1", "c1")], ["c1"]) == [1.0]
 
 
 def test_several_rewards_add_up() -> None:
-    batch = pair([reward("r1", 1.0), reward("r1", 0.5)], [reward("r2", 0.0)])
-    assert batch.rewards["r1"] == 1.5
+    assert pair(earned=[reward("r1", 0.5), *WON]).rewards["r1"] == 1.5
 
 
 def test_rewards_by_turn_go_to_the_turn_that_earned_them() -> None:
@@ -138,7 +138,7 @@ def test_rewards_by_turn_go_to_the_turn_that_earned_them() -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_missing(broken: float) -> None:
-    batch = pair([reward("r1", broken), reward("r1", 1.0)], [reward("r2", 0.0)])
+    batch = pair(earned=[reward("r1", broken), *WON])
     assert batch.rewards == {"r1": None, "r2": 0.0}
     assert batch.skipped == {"c1": SkipReason.NO_REWARD, "c2": SkipReason.SMALL_GROUP}
     assert math.isfinite(batch.metrics()["reward/mean"])
@@ -160,35 +160,21 @@ def test_a_group_that_shrank_to_one_is_skipped_and_counted() -> None:
 
 
 def test_off_policy_calls_are_counted() -> None:
-    hot = replace(call_of("r1", "hot", seq=1), params={"temperature": 1.3})
     mixed = replace(call_of("r2", "mixed", seq=1), params={"mixed_versions": True})
-    batch = pair([reward("r1", 1.0)], [reward("r2", 0.0)], hot, mixed)
-    metrics = batch.metrics()
-    assert metrics["off_policy/temperature"] == 1
-    assert metrics["off_policy/mixed_versions"] == 1
+    metrics = pair(mixed, c1={"temperature": 1.3}).metrics()
+    assert metrics["off_policy/temperature"] == metrics["off_policy/mixed_versions"] == 1
 
 
-def test_a_constrained_answer_is_weighted_by_the_mass_it_was_left() -> None:
-    params = {"constrained": "json_schema", "constrained_log_mass": -1.0}
-    forced = replace(call_of("r1", "forced", seq=1), params=params)
-    batch = pair([reward("r1", 1.0)], [reward("r2", 0.0)], forced, off_policy="weight")
-    found = [datum.extra["weights"][-1] for datum in batch.rows]
-    assert sorted(found) == pytest.approx([math.exp(-1), 1.0, 1.0])
-
-
-@pytest.mark.parametrize("how", ["sequence", "rollout", "constant"])
-def test_length_normalisation_keeps_the_weights_of_constrained_answers(how: Any) -> None:
-    params = {"constrained": "json_schema", "constrained_log_mass": -1.0}
-    forced = replace(call_of("r1", "forced", seq=1), params=params)
-
+@pytest.mark.parametrize("how", ["token", "sequence", "rollout", "constant"])
+def test_a_constrained_answer_is_weighted_by_the_mass_it_was_left(how: Any) -> None:
     def weights(off_policy: Any) -> list[float]:
-        settings = replace(SETTINGS, off_policy=off_policy, length_normalization=how)
-        batch = assemble(PAIR, [call_of("r1", "c1"), call_of("r2", "c2"), forced], WON, settings)
-        return sorted(datum.extra["weights"][-1] for datum in batch.rows)
+        batch = pair(c1=FORCED, off_policy=off_policy, length_normalization=how)
+        return [row.extra["weights"][-1] if row.extra else 1.0 for row in batch.rows]
 
-    plain, weighted = weights("train"), weights("weight")
-    assert min(weighted) == pytest.approx(min(plain) * math.exp(-1))
-    assert weighted[1:] == pytest.approx(sorted(plain)[1:])
+    forced, plain = weights("train")
+    assert weights("weight") == pytest.approx([forced * math.exp(-1), plain])
+    if how == "token":
+        assert forced == plain == 1.0
 
 
 # ---- credit by turn and by token
@@ -204,14 +190,10 @@ def conversation(of: str, turns: int) -> list[Call]:
 
 def test_credit_by_turn_reaches_the_turns_tokens() -> None:
     calls = [*conversation("r1", 2), *conversation("r2", 2)]
-    rewards = [
-        replace(reward("r1", 1.0), response_id="r10"),
-        replace(reward("r2", 1.0), response_id="r21"),
-    ]
-    settings = replace(SETTINGS, estimator="turn", discount=0.5)
-    batch = assemble(PAIR, calls, rewards, settings)
+    rewards = [replace(reward(one[:2], 1.0), response_id=one) for one in ("r10", "r21")]
+    batch = assemble(PAIR, calls, rewards, replace(SETTINGS, estimator="turn", discount=0.5))
     # Returns: r1 1 and 0, r2 0.5 and 1.
-    assert [datum.advantages for datum in batch.rows] == [
+    assert [row.advantages for row in batch.rows] == [
         [0, 0.25, 0.25, 0, -0.5, -0.5],
         [0, -0.25, -0.25, 0, 0.5, 0.5],
     ]
@@ -219,16 +201,13 @@ def test_credit_by_turn_reaches_the_turns_tokens() -> None:
 
 
 def test_gigpo_finds_the_state_in_the_last_messages() -> None:
-    def seen(call: Call, *texts: str) -> Call:
-        history = [{"role": "assistant", "content": call.id}]
-        said = [{"role": "user", "content": text} for text in texts]
-        return replace(call, request={"messages": history + said})
-
-    one, two = conversation("r1", 2), conversation("r2", 2)
-    calls = [seen(one[0], "start"), seen(one[1], "door")]
-    calls += [seen(two[0], "start"), seen(two[1], "wall")]
+    calls = [*conversation("r1", 2), *conversation("r2", 2)]
+    for at, said in enumerate(["start", "door", "start", "wall"]):
+        earlier = {"role": "assistant", "content": calls[at].id}
+        messages = [earlier, {"role": "user", "content": said}]
+        calls[at] = replace(calls[at], request={"messages": messages})
     batch = assemble(PAIR, calls, WON, replace(SETTINGS, estimator="gigpo"))
-    assert [datum.advantages for datum in batch.rows] == [
+    assert [row.advantages for row in batch.rows] == [
         [0, 1.0, 1.0, 0, 0.5, 0.5],  # both met "start"; the second states were each met once
         [0, -1.0, -1.0, 0, -0.5, -0.5],
     ]
@@ -238,8 +217,8 @@ def test_gae_puts_rewards_where_they_were_earned() -> None:
     calls = conversation("r1", 3)
     branch = replace(call_of("r1", "branch", seq=3), prompt_ids=[1, 7, 8, 9])
     rewards = [replace(reward("r1", 1.0), response_id="r11"), reward("r1", 4.0)]
-    settings = replace(SETTINGS, estimator="gae")
-    batch = assemble([rollout("r1")], [*calls, branch], rewards, settings)
+    gae = replace(SETTINGS, estimator="gae")
+    batch = assemble([rollout("r1")], [*calls, branch], rewards, gae)
     assert batch.skipped == {}  # a single rollout is enough, for nothing is compared
     whole, fork = batch.rows
     assert whole.extra["rewards"] == [0, 0, 0, 0, 0, 1, 0, 0, 4]
@@ -252,24 +231,21 @@ def test_gae_puts_rewards_where_they_were_earned() -> None:
 @pytest.mark.parametrize("how", ["token", "sequence", "rollout", "constant"])
 def test_length_normalisation_is_the_mean_it_says(how: Any) -> None:
     owners, lengths = ["r1", "r2", "r2"], [3, 1, 4]  # trained tokens of each sequence
-    datums = [
+    rows = [
         TrainingRow([0] * (n + 1), [False, *[True] * n], [0.0] * (n + 1), [1.0] * (n + 1))
         for n in lengths
     ]
-    terms = [[1.0 + 10 * i + t for t in range(d.trained)] for i, d in enumerate(datums)]
+    terms = [[1.0 + 10 * i + t for t in range(n)] for i, n in enumerate(lengths)]
     expected = {
         "token": sum(map(sum, terms)) / 8,
         "sequence": sum(sum(t) / len(t) for t in terms) / 3,
         "rollout": (sum(terms[0]) / 3 + sum(terms[1] + terms[2]) / 5) / 2,
         "constant": sum(map(sum, terms)) / 100 / 2,
     }[how]
-    done = normalize_lengths(datums, owners, how, 100)
-    tokens = sum(d.trained for d in done)
-    found = 0.0
-    for row, own in zip(done, terms, strict=True):
-        weights = row.extra.get("weights", [1.0] * len(row.mask))[-len(own) :]
-        found += sum(term * weight for term, weight in zip(own, weights, strict=True))
-    assert found / tokens == pytest.approx(expected)
+    done = normalize_lengths(rows, owners, how, 100)
+    weights = [w for row in done for w in row.extra.get("weights", [1.0] * len(row.mask))[1:]]
+    found = fmean([term for own in terms for term in own], weights)
+    assert found * sum(weights) / sum(lengths) == pytest.approx(expected)
 
 
 # ---- whatever agents do
@@ -282,20 +258,15 @@ def steps(draw: st.DrawFn) -> tuple[list[Any], list[Call], list[Reward], StepSet
     for i in range(draw(st.integers(1, 4))):
         name = f"r{i}"
         rollouts.append(rollout(name, group=f"g{i % 2}"))
-        own = draw(call_trees())
         calls += [
             replace(
-                call,
-                id=f"{name}{call.id}",
-                response_id=f"{name}{call.id}",
-                rollout_id=name,
-                attempt_id=f"{name}-a",
-                finish_reason=draw(st.sampled_from(["stop", "length"])),
+                call, id=f"{name}{call.id}", response_id=f"{name}{call.id}", rollout_id=name,
+                attempt_id=f"{name}-a", finish_reason=draw(st.sampled_from(["stop", "length"])),
                 agent=draw(st.sampled_from([None, "title"])),
                 params=draw(st.sampled_from([{}, {"temperature": 0.5}, {"top_p": 0.5}])),
             )
-            for call in own
-        ]
+            for call in draw(call_trees())
+        ]  # fmt: skip
         for value in draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), max_size=3)):
             named = draw(st.sampled_from([None, f"{name}c0", f"{name}c1"]))
             rewards.append(replace(reward(name, value), response_id=named))
@@ -321,12 +292,12 @@ def test_every_call_has_one_fate_and_every_token_trains_once(drawn: Any) -> None
     assert not batch.trained & batch.skipped.keys()
     assert batch.trained | batch.skipped.keys() == {call.id for call in calls}
     by_id = {call.id: call for call in calls}
-    assert sum(d.trained for d in batch.rows) == sum(
+    assert sum(row.trained for row in batch.rows) == sum(
         len(by_id[name].response_ids) for name in batch.trained
     )
-    for datum in batch.rows:
-        for column in (datum.advantages, *datum.extra.values()):
-            assert len(column) == len(datum.tokens)
+    for row in batch.rows:
+        for column in (row.advantages, *row.extra.values()):
+            assert len(column) == len(row.tokens)
             assert all(map(math.isfinite, column))
     assert sum(batch.off_policy.values()) <= len(batch.trained)
     if options.off_policy != "train":

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentrl_tracer.schemas import Call
 from agentrl_trainer.data.skip_reasons import SkipRules, token_versions
 from agentrl_trainer.data.training_row import TrainingRow, to_training_row
-from agentrl_trainer.data.trajectories import TrajectorySet, build_trajectories
+from agentrl_trainer.data.trajectories import build_trajectories
 
 
 def build(*calls: Call) -> list[TrainingRow]:
@@ -116,13 +116,6 @@ def test_versions_of_an_answer() -> None:
     stretches = {"mixed_versions": True, "versions": [[0, 4], [1, 5]]}
     assert token_versions(replace(mixed, params=stretches)) == [4, 5]  # or each token's own
     assert token_versions(make("c", [1], [10], adapter_version=None)) == [-1]
-
-
-def test_calls_of_two_attempts_or_with_one_id_are_refused() -> None:
-    assert build_trajectories([], SkipRules(max_length=1)) == TrajectorySet([], {})
-    for other, said in (({"attempt_id": "c"}, "several attempts"), ({"id": "a"}, "share an id")):
-        with pytest.raises(ValueError, match=said):
-            build(make("a", [1], [2]), make("b", [1], [2], **other))
 
 
 # ---- properties

@@ -20,6 +20,7 @@ from small_learner import (
     trained,
     warm,
 )
+from small_models import training_row
 from torch import Tensor
 
 from agentrl_trainer.data.training_row import TrainingRow, with_extra
@@ -117,6 +118,8 @@ def test_a_custom_loss_over_several_datums(moved: Learner, datums: list[Training
     found = gradients(moved)
     loss = dpo([plain_logprobs(moved, d) for d in datums])
     loss.backward()
+    with pytest.raises(ValueError, match="scalar that depends on the log-probs"):
+        moved.forward_backward_custom(datums, lambda *_: (torch.zeros(()), {}))
     assert metrics == {"mine": 7.0}
     assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
     assert stats.tokens == sum(datum.trained for datum in datums)
@@ -135,8 +138,7 @@ def test_a_custom_loss_goes_through_one_micro_batch_once(
     trainer.forward_backward(datums, "cross_entropy", normalize_by=1.0)
     built_in = gradients(trainer)
     passes: list[int] = []
-    embedding = trainer.base.model.get_input_embeddings()
-    embedding.register_forward_hook(lambda *_: passes.append(1))
+    trainer.base.model.get_decoder().register_forward_hook(lambda *_: passes.append(1))
     trainer.forward(datums)
     micro_batches, passes[:] = len(passes), []
 
@@ -147,11 +149,6 @@ def test_a_custom_loss_goes_through_one_micro_batch_once(
     trainer.forward_backward_custom(datums, function)
     assert len(passes) == (1 if token_budget == 10**6 else 2 * micro_batches) > 0
     assert_same(gradients(trainer), built_in, rtol=1e-5, atol=1e-7)
-
-
-def test_a_custom_loss_must_depend_on_the_logprobs(moved: Learner) -> None:
-    with pytest.raises(ValueError, match="scalar"):
-        moved.forward_backward_custom(data(rows=1), lambda _d, _lp: (torch.zeros(()), {}))
 
 
 # ---- temperatures: the policy that trains is the one that sampled
@@ -168,20 +165,11 @@ def test_the_gradient_is_that_of_the_expected_reward_of_what_sampled() -> None:
     expected = gradients(trainer)
     chances = chances.detach()
     recorded = logits.detach().log_softmax(-1).tolist()  # at temperature 1, as the gateway records
-    datums = [
-        TrainingRow(
-            tokens=[*context, token],
-            mask=[False, False, False, True],
-            logprobs=[0.0, 0.0, 0.0, recorded[token]],
-            advantages=[0.0, 0.0, 0.0, float(rewards[token])],
-            extra={
-                "temperature": [1.0, 1.0, 1.0, temperature],
-                # How often it would have been drawn; 61 rows, and the learner takes their mean.
-                "weights": [0.0, 0.0, 0.0, float(chances[token]) * VOCAB],
-            },
-        )
-        for token in range(VOCAB)
-    ]
+    rows = [training_row([*context, token], 3, float(rewards[token])) for token in range(VOCAB)]
+    rows = [replace(row, logprobs=[recorded[row.tokens[3]]] * 4) for row in rows]
+    # How often it would have been drawn; 61 rows, and the learner takes their mean.
+    weights = [[chance * VOCAB] * 4 for chance in chances.tolist()]
+    datums = with_extra(rows, temperature=[[temperature] * 4] * VOCAB, weights=weights)
     ready = prepare(trainer, datums, UpdateSettings())
     stats = trainer.forward_backward(ready, "importance_sampling")
     assert stats.ratio_max == pytest.approx(1.0, abs=1e-4)

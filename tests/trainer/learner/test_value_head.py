@@ -67,7 +67,7 @@ def test_the_value_loss_is_the_slow_loop(clip: float) -> None:
     how = {"returns": returns, "params": ValueParams(lr=1e-3, clip=clip)}
     loss, sums = value_loss(predicted, values=old, weights=weights, **how)
     expected = 0.0
-    columns = (predicted.tolist(), returns.tolist(), old.tolist(), weights.tolist())
+    columns = (column.tolist() for column in (predicted, returns, old, weights))
     for v, target, before, weight in zip(*columns, strict=True):
         error = (v - target) ** 2
         if clip:

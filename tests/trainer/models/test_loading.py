@@ -31,7 +31,6 @@ from agentrl.export.adapter import export
 from agentrl_trainer import tiny
 from agentrl_trainer.inference import SampleParams
 from agentrl_trainer.learner.learner import Learner
-from agentrl_trainer.learner.loss_options import AdamParams
 from agentrl_trainer.models import lora
 from agentrl_trainer.models.loading import ModelError, load_base, load_facts, resolve_model
 from agentrl_trainer.models.lora import attach_adapter, lora_config, save_adapter
@@ -54,13 +53,6 @@ def adapted(seed: int = 1, *, layers: int = 2, rank: int = 4, targets: Any = "al
 def weights(model: PeftModel) -> dict[str, torch.Tensor]:
     """The adapter's, as they are in the model."""
     return {k: p for k, p in model.named_parameters() if ".policy." in k}
-
-
-def learnt(learner: Learner) -> float:
-    """How far the loss of a row falls in five steps."""
-    rows = [training_row([5, 6, 7, 8], start=2)] * 2
-    first, *_, last = (learner.step(rows, "cross_entropy").loss for _ in range(5))
-    return first - last
 
 
 def test_load_base(folder) -> None:
@@ -204,7 +196,9 @@ def test_code_of_its_own_is_run_for_those_who_trust_it(own: str, tmp_path, monke
 
     learner = Learner(load_base(own, device="cpu", trust_remote_code=True), rank=4)
     assert set(learner.model.peft_config["default"].target_modules) == {"mix"}
-    assert learnt(learner) > 0
+    rows = [training_row([5, 6, 7, 8], start=2)] * 2
+    first, *_, last = (learner.step(rows, "cross_entropy").loss for _ in range(5))
+    assert last < first
     learner.save_adapter("default", tmp_path / "v1")
 
     with running_engine(load_base(own, device="cpu", trust_remote_code=True)) as engine:
@@ -331,13 +325,3 @@ def test_four_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ModelError, match="bitsandbytes"):
         load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
-
-
-def test_a_base_in_four_bits_learns() -> None:
-    pytest.importorskip("bitsandbytes")
-    base = load_base("agentrl-tiny", device="cpu", load_in_4bit=True)
-    kinds = {type(m).__name__ for m in base.model.modules()}
-    assert "Linear4bit" in kinds
-    learner = Learner(base, rank=4, adam=AdamParams(learning_rate=1e-2))
-    assert learner.why_not_shared is None
-    assert learnt(learner) > 0.1

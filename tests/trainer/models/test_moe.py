@@ -65,6 +65,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GPT_OSS = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4}
 # Experts with biases, stored the other way round; not for the embedded sampler.
 gpt_oss = partial(_made, hf.GptOssConfig(**SMALL, **GPT_OSS, rope_parameters=ROPE))
+STEM = "base_model.model."
 EXPERTS = {"mlp.experts", "mlp.experts.base_layer"}
 SERVED = [qwen3_moe, mixtral, olmoe, qwen2_moe]
 EVERY = [*SERVED, gpt_oss]
@@ -74,16 +75,15 @@ def adapted(model: hf.PreTrainedModel, targets: str | list[str] = "all-linear") 
     """A copy with a random adapter, far from nothing."""
     base = as_base(copy.deepcopy(model))
     peft = attach_adapter(base, "policy", lora_config(RANK, ALPHA, targets), seed=0)
-    become(peft, 1)
+    become_random(peft)
     return peft
 
 
-def become(peft: PeftModel, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in peft.named_parameters():
-            if "lora_" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+def become_random(peft: PeftModel) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in peft.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(0, 0.1, generator=generator)
 
 
 def as_peft_computes(model: PeftModel) -> PeftModel:
@@ -100,8 +100,7 @@ def assert_as_peft_computes(peft: PeftModel) -> None:
 
 
 def lora(peft: PeftModel, module: str) -> tuple[Tensor, Tensor]:
-    stem = f"base_model.model.{module}"
-    a, b = (peft.get_parameter(f"{stem}.lora_{x}.policy.weight") for x in "AB")
+    a, b = (peft.get_parameter(f"{STEM}{module}.lora_{x}.policy.weight") for x in "AB")
     return a, b
 
 
@@ -110,10 +109,8 @@ def with_weights_merged(peft: PeftModel, model: hf.PreTrainedModel, ids: Tensor)
     own = copy.deepcopy(model)
     own.set_experts_implementation("eager")
     weights = {name: p.detach() for name, p in own.named_parameters()}
-    for key, _ in peft.named_parameters():
-        if ".lora_A." not in key:
-            continue
-        module = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
+    keys = [key for key, _ in peft.named_parameters() if ".lora_A." in key]
+    for module in (key.removeprefix(STEM).partition(".lora_A.")[0] for key in keys):
         a, b = lora(peft, module)
         path, inner, _ = module.partition(".base_layer")
         name, rank, updates = f"{path}.weight", len(a), [b @ a]
@@ -121,9 +118,8 @@ def with_weights_merged(peft: PeftModel, model: hf.PreTrainedModel, ids: Tensor)
             name = f"{path}.{'gate_up_proj' if inner else 'down_proj'}"
             count = len(weights[name])
             rank = len(a) // count
-            updates = [  # in B experts alternate
-                b[:, e::count] @ a[e * rank : (e + 1) * rank] for e in range(count)
-            ]
+            own_a, own_b = a.split(rank), [b[:, e::count] for e in range(count)]  # B alternates
+            updates = [x @ y for x, y in zip(own_b, own_a, strict=True)]
             updates = [x.T if isinstance(own, hf.GptOssForCausalLM) else x for x in updates]
         update = torch.stack(updates).view_as(weights[name])
         weights[name] = weights[name] + ALPHA / rank * update
@@ -192,7 +188,7 @@ def test_targets_of_one_layer_train_that_layer(
     if layers:
         said = learner.what_is_trained("default") or ""
         assert f"experts in {layers} layers has a LoRA of rank {RANK // 2}" in said
-    become(learner.model, 1)
+    become_random(learner.model)
     assert_as_peft_computes(learner.model)
     folder = tmp_path / "one layer"
     save_adapter(learner.model, "default", folder)
@@ -276,15 +272,15 @@ def test_log_probs_and_gradients_are_those_of_merged_weights(make: Make) -> None
 
 def test_adapters_of_a_base_in_half_precision_are_float32() -> None:
     model, ids = qwen3_moe(), tokens(2, 24)
-    peft = attach_adapter(as_base(qwen3_moe().bfloat16()), "policy", lora_config(RANK, ALPHA), 0)
-    become(peft, 1)
+    peft = adapted(qwen3_moe().bfloat16())
     dtypes = {p.dtype for n, p in peft.named_parameters() if "lora_" in n}
     assert dtypes == {torch.float32}
-    whole = adapted(model)(ids).logits.log_softmax(-1)
-    half = peft(ids).logits.float().log_softmax(-1)
+    with torch.no_grad():
+        models = (peft, adapted(model), model)
+        half, whole, base = (one(ids).logits.float().log_softmax(-1) for one in models)
     # Some tokens go to other experts: the mean tells.
-    assert float((half - whole).detach().abs().mean()) < 0.05
-    assert float((whole - model(ids).logits.log_softmax(-1)).detach().abs().mean()) > 0.3
+    assert float((half - whole).abs().mean()) < 0.05
+    assert float((whole - base).abs().mean()) > 0.3
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])

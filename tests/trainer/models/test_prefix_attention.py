@@ -19,9 +19,8 @@ from model_zoo import group, plain
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
-from agentrl_trainer.data.packing import MicroBatch, pack
-from agentrl_trainer.data.training_row import TrainingRow
-from agentrl_trainer.learner.logprobs import TokenLogprobs
+from agentrl_trainer.data.packing import pack
+from agentrl_trainer.learner.logprobs import TokenLogprobs, scatter
 from agentrl_trainer.learner.model_support import why_no_flex
 from agentrl_trainer.models.prefix_attention import Trie, pack_trie, trie_attention
 
@@ -70,12 +69,6 @@ def model_of(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
 
 
 GROUP = group(VOCAB)
-Found = dict[tuple[int, int], float]
-
-
-def by_token(batch: MicroBatch, values: Tensor) -> Found:
-    where = zip(batch.rows.tolist(), batch.columns.tolist(), values.tolist(), strict=True)
-    return {(batch.indices[row], column + 1): value for row, column, value in where}
 
 
 def embedding_gradient(model: hf.PreTrainedModel) -> Tensor:
@@ -85,29 +78,34 @@ def embedding_gradient(model: hf.PreTrainedModel) -> Tensor:
     return found
 
 
-def one_by_one(model: hf.PreTrainedModel, datums: list[TrainingRow]) -> tuple[Found, Tensor]:
-    """Every trained token's log-prob, and a gradient of all of them."""
-    expected: Found = {}
-    for index, datum in enumerate(datums):
-        values = plain(model, datum.tokens)
-        mask = torch.tensor(datum.mask[1:])
-        (values * torch.tensor(datum.advantages[1:]))[mask].sum().backward()
-        expected |= {(index, at + 1): values[at].item() for at in mask.nonzero()[:, 0].tolist()}
+def one_by_one(model: hf.PreTrainedModel) -> tuple[list[list[float]], Tensor]:
+    """Every trained token's log-prob, 0 elsewhere, and a gradient of all of them."""
+    expected: list[list[float]] = []
+    for row in GROUP:
+        values = plain(model, row.tokens) * torch.tensor(row.mask[1:])
+        (values * torch.tensor(row.advantages[1:])).sum().backward()
+        expected.append([0.0, *values.tolist()])
     return expected, embedding_gradient(model)
+
+
+def computed(logprobs: TokenLogprobs, **packing: Any) -> list[list[float]]:
+    """The same by micro-batches, with a backward pass through each."""
+    found = [[0.0] * len(row.tokens) for row in GROUP]
+    for batch in pack(GROUP, **packing):
+        values = logprobs(batch)
+        (values * batch.advantages).sum().backward()
+        scatter(batch, values, found)
+    return found
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_log_probs_and_gradients_are_those_of_single_rows(family: str) -> None:
     model = model_of(FAMILIES[family])
-    expected, gradient = one_by_one(model, GROUP)
+    expected, gradient = one_by_one(model)
     logprobs = TokenLogprobs(model, max_logits=5 * VOCAB)
     assert logprobs.why_padded is None
-    found: Found = {}
-    for batch in pack(GROUP, token_budget=45):
-        values = logprobs(batch)
-        (values * batch.advantages).sum().backward()
-        found |= by_token(batch, values)
-    assert found == pytest.approx(expected, abs=1e-5)
+    for found, row in zip(computed(logprobs, token_budget=45), expected, strict=True):
+        assert found == pytest.approx(row, abs=1e-5)
     worst = (embedding_gradient(model) - gradient).abs().max()
     assert worst < 1e-5 * max(1.0, float(gradient.abs().max()))
 
@@ -117,14 +115,12 @@ def test_a_model_that_cannot_says_why_and_gets_padded_rows(family: str) -> None:
     config, why = CANNOT[family]
     model = model_of(config)
     logprobs = TokenLogprobs(model)
-    assert logprobs.why_padded is not None
-    assert re.search(why, logprobs.why_padded), logprobs.why_padded
+    assert re.search(why, logprobs.why_padded or ""), logprobs.why_padded
     if family == "long rope":  # its rows depend on their length
         return
-    found: Found = {}
-    for batch in pack(GROUP, token_budget=100, share=False):
-        found |= by_token(batch, logprobs(batch))
-    assert found == pytest.approx(one_by_one(model, GROUP)[0], abs=1e-5)
+    padded = computed(logprobs, token_budget=100, share=False)
+    for found, row in zip(padded, one_by_one(model)[0], strict=True):
+        assert found == pytest.approx(row, abs=1e-5)
 
 
 some_rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=10)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from dataclasses import asdict
 
 import sqlalchemy as sa
 
-from agentrl_tracer.ids import new_id
-from agentrl_tracer.schemas import Attempt, AttemptRef, AttemptState, Claim, Purpose, RolloutState
+from agentrl_tracer.schemas import AttemptRef, AttemptState, Claim, Purpose, RolloutState, new_id
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rollouts import UPDATE_ROLLOUT, RolloutStore
 
@@ -67,12 +65,13 @@ class LeaseStore(RolloutStore):
             number, started = claim.attempt_number, row["started_at"] or now
             running = {"state": RolloutState.RUNNING, "attempts": number, "started_at": started}
             c.execute(UPDATE_ROLLOUT, {"rollout": claim.rollout_id, **running})
-            attempt = Attempt(
-                claim.attempt_id, claim.rollout_id, number, AttemptState.RUNNING, runner,
-                error=None, log=None, started_at=now, ended_at=None,
-            )  # fmt: skip
-            lease = {"lease_expires_at": claim.lease_expires_at, "heartbeat_at": now}
-            c.execute(_INSERT_ATTEMPT, {**asdict(attempt), **lease, "key_hash": _hash(claim.key)})
+            attempt = {
+                "id": claim.attempt_id, "rollout_id": claim.rollout_id, "number": number,
+                "state": AttemptState.RUNNING, "runner": runner, "started_at": now,
+                "lease_expires_at": claim.lease_expires_at, "heartbeat_at": now,
+                "key_hash": _hash(claim.key),
+            }  # fmt: skip
+            c.execute(_INSERT_ATTEMPT, attempt)
         return claim
 
     def heartbeat(self, attempt_id: str, lease_s: float) -> bool:

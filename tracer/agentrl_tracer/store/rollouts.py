@@ -13,7 +13,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agentrl_tracer.ids import new_id
 from agentrl_tracer.schemas import (
     POLICY_REWARD_KEY,
     Attempt,
@@ -24,6 +23,7 @@ from agentrl_tracer.schemas import (
     Purpose,
     Rollout,
     RolloutState,
+    new_id,
 )
 from agentrl_tracer.store import tables as t
 from agentrl_tracer.store.rewards import RewardStore

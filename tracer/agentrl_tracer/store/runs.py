@@ -33,16 +33,16 @@ class RunStore:
         self.db.execute(t.runs.insert(), row)
         return row["id"]
 
-    def change_run(self, run_id: str, config: Json, policies: Policies) -> None:
-        """Replace a run's settings and policies."""
+    def resume_run(self, run_id: str, config: Json, policies: Policies) -> None:
+        """Set a run to running again, with these settings and policies."""
         change = t.runs.update().where(t.runs.c.id == run_id)
-        self.db.execute(change.values(config=config, policies=asdict(policies)))
+        change = change.values(state="running", ended_at=None, config=config)
+        self.db.execute(change.values(policies=asdict(policies)))
 
     def end_run(self, run_id: str, state: str) -> None:
-        """Set a run's state: finished, failed, or running (again)."""
-        ended_at = None if state == "running" else time.time()
+        """Set a run's state: finished or failed."""
         change = t.runs.update().where(t.runs.c.id == run_id)
-        self.db.execute(change.values(state=state, ended_at=ended_at))
+        self.db.execute(change.values(state=state, ended_at=time.time()))
 
     def runs(self) -> list[Json]:
         """Return all runs in order of creation."""

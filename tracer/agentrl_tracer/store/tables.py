@@ -1,12 +1,12 @@
 """Define the tables, as SQLAlchemy Core.
 
-Tables of a record in ``schemas`` have its fields as columns. Token arrays are little-endian int32
-blobs, log-probs float32 blobs: 4 bytes a token. A test compares the tables with the migrations.
+Tables of a record in ``schemas`` have its fields as columns. Token arrays are int32 blobs and
+log-probs float32 blobs, 4 bytes a token, little-endian like every platform of PyTorch. A test
+compares the tables with the migrations.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
@@ -26,15 +26,10 @@ class TokenIds(sa.TypeDecorator[list[int]]):
     typecode = "i"
 
     def process_bind_param(self, value: Sequence[float] | None, dialect: sa.Dialect):
-        return None if value is None else self._swapped(array(self.typecode, value)).tobytes()
+        return None if value is None else array(self.typecode, value).tobytes()
 
     def process_result_value(self, value: bytes | None, dialect: sa.Dialect):
-        return None if value is None else self._swapped(array(self.typecode, value)).tolist()
-
-    def _swapped(self, numbers: array[Any]) -> array[Any]:
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers
+        return None if value is None else array(self.typecode, value).tolist()
 
 
 class Logprobs(TokenIds):

@@ -217,12 +217,7 @@ def _sample_params(base: BaseModel, params: SamplingParams, prompt: int) -> Samp
     ids = frozenset(int(word) for word in words if not isinstance(word, str))
     if strings and ids:
         raise ValueError("stop: give strings or token ids, not both")
-    room = base.context_length - prompt
-    if room < 1:
-        raise ValueError(
-            f"the prompt has {prompt} tokens and the model's context is {base.context_length}, "
-            "answer included: cut it"
-        )
+    room = max(base.context_length - prompt, 1)  # the engine refuses a prompt that is too long
     return SampleParams(
         max_tokens=room if params.max_tokens is None else params.max_tokens,
         temperature=params.temperature,

@@ -49,7 +49,6 @@ from agentrl_trainer.client.types import (
 from agentrl_trainer.models.loading import TINY_MODEL, load_base
 from agentrl_trainer.models.lora import CONFIG_FILE
 
-_OF_MODEL = ("load_in_4bit", "trust_remote_code")
 _TINKER = "agentrl_trainer.client.tinker.service:TinkerServiceClient"  # a subclass of ServiceClient
 
 
@@ -73,14 +72,9 @@ class ServiceClient:
     names: set[str]
     """Of the training clients that are not closed."""
 
-    def __new__(
-        cls,
-        *,
-        base_url: str | None = None,
-        backend: Literal["local", "tinker"] | None = None,
-        **options: Any,
-    ) -> Self:
-        kind = backend or ("local" if base_url is None else "tinker")
+    def __new__(cls, **options: Any) -> Self:
+        base_url = options.get("base_url")
+        kind = options.get("backend") or ("local" if base_url is None else "tinker")
         if kind not in ("local", "tinker"):
             raise ValueError(f"backend must be 'local' or 'tinker', not {kind!r}")
         if kind == "local" and base_url is not None:
@@ -107,7 +101,8 @@ class ServiceClient:
         ours = {k: v for k, v in options.items() if k not in TINKER_ONLY["ServiceClient"]}
         self.folder = folder_of(folder, "client")
         self.names: set[str] = set()
-        self._model_options = {k: ours.pop(k) for k in _OF_MODEL if k in ours}
+        of_model = ours.keys() & {"load_in_4bit", "trust_remote_code"}
+        self._model_options = {name: ours.pop(name) for name in of_model}
         self._model_options |= {"device": device, "dtype": dtype}
         self._learner_options = ours
         self._bases: dict[str, LocalBase] = {}

@@ -7,7 +7,7 @@ advantages are ``batch_assembly.assemble``'s, called once for each adapter with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl_tracer.schemas import POLICY_REWARD_KEY, Call, Reward, Rollout, SkipReason
@@ -19,9 +19,9 @@ from agentrl_trainer.data.rewards import rollout_rewards
 class AdapterRule:
     """What trains an adapter."""
 
-    agents: frozenset[str] | None = None
+    agents: Collection[str] | None = None
     """Train on calls of these agents (roles) only; None: on each call that the adapter answered."""
-    rewards: frozenset[str] | None = None
+    rewards: Collection[str] | None = None
     """Sum the rewards of these names only; None: all of them."""
 
     def takes(self, call: Call) -> bool:

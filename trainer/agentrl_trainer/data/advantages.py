@@ -12,6 +12,7 @@ dilute the normalization of the step. Three granularities:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -32,6 +33,14 @@ class GroupAdvantages:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnAdvantages:
+    """The same with an advantage for each turn of a member."""
+
+    advantages: list[list[float]]
+    skipped: list[SkipReason | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Scaling:
     """Division by a standard deviation: x / (std + epsilon), std with n - ddof in its denominator.
 
@@ -40,10 +49,6 @@ class Scaling:
 
     ddof: int = 1
     epsilon: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if self.ddof not in (0, 1) or not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"ddof must be 0 or 1, epsilon finite and not negative: {self}")
 
     def divisor(self, values: Sequence[float]) -> float:
         """Return std + epsilon; 1 if there are too few values for a deviation."""
@@ -75,13 +80,12 @@ class Estimator:
     """How scores become advantages.
 
     ``compares``: the baseline is the rest of the group, so that one member alone, or members with
-    equal rewards, carry no signal. ``scales``: may be divided by the group's standard deviation.
-    ``whitens``: is divided by the standard deviation of the whole step (``whiten_groups``).
+    equal rewards, carry no signal. ``whitens``: is divided by the standard deviation of the whole
+    step (``whiten_groups``).
     """
 
     advantages: Callable[[Sequence[float]], list[float]]
     compares: bool
-    scales: bool = False
     whitens: bool = False
 
 
@@ -128,11 +132,11 @@ def reinforce(scores: Sequence[float]) -> list[float]:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(grpo, compares=True, scales=True),
+    "grpo": Estimator(grpo, compares=True),
     # Dr. GRPO, arXiv:2503.20783: the same advantages, never scaled; its other half is the constant
     # length normalization.
     "dr_grpo": Estimator(grpo, compares=True),
-    "rloo": Estimator(rloo, compares=True, scales=True),
+    "rloo": Estimator(rloo, compares=True),
     # REINFORCE++-baseline, arXiv:2501.03262: the group's mean, then the step's deviation.
     "reinforce++": Estimator(grpo, compares=True, whitens=True),
     "maxrl": Estimator(maxrl, compares=True),
@@ -148,23 +152,15 @@ def group_advantages(rewards: Sequence[float | None], settings: CreditSettings) 
     """Compute the advantages of one group. Rewards that are None or not finite count as missing.
 
     Raises:
-        ValueError: the estimator is unknown, or does not go with ``normalize_std`` or the rewards.
+        ValueError: the estimator does not go with the rewards.
     """
-    estimator, normalize_std = settings.estimator, settings.normalize_std
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown estimator {estimator!r}: choose one of {sorted(ESTIMATORS)}")
-    how = ESTIMATORS[estimator]
-    if normalize_std and not how.scales:
-        raise ValueError(
-            f"normalize_std does not apply to {estimator!r}: it has "
-            + ("a normalization of its own" if how.compares else "no group baseline")
-        )
+    how = ESTIMATORS[settings.estimator]
     known = [None if r is None or not math.isfinite(r) else r for r in rewards]
     scores = [r for r in known if r is not None]
     teaches = not (how.compares and scores and _all_equal(scores))
     reason = group_reason(len(scores), settings.min_group, compares=how.compares, teaches=teaches)
     values = [0.0] * len(scores) if reason else how.advantages(scores)
-    if normalize_std and not reason:
+    if settings.normalize_std and not reason:
         divisor = settings.scaling.divisor(scores)
         values = [value / divisor for value in values]
     scored = iter(values)
@@ -178,23 +174,19 @@ def whiten_groups(groups: Sequence[GroupAdvantages], scaling: Scaling) -> list[G
 
     Skipped members have no part in mean and deviation. A step of one rollout is returned as it is.
     """
+    members = [zip(group.advantages, group.skipped, strict=True) for group in groups]
     training = [
-        advantage
-        for group in groups
-        for advantage, reason in zip(group.advantages, group.skipped, strict=True)
-        if advantage is not None and reason is None
+        value for group in members for value, reason in group if value is not None and not reason
     ]
     if len(training) < 2:
         return list(groups)
     mean, divisor = _mean(training), scaling.divisor(training)
+
+    def whitened(value: float | None, reason: SkipReason | None) -> float | None:
+        return value if value is None or reason else (value - mean) / divisor
+
     return [
-        replace(
-            group,
-            advantages=[
-                value if value is None or reason else (value - mean) / divisor
-                for value, reason in zip(group.advantages, group.skipped, strict=True)
-            ],
-        )
+        replace(group, advantages=list(map(whitened, group.advantages, group.skipped)))
         for group in groups
     ]
 
@@ -202,22 +194,11 @@ def whiten_groups(groups: Sequence[GroupAdvantages], scaling: Scaling) -> list[G
 # ---- one number a turn
 
 
-@dataclass(frozen=True, slots=True)
-class TurnAdvantages:
-    """For each member, an advantage for each of its turns, and why it does not train (or None)."""
-
-    advantages: list[list[float]]
-    skipped: list[SkipReason | None]
-
-
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Sum the rewards from each turn on: G_k = r_k + discount * G_k+1 (Sutton and Barto 2018,
     Reinforcement Learning, equation 3.9)."""
-
-    def add(later: float, now: float) -> float:
-        return now + discount * later
-
-    return [*accumulate(reversed(rewards), add)][::-1]
+    backwards = accumulate(reversed(rewards), lambda later, now: now + discount * later)
+    return [*backwards][::-1]
 
 
 def turn_advantages(
@@ -254,18 +235,15 @@ def state_advantages(
     """
     earned = [math.fsum(r) for r in rewards if r is not None]
     returns = [discounted_returns(r or (), settings.discount) for r in rewards]
-    met: dict[Hashable, list[float]] = {}
+    met: defaultdict[Hashable, list[float]] = defaultdict(list)
     for member, own in zip(returns, states, strict=True):
         for value, state in zip(member, own if member else (), strict=True):
-            met.setdefault(state, []).append(value)
-    advantages = [
-        [
-            _relative(math.fsum(reward or ()), earned, settings.divide)
-            + settings.step_weight * _relative(value, met[state], settings.divide)
-            for value, state in zip(member, own, strict=False)
-        ]
-        for reward, member, own in zip(rewards, returns, states, strict=True)
-    ]
+            met[state].append(value)
+    advantages: list[list[float]] = []
+    for reward, member, own in zip(rewards, returns, states, strict=True):
+        whole = _relative(math.fsum(reward or ()), earned, settings.divide) if earned else 0.0
+        steps = (_relative(v, met[s], settings.divide) for v, s in zip(member, own, strict=False))
+        advantages.append([whole + settings.step_weight * step for step in steps])
     return _judged_turns(rewards, advantages, settings.min_group)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean, pstdev
 from typing import Literal
@@ -31,7 +31,6 @@ from agentrl_trainer.data.rewards import by_rollout, rollout_rewards, turn_rewar
 from agentrl_trainer.data.skip_reasons import (
     GROUP_REASONS,
     SkipRules,
-    count_group_reasons,
     importance_weight,
     losing_reason,
     member_reason,
@@ -39,7 +38,7 @@ from agentrl_trainer.data.skip_reasons import (
     temperature_of,
 )
 from agentrl_trainer.data.state_grouping import anchor_states
-from agentrl_trainer.data.training_row import TrainingRow, to_training_row
+from agentrl_trainer.data.training_row import TrainingRow, to_training_row, with_extra
 from agentrl_trainer.data.trajectories import Trajectory, build_trajectories, call_order
 
 LengthNormalization = Literal["token", "sequence", "constant", "rollout"]
@@ -90,8 +89,11 @@ class StepBatch:
         statistics over trained tokens."""
         scores = [reward for reward in self.rewards.values() if reward is not None]
         advantages = [a for row in self.rows for a in compress(row.advantages, row.mask)]
-        skipped = count_group_reasons(self.groups.values())
-        used = sum(None in members for members in self.groups.values())
+        skipped = Counter(
+            next(reason for reason in GROUP_REASONS if reason in members)
+            for members in self.groups.values()
+            if None not in members
+        )
         return {
             "reward/mean": fmean(scores) if scores else float("nan"),
             "reward/std": pstdev(scores) if scores else float("nan"),
@@ -99,8 +101,8 @@ class StepBatch:
             "advantage/max": max(advantages, default=0.0),
             "advantage/min": min(advantages, default=0.0),
             "advantage/std": Scaling(0, 0.0).divisor(advantages) if advantages else 0.0,
-            "groups/used": used,
-            "groups/skipped": len(self.groups) - used,
+            "groups/used": len(self.groups) - skipped.total(),
+            "groups/skipped": skipped.total(),
             **{f"groups/{reason}": skipped[reason] for reason in GROUP_REASONS},
             **{f"off_policy/{how}": count for how, count in sorted(self.off_policy.items())},
         }
@@ -188,7 +190,7 @@ def normalize_lengths(
     for row, owner in zip(rows, owners, strict=True):
         of_owner[owner] += row.trained
     total = of_owner.total()
-    result: list[TrainingRow] = []
+    weights: list[list[float]] = []
     for row, owner in zip(rows, owners, strict=True):
         share = {
             "sequence": len(rows) * row.trained,
@@ -196,9 +198,8 @@ def normalize_lengths(
             "constant": len(of_owner) * constant,
         }[how]
         before = row.extra.get("weights", [1.0] * len(row.tokens))
-        weights = [weight * total / share for weight in before]
-        result.append(replace(row, extra={**row.extra, "weights": weights}))
-    return result
+        weights.append([weight * total / share for weight in before])
+    return with_extra(rows, weights=weights)
 
 
 def _split_by_winner(rollout: Rollout, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,8 +102,7 @@ def pack(
     return [_micro_batch(source, chunk, share) for chunk in chunks]
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """The part of a training row that goes through the model: what predicts trained tokens."""
 
     adapter: str
@@ -117,7 +117,7 @@ def _rows(source: Sequence[TrainingRow]) -> list[_Row]:
         last = next((at for at in range(len(row.mask) - 1, 0, -1) if row.mask[at]), 0)
         if last:
             rows.append(_Row(row.adapter, row.tokens[:last], index))
-    return sorted(rows, key=lambda row: (row.adapter, row.tokens, row.index))
+    return sorted(rows)
 
 
 def _branch_lengths(rows: Sequence[_Row]) -> list[int]:

@@ -11,8 +11,7 @@ rules, which know calls, rollouts and rewards, but no tensors and no store.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -138,18 +137,8 @@ def member_reason(
 
 
 GROUP_REASONS = (SkipReason.SMALL_GROUP, SkipReason.ZERO_ADVANTAGE, SkipReason.NO_REWARD)
-
-
-def count_group_reasons(groups: Iterable[Sequence[SkipReason | None]]) -> Counter[SkipReason]:
-    """Count the groups of which no member trains, by one reason each.
-
-    A member without a reward left its group; why the others do not train is the group's reason.
-    """
-    return Counter(
-        next((reason for reason in GROUP_REASONS if reason in members), SkipReason.NO_REWARD)
-        for members in groups
-        if None not in members
-    )
+"""Why no member of a group trains: the first of these that a member has. A member without a reward
+left its group, so why the others do not train comes first."""
 
 
 # ---- how sampling differed from the policy that trains

@@ -12,8 +12,10 @@ trajectory, and each sampled token trains in exactly one of them:
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentrl_tracer.schemas import Call, SkipReason
 from agentrl_trainer.data.skip_reasons import SkipRules, attempt_reasons
@@ -47,8 +49,7 @@ class Trajectory:
         return column
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectorySet:
+class TrajectorySet(NamedTuple):
     """Each call of the attempt is in the ``calls`` of one trajectory or in ``skipped``."""
 
     trajectories: list[Trajectory]
@@ -56,20 +57,12 @@ class TrajectorySet:
 
 
 def build_trajectories(calls: Sequence[Call], rules: SkipRules) -> TrajectorySet:
-    """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect.
-
-    Raises:
-        ValueError: the calls belong to several attempts, or two share an id.
-    """
-    if len({call.attempt_id for call in calls}) > 1:
-        raise ValueError("calls of several attempts: a trajectory belongs to one attempt")
-    if len({call.id for call in calls}) < len(calls):
-        raise ValueError("two calls share an id")
+    """Cut the call graph of one attempt into trajectories. The order of ``calls`` has no effect."""
     skipped = attempt_reasons(calls, rules)
-    kept: dict[str, list[Call]] = {}
+    kept: defaultdict[str, list[Call]] = defaultdict(list)
     for call in sorted(calls, key=call_order):
         if call.id not in skipped and call.adapter is not None:
-            kept.setdefault(call.adapter, []).append(call)
+            kept[call.adapter].append(call)
     # Tokens of other adapters and of skipped calls are context: they stand in later prompts.
     trajectories = [
         Trajectory(adapter, chain)

@@ -28,15 +28,15 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentrl.runner.agent_process.environment import attempt_environment, shared_environment
-from agentrl.runner.agent_process.loading import CommandFailed, LoadedAgent, load_agent
-from agentrl.runner.agent_spec import parse_agent
+from agentrl.runner.agent_process.environment import attempt_environment, client_environment
+from agentrl.runner.agent_spec import CommandFailed, LoadedAgent, load_agent, parse_agent
 from agentrl.runner.preload import third_party_modules
 from agentrl.runner.protocol import AttemptEnding, RunnerConfig, send
 from agentrl_tracer.conventions import OUTPUT
@@ -50,16 +50,15 @@ _LONGEST = 4000  # characters of an error, and of what the agent returned
 _log: ContextVar[TextIO | None] = ContextVar("agentrl_log", default=None)
 
 
-def run_attempts(
-    config: RunnerConfig, worker_fd: int, known_modules: frozenset[str] | None
-) -> NoReturn:
+def run_attempts(config: RunnerConfig, worker_fd: int, known_modules: int | None) -> NoReturn:
     """Run the agent in this process, just forked or executed, and never return.
 
     Args:
         worker_fd: socket whose other end only the worker holds. It brings the claims, and
             ``{"cancel": id}``, and takes ``{"attempt": id, ...AttemptEnding}`` per attempt. At its
             end the process group dies.
-        known_modules: modules imported before the fork, which are not reported; None: report none.
+        known_modules: number of modules imported before the fork. Attempts report those imported
+            later; with None, none.
     """
     try:
         os.setsid()  # a process group of its own: one signal reaches every process of the agent
@@ -99,9 +98,7 @@ def _hear_worker(worker_fd: int, take: Callable[[dict[str, Any]], object]) -> No
     threading.Thread(target=listen, daemon=True).start()
 
 
-def _run_in_turn(
-    config: RunnerConfig, worker_fd: int, known_modules: frozenset[str] | None
-) -> NoReturn:
+def _run_in_turn(config: RunnerConfig, worker_fd: int, known_modules: int | None) -> NoReturn:
     """Run an attempt per message; the worker kills the process if there is no more."""
     signal.signal(signal.SIGTERM, _terminate)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -114,9 +111,7 @@ def _run_in_turn(
         ending = run_attempt(config, claim)
         if known_modules is not None:
             modules = third_party_modules(parse_agent(config.agent), known_modules)
-            if modules:  # copying the set touches all its memory pages
-                known_modules |= set(modules)
-                ending = replace(ending, modules=tuple(modules))
+            ending, known_modules = replace(ending, modules=modules), len(sys.modules)
         _flush_output()
         send(worker_fd, {"attempt": claim.attempt_id, **asdict(ending)})
 
@@ -204,7 +199,8 @@ async def _run_concurrently(config: RunnerConfig, worker_fd: int) -> None:
     # Takes what is written below Python, by any attempt.
     _redirect_output(os.path.join(config.logs, f"shared-{os.getpid()}.log"))
     sys.stdout, sys.stderr = _RoutedOutput(sys.stdout), _RoutedOutput(sys.stderr)  # type: ignore[assignment]
-    os.environ.update(shared_environment(config))
+    # A header names each call's rollout; a call without one is refused, not misattributed.
+    os.environ.update(client_environment(config, config.gateway, "sk-shared-process"))
     # In a thread: an agent that blocks the loop must not outlive its worker.
     _hear_worker(worker_fd, hear)
     await asyncio.Event().wait()
@@ -272,7 +268,7 @@ def _record_result(result: Any, *, rewarded: bool) -> None:
 def _show_error(raised: BaseException) -> str:
     """Print the traceback, without the runner's own frames; return its last lines."""
     frames: TracebackType | None = raised.__traceback__
-    ours = os.path.dirname(__file__) + os.sep
+    ours = str(Path(__file__).parents[1]) + os.sep
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(raised), raised, frames))

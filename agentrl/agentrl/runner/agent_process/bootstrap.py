@@ -1,4 +1,4 @@
-"""Make our packages importable in another interpreter (``--python``), and run attempts there.
+"""Run attempts in another interpreter (``--python``).
 
 Executed by path, before any package of ours can be imported, so it imports the standard library
 only. That interpreter gets ``agentrl`` and ``agentrl_tracer`` from where the runner has them, so
@@ -6,35 +6,21 @@ that both sides are of one version; every other package is its own.
 """
 
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
 
-
-class OurPackages:
-    """Finds some top-level packages in given folders, and nothing else."""
-
-    def __init__(self, folders):  # type: ignore[no-untyped-def]
-        self._folders = folders
-
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name not in self._folders:
-            return None
-        return importlib.machinery.PathFinder.find_spec(name, [self._folders[name]], target)
-
-
-def run(worker_fd):  # type: ignore[no-untyped-def]
-    """Run attempts; the worker first sends the configuration."""
+if __name__ == "__main__":
+    our_folders, worker_fd = json.loads(sys.argv[1])
+    for name, folder in our_folders.items():
+        spec = importlib.machinery.PathFinder.find_spec(name, [folder])
+        sys.modules[name] = package = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
     from agentrl.runner.agent_process.attempts import run_attempts
     from agentrl.runner.protocol import RunnerConfig
 
     os.set_inheritable(worker_fd, False)
     with open(worker_fd, "rb", buffering=0, closefd=False) as worker:
-        config = RunnerConfig.from_json(worker.readline())
+        config = RunnerConfig.from_json(worker.readline())  # the worker sends it first
     run_attempts(config, worker_fd, known_modules=None)
-
-
-if __name__ == "__main__":
-    folders, worker_fd = json.loads(sys.argv[1])
-    sys.meta_path.insert(0, OurPackages(folders))  # type: ignore[arg-type]
-    run(worker_fd)

@@ -77,21 +77,12 @@ def direct_to_gateway(gateway: str, inherited: Mapping[str, str] = os.environ) -
     return env
 
 
-def shared_environment(config: RunnerConfig) -> dict[str, str]:
-    """Return the variables of a process that several attempts share: no rollout's URL and key.
-
-    A header names each call's rollout; a call without one is refused rather than misattributed.
-    """
-    return _client_environment(config, config.gateway.rstrip("/"), "sk-shared-process", os.environ)
-
-
 def attempt_environment(
     config: RunnerConfig, claim: Claim, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the variables to set for one attempt, on top of ``inherited``."""
-    gateway = config.gateway.rstrip("/")
-    base = f"{gateway}/rollouts/{claim.rollout_id}"
-    env = _client_environment(config, base, claim.key, inherited) | {
+    base = f"{config.gateway}/rollouts/{claim.rollout_id}"
+    env = client_environment(config, base, claim.key, inherited) | {
         "AGENTRL_ROLLOUT_ID": claim.rollout_id,
         "AGENTRL_ATTEMPT_ID": claim.attempt_id,
         "AGENTRL_KEY": claim.key,
@@ -99,7 +90,7 @@ def attempt_environment(
     # An exporter that the application has configured keeps its backend. A reused process still has
     # the endpoint of the attempt before.
     configured = inherited.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if configured is None or configured.startswith(f"{gateway}/rollouts/"):
+    if configured is None or configured.startswith(f"{config.gateway}/rollouts/"):
         env |= {
             "OTEL_EXPORTER_OTLP_ENDPOINT": base,
             "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -114,16 +105,17 @@ def attempt_environment(
     return env
 
 
-def _client_environment(
-    config: RunnerConfig, base: str, key: str, inherited: Mapping[str, str]
+def client_environment(
+    config: RunnerConfig, base: str, key: str, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
+    """Return the variables that lead the clients of models to a base URL with a key."""
     env = {
         "OPENAI_BASE_URL": f"{base}/v1",
         "OPENAI_API_BASE": f"{base}/v1",  # langchain-openai prefers it, llama-index knows no other
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": base,
         "ANTHROPIC_API_KEY": key,
-        "AGENTRL_GATEWAY": config.gateway.rstrip("/"),
+        "AGENTRL_GATEWAY": config.gateway,
         "AGENTRL_MODEL": config.model,
         **QUIET,
         **direct_to_gateway(config.gateway, inherited),

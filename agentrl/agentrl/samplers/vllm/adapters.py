@@ -19,8 +19,7 @@ from typing import Any
 
 import httpx
 
-from agentrl.samplers.vllm.api import require_loaded
-from agentrl.samplers.vllm.client import VllmClient
+from agentrl.samplers.vllm.api import VllmClient, require_loaded
 from agentrl_proxy.sampler import RefusedError
 
 log = logging.getLogger("agentrl")
@@ -29,7 +28,7 @@ _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _KEPT = 3
 """Replaced loads of an adapter that stay: publications that a request may outlast."""
 _LOAD_S = 25.0
-"""Time limit of a load; with the sampler's patience less than what the publishing run waits."""
+"""Time limit of a load, less than what the publishing run waits."""
 
 
 @dataclass(frozen=True, slots=True)

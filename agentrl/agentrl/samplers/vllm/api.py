@@ -1,10 +1,12 @@
-"""vLLM's HTTP API as of 0.32: request bodies, answers as our types, and the fitness check."""
+"""vLLM's HTTP API as of 0.32: the client with the server's health, the fitness check, request
+bodies, and answers as our types."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,6 +21,11 @@ from agentrl_proxy.sampler import (
     TokenEvent,
 )
 
+_SILENCE_S = 60.0
+"""A server that has not answered for this long is dead; a busy one only answers late."""
+_CONNECT_S = 10.0
+_KEEP_ALIVE_S = 2.0
+"""Less than vLLM's 5 s, so that no request uses a connection that vLLM is about to close."""
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _METRICS = {
     "vllm:num_requests_running": "running",
@@ -54,6 +61,81 @@ class Fitness(NamedTuple):
     """The server's name of the base model."""
     context_length: int | None = None
     enforces_grammars: bool = False
+
+
+class VllmClient:
+    """Requests from threads (``blocking``) and from event loops (``connection``).
+
+    ``recovery`` marks the server as healthy or lost; requests fail while it is lost.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """``url``: of the server, without ``/v1``; ``unix:/path`` for a socket."""
+        self.url = url
+        self.trouble = "it has not been checked yet"
+        """Why the server is lost; empty: it is not."""
+        self._socket = url.removeprefix("unix:") if url.startswith("unix:") else None
+        self._options: dict[str, Any] = {
+            "base_url": "http://vllm" if self._socket else url.rstrip("/").removesuffix("/v1"),
+            "headers": {"authorization": f"Bearer {api_key}"} if api_key else {},
+        }
+        transport = httpx.HTTPTransport(uds=self._socket)
+        self.blocking = httpx.Client(transport=transport, timeout=60.0, **self._options)
+        self._heard_at = 0.0
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lifetime: AsyncGenerator[httpx.AsyncClient] | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return not self.trouble and time.monotonic() - self._heard_at < _SILENCE_S
+
+    def mark_healthy(self) -> None:
+        self._heard_at, self.trouble = time.monotonic(), ""
+
+    def mark_lost(self, why: str) -> None:
+        """Fail requests from now on, and end those in progress: the server may never answer them,
+        nor close their sockets."""
+        self.trouble = why
+        client, loop = self._client, self._loop
+        if client is not None and loop is not None:
+            self._client = None
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(lambda: loop.create_task(client.aclose()))
+
+    def unavailable(self, error: Exception | None = None) -> RefusedError:
+        """Return the error for a request that the server does not answer."""
+        if self.healthy and error is not None:
+            return RefusedError("stopped", f"vLLM does not answer: {type(error).__name__}: {error}")
+        why = self.trouble or "it does not answer"
+        return RefusedError("stopped", f"vLLM is out of use: {why}")
+
+    async def connection(self) -> httpx.AsyncClient:
+        """Return the running event loop's client, which closes when the loop ends.
+
+        Raises:
+            RefusedError: the server is lost.
+        """
+        if not self.healthy:
+            raise self.unavailable()
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._lifetime = self._new_client()
+            self._client = await anext(self._lifetime)  # does not suspend
+            self._loop = loop
+        return self._client
+
+    async def _new_client(self) -> AsyncGenerator[httpx.AsyncClient]:
+        """Yield one client; an event loop that ends closes its generators, and so the client."""
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEP_ALIVE_S
+        )
+        async with httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=self._socket, limits=limits),
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # sampling takes as long as it takes
+            **self._options,
+        ) as client:
+            yield client
 
 
 def why_not_up(server: httpx.Client, timeout_s: float) -> str | None:
@@ -180,9 +262,9 @@ def tokens(
     """
     if choice.get("prompt_token_ids") not in (None, prompt):
         raise VllmError("vLLM consumed a prompt other than the one sent")
-    ids, found = choice["token_ids"], choice["logprobs"]
+    found = choice["logprobs"]
     events: list[TokenEvent] = []
-    for i, token_id in enumerate(ids):
+    for i, token_id in enumerate(choice["token_ids"]):
         top = None
         if params.top_logprobs:
             named = found["top_logprobs"][i].items()
@@ -215,13 +297,14 @@ def finish(choice: dict[str, Any], log_mass: float | None = None) -> FinishEvent
     return FinishEvent(choice["index"], reason, error, stop, log_mass)
 
 
-def refusal(status: int, content: bytes, *, constrained: bool = False) -> Exception:
-    message = _message(content)
+def refusal(answer: httpx.Response, *, constrained: bool = False) -> Exception:
+    """Return the error of an answer that is not 200 and has been read."""
+    status, message = answer.status_code, f"vLLM: {_message(answer)}"
     if status == 400 and constrained:
-        return GrammarError(f"vLLM: {message}")
+        return GrammarError(message)
     if status in (400, 422):
-        return RefusedError("invalid_parameter", f"vLLM: {message}")
-    return RefusedError("stopped", f"vLLM answered {status}: {message}")
+        return RefusedError("invalid_parameter", message)
+    return RefusedError("stopped", f"{message} (status {status})")
 
 
 def require_loaded(answer: httpx.Response, path: str) -> None:
@@ -233,17 +316,16 @@ def require_loaded(answer: httpx.Response, path: str) -> None:
     status = answer.status_code
     if status == 200:
         return
-    text = f"vLLM did not load {path} ({status}): {_message(answer.content)[:400]}"
+    text = f"vLLM did not load {path} ({status}): {_message(answer)[:400]}"
     if status // 100 != 4 or status in (408, 429):
         raise RefusedError("stopped", text)
     raise RefusedError("invalid_parameter", f"{text}; {_LOAD_ADVICE}")
 
 
-def _message(content: bytes) -> str:
-    text = content.decode(errors="replace")
+def _message(answer: httpx.Response) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(text)["error"]["message"])
-    return text[:500]
+        return str(answer.json()["error"]["message"])
+    return answer.text[:500]
 
 
 def read_metrics(text: str) -> dict[str, float]:

@@ -16,8 +16,7 @@ from collections.abc import Callable
 import httpx
 
 from agentrl.samplers.vllm.adapters import LoadedAdapter, VllmAdapters
-from agentrl.samplers.vllm.api import VllmError, read_metrics
-from agentrl.samplers.vllm.client import VllmClient
+from agentrl.samplers.vllm.api import VllmClient, VllmError, read_metrics
 from agentrl_proxy.sampler import RefusedError
 
 log = logging.getLogger("agentrl")

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +26,7 @@ import httpx
 
 from agentrl.samplers.vllm import api
 from agentrl.samplers.vllm.adapters import VllmAdapters
-from agentrl.samplers.vllm.api import VllmError
-from agentrl.samplers.vllm.client import VllmClient
+from agentrl.samplers.vllm.api import VllmClient, VllmError
 from agentrl.samplers.vllm.recovery import REQUEST_S, VllmWatch
 from agentrl.timing import Waiting
 from agentrl_proxy.sampler import (
@@ -42,8 +40,6 @@ from agentrl_proxy.sampler import (
 
 log = logging.getLogger("agentrl")
 
-_PATIENCE_S = 4.0
-"""How long a publication waits for a server that is lost."""
 _POLL_S = 0.25
 _TOKENS_PER_CHUNK = 8
 """A chunk costs both sides about as much as sampling a token on a GPU. The first and last arrive at
@@ -135,11 +131,8 @@ class VllmSampler:
         self._adapters.load(name, version, path)
 
     async def load_adapter(self, name: str, version: int, path: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self.healthy:
-            if time.monotonic() > deadline:
-                raise self._client.unavailable()
-            await asyncio.sleep(_POLL_S)
+        if not self.healthy:  # the publishing run tries again
+            raise self._client.unavailable()
         await asyncio.to_thread(self.load_now, name, version, path)
 
     @contextmanager
@@ -186,7 +179,8 @@ class VllmSampler:
         client = await self._client.connection()
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
-                raise api.refusal(answer.status_code, await answer.aread())
+                await answer.aread()
+                raise api.refusal(answer)
             async for line in answer.aiter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -243,5 +237,5 @@ class VllmSampler:
         client = await self._client.connection()
         answer = await client.post("/v1/completions", json=body)
         if answer.status_code != 200:
-            raise api.refusal(answer.status_code, answer.content, constrained=constrained)
+            raise api.refusal(answer, constrained=constrained)
         return answer.json()["choices"]

@@ -39,7 +39,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-_CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 _START_TIMEOUT_S = 1800.0  # it loads, compiles and warms up
 _POLL_S = 0.1
 _END_GRACE_S = 8.0
@@ -63,7 +62,7 @@ class VllmServer(SupervisedProcess):
     def start(self) -> None:
         self._folder.mkdir(mode=0o700)
         # By default vLLM wants nearly all memory of a CPU, and fails if it is used.
-        self.env = {_CPU_CACHE_GIB: "4", **os.environ, **_ENVIRONMENT}
+        self.env = {"VLLM_CPU_KVCACHE_SPACE": "4", **os.environ, **_ENVIRONMENT}
         self.spawn().supervise()
 
     def wait(self, tell: Callable[[str], object]) -> None:
@@ -76,7 +75,7 @@ class VllmServer(SupervisedProcess):
         while not self._listens():
             if self.restarts >= 2 or waiting.seconds > _START_TIMEOUT_S:
                 raise RuntimeError(f"vLLM does not start; the end of {self.log}:\n{log_tail()}")
-            waiting.still(lambda: f"vLLM starts since {waiting.seconds:.0f} s: {log_tail(1)}")
+            waiting.still(lambda: f"vLLM is starting ({waiting.seconds:.0f} s) {log_tail(1)}")
             time.sleep(_POLL_S)
 
     def _listens(self) -> bool:

@@ -9,10 +9,7 @@ import opentelemetry
 import pytest
 from runner_harness import RunnerHarness
 
-from agentrl_tracer.schemas import (
-    AttemptState,
-    Policies,
-)
+from agentrl_tracer.schemas import AttemptState, Policies
 
 
 @pytest.fixture(scope="module")

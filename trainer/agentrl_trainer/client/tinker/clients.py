@@ -90,12 +90,9 @@ class TinkerTrainingClient(TrainingClient):
         self, convert: Callable[[Any], T], method: str, *args: Any, **options: Any
     ) -> APIFuture[T]:
         """Call a method of the SDK's client in its turn, and convert its result."""
-
-        def start() -> APIFuture[T]:
-            done = getattr(self._client, method)(*args, **options)
-            return map_future(done.future(), convert)
-
-        return self._start(start)
+        return self._start(
+            lambda: map_future(getattr(self._client, method)(*args, **options).future(), convert)
+        )
 
     def _loss(self, call: LossCall) -> APIFuture[ForwardBackwardOutput]:
         if call.data and isinstance(call.data[0], TrainingRow):
@@ -306,11 +303,6 @@ def _datums(data: Data) -> list[tinker.Datum]:
                 inputs[name] = np.asarray(token_ids(values, where), dtype=np.int64)
             else:
                 inputs[name] = np.asarray(numbers(values, where), dtype=np.float32)
-            if len(inputs[name]) != datum.model_input.length:
-                raise ValueError(
-                    f"{where} has {len(inputs[name])} values, model_input "
-                    f"{datum.model_input.length} tokens: one for each"
-                )
         read = tinker.ModelInput.from_ints(datum.model_input.to_ints())
         sent.append(tinker.Datum(model_input=read, loss_fn_inputs=inputs))
     return sent

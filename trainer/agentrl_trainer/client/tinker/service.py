@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import tinker
@@ -44,9 +43,8 @@ class TinkerServiceClient(ServiceClient):
     ) -> TinkerTrainingClient:
         if lora.targets is not None or lora.alpha != LoraOptions().alpha:
             raise ValueError("targets and alpha are for the local backend; leave them out")
-        which = asdict(lora)
-        sent = {key: which[key] for key in ("rank", "seed", "train_mlp", "train_attn")}
-        made = self._service.create_lora_training_client(base_model, **sent, **more)
+        which = (lora.rank, lora.seed, lora.train_mlp, lora.train_attn)
+        made = self._service.create_lora_training_client(base_model, *which, **more)
         return self._training(made.result(), name)
 
     def _train_from(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from agentrl_tracer.ids import new_id
+from agentrl_tracer.schemas import new_id
 
 
 def test_ids_are_distinct_and_sort_by_their_moment() -> None:
