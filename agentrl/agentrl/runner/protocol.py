@@ -59,8 +59,7 @@ class AttemptEnding:
         """Return the ending of an agent that returned (no ``errors``) or failed."""
         if not complete:
             lost = "its spans or rewards did not reach the gateway"
-            said = "; the agent: ".join([lost, *errors])
-            return cls(AttemptState.INFRASTRUCTURE, said)
+            return cls(AttemptState.INFRASTRUCTURE, "; the agent: ".join([lost, *errors]))
         return cls(AttemptState.ERROR, errors[0]) if errors else cls(AttemptState.SUCCEEDED)
 
 
