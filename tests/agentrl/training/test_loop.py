@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -15,7 +16,6 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from peft import PeftModel
-from strict_json import strictly
 from training_run import Run, children, wait_for
 
 from agentrl_tracer.schemas import AttemptState, Purpose, RolloutState
@@ -169,6 +169,7 @@ def test_a_run_without_rewards_says_that_nothing_trained(tmp_path: Path) -> None
     assert "4 no_reward: their rollouts emitted no reward" in output
     assert "nan" not in output
     assert "agentrl serve" not in output
+    strictly = functools.partial(json.loads, parse_constant=pytest.fail)  # neither NaN nor infinity
     rows = [strictly(line) for line in run.folder.metrics.read_text().splitlines()]
     assert [row["reward/mean"] for row in rows if "reward/mean" in row] == [None]
     assert strictly(run.folder.summary.read_text())["reward"] == [None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,14 +53,11 @@ class _Operation:
     outer: _Operation | None
 
 
-def trace_crewai(
-    parent: Callable[[], otel.Context | None], openai_is_instrumented: Callable[[], bool]
-) -> None:
+def trace_crewai(parent: Callable[[], otel.Context | None]) -> None:
     """Trace CrewAI's event bus from now on. Call once per process.
 
     Args:
         parent: returns the context in which new spans start.
-        openai_is_instrumented: whether calls through the openai SDK already have spans.
     """
     from crewai.events.event_bus import CrewAIEventsBus
 
@@ -73,8 +71,9 @@ def trace_crewai(
         if kind in ("flow", "method") and module.startswith("crewai."):
             return  # agents are flows internally
         by_openai = kind == "llm" and module.startswith("crewai.llms.providers.openai")
-        if by_openai and openai_is_instrumented():
-            return
+        genai = sys.modules.get("opentelemetry.instrumentation.genai.openai")
+        if by_openai and genai and genai.OpenAIInstrumentor().is_instrumented_by_opentelemetry:
+            return  # the call has a span
         try:
             handle(kind, source, event)
         except Exception:  # a newer CrewAI may change its events; the agent must go on

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
@@ -30,15 +29,10 @@ def instrument_frameworks(parent: Callable[[], Context | None]) -> None:
     Args:
         parent: returns the context in which new spans start.
     """
-    on_import("crewai", lambda _: trace_crewai(parent, _openai_is_instrumented))
+    on_import("crewai", lambda _: trace_crewai(parent))
     on_import("openai", lambda _: _instrument("openai", "OpenAIInstrumentor"))
     on_import("langchain_core", lambda _: _instrument("langchain", "LangChainInstrumentor"))
     on_import("agents", _instrument_openai_agents)
-
-
-def _openai_is_instrumented() -> bool:
-    module = sys.modules.get(f"{_GENAI}.openai")
-    return module is not None and module.OpenAIInstrumentor().is_instrumented_by_opentelemetry
 
 
 def _instrument(module: str, name: str, **options: object) -> None:

@@ -33,17 +33,7 @@ if sys.platform != "win32":
 _ONE_READ = "agentrl_one_read"  # execution option: a single statement, without a transaction
 _BUSY_MS = 30_000  # how long a writer waits for SQLite's write lock
 
-HEAD = "0002"
-"""The newest migration; a test compares it with the scripts."""
-
-
-def normalize_url(url: str) -> str:
-    """Return an SQLAlchemy URL: a path means SQLite, ``postgres://`` the psycopg 3 driver."""
-    if "://" not in url:
-        return f"sqlite:///{Path(url).absolute()}"
-    if url.startswith(("postgres://", "postgresql://")):
-        return "postgresql+psycopg://" + url.partition("://")[2]
-    return url
+HEAD = "0002"  # the newest migration; a test compares it with the scripts
 
 
 def json_text(value: Any) -> str:
@@ -154,8 +144,12 @@ class Database:
     """An engine and the ways to use it."""
 
     def __init__(self, url: str, *, pooled: bool = True) -> None:
-        self.url = normalize_url(url)
-        self.engine = open_engine(self.url, pooled=pooled)
+        if "://" not in url:  # a path
+            url = f"sqlite:///{Path(url).absolute()}"
+        if url.startswith(("postgres://", "postgresql://")):
+            url = "postgresql+psycopg://" + url.partition("://")[2]
+        self.url = url
+        self.engine = open_engine(url, pooled=pooled)
         self.is_remote = not self.url.startswith("sqlite")
         self.upsert = partial(upsert, self.is_remote)
         file = None if self.is_remote else self.engine.url.database

@@ -9,7 +9,7 @@ active at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -27,7 +27,7 @@ from agentrl_trainer.learner.loss_options import (
     ValueParams,
     parse_loss_options,
 )
-from agentrl_trainer.learner.losses import LOSSES, CustomLoss, Sums, add_sums
+from agentrl_trainer.learner.losses import LOSSES, CustomLoss, Sums, add_sums, token_sums
 from agentrl_trainer.learner.optimizers import VALUE, AdapterOptimizers
 from agentrl_trainer.learner.step_stats import StepStats, step_stats
 from agentrl_trainer.learner.value_head import ValueHead, value_loss
@@ -251,54 +251,45 @@ class Learner(AdapterOptimizers):
         Raises:
             ValueError: the loss, an option or an adapter is unknown, or a column is missing.
         """
+        started = time.perf_counter()
         config = loss_config or {}
         parse_loss_options(loss, config)
         if unknown := {row.adapter for row in rows} - set(self.adapters):
             raise ValueError(f"rows for {sorted(unknown)}, but this trains {self.adapters}")
         scale = 1.0 / (normalize_by or max(sum(row.trained for row in rows), 1))
-        with torch.set_grad_enabled(backward):
-            return self._accumulate(rows, loss, config, scale, logprobs_into, backward=backward)
-
-    def _accumulate(
-        self,
-        rows: Sequence[TrainingRow],
-        loss: str,
-        config: LossConfig,
-        scale: float,
-        logprobs_into: list[list[float]] | None = None,
-        kept: tuple[Tensor, Tensor | None] | None = None,
-        *,
-        backward: bool = True,
-    ) -> StepStats:
-        """``kept``: what ``_forward_batch`` returned for the only micro-batch, if it has run."""
-        started = time.perf_counter()
         sums: Sums = {}
         loss_sum = 0.0
         batches = self._pack(rows)
-        counts = count_tokens(rows, batches)
         for batch in batches:
             batch = batch.to(self.base.device)
-            logprobs, hidden = kept or self._forward_batch(batch)
-            more = {"sequences": batch.rows, **_columns(rows, batch, LOSS_EXTRA)}
-            value, part = LOSSES[loss](logprobs, batch.logprobs, batch.advantages, config, **more)
-            if hidden is not None and self.value is not None:
-                learn = _columns(rows, batch, ("returns", "values", "weights"))
-                if "returns" in learn:
-                    predicted = self.value_heads[batch.adapter](hidden)
-                    more, more_sums = value_loss(predicted, params=self.value, **learn)
-                    value, part = value + more, part | more_sums
+            with torch.set_grad_enabled(backward):
+                logprobs, hidden = self._forward_batch(batch)
+                more = {"sequences": batch.rows, **_columns(rows, batch, LOSS_EXTRA)}
+                given = (logprobs, batch.logprobs, batch.advantages, config)
+                value, part = LOSSES[loss](*given, **more)
+                if hidden is not None and self.value is not None:
+                    learn = _columns(rows, batch, ("returns", "values", "weights"))
+                    if "returns" in learn:
+                        predicted = self.value_heads[batch.adapter](hidden)
+                        more, more_sums = value_loss(predicted, params=self.value, **learn)
+                        value, part = value + more, part | more_sums
             if logprobs_into is not None:
                 scatter(batch, logprobs.detach(), logprobs_into)
             sums = add_sums(sums, part)
             loss_sum += value.item()
-            if not backward:
-                continue
-            if not bool(torch.isfinite(value)):
-                self.non_finite.add(batch.adapter)
+            if backward and not self._backward(value, batch.adapter, scale):
                 break
-            (value * scale).backward()
-        skipped = backward and bool(self.non_finite)
-        return step_stats(loss_sum * scale, sums, counts, started, non_finite=skipped)
+        refused = backward and bool(self.non_finite)
+        counts = count_tokens(rows, batches)
+        return step_stats(loss_sum * scale, sums, counts, started, non_finite=refused)
+
+    def _backward(self, value: Tensor, adapter: str, scale: float = 1.0) -> bool:
+        """Add the gradient of a loss times ``scale``; returns whether the loss is finite."""
+        if not bool(torch.isfinite(value)):
+            self.non_finite.add(adapter)
+            return False
+        (value * scale).backward()
+        return True
 
     def forward_backward_custom(
         self, rows: Sequence[TrainingRow], function: CustomLoss[TrainingRow]
@@ -306,18 +297,17 @@ class Learner(AdapterOptimizers):
         """Add the gradient of any function of the log-probs; return its own metrics too.
 
         As in Tinker: a forward pass, the function's gradient with respect to the log-probs, then
-        the backward of the cross-entropy that has that gradient. With a single micro-batch it goes
+        the backward of the log-probs that have that gradient. With a single micro-batch it goes
         through the first pass; with more, whose activations would all be held at once, it takes a
         second forward pass. The loss is taken as it is, without a division.
         """
         started = time.perf_counter()
-        batches = self._pack(rows)
-        kept = None
+        batches = [batch.to(self.base.device) for batch in self._pack(rows)]
+        kept: Tensor | None = None
         if len(batches) == 1:
-            # Packing does not depend on advantages: the second time it makes the same batch.
-            kept = self._forward_batch(batches[0].to(self.base.device))
+            kept, _ = self._forward_batch(batches[0])
             found = [[0.0] * len(row.tokens) for row in rows]
-            scatter(batches[0], kept[0].detach(), found)
+            scatter(batches[0], kept.detach(), found)
         else:
             found = self.forward(rows)
         logprobs = [torch.tensor(row, requires_grad=True) for row in found]
@@ -325,14 +315,16 @@ class Learner(AdapterOptimizers):
         if loss.dim() != 0 or not loss.requires_grad:
             raise ValueError("a custom loss must return a scalar that depends on the log-probs")
         grads = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
-        weighted: list[TrainingRow] = []
-        for row, grad in zip(rows, grads, strict=True):
-            # Other columns would change the plain cross-entropy of this policy.
-            extra = {name: row.extra[name] for name in ("temperature",) if name in row.extra}
-            weighted.append(replace(row, advantages=(-grad).tolist(), extra=extra))
-        stats = self._accumulate(weighted, "cross_entropy", {}, 1.0, kept=kept)
-        seconds = time.perf_counter() - started
-        return replace(stats, loss=loss.item(), seconds=seconds), dict(metrics)
+        slopes = {index: grad.tolist() for index, grad in enumerate(grads)}
+        sums: Sums = {}
+        for batch in batches:
+            computed = self._forward_batch(batch)[0] if kept is None else kept
+            sums = add_sums(sums, token_sums(computed, computed - batch.logprobs))
+            if not self._backward((computed * _gather(batch, slopes)).sum(), batch.adapter):
+                break
+        counts, refused = count_tokens(rows, batches), bool(self.non_finite)
+        stats = step_stats(loss.item(), sums, counts, started, non_finite=refused)
+        return stats, dict(metrics)
 
     def step(
         self,
@@ -350,19 +342,22 @@ class Learner(AdapterOptimizers):
         )
 
 
+def _gather(batch: MicroBatch, columns: Mapping[int, Sequence[float]]) -> Tensor:
+    """Collect [N] values of the batch's trained tokens; ``columns``: by the index of the row."""
+    where = zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
+    values = [columns[batch.indices[row]][column + 1] for row, column in where]
+    return torch.tensor(values, dtype=torch.float32, device=batch.targets.device)
+
+
 def _columns(
     rows: Sequence[TrainingRow], batch: MicroBatch, names: Iterable[str]
 ) -> dict[str, Tensor]:
     """Collect {name: [N]} of those ``names`` that the batch's rows have."""
-    own = [rows[index] for index in batch.indices]
     found: dict[str, Tensor] = {}
     for name in names:
-        having = sum(name in row.extra for row in own)
-        if having == 0:
-            continue
-        if having < len(own):
+        having = [index for index in batch.indices if name in rows[index].extra]
+        if having and len(having) < len(batch.indices):
             raise ValueError(f"some rows have {name!r} and some have not: give it to all or none")
-        places = zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)
-        values = [own[row].extra[name][column + 1] for row, column in places]
-        found[name] = torch.tensor(values, dtype=torch.float32, device=batch.targets.device)
+        if having:
+            found[name] = _gather(batch, {index: rows[index].extra[name] for index in having})
     return found
