@@ -127,7 +127,7 @@ class Handlers:
         [asked] = translated_parts(as_chat, raw, self.providers.model_of(raw))
         if isinstance(asked, ProviderRequest):
             return json_response({"input_tokens": await self.providers.count(asked)})
-        adapter = self.chat.resolve_model(asked.model, agent_name(headers))
+        adapter = self.chat.resolve_model(raw["model"], agent_name(headers))
         memory = None if attempt is None else self.attempts.of(attempt)
         return json_response({"input_tokens": len(self.chat.render(asked, memory, adapter).ids)})
 

@@ -56,7 +56,7 @@ class ChatService:
 
     async def accept(self, request: ChatRequest, client: ClientRequest) -> SampledCall:
         deps, sampler, stats, memory = self.deps, self.deps.sampler, self.stats, client.memory
-        adapter = self.resolve_model(request.model, client.agent)
+        adapter = self.resolve_model(request.raw["model"], client.agent)
         if not sampler.healthy:
             raise unavailable("the sampler is not available", "sampler_unavailable")
         version = None if adapter is None else sampler.adapters.get(adapter)
@@ -94,7 +94,8 @@ class ChatService:
         )
         one_call = constraint is None and bool(request.tools) and not request.parallel_tool_calls
         one_call = one_call and deps.renderer.tells_calls_apart
-        recorded = {**_recorded_params(params), "continued": prompt.continued}
+        continued = prompt.continues is not None
+        recorded = {**_recorded_params(params), "continued": continued}
         not_enforced: list[str] = []
         if constraint is not None:
             recorded["constrained"] = constraint.kind
@@ -115,8 +116,8 @@ class ChatService:
         )  # fmt: skip
         stats.accepted += params.n
         stats.constrained += constraint is not None
-        stats.continued += prompt.continued
-        stats.rendered += not prompt.continued
+        stats.continued += continued
+        stats.rendered += not continued
         return SampledCall(client, request, prompt, params, constraint, adapter, one_call, rows)
 
     def resolve_model(self, model: str, agent: str | None) -> str | None:

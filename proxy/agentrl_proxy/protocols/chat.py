@@ -182,7 +182,6 @@ PROVIDER_CHAT = Object(
 class ChatRequest:
     """A checked request. ``None`` means that the client did not set the field."""
 
-    model: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     dialect: Dialect  # of the answer
@@ -224,7 +223,6 @@ def chat_request(raw: dict[str, Any]) -> ChatRequest:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     choice, tools, format = get("tool_choice"), get("tools"), get("response_format")
     return ChatRequest(
-        model=raw["model"],
         messages=raw["messages"],
         tools=tools if tools and choice != "none" else None,
         dialect=ChatDialect(raw),

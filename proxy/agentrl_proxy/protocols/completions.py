@@ -39,7 +39,6 @@ from agentrl_proxy.protocols.fields import (
 )
 from agentrl_proxy.rendering.renderer import Renderer
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
 CHAT_ONLY = {"messages", "tools", "tool_choice", "response_format", "max_completion_tokens"}
 _UNSUPPORTED = {
     "suffix": "put everything before the gap into `prompt`",
@@ -114,7 +113,7 @@ def completion_requests(
             "max_tokens": None,
         }
     )
-    common.sampling["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else limit
+    common.sampling["max_tokens"] = 16 if limit is None else limit  # OpenAI's default
     prompts = _prompts(raw["prompt"], renderer)
     longest = max(map(len, prompts))
     if context_length is not None and longest >= context_length:  # before any prompt is accepted
@@ -162,9 +161,8 @@ def _prompts(value: str | list[Any], renderer: Renderer) -> list[list[int]]:
         elif (wrong := next((one for one in ids if not 0 <= one <= last), None)) is not None:
             raise invalid("prompt", f"prompt[{i}]: token ids go from 0 to {last}; got {wrong}")
         if not ids:
-            raise invalid(
-                "prompt", f"prompt[{i}] has no tokens; at least one is needed to continue"
-            )
+            message = f"prompt[{i}] has no tokens; at least one is needed to continue"
+            raise invalid("prompt", message)
         prompts.append(ids)
     return prompts
 
@@ -220,10 +218,10 @@ def _text_choice(
     if entries is not None:
         offsets: list[int] = []
         for entry in entries:
-            data = entry["bytes"]
-            inside = bool(data) and _continues(data[0])  # the token continues a character
+            begins = [byte & 0xC0 != 0x80 for byte in entry["bytes"]]  # a character of UTF-8
+            inside = begins[:1] == [False]  # the token continues a character
             offsets.append(max(offset - inside, 0))
-            offset += sum(not _continues(byte) for byte in data)
+            offset += sum(begins)
         logprobs = {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
@@ -252,7 +250,3 @@ def legacy_entries(legacy: dict[str, Any]) -> list[dict[str, Any]]:
 
 def plain_entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-
-
-def _continues(byte: int) -> bool:
-    return byte & 0xC0 == 0x80

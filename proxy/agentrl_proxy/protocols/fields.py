@@ -286,7 +286,6 @@ NAME = Value(  # PostgreSQL takes no NUL
 )
 STRING_OR_OBJECT = Value(lambda v: isinstance(v, str | dict), "a string or an object", {})
 OBJECT = Value(lambda v: isinstance(v, dict), "an object", {"type": "object"})
-LIST = Value(lambda v: isinstance(v, list), "a list", {"type": "array"})
 INTEGER = Value(
     is_integer, "an integer", {"type": "integer", "minimum": -(2**63), "maximum": LARGEST_INTEGER}
 )

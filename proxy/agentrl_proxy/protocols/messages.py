@@ -173,15 +173,6 @@ _EMPTY: dict[str, dict[str, Any]] = {  # how blocks begin
 }
 # Anthropic's API has no word for other reasons.
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-# One Anthropic message may become several chat messages, so its index is lost.
-_NAMES: Names = [
-    (r"^messages\[\d+\][.\w\[\]]*", "messages"),
-    (r"^response_format(\.json_schema)?\b", "output_config.format"),
-    (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
-    (r"^(tools\[\d+\])\.function\b", r"\1"),
-    (r"^parallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
-    (r"^tool_choice 'required'", "tool_choice 'any'"),
-]
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -206,7 +197,15 @@ class MessagesDialect(BlockEvents):
     """
 
     id_prefix = "msg_"
-    names: Names = _NAMES
+    # One Anthropic message may become several chat messages, so its index is lost.
+    names: Names = (
+        (r"^messages\[\d+\][.\w\[\]]*", "messages"),
+        (r"^response_format(\.json_schema)?\b", "output_config.format"),
+        (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+        (r"^(tools\[\d+\])\.function\b", r"\1"),
+        (r"^parallel_tool_calls\b", "tool_choice.disable_parallel_tool_use"),
+        (r"^tool_choice 'required'", "tool_choice 'any'"),
+    )
     text_kind = "text"
     call_kind = "tool_use"
 

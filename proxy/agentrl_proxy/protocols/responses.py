@@ -21,8 +21,8 @@ from agentrl_proxy.protocols.chat import (
 )
 from agentrl_proxy.protocols.chat_objects import BlockEvents, Heading, entries_of, event, heading_of
 from agentrl_proxy.protocols.fields import (
+    ANYTHING,
     BOOLEAN,
-    LIST,
     NAME,
     NONEMPTY,
     OBJECT,
@@ -85,7 +85,7 @@ RESPONSES = Object(
     tools=Array(Tagged({"function": FUNCTION}, refusal=_NO_BUILT_IN)),
     tool_choice=tool_choice(Object(["name"], name=TEXT)),
     text=Object([], format=Tagged(_FORMATS)),
-    include=replace(LIST, schema={"type": "array", "items": {"enum": [_WITH_LOGPROBS]}}),
+    include=Array(replace(ANYTHING, schema={"enum": [_WITH_LOGPROBS]})),
     reasoning=replace(
         OBJECT, schema=Object([], effort=one_of("minimal", "low", "medium", "high")).schema
     ),
@@ -137,8 +137,6 @@ def responses_as_chat(
 
 # --- answers
 
-# Said whatever the request asks for: nothing is stored, and a prompt that is too long is refused.
-_ALWAYS: dict[str, Any] = {"previous_response_id": None, "store": False, "truncation": "disabled"}
 # Fields that an answer repeats from its request, with their defaults.
 _REPEATED: dict[str, Any] = {
     "instructions": None,
@@ -159,12 +157,6 @@ _INCOMPLETE = {
     "length": {"reason": "max_output_tokens"},
     "content_filter": {"reason": "content_filter"},
 }
-# One item may become several messages, and several items one, so an item's index is lost.
-_NAMES: Names = [
-    (r"^messages(\[\d+\][.\w\[\]]*)?", "input"),
-    (r"^response_format(\.json_schema)?\b", "text.format"),
-    (r"^(tools\[\d+\])\.function\b", r"\1"),
-]
 # By an item's type: its id's prefix, the events of its text and of its part, the part's place.
 _ITEMS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     "reasoning": ("rs", "reasoning_summary_text", "reasoning_summary_part", {"summary_index": 0}),
@@ -177,7 +169,12 @@ class ResponsesDialect(BlockEvents):
     """Writes an answer as a response or as its events. Item ids derive from the response's id."""
 
     id_prefix = "resp_"
-    names: Names = _NAMES
+    # One item may become several messages, and several items one, so an item's index is lost.
+    names: Names = (
+        (r"^messages(\[\d+\][.\w\[\]]*)?", "input"),
+        (r"^response_format(\.json_schema)?\b", "text.format"),
+        (r"^(tools\[\d+\])\.function\b", r"\1"),
+    )
     text_kind = "message"
     call_kind = "function_call"
 
@@ -186,7 +183,9 @@ class ResponsesDialect(BlockEvents):
         self._repeated = {
             name: default if request.get(name) is None else request[name]
             for name, default in _REPEATED.items()
-        } | _ALWAYS
+        }
+        # Whatever the request asks for: nothing is stored, and a prompt too long is refused.
+        self._repeated |= {"previous_response_id": None, "store": False, "truncation": "disabled"}
         self._sequence = 0
         self._item: dict[str, Any] = {}  # the open item
         self._said: dict[str, Any] = {}  # its part; a tool call has none, and is itself extended
@@ -213,7 +212,7 @@ class ResponsesDialect(BlockEvents):
             arguments = call["function"]["arguments"]
             items.append(_item("function_call", heading, arguments, call={"index": i, **call}))
         incomplete = _INCOMPLETE.get(choice["finish_reason"])
-        status = "completed" if incomplete is None else "incomplete"
+        status = "incomplete" if incomplete else "completed"
         said = self._response(heading, status, items, response["usage"])
         return said | {"incomplete_details": incomplete}
 
@@ -254,17 +253,14 @@ class ResponsesDialect(BlockEvents):
         if self._kind == "message":
             said["logprobs"] = entries_of(choice) or []
             self._said["logprobs"] += said["logprobs"]
-        return self._text_event("delta", said)
+        return self._item_event(_ITEMS[self._kind][1], "delta", said)
 
     def _closed(self) -> bytes:
         names = ("name", "arguments", "text", "logprobs")
         said = {name: self._said[name] for name in names if name in self._said}
-        out = self._text_event("done", said) + self._part_event("done")
+        out = self._item_event(_ITEMS[self._kind][1], "done", said) + self._part_event("done")
         done = {"output_index": self._index, "item": self._item}
         return out + self._event("response.output_item.done", **done)
-
-    def _text_event(self, name: str, said: dict[str, Any]) -> bytes:
-        return self._item_event(_ITEMS[self._kind][1], name, said)
 
     def _part_event(self, name: str) -> bytes:
         part = _ITEMS[self._kind][2]

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,9 +54,9 @@ def make_router(models: Mapping[str, ProviderModel]) -> Any:
 
 async def close_connections() -> None:
     """Close LiteLLM's connections: uvloop waits for them as it closes."""
-    import litellm
     from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
+    litellm: Any = sys.modules["litellm"]
     await close_litellm_async_clients()
     litellm.in_memory_llm_clients_cache.flush_cache()
     # Of streamed Anthropic calls. The client itself must stay open: LiteLLM has no other.

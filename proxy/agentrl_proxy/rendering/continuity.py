@@ -88,10 +88,6 @@ class Prompt:
     an edit keeps what was before it."""
     opened: bool = True  # it ends with the template's generation prompt
 
-    @property
-    def continued(self) -> bool:
-        return self.continues is not None
-
 
 class Conversations:
     """The conversations of one attempt, token for token. Bounded."""

@@ -38,9 +38,9 @@ class Detokenizer:
         return self._release(self._decoded(final=True), final=True)
 
     def _decoded(self, *, final: bool) -> str:
-        if self._done == len(self._ids):
-            return ""
         end = len(self._ids)
+        if self._done == end:
+            return ""
         known = self._decode(self._ids[self._context : self._done])
         text = self._decode(self._ids[self._context :])
         if not final and text.endswith(_REPLACEMENT):

@@ -66,7 +66,27 @@ class Renderer:
 
     def normalize(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as templates expect them: text contents, tool arguments as values."""
-        return [self._normalize_one(message) for message in messages]
+        normal: list[Message] = []
+        for message in messages:
+            role, content = message["role"], message.get("content") or ""
+            if role == "developer" and not self._knows_developer:
+                role = "system"
+            if role == "function":  # OpenAI's tool role of 2023
+                role = "tool"
+            if not isinstance(content, str):  # protocols accept parts of text only
+                content = "".join(part.get("text", part.get("refusal")) for part in content)
+            out: Message = {"role": role, "content": content}
+            for name in ("name", "tool_call_id"):
+                if message.get(name) is not None:
+                    out[name] = message[name]
+            if role == "assistant":
+                reasoning = message.get("reasoning_content") or message.get("reasoning")
+                if isinstance(reasoning, str):
+                    out["reasoning_content"] = reasoning
+                if message.get("tool_calls"):
+                    out["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+            normal.append(out)
+        return normal
 
     def text(
         self,
@@ -142,26 +162,6 @@ class Renderer:
 
     def _written(self, messages: list[Message], **settings: Any) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-
-    def _normalize_one(self, message: Message) -> Message:
-        role, content = message["role"], message.get("content") or ""
-        if role == "developer" and not self._knows_developer:
-            role = "system"
-        if role == "function":  # OpenAI's tool role of 2023
-            role = "tool"
-        if not isinstance(content, str):  # protocols accept parts of text only
-            content = "".join(part.get("text", part.get("refusal")) for part in content)
-        out: Message = {"role": role, "content": content}
-        for name in ("name", "tool_call_id"):
-            if message.get(name) is not None:
-                out[name] = message[name]
-        if role == "assistant":
-            reasoning = message.get("reasoning_content") or message.get("reasoning")
-            if isinstance(reasoning, str):
-                out["reasoning_content"] = reasoning
-            if message.get("tool_calls"):
-                out["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-        return out
 
     def _probe_turns(self) -> tuple[str, str]:
         """Render a dummy conversation to find what opens and closes an assistant's turn.

@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-_ARGUMENTS = ("arguments", "parameters")  # Llama says parameters
-# The usual order of keys. Small models write {'q': ...} or {q: ...}, which never becomes a call.
+# The usual order of keys; Llama says parameters. Small models write {'q': ...} or {q: ...}, which
+# never becomes a call.
 _CALL = re.compile(
     r'\s*\{(?:\s*"type"\s*:\s*"function"\s*,)?\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*["}])'
@@ -120,7 +120,7 @@ class CallReader:
             raise ValueError("a tool call nested too deeply") from None
         if not isinstance(value, dict):
             raise ValueError("a tool call is not an object")
-        named = [value[key] for key in _ARGUMENTS if key in value]
+        named = [value[key] for key in ("arguments", "parameters") if key in value]
         if len(named) > 1:  # ambiguous, and one may have been shown already
             raise ValueError("a tool call with arguments and parameters")
         arguments, call = (named or ["{}"])[0], self.begun

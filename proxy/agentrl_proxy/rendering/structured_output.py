@@ -37,7 +37,6 @@ from agentrl_proxy.rendering.reply import ToolCall
 if TYPE_CHECKING:
     from agentrl_proxy.protocols.chat import ChatRequest
 
-_MOST_REMEMBERED = 256
 # Allows pretty-printed JSON, but no endless whitespace, into which small models fall.
 _WHITESPACE = r"(\n[ \t]{0,32}| )?"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
@@ -80,7 +79,7 @@ class Constraints:
         known = self._known.get(key)
         if known is None:
             # In a thread: a large schema, or the first template, takes a while.
-            if len(self._known) >= _MOST_REMEMBERED:
+            if len(self._known) >= 256:
                 self._known.clear()
             known = self._known[key] = await asyncio.to_thread(self._compile, request, opened)
         return known
@@ -126,9 +125,8 @@ class Constraints:
             if request.tool_choice not in ("auto", "required", f"function:{name}"):
                 continue
             if not _NAME.fullmatch(name):
-                raise invalid(
-                    f"{where}.name", f"{where}.name must be of the letters A-Z a-z 0-9 _ . : / -"
-                )
+                where += ".name"
+                raise invalid(where, f"{where} must be of the letters A-Z a-z 0-9 _ . : / -")
             # No parameters: no arguments.
             schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
             schema = {"type": "object", **schema}

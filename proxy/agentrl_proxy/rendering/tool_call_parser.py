@@ -77,8 +77,7 @@ class ReplyTemplate:
         from transformers.utils.chat_parsing import ResponseParser
 
         # The tools' schemas cast the arguments of notations without types.
-        typed = isinstance(tools, list) and not self.streams_calls
-        schemas: Any = tools if typed else None
+        schemas: Any = tools if isinstance(tools, list) and not self.streams_calls else None
         return ResponseParser(self.compiled, prefix=self.prefill, tools=schemas)
 
 

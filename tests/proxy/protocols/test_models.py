@@ -55,13 +55,10 @@ def test_who_may_ask(gateway: Running) -> None:
     other = {"authorization": f"Bearer {gateway.claims[1].key}"}
     operator = {"authorization": f"Bearer {OPERATOR_KEY}"}
     for path in ("/models", "/models/policy"):
-        for base, headers, status in (
-            (gateway.base_url(), operator, 200),
-            (gateway.base_url(), {}, 401),
-            (rollout, {}, 401),
-        ):
-            answer = httpx.get(base + path, headers=headers)
-            assert answer.status_code == status, (base, path)
-            assert status == 200 or answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(gateway.base_url() + path, headers=operator).status_code == 200
+        for base in (gateway.base_url(), rollout):
+            answer = httpx.get(base + path)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
         lists = httpx.get(f"{rollout}/models", headers=other).status_code
         assert httpx.get(rollout + path, headers=other).status_code == lists >= 400

@@ -27,6 +27,15 @@ in_each_protocol = pytest.mark.parametrize("path", BODIES)
 whole_or_streamed = pytest.mark.parametrize("stream", [False, True])
 
 
+def reading(gateway: Running, path: str, timeout: float = 60.0, **more: Any) -> Any:
+    """A context of an answer whose body has not been read."""
+    claim = gateway.claims[0]
+    headers = {"authorization": f"Bearer {claim.key}"}
+    body = {"model": "policy"} | BODIES[path] | more
+    url = f"{gateway.base_url(claim)}/{path}"
+    return HTTP.stream("POST", url, json=body, headers=headers, timeout=timeout)
+
+
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]
@@ -109,12 +118,8 @@ def test_one_conversation_is_one_prompt_in_each_protocol(gateway: Running, strea
 @in_each_protocol
 def test_text_leaves_as_it_is_sampled(gateway: Running, path: str) -> None:
     gateway.sampler.delay = 0.02
-    claim = gateway.claims[0]
-    headers = {"authorization": f"Bearer {claim.key}"}
-    body = {"model": "policy", "stream": True} | BODIES[path]
     times: list[float] = []
-    url = f"{gateway.base_url(claim)}/{path}"
-    with HTTP.stream("POST", url, json=body, headers=headers) as answer:
+    with reading(gateway, path, stream=True) as answer:
         times += [time.monotonic() for line in answer.iter_lines() if "data:" in line]
     assert len(times) > 10
     assert times[-1] - times[0] > 0.2
@@ -127,19 +132,15 @@ def test_disconnect_cancels_and_keeps_the_partial_answer(
 ) -> None:
     gateway.sampler.delay = 0.05
     claim = gateway.claims[0]
-    more: dict[str, Any] = {"prompt": ["One", "Two"]} if path == "completions" else {}
-    body = {"model": "policy", "stream": stream} | BODIES[path] | more
-    headers = {"authorization": f"Bearer {claim.key}"}
-    url = f"{gateway.base_url(claim)}/{path}"
-    with httpx.Client(timeout=60 if stream else 0.4, verify=False) as http:
-        if stream:
-            with http.stream("POST", url, json=body, headers=headers) as response:
-                next(response.iter_lines())
-                wait_until(lambda: all(seen.sampled for seen in gateway.sampler.requests))
-        else:
-            post(f"{gateway.base_url(claim)}/messages", claim.key, {})  # imports LiteLLM
-            with pytest.raises(httpx.ReadTimeout):
-                http.post(url, json=body, headers=headers)
+    more: Any = {"stream": stream} | ({"prompt": ["One", "Two"]} if path == "completions" else {})
+    if stream:
+        with reading(gateway, path, **more) as response:
+            next(response.iter_lines())
+            wait_until(lambda: all(seen.sampled for seen in gateway.sampler.requests))
+    else:
+        post(f"{gateway.base_url(claim)}/messages", claim.key, {})  # imports LiteLLM
+        with pytest.raises(httpx.ReadTimeout), reading(gateway, path, timeout=0.4, **more):
+            pass
     wait_until(lambda: gateway.stats["cancelled"] == 1 and not gateway.stats["in_flight"])
     calls = gateway.calls(claim)
     for seen, call in zip(gateway.sampler.requests, calls, strict=True):
@@ -217,14 +218,11 @@ def test_nothing_final_leaves_before_the_commit(gateway: Running, stream: bool) 
     got: list[str] = []
 
     def read() -> None:
-        body = {"model": "policy", "messages": USER, "stream": stream}
-        headers = {"authorization": f"Bearer {claim.key}"}
-        url = gateway.base_url(claim) + "/chat/completions"
-        with HTTP.stream("POST", url, json=body, headers=headers) as response:
+        with reading(gateway, "chat/completions", stream=stream) as response:
             got.extend(response.iter_text())
 
-    reading = threading.Thread(target=read)
-    reading.start()
+    reader = threading.Thread(target=read)
+    reader.start()
     wait_until(lambda: gateway.sampler.requests and gateway.stats["in_flight"])
     time.sleep(0.3)
     early = "".join(got)
@@ -233,7 +231,7 @@ def test_nothing_final_leaves_before_the_commit(gateway: Running, stream: bool) 
     assert stream == bool(early)
     assert gateway.calls(claim)[0].state is CallState.OPEN
     gate.commit.set()
-    reading.join()
+    reader.join()
     assert 'finish_reason":"stop' in "".join(got)
     assert gateway.calls(claim)[0].state is CallState.COMPLETED
 
