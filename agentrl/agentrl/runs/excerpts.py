@@ -6,13 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_LENGTH = 240
-
 
 def excerpt(text: str) -> str:
     """Return a text in one line of at most 240 characters."""
     text = " ".join(text.split())
-    return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 1]}…"
+    return text if len(text) <= 240 else f"{text[:239]}…"
 
 
 def prompt_excerpt(request: Mapping[str, Any] | None) -> str:

@@ -100,9 +100,8 @@ def update(
     Returns nothing for an empty batch, and for one that the backend cannot learn from, which is
     refused. The last epoch may not have been applied (``skipped_non_finite``).
     """
-    passes: list[StepStats] = []
     if not batch.rows:
-        return passes
+        return []
     client = run.clients[name]
     adam = AdamParams(run.learning_rate(step), grad_clip_norm=run.config.learning.max_grad_norm)
     how = update_settings(run.config)
@@ -113,7 +112,8 @@ def update(
         except RefusedRows as why:
             run.display.note(f"{name}: nothing of step {step} was trained on: {why}")
             batch.refuse(SkipReason.OFF_POLICY)
-            return passes
+            return []
+    passes: list[StepStats] = []
     for epoch in range(how.epochs):
         with timer("forward_backward"):
             # Normalized by the tokens of the whole step.
@@ -236,8 +236,7 @@ class TrainingRun:
             self.display.note(f"checkpoint {name} was passed over: {fault}")
         # An evaluation of this step that was killed is made again.
         evaluated = step in self.metrics_log.held_out()
-        why = "the run was resumed"
-        self.store.cancel(self.run_id, why, after_step=step, evaluated=evaluated)
+        self.store.cancel(self.run_id, "the run was resumed", after_step=step, evaluated=evaluated)
         self.store.supersede(self.run_id, after_step=step)
         self.store.drop_adapters_after(self.run_id, step)
         self.metrics_log.go_back(step, meta.get("row"))

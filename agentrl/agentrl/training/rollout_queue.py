@@ -190,7 +190,7 @@ class RolloutQueue:
             for group in groups
             for index in range(size)
         ]  # fmt: skip
-        ids = self.session.enqueue(new) if new else []
+        ids = self.session.store.enqueue(self.session.run_id, new) if new else []
         for at, group in enumerate(groups):
             group.version, group.ids = step - 1, ids[at * size : (at + 1) * size]
         self._groups += groups

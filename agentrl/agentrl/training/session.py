@@ -243,10 +243,6 @@ class Session:
         self.store.settle(trained={}, skipped={call.id: reason for call in calls})
         return calls
 
-    def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
-        """Queue rollouts for the runners; return their ids."""
-        return self.store.enqueue(self.run_id, new)
-
     def wait(self, check: CheckProgress, on_progress: OnProgress) -> None:
         """Maintain leases until ``check`` says enough.
 

@@ -31,6 +31,7 @@ class Hands(Session):
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        store.enqueue = self._enqueue  # type: ignore[method-assign]
         self.run_id = store.create_run("run", "train", {})
         self.task_ids = store.add_tasks(self.run_id, "train", [{"n": n} for n in range(TASKS)])
         self.order: Callable[[str], Any] = lambda group: 0
@@ -39,9 +40,9 @@ class Hands(Session):
         self.waits = 0
         self.claims: dict[str, list[str]] = {}  # attempts by group
 
-    def enqueue(self, new: Sequence[NewRollout]) -> list[str]:
+    def _enqueue(self, run_id: str, new: Sequence[NewRollout], **how: Any) -> list[str]:
         self.queued += new
-        return super().enqueue(new)
+        return Store.enqueue(self.store, run_id, new, **how)
 
     def wait(self, check: CheckProgress, on_progress: Callable[[int, int], None]) -> None:
         self.waits += 1
@@ -262,7 +263,7 @@ def test_groups_that_no_step_took_are_canceled(hands: Hands) -> None:
 
 def test_an_evaluation_does_not_wait_for_the_next_steps_rollouts(hands: Hands) -> None:
     stream(hands, bound=2).step(1)
-    ahead = hands.store.enqueue(hands.run_id, hands.queued)
+    ahead = hands.store.enqueue(hands.run_id, [*hands.queued])
     ran: list[str] = []
 
     def one_rollout() -> None:

@@ -70,10 +70,6 @@ class CreditSettings:
     discount: float = 1.0  # of later turns' rewards; for BY_TURN
     step_weight: float = 1.0  # of GiGPO's second level
 
-    @property
-    def divide(self) -> Scaling | None:
-        return self.scaling if self.normalize_std else None
-
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
@@ -216,7 +212,7 @@ def turn_advantages(
 
     def compared(k: int, value: float) -> float:
         peers = [member[k] for member in returns if k < len(member)]
-        return _relative(value, peers if len(peers) > 1 else starts, settings.divide)
+        return _relative(value, peers if len(peers) > 1 else starts, settings)
 
     advantages = [[compared(k, value) for k, value in enumerate(member)] for member in returns]
     return _judged_turns(rewards, advantages, settings.min_group)
@@ -241,8 +237,8 @@ def state_advantages(
             met[state].append(value)
     advantages: list[list[float]] = []
     for reward, member, own in zip(rewards, returns, states, strict=True):
-        whole = _relative(math.fsum(reward or ()), earned, settings.divide) if earned else 0.0
-        steps = (_relative(v, met[s], settings.divide) for v, s in zip(member, own, strict=False))
+        whole = _relative(math.fsum(reward or ()), earned, settings) if earned else 0.0
+        steps = (_relative(v, met[s], settings) for v, s in zip(member, own, strict=False))
         advantages.append([whole + settings.step_weight * step for step in steps])
     return _judged_turns(rewards, advantages, settings.min_group)
 
@@ -286,10 +282,10 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _relative(value: float, among: Sequence[float], scaling: Scaling | None) -> float:
+def _relative(value: float, among: Sequence[float], settings: CreditSettings) -> float:
     """Center ``value``, and scale it if asked; exactly 0 if all are equal."""
     centered = 0.0 if _all_equal(among) else value - _mean(among)
-    return centered / (scaling.divisor(among) if scaling else 1.0)
+    return centered / (settings.scaling.divisor(among) if settings.normalize_std else 1.0)
 
 
 def _all_equal(scores: Sequence[float]) -> bool:
